@@ -1,0 +1,3 @@
+from ppo_repro.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Policy, value model and reference: made, loaded, laid out, run forward."""

@@ -1,0 +1,53 @@
+"""How ragged sequences become rectangles for a forward pass. In exact numerics no choice here shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """R rows of L positions holding some sequences; n response tokens to score, in sequence order."""
+
+    input_ids: Tensor  # [R, L] int64
+    position_ids: Tensor  # [R, L] int64, from 0 in each sequence
+    visible: Tensor  # [R, 1, L, L] bool, query may see key
+    predictors: Tensor  # [n] int64, flat index of the position whose logits predict the token
+    targets: Tensor  # [n] int64, the response tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.input_ids.numel()
+
+
+def lay_out(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], padding: str
+) -> TokenBatch:
+    """Place sequences (prompt + response) in rows, padded `right` or `left`, or packed with `none`.
+
+    The last response token is not an input: nothing is predicted from it. Padding is token 0 and sees
+    itself alone, so that no row of the mask is empty; nothing sees padding.
+    """
+    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
+    if padding == "none":
+        rows, width = 1, sum(lengths)
+        places = [(0, sum(lengths[:i])) for i in range(len(lengths))]
+    else:
+        rows, width = len(lengths), max(lengths)
+        places = [(row, 0 if padding == "right" else width - n) for row, n in enumerate(lengths)]
+    input_ids = torch.zeros(rows, width, dtype=torch.int64)
+    position_ids = torch.zeros(rows, width, dtype=torch.int64)
+    visible = torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1)
+    predictors: list[Tensor] = []
+    for prompt, response, length, (row, start) in zip(prompts, responses, lengths, places, strict=True):
+        end = start + length
+        input_ids[row, start:end] = torch.tensor([*prompt, *response[:-1]])
+        position_ids[row, start:end] = torch.arange(length)
+        visible[row, start:end, start:end] = torch.ones(length, length, dtype=torch.bool).tril()
+        predictors.append(row * width + start + torch.arange(len(prompt) - 1, length))
+    targets = torch.tensor([token for response in responses for token in response], dtype=torch.int64)
+    return TokenBatch(input_ids, position_ids, visible[:, None], torch.cat(predictors), targets)

@@ -1,0 +1,75 @@
+"""The networks of a run and their forward passes over a TokenBatch."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppo_repro.models.layout import TokenBatch
+from ppo_repro.numerics.layers import ExactLinear
+from ppo_repro.numerics.lowering import lower
+
+
+class ValueModel(nn.Module):
+    """A transformer trunk of its own and a scalar head, V(s_t) before each response token."""
+
+    def __init__(self, trunk: PreTrainedModel, head: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Take the parameters out of autograd."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrainedModel:
+    """A copy of `source` ready to be trained in the given numerics; dropout is off."""
+    model = copy.deepcopy(source).eval()
+    if mode == "exact":
+        return lower(model, max_context)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def make_value_model(source: PreTrainedModel, mode: str, max_context: int) -> ValueModel:
+    """A value model whose trunk starts as the policy's and whose head starts at zero: V = 0 everywhere."""
+    trunk = make_policy(source.model, mode, max_context)
+    head = nn.Linear(source.config.hidden_size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return ValueModel(trunk, ExactLinear(head) if mode == "exact" else head)
+
+
+def _hidden(trunk: nn.Module, batch: TokenBatch) -> Tensor:
+    out = trunk(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=batch.visible,
+        use_cache=False,
+    ).last_hidden_state
+    return out.reshape(-1, out.shape[-1])[batch.predictors]
+
+
+def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Logits [n, V] float32 at the positions that predict the response tokens."""
+    return policy.lm_head(_hidden(policy.model, batch))
+
+
+def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
+    """Values [n] float32 before each response token."""
+    return value_model.head(_hidden(value_model.trunk, batch))[:, 0]
+
+
+def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
+    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None where nothing was cut."""
+    if kept_tokens.shape[1] == 0:
+        return None
+    bits = torch.arange(7, -1, -1, dtype=torch.uint8)
+    spread = (kept_tokens[:, :, None] >> bits) & 1
+    return spread.reshape(len(kept_tokens), -1)[:, :vocab_size].bool()

@@ -1,0 +1,67 @@
+"""Numbers on grids, and sums of their products that are exact in every order.
+
+A row is put on a grid of its own, x ~ A * 2^(e - p) with integers |A| <= 2^p. Products of grid integers
+and all their partial sums stay below 2^53, so float64 holds them exactly, in any order, with or without
+fused multiply-add, on any device; one rounding follows. A row's grid depends on that row alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics.elementwise import pow2
+
+MANTISSA_BITS = 53
+OPERAND_BITS = 20
+# below this a row's grid no longer follows it: scales stay normal float32 numbers
+MIN_EXPONENT = -100
+
+
+def ceil_log2(n: int) -> int:
+    """Smallest k with 2^k >= n, for n >= 1."""
+    return (n - 1).bit_length()
+
+
+def operand_bits(terms: int) -> int:
+    """Grid bits p of both operands of a sum of `terms` products: 2p + ceil(log2 terms) <= 53, p <= 20.
+
+    Raises NumericsError where fewer than 12 bits would be left.
+    """
+    bits = min(OPERAND_BITS, (MANTISSA_BITS - ceil_log2(terms)) // 2)
+    if bits < 12:
+        raise NumericsError(f"a sum of {terms} products leaves {bits} bits per operand; at least 12 are needed")
+    return bits
+
+
+def exponent(maximum: Tensor) -> Tensor:
+    """Smallest e with maximum < 2^e, int64, clamped below at -100. Non-negative finite input."""
+    return torch.frexp(maximum)[1].to(torch.int64).clamp_(min=MIN_EXPONENT)
+
+
+def quantise(x: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Put each row of `x` along `dim` on its own grid.
+
+    A = rne(x 2^(bits - e)), 2^e > max |x|, returned as integer-valued float64 of the shape of x, and the
+    scale 2^(e - bits), float64, of size 1 along `dim`. Input float32 or float64, finite.
+    """
+    e = exponent(x.abs().amax(dim, keepdim=True))
+    return (x.to(torch.float64) * pow2(bits - e)).round_(), pow2(e - bits)
+
+
+def contract(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """y = fl32(sum_k A[.., i, k] B[.., j, k] scale_a[i] scale_b[j]) + 0, float32 [.., I, J].
+
+    `a` [.., I, K] and `b` [.., J, K] as given by `quantise`. The added zero makes the sign of zero a law.
+    """
+    total = a[0] @ b[0].transpose(-1, -2)
+    return total.mul_(a[1]).mul_(b[1].transpose(-1, -2)).to(torch.float32).add_(0.0)
+
+
+def exact_mean(values: Tensor) -> float:
+    """Mean of a tensor: the exactly rounded sum, which no order changes, over the count. 0 elements give 0."""
+    flat = values.detach().to(torch.float64).reshape(-1).tolist()
+    return math.fsum(flat) / len(flat) if flat else 0.0

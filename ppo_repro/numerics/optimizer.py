@@ -1,0 +1,159 @@
+"""One optimizer step: collect gradients, clip their global norm, AdamW. Exact and native, one interface."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import elementwise
+from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
+from ppo_repro.numerics.lowering import attach
+
+MAX_REDOS = 8  # a calibrated grid fits after one redo; more means gradients that cannot be reproduced
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """AdamW of Loshchilov and Hutter, 2019, and the global norm its gradients are clipped to."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    grad_norm: float  # before clipping
+    redos: int
+
+
+class Optimizer(Protocol):
+    settings: AdamWSettings
+
+    def step(self, backward: Callable[[], None], tokens: int) -> StepReport:
+        """Run `backward` over a minibatch of `tokens` tokens (prompts included) and apply one step.
+
+        `backward` may be called several times and must be a pure function of the weights.
+        """
+        ...
+
+
+def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """First 16 hex digits of the SHA-256 over names and raw bits of the parameters, in the given order."""
+    digest = hashlib.sha256()
+    for name, parameter in parameters:
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def exact_norm(gradients: Iterable[Tensor]) -> float:
+    """sqrt(sum g^2) over all elements, from exact integer sums; independent of any order.
+
+    Each tensor is put on a grid of 26 bits below its largest element; squares are summed as two 13-bit
+    halves in int64, then joined as Python integers.
+    """
+    parts: list[tuple[int, int]] = []
+    for gradient in gradients:
+        largest = float(gradient.abs().amax())
+        if largest == 0.0:
+            continue
+        shift = 26 - math.frexp(largest)[1]
+        scale = elementwise.pow2(torch.tensor([shift]))
+        integers = (gradient.to(torch.float64).reshape(-1) * scale).round_().to(torch.int64)
+        high = integers >> 13
+        low = integers - (high << 13)
+        square = (int((high * high).sum()) << 26) + (int((high * low).sum()) << 14) + int((low * low).sum())
+        parts.append((square, -2 * shift))
+    if not parts:
+        return 0.0
+    unit = min(exponent for _, exponent in parts)
+    total = sum(square << (exponent - unit) for square, exponent in parts)
+    # an even number of extra bits keeps the root's unit a power of two
+    extra = max(0, 128 - total.bit_length())
+    extra += (extra + unit) % 2
+    return math.ldexp(math.isqrt(total << extra), (unit - extra) // 2)
+
+
+class ExactOptimizer:
+    """Integer gradients, exact norm and AdamW by the elementwise law: independent of how work is cut up."""
+
+    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
+        self.settings = settings
+        self.parameters = dict(module.named_parameters())
+        self.accumulator = GradientAccumulator(self.parameters.items())
+        attach(module, self.accumulator)
+        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        # powers of beta by repeated multiplication: the C library's pow is not the same everywhere
+        self.beta1_power = self.beta2_power = 1.0
+
+    def step(self, backward: Callable[[], None], tokens: int) -> StepReport:
+        assert_no_wrap(tokens)
+        for redos in range(MAX_REDOS):
+            self.accumulator.begin()
+            backward()
+            gradients = self.accumulator.finish()
+            if gradients is not None:
+                norm = exact_norm(gradients.values())
+                self._apply(gradients, norm)
+                return StepReport(norm, redos)
+        raise NumericsError("a gradient changes every time it is computed; the backward pass is not reproducible")
+
+    @torch.no_grad()
+    def _apply(self, gradients: dict[str, Tensor], norm: float) -> None:
+        s = self.settings
+        self.beta1_power *= s.beta1
+        self.beta2_power *= s.beta2
+        coefficient = min(1.0, s.max_grad_norm / (norm + 1e-6))
+        step_size = s.learning_rate / (1.0 - self.beta1_power)
+        second_scale = math.sqrt(1.0 - self.beta2_power)
+        for name, parameter in self.parameters.items():
+            g = gradients[name] * coefficient
+            first, second = self.first[name], self.second[name]
+            first.mul_(s.beta1)
+            first.add_(g * (1.0 - s.beta1))
+            second.mul_(s.beta2)
+            second.add_((g * g).mul_(1.0 - s.beta2))
+            denominator = (elementwise.sqrt(second) / second_scale) + s.eps
+            parameter.mul_(1.0 - s.learning_rate * s.weight_decay)
+            parameter.sub_((first / denominator).mul_(step_size))
+
+
+class NativeOptimizer:
+    """Stock torch: autograd's float gradients, clip_grad_norm_, torch.optim.AdamW."""
+
+    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
+        self.settings = settings
+        self.parameters = list(module.parameters())
+        self.adamw = torch.optim.AdamW(
+            self.parameters,
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+
+    def step(self, backward: Callable[[], None], tokens: int) -> StepReport:
+        self.adamw.zero_grad(set_to_none=True)
+        backward()
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
+        if not math.isfinite(norm):
+            raise NumericsError("the gradient norm is not finite; lower the learning rate")
+        self.adamw.step()
+        return StepReport(norm, 0)
+
+
+def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str) -> Optimizer:
+    """The optimizer of a numerics mode, `exact` or `native`."""
+    return ExactOptimizer(module, settings) if mode == "exact" else NativeOptimizer(module, settings)

@@ -1,0 +1,1 @@
+"""Every buffer of a run on disk: schema, writer, reader, digests, manifest."""

@@ -1,0 +1,184 @@
+"""The five tables: their columns, types, units and meaning. Ragged: one row per real token.
+
+Standard library only; the writer turns this into Arrow schemas, the reader into pandas dtypes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. `kind` is int32, int64, float32, float64, bool, string or list<int32>."""
+
+    name: str
+    kind: str
+    unit: str
+    description: str
+    nullable: bool = False
+    in_fingerprint: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table; `key` names the columns that identify a row."""
+
+    name: str
+    grain: str
+    key: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+
+_ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
+_SEQUENCE = Column("sequence", "int32", "index", "Response within the iteration, from 0.")
+_POSITION = Column("position", "int32", "index", "Token within the response, from 0.")
+_EPOCH = Column("epoch", "int32", "index", "Pass over the rollout, from 0.")
+_MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
+
+SEQUENCES = Table(
+    "sequences",
+    "one row per response",
+    ("iteration", "sequence"),
+    (
+        _ITERATION,
+        _SEQUENCE,
+        Column("prompt_key", "string", "", "Stable name of the prompt in its task."),
+        Column("sample_index", "int32", "index", "Which sample of that prompt."),
+        Column("seed", "int64", "", "Sampler seed of this response."),
+        Column("prompt", "string", "", "Prompt text."),
+        Column("response", "string", "", "Response text without special tokens."),
+        Column("answer", "string", "", "What the verifier expects."),
+        Column("prompt_ids", "list<int32>", "token id", "Prompt tokens."),
+        Column("response_ids", "list<int32>", "token id", "Response tokens, end token included."),
+        Column("prompt_length", "int32", "tokens", "Length of prompt_ids."),
+        Column("response_length", "int32", "tokens", "Length of response_ids."),
+        Column("finish_reason", "string", "", "`stop` after an end token, `length` at the limit."),
+        Column("scores", "float64", "", "What the reward function returned."),
+        Column("is_correct", "bool", "", "Response equals the answer and ended by itself."),
+        Column("kl_penalty_sum", "float64", "", "Sum of kl_penalties over the response."),
+        Column("reward_sum", "float64", "", "Sum of rewards over the response."),
+    ),
+)
+
+TOKENS = Table(
+    "tokens",
+    "one row per response token",
+    ("iteration", "sequence", "position"),
+    (
+        _ITERATION,
+        _SEQUENCE,
+        _POSITION,
+        Column("token_id", "int32", "token id", "The sampled token."),
+        Column("char_start", "int32", "characters", "Where the token's text starts in the response."),
+        Column("char_end", "int32", "characters", "Where it ends; equal to the start for a special token."),
+        Column("byte_start", "int32", "bytes", "Start in the UTF-8 encoded response."),
+        Column("byte_end", "int32", "bytes", "End in the UTF-8 encoded response."),
+        Column("word_id", "int32", "index", "Whitespace-separated word the token belongs to; a token without text is a word of its own."),
+        Column("sub_idx", "int32", "index", "Token within its word, from 0."),
+        Column("rollout_logprobs", "float32", "nats", "Log-prob under the sampler, while sampling."),
+        Column("old_logprobs", "float32", "nats", "Log-prob in the training forward before any update."),
+        Column("ref_logprobs", "float32", "nats", "Log-prob under the frozen reference."),
+        Column("log_kept_mass", "float32", "nats", "Log of the mass kept by top-k/top-p."),
+        Column("entropies", "float32", "nats", "Entropy of the policy at this position."),
+        Column("prob_sq_sums", "float32", "", "Sum of squared probabilities of the policy."),
+        Column("ref_kl", "float32", "nats", "KL(policy || reference) over the whole distribution."),
+        Column("values", "float32", "reward", "Value model before the token."),
+        Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate of this token."),
+        Column("rewards", "float32", "reward", "Score at the last token minus kl_penalties."),
+        Column("raw_advantages", "float32", "reward", "Generalized advantage estimate."),
+        Column("advantages", "float32", "", "Advantage used in the loss."),
+        Column("returns", "float32", "reward", "Value target, raw_advantages + values."),
+        Column("is_forced", "bool", "", "Put there by the engine instead of sampled."),
+    ),
+)
+
+UPDATES = Table(
+    "updates",
+    "one row per token, epoch and minibatch",
+    ("iteration", "epoch", "minibatch", "sequence", "position"),
+    (
+        _ITERATION,
+        _EPOCH,
+        _MINIBATCH,
+        _SEQUENCE,
+        _POSITION,
+        Column("new_logprobs", "float32", "nats", "Log-prob under the policy before this step."),
+        Column("ratios", "float32", "", "exp(new_logprobs - anchor); the anchor is in the configuration."),
+        Column("clip_flag", "string", "", "none, clip_high, clip_low (gradient zero), wrong_high or wrong_low (outside the band, gradient kept)."),
+        Column("new_values", "float32", "reward", "Value model before this step."),
+        Column("value_clipped", "bool", "", "The clipped branch decided the value loss."),
+        Column("new_entropies", "float32", "nats", "Entropy of the policy before this step."),
+    ),
+)
+
+STEPS = Table(
+    "steps",
+    "one row per optimizer step",
+    ("iteration", "epoch", "minibatch"),
+    (
+        _ITERATION,
+        _EPOCH,
+        _MINIBATCH,
+        Column("tokens", "int32", "tokens", "Response tokens in the minibatch."),
+        Column("policy_loss", "float64", "", "Clipped surrogate minus the entropy bonus, token mean."),
+        Column("value_loss", "float64", "", "Clipped squared error times one half, token mean."),
+        Column("entropy", "float64", "nats", "Entropy before the step, token mean."),
+        Column("approx_kl", "float64", "nats", "KL(anchor || new) by k3, token mean."),
+        Column("clip_fraction", "float64", "", "Share of tokens whose policy gradient the clip removed."),
+        Column("value_clip_fraction", "float64", "", "Share of tokens whose value loss the clip decided."),
+        Column("grad_norm", "float64", "", "Global gradient norm of the policy before clipping."),
+        Column("value_grad_norm", "float64", "", "The same of the value model."),
+        Column("learning_rate", "float64", "", "Policy learning rate of this step."),
+        Column("value_learning_rate", "float64", "", "Value learning rate of this step."),
+        Column("gradient_redos", "int32", "count", "Backward passes repeated because a gradient left its grid (exact numerics)."),
+        Column("value_gradient_redos", "int32", "count", "The same of the value model."),
+        Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
+        Column("value_digest", "string", "", "Digest of the value weights after the step."),
+    ),
+)
+
+ITERATIONS = Table(
+    "iterations",
+    "one row per iteration",
+    ("iteration",),
+    (
+        _ITERATION,
+        Column("sequences", "int32", "count", "Responses sampled."),
+        Column("tokens", "int32", "tokens", "Response tokens sampled."),
+        Column("score_mean", "float64", "", "Mean score."),
+        Column("accuracy", "float64", "", "Share of correct responses, sampled."),
+        Column("reward_mean", "float64", "reward", "Mean over responses of the summed rewards."),
+        Column("response_length_mean", "float64", "tokens", "Mean response length."),
+        Column("truncated_fraction", "float64", "", "Share of responses cut at the length limit."),
+        Column("entropy", "float64", "nats", "Entropy before the update, token mean."),
+        Column("kl_coef", "float64", "", "Weight of the KL penalty."),
+        Column("ref_kl_per_token", "float64", "nats", "KL(policy || reference), exact, token mean."),
+        Column("ref_kl_per_sequence", "float64", "nats", "The same summed over each response, mean over responses."),
+        Column("explained_variance", "float64", "", "1 - Var(returns - values) / Var(returns); null where the returns do not vary.", nullable=True),
+        Column("unequal_old_rollout_logprobs", "int64", "tokens", "Tokens whose old and rollout log-prob differ in any bit."),
+        Column("max_abs_old_rollout", "float64", "nats", "Largest |old - rollout| log-prob difference."),
+        Column("first_minibatch_tokens", "int64", "tokens", "Tokens of the first minibatch of the update."),
+        Column("unequal_first_ratios", "int64", "tokens", "Tokens of the first minibatch whose ratio is not exactly 1."),
+        Column("unequal_values", "int64", "tokens", "Tokens of the first minibatch whose recomputed value differs in any bit."),
+        Column("eval_accuracy", "float64", "", "Greedy accuracy on held-out prompts before this update; null where not evaluated.", nullable=True),
+        Column("eval_score", "float64", "", "Mean score of the same responses.", nullable=True),
+        Column("seconds_rollout", "float64", "s", "Wall time of sampling.", in_fingerprint=False),
+        Column("seconds_forward", "float64", "s", "Wall time of the scoring forwards.", in_fingerprint=False),
+        Column("seconds_update", "float64", "s", "Wall time of the update.", in_fingerprint=False),
+        Column("seconds_evaluation", "float64", "s", "Wall time of the evaluation.", in_fingerprint=False),
+    ),
+)
+
+# in the order in which the data comes to be, which is the order in which differences are reported
+TABLES = (SEQUENCES, TOKENS, UPDATES, STEPS, ITERATIONS)
+
+
+def table(name: str) -> Table:
+    """The table called `name`; KeyError lists the names there are."""
+    for candidate in TABLES:
+        if candidate.name == name:
+            return candidate
+    raise KeyError(f"no table '{name}'; there are {', '.join(t.name for t in TABLES)}")

@@ -1,0 +1,69 @@
+"""What the loop asks of a rollout engine, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ppo_repro.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution to sample from: softmax(logits / temperature), cut by top-k and top-p, renormalised."""
+
+    temperature: float
+    top_k: int  # 0 keeps all
+    top_p: float  # 1 keeps all
+    max_response_tokens: int
+    greedy: bool = False  # take the likeliest token; the other fields still define its log-prob
+
+    @property
+    def cuts(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample. Token ids in and out, never text."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """T sampled tokens; the fields mean what they mean in `buffers.Rollout`."""
+
+    response_ids: tuple[int, ...]  # [T], the end token included
+    logprobs: Tensor  # [T] float32
+    log_kept_mass: Tensor  # [T] float32
+    kept_tokens: Tensor  # [T, ceil(V/8)] uint8, or [T, 0]
+    finish_reason: str  # "stop" or "length"
+
+
+class Engine(Protocol):
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Sample every request, in the given order; UserError for a request that cannot be served."""
+        ...
+
+
+def check_request(request: Request, sampling: Sampling, vocab_size: int, max_context: int) -> None:
+    """Raise UserError for an empty prompt, a token outside the vocabulary or a prompt too long."""
+    ids = request.prompt_ids
+    if not ids:
+        raise UserError("empty prompt: a prompt needs at least one token")
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        raise UserError(
+            f"prompt token id {outside[0]}: must be in 0..{vocab_size - 1}; "
+            "check that tokenizer and model belong together"
+        )
+    if len(ids) + sampling.max_response_tokens > max_context:
+        raise UserError(
+            f"prompt of {len(ids)} tokens: with rollout.max_response_tokens = {sampling.max_response_tokens} "
+            f"it exceeds numerics.max_context = {max_context}; shorten the prompt or raise the context"
+        )

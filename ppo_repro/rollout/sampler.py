@@ -1,0 +1,129 @@
+"""Counter-based sampling: a token is a pure function of (logits, seed, position).
+
+Gumbel-max with the hash noise of SGLang's seeded sampler, so that equal logits give equal tokens in both
+engines whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_repro.numerics.elementwise import log
+from ppo_repro.numerics.logprobs import distribution, require_finite, token_statistics
+from ppo_repro.rollout.engine import Sampling
+
+_MASK = 0xFFFFFFFF
+_FLOAT64_MAX = 1.7976931348623157e308
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One token for each of n positions."""
+
+    tokens: Tensor  # [n] int64
+    logprobs: Tensor  # [n] float32, under the distribution sampled from
+    log_kept_mass: Tensor  # [n] float32
+    kept_tokens: Tensor  # [n, ceil(V/8)] uint8 or [n, 0]
+
+
+def _rotate(x: Tensor, bits: int) -> Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & _MASK
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    # int64 products wrap, but their low 32 bits are those of the unsigned product
+    return (x * factor) & _MASK
+
+
+def murmur_hash32(words: list[Tensor]) -> Tensor:
+    """MurmurHash3 x86 32-bit, hash seed 0, of little-endian 32-bit words held as int64 in [0, 2^32).
+
+    The words broadcast against each other. Appleby, 2011.
+    """
+    h = torch.zeros((), dtype=torch.int64)
+    for word in words:
+        k = _times(_rotate(_times(word, 0xCC9E2D51), 15), 0x1B873593)
+        h = (_times(_rotate(h ^ k, 13), 5) + 0xE6546B64) & _MASK
+    h = h ^ (4 * len(words))
+    h = _times(h ^ (h >> 16), 0x85EBCA6B)
+    h = _times(h ^ (h >> 13), 0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """Gumbel(0, 1) noise g = -log(-log u), float64 [n, columns], u = hash(seed, position, column) / (2^32 - 1).
+
+    seeds, positions int64 [n]. log u is clamped to [-DBL_MAX, -2^-32] as SGLang does.
+    """
+    words = [seeds & _MASK, (seeds >> 32) & _MASK, positions & _MASK]
+    column = torch.arange(columns)
+    h = murmur_hash32([*(w[:, None] for w in words), column[None, :]])
+    u = h.to(torch.float64) / float(_MASK)
+    log_u = torch.where(h > 0, log(u.clamp(min=1e-300)), -_FLOAT64_MAX)
+    return -log(-log_u.clamp(max=-(2.0**-32)))
+
+
+def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens top-k/top-p keep: (eligible bool [n, V], rank int64 [n, V], log kept mass float32 [n]).
+
+    Tokens are ranked by falling logit, ties by id. A token is kept while its rank is below top_k and the
+    mass before it is at most top_p; the likeliest is always kept. Masses are exact integers.
+    """
+    d = distribution(scaled, None)
+    order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
+    masses = d.masses.gather(-1, order)
+    before = masses.cumsum(-1) - masses
+    kept = before <= sampling.top_p * d.total
+    if sampling.top_k:
+        kept[:, sampling.top_k :] = False
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
+    eligible = torch.zeros_like(kept).scatter_(-1, order, kept)
+    kept_mass = d.masses.masked_fill(~eligible, 0.0).sum(-1, keepdim=True)
+    return eligible, rank, log(kept_mass / d.total)[:, 0].to(torch.float32)
+
+
+def pack_bits(eligible: Tensor) -> Tensor:
+    """bool [n, V] -> uint8 [n, ceil(V/8)], first token in the highest bit."""
+    n, v = eligible.shape
+    padded = torch.zeros(n, -(-v // 8) * 8, dtype=torch.uint8)
+    padded[:, :v] = eligible
+    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+    return (padded.view(n, -1, 8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:
+    """One token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
+
+    logits float32 [n, V]; seeds, positions int64 [n], the position being that of the last input token.
+    The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang.
+    """
+    require_finite(logits)
+    scaled = logits / sampling.temperature
+    n = len(logits)
+    if sampling.cuts:
+        eligible, rank, log_kept_mass = cut(scaled, sampling)
+        packed = pack_bits(eligible)
+    else:
+        eligible, log_kept_mass = None, torch.zeros(n)
+        packed = torch.empty(n, 0, dtype=torch.uint8)
+    if sampling.greedy:
+        tokens = first_argmax(scaled)
+    else:
+        d = distribution(scaled, None)
+        log_p = (d.shifted.to(torch.float64) - d.log_total).to(torch.float32).to(torch.float64)
+        noise = gumbel_noise(seeds, positions, logits.shape[-1])
+        if eligible is not None:
+            noise = noise.gather(-1, rank)
+            log_p = log_p.masked_fill(~eligible, float("-inf"))
+        tokens = first_argmax(log_p + noise)
+    logprobs, _ = token_statistics(logits, tokens, sampling.temperature, eligible, mode)
+    return Sample(tokens, logprobs, log_kept_mass, packed)
+
+
+def first_argmax(x: Tensor) -> Tensor:
+    """Index of the maximum along the last axis, the lowest one among equals."""
+    columns = torch.arange(x.shape[-1])
+    return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

@@ -1,0 +1,143 @@
+"""The built-in engine: prefill and cached decoding of any number of requests over a few slots."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.rollout.cache import SlotCache
+from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
+from ppo_repro.rollout.sampler import Sample, sample
+
+
+@dataclass
+class _Active:
+    """A request in a slot and what it has sampled so far."""
+
+    index: int
+    request: Request
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    samples: list[tuple[Sample, int]] = field(default_factory=list)
+
+    @property
+    def last_position(self) -> int:
+        """Position of the last token the model knows, prompt and samples together."""
+        return len(self.request.prompt_ids) + len(self.tokens) - 1
+
+
+class TorchEngine:
+    """Samples from the live weights of `policy`; nothing is cached between calls."""
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        stop_ids: frozenset[int],
+        mode: str,
+        max_context: int,
+        slots: int,
+        prefill_chunk: int,
+    ) -> None:
+        self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
+        self.max_context, self.slots = max_context, slots
+        self.prefill_chunk = prefill_chunk or max_context
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        for request in requests:
+            check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
+        slots = min(self.slots, len(requests))
+        cache = SlotCache(self.policy.config, slots, self.max_context)
+        free = list(range(slots))
+        waiting = deque(enumerate(requests))
+        active: list[_Active] = []
+        done: dict[int, Completion] = {}
+        while waiting or active:
+            if waiting and free:
+                turn = [_Active(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
+                logits = self._prefill(cache, turn)
+                active += turn
+            else:
+                turn = active
+                logits = self._decode(cache, turn)
+            self._sample(turn, logits, sampling)
+            for item in turn:
+                reason = self._finish_reason(item, sampling)
+                if reason:
+                    done[item.index] = _completion(item, reason)
+                    free.append(item.slot)
+            active = [item for item in active if item.index not in done]
+        return [done[index] for index in range(len(requests))]
+
+    def _prefill(self, cache: SlotCache, turn: list[_Active]) -> Tensor:
+        """Run the prompts, `prefill_chunk` tokens at a time; logits [len(turn), V] after each prompt."""
+        out = torch.empty(len(turn), self.policy.config.vocab_size)
+        longest = max(len(item.request.prompt_ids) for item in turn)
+        for start in range(0, longest, self.prefill_chunk):
+            rows = [r for r, item in enumerate(turn) if len(item.request.prompt_ids) > start]
+            pieces = [turn[r].request.prompt_ids[start : start + self.prefill_chunk] for r in rows]
+            hidden = self._forward(cache, [turn[r].slot for r in rows], pieces, [start] * len(rows))
+            ends = [
+                (i, r, len(piece) - 1)
+                for i, (r, piece) in enumerate(zip(rows, pieces, strict=True))
+                if len(turn[r].request.prompt_ids) <= start + self.prefill_chunk
+            ]
+            if ends:
+                i, r, column = (torch.tensor(values) for values in zip(*ends, strict=True))
+                out[r] = self.policy.lm_head(hidden[i, column])
+        return out
+
+    def _decode(self, cache: SlotCache, turn: list[_Active]) -> Tensor:
+        pieces = [(item.tokens[-1],) for item in turn]
+        hidden = self._forward(cache, [item.slot for item in turn], pieces, [item.last_position for item in turn])
+        return self.policy.lm_head(hidden[:, 0])
+
+    def _forward(
+        self, cache: SlotCache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]
+    ) -> Tensor:
+        """Hidden states [R, L, H] of right-padded pieces, row r beginning at position starts[r]."""
+        lengths = torch.tensor([len(piece) for piece in pieces])
+        width = int(lengths.max())
+        ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces])
+        columns = torch.arange(width)
+        valid = columns < lengths[:, None]
+        # a padded query sits at position 0, where it sees one key, and its result is not used
+        positions = torch.where(valid, torch.tensor(starts)[:, None] + columns, 0)
+        cache.aim(torch.tensor(slots), positions, valid)
+        keys = torch.arange(int(positions.max()) + 1)
+        visible = keys <= positions[:, :, None]
+        return self.policy.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=visible[:, None],
+            past_key_values=cache,
+            use_cache=False,
+        ).last_hidden_state
+
+    def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
+        seeds = torch.tensor([item.request.seed for item in turn])
+        positions = torch.tensor([item.last_position for item in turn])
+        drawn = sample(logits, seeds, positions, sampling, self.mode)
+        for row, (item, token) in enumerate(zip(turn, drawn.tokens.tolist(), strict=True)):
+            item.tokens.append(token)
+            item.samples.append((drawn, row))
+
+    def _finish_reason(self, item: _Active, sampling: Sampling) -> str:
+        if item.tokens[-1] in self.stop_ids:
+            return "stop"
+        return "length" if len(item.tokens) == sampling.max_response_tokens else ""
+
+
+def _completion(item: _Active, reason: str) -> Completion:
+    return Completion(
+        response_ids=tuple(item.tokens),
+        logprobs=torch.stack([drawn.logprobs[row] for drawn, row in item.samples]),
+        log_kept_mass=torch.stack([drawn.log_kept_mass[row] for drawn, row in item.samples]),
+        kept_tokens=torch.stack([drawn.kept_tokens[row] for drawn, row in item.samples]),
+        finish_reason=reason,
+    )

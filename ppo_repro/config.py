@@ -31,7 +31,7 @@ class Section(BaseModel):
 
 
 class TinyModel(Section):
-    """A small Qwen3 made from nothing, with its own BPE tokenizer, warm-started on the task."""
+    """A small Qwen3 made from nothing, with its own BPE tokenizer, warm-started on the task by supervision."""
 
     kind: Literal["tiny"] = Field(description="Make the policy here instead of loading one.")
     hidden_size: Count = Field(description="Width of the residual stream.")
@@ -40,7 +40,10 @@ class TinyModel(Section):
     num_key_value_heads: Count = Field(description="Number of key/value heads; divides num_attention_heads.")
     intermediate_size: Count = Field(description="Width of the MLP.")
     vocab_size: Count = Field(description="Largest number of tokens the BPE tokenizer may have.")
-    warm_start_steps: Index = Field(description="Supervised optimizer steps before PPO; 0 for none.")
+    warm_start_steps: Index = Field(description="At most this many supervised steps before PPO; 0 for none.")
+    warm_start_accuracy: Fraction = Field(
+        1.0, description="Greedy accuracy on training prompts at which the supervised steps end."
+    )
     warm_start_batch_size: Count = Field(description="Training examples per supervised step.")
     warm_start_learning_rate: Positive = Field(description="AdamW learning rate of the supervised steps.")
 

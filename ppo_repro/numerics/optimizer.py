@@ -38,7 +38,7 @@ class StepReport:
 
 
 class Optimizer(Protocol):
-    settings: AdamWSettings
+    settings: AdamWSettings  # may be replaced between steps; only the learning rate takes effect then
 
     def step(self, backward: Callable[[], None], tokens: int) -> StepReport:
         """Run `backward` over a minibatch of `tokens` tokens (prompts included) and apply one step.
@@ -150,6 +150,8 @@ class NativeOptimizer:
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
         if not math.isfinite(norm):
             raise NumericsError("the gradient norm is not finite; lower the learning rate")
+        for group in self.adamw.param_groups:
+            group["lr"] = self.settings.learning_rate
         self.adamw.step()
         return StepReport(norm, 0)
 

@@ -1,0 +1,26 @@
+# PYTHON=python3.12 and TORCH_BACKEND=cu130 are read when the environment is made, VENV=folder always: .ci/setup.sh.
+VENV ?= .venv
+export VENV
+BIN = $(VENV)/bin
+
+.PHONY: setup run test test-slow lint
+
+setup:  ## make the virtual environment and install the checkout into it
+	@.ci/setup.sh
+
+run: setup  ## one small experiment, each time in a new folder
+	$(BIN)/ppo-repro run experiments/quickstart.yaml --out runs/$$(date -u +%Y%m%dT%H%M%SZ)
+
+test:  ## the quick tests; ARGS="-k name" goes to pytest
+	@.ci/setup.sh test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+
+test-slow:  ## the tests marked slow, and only those
+	@.ci/setup.sh test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
+
+lint:  ## style, format and types; changes nothing
+	@.ci/setup.sh test dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy

@@ -1,0 +1,70 @@
+"""The PPO loop. Read this first: each line of `ppo_iterations` is one stage, each stage one frozen type."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Rewards, Rollout
+from ppo_repro.config import RunConfig
+from ppo_repro.models.scoring import score_rollout
+from ppo_repro.models.state import TrainState
+from ppo_repro.ppo.update import update
+from ppo_repro.rollout.engine import Engine
+from ppo_repro.stages import (
+    Evaluation,
+    Task,
+    choose_prompts,
+    compute_advantages,
+    compute_rewards,
+    evaluate,
+    roll_out,
+)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Everything one iteration produced."""
+
+    index: int
+    evaluation: Evaluation | None  # None where not due
+    rollout: Rollout
+    forward: ForwardPass
+    rewards: Rewards
+    advantages: Advantages
+    updates: tuple[MinibatchUpdate, ...]
+    seconds: dict[str, float]  # wall time by phase: rollout, forward, update, evaluation
+
+
+def ppo_iterations(config: RunConfig, task: Task, state: TrainState, engine: Engine) -> Iterator[Iteration]:
+    """Run PPO; yields after every update. `state` is trained in place."""
+    while state.iteration < config.ppo.iterations:
+        index, clock = state.iteration, Clock()
+        due = index % config.evaluation.every == 0
+        evaluation = evaluate(config, task, engine) if due else None
+        clock.lap("evaluation")
+        prompts = choose_prompts(config, task, index)
+        rollout = roll_out(config, task, engine, prompts)
+        clock.lap("rollout")
+        forward = score_rollout(state, rollout, config)
+        rewards = compute_rewards(config, task, rollout, forward)
+        advantages = compute_advantages(config, rollout, forward, rewards)
+        clock.lap("forward")
+        updates = tuple(update(state, rollout, forward, advantages, config))
+        clock.lap("update")
+        state.iteration += 1
+        yield Iteration(index, evaluation, rollout, forward, rewards, advantages, updates, clock.seconds)
+
+
+class Clock:
+    """Wall seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now

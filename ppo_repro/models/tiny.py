@@ -1,0 +1,69 @@
+"""A small Qwen3 made from nothing: its own tokenizer and its own initialisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+from ppo_repro.config import TinyModel
+from ppo_repro.errors import UserError
+from ppo_repro.seeding import bell
+from ppo_repro.tasks.problems import Problem
+from ppo_repro.tasks.tokenizer import decode, train_bpe
+
+
+def make_tokenizer(problems: Sequence[Problem], vocab_size: int) -> PreTrainedTokenizerBase:
+    """BPE trained on prompt + answer of the training problems, in the order of their keys."""
+    corpus = [p.prompt + p.answer for p in sorted(problems, key=lambda p: p.key)]
+    tokenizer = train_bpe(corpus, vocab_size)
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"model.vocab_size = {vocab_size}: the task's characters alone need {len(tokenizer)} tokens; raise it"
+        )
+    return tokenizer
+
+
+def check_spelling(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
+    """Raise UserError if a prompt has characters that the tokenizer cannot spell."""
+    for problem in problems:
+        if decode(tokenizer, tokenizer(problem.prompt)["input_ids"]) != problem.prompt:
+            raise UserError(
+                f"prompt {problem.key!r}: has characters that the tokenizer, trained on the training prompts, "
+                "cannot spell; use characters that occur there"
+            )
+
+
+def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_id: int, seed: int) -> PreTrainedModel:
+    """A float32 Qwen3 whose weights are a pure function of `seed`, the same bits on every machine.
+
+    Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
+    """
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+            max_position_embeddings=max_context,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=eos_token_id,
+            pad_token_id=0,
+            dtype="float32",
+        )
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            std = 0.1 if "embed_tokens" in name else 1.0 / math.sqrt(parameter.shape[1])
+            draws = bell(parameter.numel(), "weights", seed, name) * std
+            parameter.copy_(torch.from_numpy(draws).view(parameter.shape))
+    return model

@@ -1,0 +1,148 @@
+"""K epochs of minibatches over one rollout; the only caller of `optimizer.step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
+from ppo_repro.config import RunConfig
+from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
+from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.grid import exact_mean
+from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.ppo import kl, losses
+from ppo_repro.seeding import permutation
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Some sequences of a minibatch, laid out; `tokens` indexes the [N] fields of the rollout."""
+
+    batch: TokenBatch
+    tokens: Tensor
+
+
+def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
+    """A shuffle of 0..sequences-1 cut into minibatches, each sorted; its own shuffle for every epoch."""
+    order = torch.from_numpy(permutation(sequences, "minibatches", seed, iteration, epoch))
+    return [chunk.sort().values for chunk in order.split(size)]
+
+
+def _micro_batches(rollout: Rollout, sequences: Tensor, size: int, padding: str) -> list[_MicroBatch]:
+    out = []
+    for chunk in sequences.split(size or len(sequences)):
+        tokens = rollout.tokens_of(chunk)
+        responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
+        prompts = [rollout.prompts.prompt_ids[i] for i in chunk.tolist()]
+        out.append(_MicroBatch(lay_out(prompts, [r.tolist() for r in responses], padding), tokens))
+    return out
+
+
+def _collector(
+    micro_batches: list[_MicroBatch],
+    losses_of: Callable[[_MicroBatch], tuple[Tensor, tuple[Tensor, ...]]],
+) -> tuple[Callable[[], None], list[tuple[Tensor, ...]]]:
+    """A backward pass that may be repeated, and what its last run saw: (loss, *columns) per micro-batch.
+
+    Losses are not reduced in autograd: each token is seeded with 1/M, M the tokens of the minibatch.
+    """
+    total = sum(len(m.tokens) for m in micro_batches)
+    seen: list[tuple[Tensor, ...]] = []
+
+    def backward() -> None:
+        seen.clear()
+        for micro_batch in micro_batches:
+            loss, columns = losses_of(micro_batch)
+            torch.autograd.backward(loss, torch.full_like(loss, 1.0 / total))
+            seen.append((loss.detach(), *(c.detach() for c in columns)))
+
+    return backward, seen
+
+
+def _columns(seen: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(parts) for parts in zip(*seen, strict=True)]
+
+
+def update(
+    state: TrainState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: RunConfig
+) -> Iterator[MinibatchUpdate]:
+    """All optimizer steps of one iteration, in order; changes the weights in `state`."""
+    ppo = config.ppo
+    for epoch in range(ppo.epochs):
+        parts = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
+        for index, sequences in enumerate(parts):
+            yield _step(state, rollout, forward, advantages, config, epoch, index, sequences)
+
+
+def _step(
+    state: TrainState,
+    rollout: Rollout,
+    forward: ForwardPass,
+    advantages: Advantages,
+    config: RunConfig,
+    epoch: int,
+    minibatch: int,
+    sequences: Tensor,
+) -> MinibatchUpdate:
+    ppo, mode = config.ppo, config.numerics.mode
+    anchor = rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs
+    work = _micro_batches(rollout, sequences, config.layout.update_micro_batch, config.layout.padding)
+    tokens = torch.cat([m.tokens for m in work])
+
+    def policy_losses(m: _MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        logits = policy_logits(state.policy, m.batch)
+        eligible = expand_kept(rollout.kept_tokens[m.tokens], logits.shape[-1])
+        logprobs, entropies = token_statistics(
+            logits, m.batch.targets, config.rollout.temperature, eligible, mode
+        )
+        ratios = losses.probability_ratios(logprobs, anchor[m.tokens])
+        surrogate = losses.clipped_surrogate(ratios, advantages.advantages[m.tokens], ppo.clip_range)
+        return surrogate - entropies * ppo.entropy_coef, (logprobs, ratios, entropies)
+
+    def value_losses(m: _MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        values = value_predictions(state.value_model, m.batch)
+        old, returns = forward.values[m.tokens], advantages.returns[m.tokens]
+        return losses.clipped_value_loss(values, old, returns, ppo.value_clip_range), (values,)
+
+    inputs = int(sum(len(rollout.prompts.prompt_ids[i]) for i in sequences.tolist())) + len(tokens)
+    policy_backward, policy_seen = _collector(work, policy_losses)
+    value_backward, value_seen = _collector(work, value_losses)
+    policy_report = state.policy_optimizer.step(policy_backward, inputs)
+    value_report = state.value_optimizer.step(value_backward, inputs)
+
+    policy_loss, new_logprobs, ratios, new_entropies = _columns(policy_seen)
+    value_loss, new_values = _columns(value_seen)
+    flags = losses.clip_flags(ratios, advantages.advantages[tokens], ppo.clip_range)
+    value_clipped = losses.value_clip_binds(
+        new_values, forward.values[tokens], advantages.returns[tokens], ppo.value_clip_range
+    )
+    binding = (flags == losses.CLIP_FLAGS.index("clip_high")) | (flags == losses.CLIP_FLAGS.index("clip_low"))
+    return MinibatchUpdate(
+        epoch=epoch,
+        minibatch=minibatch,
+        tokens=tokens,
+        new_logprobs=new_logprobs,
+        ratios=ratios,
+        clip_flags=flags,
+        new_values=new_values,
+        value_clipped=value_clipped,
+        new_entropies=new_entropies,
+        policy_loss=exact_mean(policy_loss),
+        value_loss=exact_mean(value_loss),
+        entropy=exact_mean(new_entropies),
+        approx_kl=exact_mean(kl.k3(anchor[tokens] - new_logprobs)),
+        clip_fraction=exact_mean(binding),
+        value_clip_fraction=exact_mean(value_clipped),
+        grad_norm=policy_report.grad_norm,
+        value_grad_norm=value_report.grad_norm,
+        gradient_redos=policy_report.redos,
+        value_gradient_redos=value_report.redos,
+        policy_digest=weights_digest(state.policy.named_parameters()),
+        value_digest=weights_digest(state.value_model.named_parameters()),
+    )

@@ -1,0 +1,171 @@
+"""SHA-256 over column values in row order, never over file bytes.
+
+Another Parquet or Arrow version, chunking, dictionary encoding or compression gives the same digest;
+any other bit of any value, another row order or another column name gives another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ppo_repro.records import schema
+
+ARROW_TYPES: dict[str, pa.DataType] = {
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+    "string": pa.string(),
+    "list<int32>": pa.list_(pa.int32()),
+}
+
+# part of every digest: a new way to digest, or another schema, starts a new family of fingerprints
+_FORMAT = f"ppo_repro digests 1, schema {schema.SCHEMA_VERSION}"
+FINGERPRINT_SEED: str = hashlib.sha256(_FORMAT.encode()).hexdigest()
+
+
+def plain(kind: str, array: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
+    """The same values in the one Arrow type of `kind`; raises ValueError where they are of another kind."""
+    if kind not in ARROW_TYPES:
+        raise ValueError(f"no column kind '{kind}'; there are {', '.join(ARROW_TYPES)}")
+    chunked = array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
+    if pa.types.is_dictionary(chunked.type):
+        chunked = chunked.cast(chunked.type.value_type)
+    if chunked.type == ARROW_TYPES[kind]:
+        return chunked
+    if not _other_encoding(kind, chunked.type):
+        raise ValueError(f"holds {chunked.type}, expected {kind}")
+    return chunked.cast(ARROW_TYPES[kind])
+
+
+def raw_values(kind: str, array: pa.ChunkedArray | pa.Array) -> npt.NDArray[Any]:
+    """Fixed-width values as unsigned integers of the same bits, null as zero; ValueError on other kinds."""
+    chunks = [_bits(chunk) for chunk in _fixed_width(kind, array).chunks]
+    width = 1 if kind == "bool" else ARROW_TYPES[kind].bit_width // 8
+    return np.concatenate([np.empty(0, dtype=f"<u{width}"), *chunks])
+
+
+def list_lengths(array: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """The length of each list, zero for null."""
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+    return np.asarray(lengths, dtype=np.int64)
+
+
+def column_digest(kind: str, array: pa.ChunkedArray | pa.Array, *, nullable: bool = False) -> bytes:
+    """Digest of one column's values in row order.
+
+    Raises ValueError where the values are not of `kind`, or null where `nullable` does not allow it.
+    """
+    column = plain(kind, array)
+    if column.null_count and not nullable:
+        raise ValueError(f"holds {column.null_count} null values; the column is not nullable")
+    digest = hashlib.sha256(_framed(_FORMAT, kind) + struct.pack("<q?", len(column), nullable))
+    if nullable:
+        for chunk in column.chunks:
+            digest.update(chunk.is_valid().cast(pa.uint8()).to_numpy())
+    for piece in _value_bytes(kind, column):
+        digest.update(piece)
+    return digest.digest()
+
+
+def table_digest(table: schema.Table, data: pa.Table) -> str:
+    """Hex digest of the columns that are results; raises ValueError naming table and column."""
+    expected = sorted(column.name for column in table.columns)
+    if sorted(data.column_names) != expected:
+        raise ValueError(f"table {table.name}: has columns {sorted(data.column_names)}, expected {expected}")
+    digest = hashlib.sha256(_framed(_FORMAT, table.name))
+    for column in table.columns:
+        if not column.in_fingerprint:
+            continue
+        try:
+            value = column_digest(column.kind, data.column(column.name), nullable=column.nullable)
+        except ValueError as error:
+            raise ValueError(f"table {table.name}, column {column.name}: {error}") from error
+        digest.update(_framed(column.name) + value)
+    return digest.hexdigest()
+
+
+def scalar_digest(value: float | int | str) -> str:
+    """Hex digest of one result; 1, 1.0 and '1' differ, and so do 0.0 and -0.0; every NaN is the same."""
+    if isinstance(value, str):
+        content = _framed("str", value)
+    elif isinstance(value, float):
+        # the manifest is JSON, which keeps no NaN payload
+        content = _framed("float") + struct.pack("<d", math.nan if math.isnan(value) else value)
+    else:
+        content = _framed("int", str(value))
+    return hashlib.sha256(content).hexdigest()
+
+
+def chain(previous: str, digests: Mapping[str, str]) -> str:
+    """The next link after `previous`: hex digest over it and the named digests, sorted by name."""
+    content = _framed(previous) + b"".join(_framed(name, digests[name]) for name in sorted(digests))
+    return hashlib.sha256(content).hexdigest()
+
+
+def _framed(*texts: str) -> bytes:
+    # lengths in front, so that no two different sequences of texts run together into the same bytes
+    encoded = [text.encode() for text in texts]
+    return b"".join(struct.pack("<q", len(item)) + item for item in encoded)
+
+
+def _other_encoding(kind: str, found: pa.DataType) -> bool:
+    if kind == "string":
+        return bool(pa.types.is_large_string(found) or pa.types.is_string_view(found))
+    if kind == "list<int32>":
+        checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+        return any(check(found) for check in checks) and bool(found.value_type == pa.int32())
+    return False
+
+
+def _fixed_width(kind: str, array: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
+    if kind in ("string", "list<int32>"):
+        raise ValueError(f"{kind} has no fixed width")
+    return plain(kind, array)
+
+
+def _bits(chunk: pa.Array) -> npt.NDArray[Any]:
+    if pa.types.is_boolean(chunk.type):
+        return np.asarray(chunk.fill_null(False).to_numpy(zero_copy_only=False), dtype=np.uint8)
+    values = chunk.fill_null(0).to_numpy()
+    width = values.dtype.itemsize
+    return np.asarray(values.view(f"u{width}"), dtype=f"<u{width}")
+
+
+def _value_bytes(kind: str, column: pa.ChunkedArray) -> Iterator[Any]:
+    if kind == "string":
+        # all lengths before all text, so that the chunk borders leave no trace
+        for chunk in column.chunks:
+            yield np.diff(_string_offsets(chunk)[0]).astype("<i8")
+        for chunk in column.chunks:
+            offsets, text = _string_offsets(chunk)
+            yield text[offsets[0] : offsets[-1]]
+    elif kind == "list<int32>":
+        yield list_lengths(column).astype("<i8")
+        for chunk in column.chunks:
+            values = chunk.flatten()
+            if values.null_count:
+                raise ValueError(f"holds {values.null_count} null list elements")
+            yield _bits(values)
+    else:
+        for chunk in column.chunks:
+            yield _bits(chunk)
+
+
+def _string_offsets(chunk: pa.Array) -> tuple[npt.NDArray[np.int64], memoryview]:
+    large = chunk.fill_null("").cast(pa.large_string())
+    _, offsets, text = large.buffers()
+    if len(large) == 0 or offsets is None:
+        return np.zeros(1, dtype=np.int64), memoryview(b"")
+    window = np.frombuffer(offsets, dtype=np.int64)[large.offset : large.offset + len(large) + 1]
+    return window, memoryview(b"" if text is None else text)

@@ -1,0 +1,210 @@
+"""Recorded runs as pandas frames, checked against their manifest. Never imports torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ppo_repro.errors import UserError
+from ppo_repro.records import digests, manifest, schema
+from ppo_repro.records.manifest import Manifest
+
+_DAMAGED = "does not match the manifest; the file was changed or damaged"
+
+
+def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manifest:
+    """The manifest of a run; raises UserError where it is damaged, or incomplete and that is not allowed."""
+    found = manifest.load(Path(run_dir))
+    if found.status != "complete" and not allow_incomplete:
+        raise UserError(
+            f"{run_dir}: the run is {found.status} after {len(found.iterations)} recorded iterations; "
+            f"run its configuration again, or allow incomplete runs"
+        )
+    return found
+
+
+def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: bool = True) -> pa.Table:
+    """One recorded table in the schema's plain types; raises UserError where it is missing or damaged."""
+    folder = Path(run_dir)
+    if table_name not in [table.name for table in schema.TABLES]:
+        names = ", ".join(table.name for table in schema.TABLES)
+        raise UserError(f"{run_dir}: no table '{table_name}'; there are {names}")
+    found = manifest.load(folder)
+    _checked_iterations(folder, found, (iteration,))
+    return read_recorded(folder, found, schema.table(table_name), iteration, verify)
+
+
+def read_recorded(
+    run_dir: Path, found: Manifest, table: schema.Table, iteration: int, verify: bool
+) -> pa.Table:
+    """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
+    path = manifest.table_path(run_dir, table.name, iteration)
+    data = _to_plain(path, table, _load_parquet(path, verify))
+    if not verify:
+        return data
+    entry = found.iterations[iteration].tables[table.name]
+    if data.num_rows != entry.rows or digests.table_digest(table, data) != entry.digest:
+        raise UserError(f"{path}: {_DAMAGED}")
+    return data
+
+
+def to_frame(columns: Sequence[schema.Column], parts: Sequence[pa.Table]) -> pd.DataFrame:
+    """The tables one after the other, bits kept; null becomes NaN, raises ValueError where there is none."""
+    rows = sum(part.num_rows for part in parts)
+    series = {column.name: _to_series(column, parts) for column in columns}
+    return pd.DataFrame(series, index=pd.RangeIndex(rows), columns=[column.name for column in columns])
+
+
+def read_sequences(
+    run_dir: Path | str,
+    *,
+    iterations: Sequence[int] | None = None,
+    columns: Sequence[str] | None = None,
+    verify: bool = True,
+    allow_incomplete: bool = False,
+) -> pd.DataFrame:
+    """One row per response; raises UserError on anything missing, unknown or damaged."""
+    return _read(run_dir, schema.SEQUENCES, iterations, columns, verify, allow_incomplete)
+
+
+def read_tokens(
+    run_dir: Path | str,
+    *,
+    iterations: Sequence[int] | None = None,
+    columns: Sequence[str] | None = None,
+    verify: bool = True,
+    allow_incomplete: bool = False,
+) -> pd.DataFrame:
+    """One row per response token; raises UserError on anything missing, unknown or damaged."""
+    return _read(run_dir, schema.TOKENS, iterations, columns, verify, allow_incomplete)
+
+
+def read_updates(
+    run_dir: Path | str,
+    *,
+    iterations: Sequence[int] | None = None,
+    columns: Sequence[str] | None = None,
+    verify: bool = True,
+    allow_incomplete: bool = False,
+) -> pd.DataFrame:
+    """One row per token, epoch and minibatch; raises UserError on anything missing, unknown or damaged."""
+    return _read(run_dir, schema.UPDATES, iterations, columns, verify, allow_incomplete)
+
+
+def read_steps(
+    run_dir: Path | str,
+    *,
+    iterations: Sequence[int] | None = None,
+    columns: Sequence[str] | None = None,
+    verify: bool = True,
+    allow_incomplete: bool = False,
+) -> pd.DataFrame:
+    """One row per optimizer step; raises UserError on anything missing, unknown or damaged."""
+    return _read(run_dir, schema.STEPS, iterations, columns, verify, allow_incomplete)
+
+
+def read_iterations(
+    run_dir: Path | str,
+    *,
+    iterations: Sequence[int] | None = None,
+    columns: Sequence[str] | None = None,
+    verify: bool = True,
+    allow_incomplete: bool = False,
+) -> pd.DataFrame:
+    """One row per iteration; raises UserError on anything missing, unknown or damaged."""
+    return _read(run_dir, schema.ITERATIONS, iterations, columns, verify, allow_incomplete)
+
+
+def _read(
+    run_dir: Path | str,
+    table: schema.Table,
+    iterations: Sequence[int] | None,
+    columns: Sequence[str] | None,
+    verify: bool,
+    allow_incomplete: bool,
+) -> pd.DataFrame:
+    folder = Path(run_dir)
+    found = open_manifest(folder, allow_incomplete)
+    chosen_columns = _checked_columns(folder, table, columns)
+    wanted = range(len(found.iterations)) if iterations is None else iterations
+    chosen = _checked_iterations(folder, found, wanted)
+    names = [column.name for column in chosen_columns]
+    parts = [read_recorded(folder, found, table, iteration, verify).select(names) for iteration in chosen]
+    return to_frame(chosen_columns, parts)
+
+
+def _to_series(column: schema.Column, parts: Sequence[pa.Table]) -> Any:
+    chunks = [chunk for part in parts for chunk in part.column(column.name).chunks]
+    joined = pa.chunked_array(chunks, digests.ARROW_TYPES[column.kind])
+    if column.kind in ("string", "list<int32>"):
+        return joined.to_pandas()
+    if joined.null_count and column.kind not in ("float32", "float64"):
+        raise ValueError(f"column {column.name}: pandas has no null for {column.kind}")
+    return joined.to_numpy()
+
+
+def _checked_columns(
+    run_dir: Path, table: schema.Table, columns: Sequence[str] | None
+) -> tuple[schema.Column, ...]:
+    if columns is None:
+        return table.columns
+    by_name = {column.name: column for column in table.columns}
+    if isinstance(columns, str):
+        raise UserError(f"{run_dir}: columns = {columns!r}: must be a list of names")
+    for index, name in enumerate(columns):
+        if name not in by_name:
+            raise UserError(f"{run_dir}: {table.name} has no column '{name}'; there are {', '.join(by_name)}")
+        if name in columns[:index]:
+            raise UserError(f"{run_dir}: column '{name}' is asked for twice; name it once")
+    return tuple(by_name[name] for name in columns)
+
+
+def _checked_iterations(run_dir: Path, found: Manifest, iterations: Sequence[int]) -> tuple[int, ...]:
+    recorded = len(found.iterations)
+    for index, iteration in enumerate(iterations):
+        # 1.0 and True are in the range too, and are no iterations
+        if isinstance(iteration, bool | float) or iteration not in range(recorded):
+            there = f"0 to {recorded - 1}" if recorded else "none"
+            raise UserError(f"{run_dir}: no iteration {iteration}; recorded are {there}")
+        if iteration in iterations[:index]:
+            raise UserError(f"{run_dir}: iteration {iteration} is asked for twice; name it once")
+    return tuple(int(iteration) for iteration in iterations)
+
+
+def _load_parquet(path: Path, verify: bool) -> pa.Table:
+    try:
+        # opened as a file, not as a data set, which would make columns out of folder names like seed=1
+        with open(path, "rb") as file:
+            source = pa.py_buffer(file.read(os.fstat(file.fileno()).st_size))
+        # checksums cover the timings too, which no digest does
+        data = pq.ParquetFile(pa.BufferReader(source), page_checksum_verification=verify).read()
+        data.validate(full=True)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: is missing; the manifest lists it, so it was removed") from error
+    # what Arrow raises on damage depends on where the damage lies
+    except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{path}: cannot be read ({reason}); the file was changed or damaged") from error
+    return data
+
+
+def _to_plain(path: Path, table: schema.Table, data: pa.Table) -> pa.Table:
+    names = [column.name for column in table.columns]
+    if data.column_names != names:
+        raise UserError(f"{path}: has columns {', '.join(data.column_names)}; {_DAMAGED}")
+    arrays = []
+    for column in table.columns:
+        try:
+            array = digests.plain(column.kind, data.column(column.name))
+        except ValueError as error:
+            raise UserError(f"{path}: column {column.name} {error}; {_DAMAGED}") from error
+        if array.null_count and not column.nullable:
+            raise UserError(f"{path}: column {column.name} holds null; {_DAMAGED}")
+        arrays.append(array)
+    return pa.Table.from_arrays(arrays, names=names)

@@ -1,0 +1,263 @@
+"""Columns to Arrow, Arrow to files, files to the manifest: in this order, so a killed run stays readable."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ppo_repro.errors import UserError
+from ppo_repro.records import digests, manifest, schema
+from ppo_repro.records.manifest import IterationEntry, Manifest, Status, TableEntry
+
+# a Python float is no float32: storing it would round it in silence
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "int32": (int, np.int32),
+    "int64": (int, np.int64),
+    "float32": (np.float32,),
+    "float64": (float, np.float64),
+    "bool": (bool, np.bool_),
+}
+
+
+def arrow_schema(table: schema.Table) -> pa.Schema:
+    """The Arrow schema of a table, units and descriptions in the field metadata."""
+    fields = [
+        pa.field(
+            column.name,
+            digests.ARROW_TYPES[column.kind],
+            nullable=column.nullable,
+            metadata={"unit": column.unit, "description": column.description},
+        )
+        for column in table.columns
+    ]
+    about = {
+        "table": table.name,
+        "grain": table.grain,
+        "key": ",".join(table.key),
+        "schema_version": str(schema.SCHEMA_VERSION),
+    }
+    return pa.schema(fields, metadata=about)
+
+
+def to_arrow(table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any]]) -> pa.Table:
+    """Build the table from a copy of exactly its columns; raises ValueError naming table and column."""
+    names = [column.name for column in table.columns]
+    for name in [*names, *columns]:
+        if name not in columns:
+            raise ValueError(f"table {table.name}, column {name}: missing")
+        if name not in names:
+            raise ValueError(f"table {table.name}, column {name}: not in the schema")
+    arrays = []
+    for column in table.columns:
+        try:
+            arrays.append(_to_array(column, columns[column.name]))
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"table {table.name}, column {column.name}: {error}") from error
+        if len(arrays[-1]) != len(arrays[0]):
+            raise ValueError(
+                f"table {table.name}, column {column.name}: has {len(arrays[-1])} rows, "
+                f"{names[0]} has {len(arrays[0])}"
+            )
+    result = pa.Table.from_arrays(arrays, schema=arrow_schema(table))
+    result.validate(full=True)
+    return result
+
+
+def to_parquet(table: schema.Table, data: pa.Table) -> memoryview:
+    """The content of the Parquet file, every bit of every value as in `data`."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        data,
+        sink,
+        compression="zstd",
+        # dictionaries and statistics compare floats by value, where NaNs are one and zeros have no sign
+        use_dictionary=[column.name for column in table.columns if column.kind == "string"],
+        write_statistics=[column.name for column in table.columns if column.kind in ("int32", "int64")],
+        write_page_checksum=True,
+    )
+    return memoryview(sink.getvalue())
+
+
+def create_run(
+    run_dir: Path,
+    config_yaml: str,
+    environment: Mapping[str, Any],
+    config_digest: str,
+    inputs: Mapping[str, str],
+) -> None:
+    """Make the run folder with an empty manifest; raises UserError, and then leaves no folder behind."""
+    environment_json = json.dumps(environment, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    start = Manifest(
+        schema_version=schema.SCHEMA_VERSION,
+        status="running",
+        config_digest=config_digest,
+        inputs=dict(sorted(inputs.items())),
+        iterations=(),
+        final={},
+        fingerprint=digests.FINGERPRINT_SEED,
+    )
+    _make_folder(run_dir)
+    try:
+        for table in schema.TABLES:
+            (run_dir / "records" / table.name).mkdir(parents=True)
+        for folder in (run_dir / "records", run_dir.parent):
+            manifest.sync_folder(folder)
+        manifest.atomic_write(run_dir / "config.yaml", config_yaml.encode())
+        manifest.atomic_write(run_dir / "environment.json", environment_json.encode())
+        manifest.save(start, run_dir)
+    except BaseException as error:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise UserError(f"{run_dir}: cannot be written ({error.strerror}); choose another --out") from error
+
+
+def append_iteration(
+    run_dir: Path, current: Manifest, iteration: int, tables: Mapping[str, pa.Table]
+) -> Manifest:
+    """Write all tables of the next iteration, then the manifest that accepts them.
+
+    Raises ValueError on tables or an iteration that do not belong here, UserError where writing fails.
+    """
+    _require_open(run_dir, current)
+    if current.status != "running":
+        raise ValueError(f"the run is {current.status}; mark it running before appending")
+    if iteration != len(current.iterations):
+        raise ValueError(f"iteration {iteration} cannot follow {len(current.iterations)} recorded iterations")
+    if set(tables) != {table.name for table in schema.TABLES}:
+        raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in schema.TABLES)}")
+    for table in schema.TABLES:
+        _check_table(table, tables[table.name], iteration)
+    entries = {}
+    for table in schema.TABLES:
+        data = tables[table.name]
+        entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
+        manifest.atomic_write(manifest.table_path(run_dir, table.name, iteration), to_parquet(table, data))
+    link = manifest.next_link(current.iterations, entries)
+    entry = IterationEntry(iteration=iteration, tables=entries, chain=link)
+    return _save(run_dir, current, {"iterations": (*current.iterations, entry)})
+
+
+def finish(run_dir: Path, current: Manifest, final: Mapping[str, float | int | str]) -> Manifest:
+    """Close the run with its final results; ValueError on other types, UserError where writing fails."""
+    _require_open(run_dir, current)
+    if current.status != "running":
+        raise ValueError(f"the run is {current.status}; only a running run can be finished")
+    for name, value in final.items():
+        # pydantic would turn numpy integers into floats
+        if type(value) not in (float, int, str):
+            raise ValueError(f"final result {name} is a {type(value).__name__}, expected float, int or str")
+    return _save(run_dir, current, {"status": "complete", "final": dict(final)})
+
+
+def mark(run_dir: Path, current: Manifest, status: Status) -> Manifest:
+    """Note that the run is running, interrupted or failed; raises UserError where writing fails."""
+    _require_open(run_dir, current)
+    if status == "complete":
+        raise ValueError("a run becomes complete by finish(), which needs its final results")
+    return _save(run_dir, current, {"status": status})
+
+
+def _make_folder(run_dir: Path) -> None:
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir()
+    except FileExistsError as error:
+        if not run_dir.is_dir():
+            raise UserError(
+                f"{run_dir}: the file {error.filename} is in the way; choose another --out"
+            ) from error
+        raise UserError(
+            f"{run_dir}: exists already; choose another --out, "
+            f"or use `ppo-repro show {run_dir}` or `ppo-repro rerun {run_dir}`"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot be made ({error.strerror}); choose another --out") from error
+
+
+def _require_open(run_dir: Path, current: Manifest) -> None:
+    if current.status == "complete":
+        raise ValueError("the run is complete; nothing can be added to it")
+    if manifest.load(run_dir) != current:
+        raise UserError(f"{run_dir}: the manifest changed meanwhile; let one process at a time write a run")
+
+
+def _save(run_dir: Path, current: Manifest, changes: dict[str, Any]) -> Manifest:
+    # built anew, not copied, so that every field is validated
+    changed = Manifest(**{**dict(current), **changes})
+    changed = changed.model_copy(update={"fingerprint": manifest.expected_fingerprint(changed)})
+    manifest.save(changed, run_dir)
+    return changed
+
+
+def _check_table(table: schema.Table, data: pa.Table, iteration: int) -> None:
+    if data.schema != arrow_schema(table):
+        raise ValueError(f"table {table.name}: has another schema; build it with to_arrow")
+    strangers = np.flatnonzero(data.column("iteration").to_numpy() != iteration)
+    if strangers.size:
+        raise ValueError(f"table {table.name}: row {strangers[0]} is not of iteration {iteration}")
+
+
+def _to_array(column: schema.Column, values: Any) -> pa.Array | pa.ChunkedArray:
+    if column.kind in _SCALARS:
+        if isinstance(values, np.ndarray):
+            return _from_numpy(column, values)
+        return _from_scalars(column, values)
+    if column.nullable:
+        raise ValueError(f"a nullable {column.kind} cannot be recorded")
+    if column.kind == "string":
+        _require_items(values, (str,), column)
+        return pa.array(values, pa.string())
+    return _from_lists(column, values)
+
+
+def _from_numpy(column: schema.Column, values: npt.NDArray[Any]) -> pa.Array:
+    dtype = np.dtype(column.kind)
+    # a masked array is an ndarray too, and would lose its mask
+    if type(values) is not np.ndarray or values.dtype != dtype or values.ndim != 1:
+        found = f"{type(values).__name__} of {values.dtype} with shape {values.shape}"
+        raise ValueError(f"is a {found}, expected a one-dimensional array of {column.kind}")
+    # Arrow would share the memory, and later writes to the array would change the record
+    copied = np.array(values, order="C", copy=True)
+    return pa.array(copied, digests.ARROW_TYPES[column.kind], from_pandas=False)
+
+
+def _from_scalars(column: schema.Column, values: Any) -> pa.Array:
+    allowed = _SCALARS[column.kind]
+    _require_items(values, (*allowed, NoneType) if column.nullable else allowed, column)
+    is_null = np.array([value is None for value in values], dtype=bool)
+    filled = np.array([0 if value is None else value for value in values], dtype=column.kind)
+    return pa.array(filled, digests.ARROW_TYPES[column.kind], mask=is_null, from_pandas=False)
+
+
+def _from_lists(column: schema.Column, values: Any) -> pa.Array:
+    _require_items(values, (np.ndarray, list, tuple), column)
+    rows = []
+    for value in values:
+        if not isinstance(value, np.ndarray):
+            _require_items(value, _SCALARS["int32"], column)
+            value = np.array(value, dtype=np.int32)
+        if type(value) is not np.ndarray or value.dtype != np.int32 or value.ndim != 1:
+            raise ValueError(f"holds {value.dtype} of shape {value.shape} where int32 lists belong")
+        rows.append(value)
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    flat = np.concatenate([np.empty(0, dtype=np.int32), *rows])
+    return pa.LargeListArray.from_arrays(offsets, flat).cast(digests.ARROW_TYPES[column.kind])
+
+
+def _require_items(values: Any, allowed: tuple[type, ...], column: schema.Column) -> None:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"is a {type(values).__name__}, expected a list for {column.kind}")
+    strangers = {type(value).__name__ for value in values if type(value) not in allowed}
+    if strangers:
+        raise ValueError(f"holds {', '.join(sorted(strangers))} where {column.kind} values belong")

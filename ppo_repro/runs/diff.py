@@ -1,0 +1,221 @@
+"""Where two recorded runs first differ, bit by bit: table, iteration, column, row and both values."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ppo_repro.records import digests, manifest, reader, schema
+
+ROWS = "(rows)"
+RUN = "(run)"
+ITERATIONS = "(iterations)"
+FINAL = "(final)"
+
+Final = Mapping[str, float | int | str]
+
+_CONTEXT = 12
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first cell that differs; `key` are the left run's key columns there, `rows` the rows compared.
+
+    Beyond cells: column `(rows)` counts the rows of a table, table `(run)` the iterations, table `(final)`
+    holds the results after the last iteration, one per column.
+    """
+
+    table: str
+    iteration: int
+    column: str
+    row: int
+    key: dict[str, Any]
+    left: Any
+    right: Any
+    left_bits: str
+    right_bits: str
+    unequal_in_column: int
+    rows: int
+
+    def describe(self) -> str:
+        """One readable line."""
+        left, right = _shown(self.left, self.left_bits), _shown(self.right, self.right_bits)
+        if isinstance(self.left, str | list) and isinstance(self.right, type(self.left)):
+            left, right = _around_difference(self.left, self.right)
+        values = f"{left} on the left, {right} on the right"
+        if self.table == RUN:
+            return f"number of iterations: {values}"
+        if self.table == FINAL:
+            return f"final result {self.column}: {values}"
+        if self.column == ROWS:
+            return f"table {self.table}, iteration {self.iteration}, number of rows: {values}"
+        key = ", ".join(f"{name} {value!r}" for name, value in self.key.items() if name != "iteration")
+        where = f"row {self.row}" + (f" ({key})" if key else "")
+        return (
+            f"table {self.table}, iteration {self.iteration}, column {self.column}, {where}: {values}; "
+            f"{self.unequal_in_column} of {self.rows} rows differ in this column"
+        )
+
+
+def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference | None:
+    """Compare two runs, complete or not, in the order in which the data came to be.
+
+    Digests are not verified, so that a changed cell is named; raises UserError where a file is missing
+    or unreadable.
+    """
+    left_root, right_root = Path(left_dir), Path(right_dir)
+    left, right = manifest.load(left_root), manifest.load(right_root)
+    counts = len(left.iterations), len(right.iterations)
+    for iteration in range(min(counts)):
+        for table in schema.TABLES:
+            found = first_table_difference(
+                table,
+                reader.read_recorded(left_root, left, table, iteration, verify=False),
+                reader.read_recorded(right_root, right, table, iteration, verify=False),
+                iteration,
+            )
+            if found is not None:
+                return found
+    if counts[0] != counts[1]:
+        return _count_difference(RUN, min(counts), ITERATIONS, counts)
+    return first_final_difference(left.final, right.final)
+
+
+def first_table_difference(
+    table: schema.Table, left: pa.Table, right: pa.Table, iteration: int
+) -> Difference | None:
+    """The lowest row of the first column whose bits differ; raises ValueError on values of another kind."""
+    if left.num_rows != right.num_rows:
+        return _count_difference(table.name, iteration, ROWS, (left.num_rows, right.num_rows))
+    for column in table.columns:
+        if not column.in_fingerprint:
+            continue
+        left_column = digests.plain(column.kind, left.column(column.name))
+        right_column = digests.plain(column.kind, right.column(column.name))
+        rows = np.flatnonzero(_unequal(column.kind, left_column, right_column))
+        if rows.size == 0:
+            continue
+        row = int(rows[0])
+        return Difference(
+            table=table.name,
+            iteration=iteration,
+            column=column.name,
+            row=row,
+            key={name: left.column(name)[row].as_py() for name in table.key},
+            left=left_column[row].as_py(),
+            right=right_column[row].as_py(),
+            left_bits=_cell_bits(column.kind, left_column, row),
+            right_bits=_cell_bits(column.kind, right_column, row),
+            unequal_in_column=int(rows.size),
+            rows=left.num_rows,
+        )
+    return None
+
+
+def _count_difference(table: str, iteration: int, column: str, counts: tuple[int, int]) -> Difference:
+    return Difference(
+        table=table,
+        iteration=iteration,
+        column=column,
+        row=min(counts),
+        key={},
+        left=counts[0],
+        right=counts[1],
+        left_bits="",
+        right_bits="",
+        unequal_in_column=abs(counts[0] - counts[1]),
+        rows=max(counts),
+    )
+
+
+def first_final_difference(left: Final, right: Final) -> Difference | None:
+    """The first result after the last iteration whose bits differ, in the order in which they were computed."""
+    names = list(dict.fromkeys([*left, *right]))
+    unequal = [name for name in names if _final_digest(left, name) != _final_digest(right, name)]
+    if not unequal:
+        return None
+    values = left.get(unequal[0]), right.get(unequal[0])
+    return Difference(
+        table=FINAL,
+        iteration=-1,
+        column=unequal[0],
+        row=0,
+        key={},
+        left=values[0],
+        right=values[1],
+        left_bits=_scalar_bits(values[0]),
+        right_bits=_scalar_bits(values[1]),
+        unequal_in_column=1,
+        rows=1,
+    )
+
+
+def _final_digest(final: Final, name: str) -> str | None:
+    return digests.scalar_digest(final[name]) if name in final else None
+
+
+def _unequal(kind: str, left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    if kind == "string":
+        values = pc.not_equal(pc.fill_null(left, ""), pc.fill_null(right, "")).to_numpy()
+    elif kind == "list<int32>":
+        values = _unequal_lists(left, right)
+    else:
+        values = digests.raw_values(kind, left) != digests.raw_values(kind, right)
+    validity = left.is_valid().to_numpy() != right.is_valid().to_numpy()
+    return np.asarray(values, dtype=np.bool_) | np.asarray(validity, dtype=np.bool_)
+
+
+def _unequal_lists(left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    left_lengths, right_lengths = digests.list_lengths(left), digests.list_lengths(right)
+    unequal = left_lengths != right_lengths
+    # only lists of one length have elements side by side
+    rows = np.flatnonzero(~unequal)
+    elements = [
+        digests.raw_values("int32", pc.list_flatten(column))[np.repeat(~unequal, lengths)]
+        for column, lengths in ((left, left_lengths), (right, right_lengths))
+    ]
+    owners = np.repeat(rows, left_lengths[rows])
+    unequal[owners[elements[0] != elements[1]]] = True
+    return unequal
+
+
+def _cell_bits(kind: str, column: pa.ChunkedArray, row: int) -> str:
+    if kind in ("bool", "string", "list<int32>") or not column[row].is_valid:
+        return ""
+    value = digests.raw_values(kind, column.slice(row, 1))
+    return f"{int(value[0]):0{2 * value.dtype.itemsize}x}"
+
+
+def _scalar_bits(value: float | int | str | None) -> str:
+    if isinstance(value, float):
+        return struct.pack(">d", value).hex()
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return struct.pack(">q", value).hex()
+    return ""
+
+
+def _shown(value: Any, bits: str) -> str:
+    if value is None:
+        return "nothing"
+    return f"{value!r} (bits {bits})" if bits and isinstance(value, float) else repr(value)
+
+
+def _around_difference(left: str | list[int], right: str | list[int]) -> tuple[str, str]:
+    # the whole of two long texts would hide the one place where they differ
+    pairs = enumerate(zip(left, right, strict=False))
+    first = next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
+    start = max(0, first - _CONTEXT)
+    windows = []
+    for value in (left, right):
+        shown = repr(value[start : first + _CONTEXT])
+        before, after = ("..." if start else ""), ("..." if first + _CONTEXT < len(value) else "")
+        windows.append(f"{before}{shown}{after}")
+    return f"{windows[0]} (at {first})", f"{windows[1]} (at {first})"

@@ -1,0 +1,63 @@
+"""What a run ran on and from: versions, processor, threads, code, input files. Never part of the fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppo_repro import __version__
+from ppo_repro.config import RunConfig
+from ppo_repro.errors import UserError
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pandas", "pyarrow", "pydantic")
+
+
+def _git(*arguments: str) -> str:
+    """Output of a git command in the checkout of this package; empty where there is none."""
+    command = ["git", "-C", str(Path(__file__).resolve().parents[2]), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def describe_environment(config: RunConfig) -> dict[str, Any]:
+    """Everything needed to understand why two runs might differ."""
+    status = _git("status", "--porcelain")
+    return {
+        "ppo_repro": __version__,
+        "python": sys.version.split()[0],
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_build": " ".join(torch.__config__.show().split())[:1000],
+        "threads": config.layout.threads,
+        "cores": os.cpu_count(),
+        "numerics_mode": config.numerics.mode,
+        "numerics_backend": "eager reference, float64 matrix products",
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(status),
+    }
+
+
+def file_digests(paths: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of each input file by absolute path; UserError where one cannot be read."""
+    digests = {}
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                digests[str(path.resolve())] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    return digests

@@ -1,0 +1,108 @@
+"""From a configuration to a run ready to iterate: task, networks, optimizers, engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_repro.config import JsonlTask, ModelFolder, RunConfig, TinyModel
+from ppo_repro.errors import UserError
+from ppo_repro.models.load import input_files, load_folder, stop_ids
+from ppo_repro.models.networks import freeze, make_policy, make_value_model
+from ppo_repro.models.state import TrainState
+from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
+from ppo_repro.models.warm_start import warm_start
+from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.stages import Task
+from ppo_repro.tasks.problems import Split, encode_all, encoder, load_problems
+from ppo_repro.tasks.rewards import load_reward, reward_file
+
+WarmStartProgress = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run before its first iteration."""
+
+    task: Task
+    state: TrainState
+    engine: TorchEngine
+
+
+def run_inputs(config: RunConfig) -> list[Path]:
+    """Every file outside the run folder that decides its results."""
+    files: list[Path] = []
+    if isinstance(config.model, ModelFolder):
+        files += input_files(Path(config.model.path))
+    if isinstance(config.task, JsonlTask):
+        files.append(Path(config.task.path))
+    reward = reward_file(config.task.reward)
+    return files if reward is None else [*files, reward]
+
+
+def _source(
+    config: RunConfig, problems: Split, progress: WarmStartProgress
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that policy, value model and reference start as, and its tokenizer."""
+    if isinstance(config.model, ModelFolder):
+        return load_folder(Path(config.model.path))
+    assert isinstance(config.model, TinyModel)
+    tokenizer = make_tokenizer(problems.train, config.model.vocab_size)
+    check_spelling(tokenizer, [*problems.train, *problems.held_out])
+    model = make_model(
+        config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed
+    )
+    warm_start(model, tokenizer, problems.train, config.model, config.numerics, config.seed, progress)
+    return model, tokenizer
+
+
+def prepare_task(config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Task:
+    """Encode and check every prompt; load the reward."""
+    chat = isinstance(config.task, JsonlTask) and config.task.chat_template
+    ids = encode_all([*problems.train, *problems.held_out], encoder(tokenizer, chat), config, vocab_size)
+    return Task(problems, ids, load_reward(config.task.reward), tokenizer)
+
+
+def prepare(config: RunConfig, progress: WarmStartProgress) -> Prepared:
+    """Load or make everything; UserError names whatever the user has to correct."""
+    torch.set_num_threads(config.layout.threads)
+    load_reward(config.task.reward)  # before the minutes that a warm start takes
+    problems = load_problems(config.task, config.seed)
+    source, tokenizer = _source(config, problems, progress)
+    task = prepare_task(config, problems, tokenizer, source.config.vocab_size)
+    if config.rollout.top_k > source.config.vocab_size:
+        raise UserError(
+            f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens"
+        )
+    mode, max_context = config.numerics.mode, config.numerics.max_context
+    policy = make_policy(source, mode, max_context)
+    value_model = make_value_model(source, mode, max_context)
+    reference = freeze(make_policy(source, mode, max_context))
+    ppo = config.ppo
+
+    def settings(learning_rate: float) -> AdamWSettings:
+        return AdamWSettings(
+            learning_rate, ppo.adam_beta1, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
+        )
+
+    state = TrainState(
+        policy=policy,
+        value_model=value_model,
+        reference=reference,
+        policy_optimizer=make_optimizer(policy, settings(ppo.learning_rate), mode),
+        value_optimizer=make_optimizer(value_model, settings(ppo.value_learning_rate), mode),
+    )
+    engine = TorchEngine(
+        policy,
+        stop_ids(source, tokenizer),
+        mode,
+        max_context,
+        config.layout.rollout_slots,
+        config.layout.prefill_chunk,
+    )
+    return Prepared(task, state, engine)

@@ -1,0 +1,67 @@
+"""What a person sees while a run works; everything goes to stderr."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+class Watcher(Protocol):
+    """Told of every step of a run."""
+
+    def warm_start(self, step: int, total: int, loss: float) -> None: ...
+
+    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None: ...
+
+
+class Silent:
+    """A watcher that shows nothing."""
+
+    def warm_start(self, step: int, total: int, loss: float) -> None:
+        pass
+
+    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+        pass
+
+
+class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
+    """Progress bars; where stderr is no terminal, one line every tenth of the work."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description:<12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def _show(self, name: str, done: int, total: int, note: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total, note="")
+        self._bars.update(self._tasks[name], completed=done, note=note)
+        if not self._console.is_terminal and done * 10 // total != (done - 1) * 10 // total:
+            print(f"{name} {done}/{total}: {note}", file=self._console.file, flush=True)
+
+    def warm_start(self, step: int, total: int, loss: float) -> None:
+        self._show("warm start", step, total, f"loss {loss:.3f} nats/token")
+
+    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+        self._show("PPO", done, total, f"score {score:.3f}  accuracy {accuracy:.3f}  KL {approx_kl:.4f}")

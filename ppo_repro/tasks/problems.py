@@ -1,0 +1,132 @@
+"""The prompts of a run, with answers a verifier can check, split into training and held-out ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ppo_repro.config import ArithmeticTask, JsonlTask, RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.rollout.engine import Request, Sampling, check_request
+from ppo_repro.seeding import permutation
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt. The key is its name wherever it appears; it never depends on the file's order."""
+
+    key: str
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Split:
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+
+
+def arithmetic(max_operand: int) -> list[Problem]:
+    """All additions a+b= with 0 <= a, b <= max_operand."""
+    return [
+        Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b))
+        for a in range(max_operand + 1)
+        for b in range(max_operand + 1)
+    ]
+
+
+def _parse_line(line: str, where: str) -> Problem:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg}); write one object per line") from error
+    if not isinstance(entry, dict):
+        raise UserError(f"{where}: must be an object with prompt and answer, found {type(entry).__name__}")
+    for field in ("prompt", "answer"):
+        if not isinstance(entry.get(field), str):
+            raise UserError(f"{where}: field '{field}' = {entry.get(field)!r}; must be a text")
+    if not entry["prompt"]:
+        raise UserError(f"{where}: field 'prompt' is empty; a prompt needs at least one character")
+    key = entry.get("key", entry["prompt"])
+    if not isinstance(key, str) or not key:
+        raise UserError(f"{where}: field 'key' = {key!r}; must be a text that names the prompt")
+    return Problem(key, entry["prompt"], entry["answer"])
+
+
+def read_jsonl(path: Path) -> list[Problem]:
+    """One problem per line; UserError names file and line of the first mistake."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"task.path = {path}: cannot be read ({reason})") from error
+    problems = [_parse_line(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.key in seen:
+            raise UserError(f"{path}: key {problem.key!r} appears twice; give each prompt a key of its own")
+        seen.add(problem.key)
+    return problems
+
+
+def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
+    """Hold out `num_eval_prompts` problems; the choice depends on the keys and the seed only."""
+    ordered = sorted(problems, key=lambda p: p.key)
+    if num_eval_prompts >= len(ordered):
+        raise UserError(
+            f"task.num_eval_prompts = {num_eval_prompts}: there are {len(ordered)} prompts; leave some to train on"
+        )
+    shuffled = [ordered[i] for i in permutation(len(ordered), "held out", seed)]
+    return Split(tuple(shuffled[num_eval_prompts:]), tuple(shuffled[:num_eval_prompts]))
+
+
+def load_problems(task: ArithmeticTask | JsonlTask, seed: int) -> Split:
+    """The problems of a task section."""
+    problems = arithmetic(task.max_operand) if isinstance(task, ArithmeticTask) else read_jsonl(Path(task.path))
+    return split(problems, task.num_eval_prompts, seed)
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> Callable[[Problem], tuple[int, ...]]:
+    """Prompt -> token ids; UserError if the tokenizer has no chat template but one is asked for."""
+    if chat_template and not tokenizer.chat_template:
+        raise UserError("task.chat_template = true: this tokenizer has no chat template; set it to false")
+
+    def encode(problem: Problem) -> tuple[int, ...]:
+        if not chat_template:
+            return tuple(tokenizer(problem.prompt)["input_ids"])
+        turn = [{"role": "user", "content": problem.prompt}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return encode
+
+
+def encode_all(
+    problems: Iterable[Problem], encode: Callable[[Problem], tuple[int, ...]], config: RunConfig, vocab_size: int
+) -> dict[str, tuple[int, ...]]:
+    """Token ids of every prompt by key; UserError names the first prompt the engine could not serve."""
+    sampling = Sampling(1.0, 0, 1.0, config.rollout.max_response_tokens)
+    ids = {}
+    for problem in problems:
+        ids[problem.key] = encode(problem)
+        try:
+            check_request(Request(ids[problem.key], 0), sampling, vocab_size, config.numerics.max_context)
+        except UserError as error:
+            raise UserError(f"prompt {problem.key!r}: {error}") from error
+    return ids
+
+
+def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int) -> list[Problem]:
+    """The `count` training problems of an iteration: a fresh shuffle each time all have been seen."""
+    chosen = []
+    shuffles: dict[int, list[int]] = {}
+    for position in range(iteration * count, (iteration + 1) * count):
+        epoch, index = divmod(position, len(problems))
+        if epoch not in shuffles:
+            shuffles[epoch] = permutation(len(problems), "prompts", seed, epoch).tolist()
+        chosen.append(problems[shuffles[epoch][index]])
+    return chosen

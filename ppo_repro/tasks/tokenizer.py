@@ -1,0 +1,83 @@
+"""Making a tokenizer, and finding where each token's text lies in a response."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+def train_bpe(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the characters of `corpus`; tokens <pad> = 0 and <eos> = 1 come first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=[], show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Text of a response without special tokens, exactly as the tokens spell it."""
+    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Per token of one response; `char_start[t] == char_end[t]` for a token without text of its own."""
+
+    char_start: list[int]
+    char_end: list[int]
+    byte_start: list[int]
+    byte_end: list[int]
+    word_id: list[int]
+    sub_idx: list[int]
+
+
+def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:
+    """Characters of `text` complete after each token.
+
+    A token that ends inside a character ends where the last complete character does. Decoding a short
+    window at a time keeps this linear in the length.
+    """
+    ends: list[int] = []
+    window, read, done = 0, 0, 0
+    for i in range(len(ids)):
+        before = decode(tokenizer, ids[window:read])
+        now = decode(tokenizer, ids[window : i + 1])
+        if len(now) > len(before) and not now.endswith("\ufffd"):
+            done += len(now) - len(before)
+            window, read = read, i + 1
+        ends.append(min(done, len(text)))
+    # what is left, an incomplete character, belongs to the last token that can have text
+    special = set(tokenizer.all_special_ids)
+    last = max((i for i, token in enumerate(ids) if token not in special), default=len(ids))
+    ends[last:] = [len(text)] * (len(ids) - last)
+    return ends
+
+
+def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> Spans:
+    """Where each token of a response lies in its text, in characters, UTF-8 bytes and words.
+
+    A word begins at the first token, at a token whose text begins with white space, after one whose text
+    ends with it, and at any token without text (an end token).
+    """
+    ends = _char_ends(tokenizer, ids, text)
+    starts = [0, *ends[:-1]]
+    byte_offsets = [0]
+    for character in text:
+        byte_offsets.append(byte_offsets[-1] + len(character.encode("utf-8", "surrogatepass")))
+    word_ids: list[int] = []
+    sub_idx: list[int] = []
+    for t, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        piece, previous = text[start:end], text[starts[t - 1] : start] if t else ""
+        begins = t == 0 or not piece or not previous or piece[0].isspace() or previous[-1].isspace()
+        word_ids.append(word_ids[-1] + begins if t else 0)
+        sub_idx.append(0 if begins else sub_idx[-1] + 1)
+    return Spans(starts, ends, [byte_offsets[s] for s in starts], [byte_offsets[e] for e in ends], word_ids, sub_idx)

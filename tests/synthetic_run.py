@@ -1,0 +1,157 @@
+"""Runs of random values made from the schema alone; also the hard values of every column kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hypothesis import strategies as st
+
+from ppo_repro.records import manifest, schema, writer
+
+FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
+
+TEXTS = [
+    "",
+    "47+38=",
+    "\0",
+    "\n\t\"'",
+    "e\u0301 \u00e9",
+    "\U0001f600\U00020000",
+    "\u202e\ufeff\uffff",
+    "x" * 300,
+]
+
+# quiet and signalling NaNs with payload and sign, both zeros, denormals, infinities, ordinary numbers
+FLOAT32_BITS = [
+    0x7FC00123,
+    0xFFC00001,
+    0x7FA00001,
+    0x80000000,
+    0,
+    1,
+    0x807FFFFF,
+    0x7F800000,
+    0xFF800000,
+    0x3F800001,
+]
+FLOAT64_BITS = [
+    0x7FF8000000000123,
+    0xFFF8000000000001,
+    0x7FF4000000000001,
+    1 << 63,
+    0,
+    1,
+    0x800FFFFFFFFFFFFF,
+    0x7FF0000000000000,
+    0xFFF0000000000000,
+    0x3FF0000000000001,
+]
+INT32S = [-(2**31), 2**31 - 1, 0, -1, 7]
+INT64S = [-(2**63), 2**63 - 1, 0, -1, 2**53 + 1]
+
+
+def hard_values(kind: str) -> Any:
+    """Every value that a careless writer changes, as `to_arrow` takes it."""
+    if kind == "float32":
+        return np.array(FLOAT32_BITS, dtype=np.uint32).view(np.float32)
+    if kind == "float64":
+        return np.array(FLOAT64_BITS, dtype=np.uint64).view(np.float64)
+    if kind == "string":
+        return TEXTS
+    if kind == "list<int32>":
+        return [[], INT32S, [0], [], [1, 2, 3]]
+    return {"int32": np.array(INT32S, np.int32), "int64": np.array(INT64S), "bool": np.array([True, False])}[
+        kind
+    ]
+
+
+def one_column(kind: str, nullable: bool = False) -> schema.Table:
+    """A table of one column c."""
+    return schema.Table("t", "", (), (schema.Column("c", kind, "nats", "Any.", nullable),))
+
+
+def values_of(kind: str) -> st.SearchStrategy[Any]:
+    """Any values of a kind, as `to_arrow` takes them; floats of any bits."""
+    int32 = st.integers(-(2**31), 2**31 - 1)
+    if kind == "string":
+        return st.lists(st.text(st.characters(codec="utf-8")))
+    if kind == "list<int32>":
+        return st.lists(st.lists(int32))
+    if kind == "bool":
+        return st.lists(st.booleans()).map(lambda values: np.array(values, dtype=bool))
+    dtype = np.dtype(kind)
+    raw = st.integers(0, 2 ** (8 * dtype.itemsize) - 1)
+    return st.lists(raw).map(lambda values: np.array(values, dtype=f"u{dtype.itemsize}").view(dtype))
+
+
+def random_column(column: schema.Column, rows: int, generator: np.random.Generator) -> Any:
+    """`rows` random values, hard ones among them, nulls where they are allowed."""
+    hard = hard_values(column.kind)
+    picked = generator.integers(0, len(hard), rows)
+    if column.nullable:
+        return [None if generator.random() < 0.3 else hard[index] for index in picked]
+    if not isinstance(hard, np.ndarray):
+        return [hard[index] for index in picked]
+    values = hard[picked]
+    if values.dtype.kind == "f":
+        ordinary = generator.random(rows) < 0.7
+        values[ordinary] = generator.standard_normal(int(ordinary.sum())).astype(values.dtype)
+    return values
+
+
+def random_table(table: schema.Table, iteration: int, rows: int, generator: np.random.Generator) -> pa.Table:
+    """A table with the iteration, consecutive other keys and random values."""
+    columns = {column.name: random_column(column, rows, generator) for column in table.columns}
+    for name in table.key:
+        columns[name] = np.arange(rows, dtype=np.int32)
+    columns["iteration"] = np.full(rows, iteration, dtype=np.int32)
+    return writer.to_arrow(table, columns)
+
+
+def random_tables(iteration: int, rows: int, seed: int = 0) -> dict[str, pa.Table]:
+    """All five tables; the same arguments give the same values."""
+    generator = np.random.default_rng([seed, iteration])
+    return {table.name: random_table(table, iteration, rows, generator) for table in schema.TABLES}
+
+
+def start_run(run_dir: Path) -> manifest.Manifest:
+    """A run folder without iterations."""
+    writer.create_run(run_dir, "seed: 1\n", {"python": "3"}, "0123456789ab", {"data.jsonl": "00"})
+    return manifest.load(run_dir)
+
+
+def make_run(run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0) -> Path:
+    """A complete run."""
+    current = start_run(run_dir)
+    for iteration in range(iterations):
+        tables = random_tables(iteration, rows, seed)
+        current = writer.append_iteration(run_dir, current, iteration, tables)
+    writer.finish(run_dir, current, FINAL)
+    return run_dir
+
+
+def bits(values: Any) -> list[Any]:
+    """Values that are equal exactly when their bits are."""
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+        return list(values.view(f"u{values.dtype.itemsize}").tolist())
+    return [value.tolist() if isinstance(value, np.ndarray) else value for value in list(values)]
+
+
+def rewrite_cell(
+    run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]
+) -> None:
+    """Change one column of one recorded file and write it back with other Parquet settings."""
+    path = manifest.table_path(run_dir, table, iteration)
+    data = pq.ParquetFile(path).read()
+    index = data.column_names.index(column)
+    found = data.column(index).combine_chunks()
+    plain = pa.types.is_floating(found.type) or pa.types.is_integer(found.type)
+    values = found.to_numpy(zero_copy_only=False).copy() if plain else found.to_pylist()
+    mask = found.is_null().to_numpy(zero_copy_only=False) if plain else None
+    changed = pa.array(change(values), found.type, mask=mask, from_pandas=False)
+    pq.write_table(data.set_column(index, data.schema.field(index), changed), path, use_dictionary=False)

@@ -43,7 +43,8 @@ if [ "${installed%%+*}" != "$pin" ]; then
         *) backend=--torch-backend=${TORCH_BACKEND:-auto} ;;
     esac
 fi
-UV_FIND_LINKS=$(echo "${PIP_FIND_LINKS:-}" | tr ' ' ',') "$venv/bin/uv" pip install -qq --python "$py" \
-    $backend -c constraints.txt -e ".${extras:+[$extras]}"
+UV_FIND_LINKS=$(echo "${PIP_FIND_LINKS:-}" | tr ' ' ',') "$venv/bin/uv" pip install --quiet --python "$py" \
+    $backend -c constraints.txt -e ".${extras:+[$extras]}" ||
+    fail "installation failed${backend:+; if only the PyTorch index is out of reach: TORCH_BACKEND=none make setup}"
 echo "$state" > "$stamp"
 echo "setup: torch $(torch_version), Python $(minor "$py"), $venv${extras:+, extras $extras}"

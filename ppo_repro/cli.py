@@ -2,171 +2,189 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import click
-import typer
-
+from ppo_repro import __version__
 from ppo_repro.errors import PromiseBroken, UserError
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="PPO on language models whose runs are reproducible to the last bit.",
-)
+if TYPE_CHECKING:
+    from ppo_repro.runs.diff import Difference
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration of a run.")]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override one field; may be repeated.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+Command = Callable[[argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as one line, like every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; try {self.prog} --help")
 
 
 def _print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, ensure_ascii=False))
 
 
-@app.command("run")
-def run_command(
-    config: ConfigArgument,
-    overrides: SetOption = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where runs go.")] = Path("runs"),
-    as_json: JsonOption = False,
-) -> None:
+def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     from ppo_repro.config import load_config
 
-    resolved = load_config(config, overrides or [])
+    config = load_config(arguments.config, arguments.set)
     from ppo_repro.runs.progress import ConsoleProgress
     from ppo_repro.runs.run import run
     from ppo_repro.runs.summary import speeds, summarise, verdicts
 
     with ConsoleProgress() as watcher:
-        run_dir, seconds = run(resolved, out, watcher)
+        run_dir, seconds = run(config, arguments.out, watcher)
     summary = summarise(run_dir, seconds)
-    if as_json:
+    if arguments.json:
         _print_json(dataclasses.asdict(summary))
-        return
-    print("\n".join([*verdicts(summary, resolved.ppo.ratio_anchor), *speeds(summary)]))
+        return 0
+    print("\n".join([*verdicts(summary, config.ppo.ratio_anchor), *speeds(summary)]))
     print(f"fingerprint {summary.fingerprint}")
     print(f"records     {run_dir}")
     print(f"policy      {run_dir / 'checkpoints' / 'final'}")
     print(f"again       ppo-repro rerun {run_dir}")
+    return 0
 
 
-@app.command("rerun")
-def rerun_command(run_dir: RunArgument, as_json: JsonOption = False) -> None:
+def rerun_command(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer; exit 1 at a difference."""
     from ppo_repro.records.reader import open_manifest
 
-    open_manifest(run_dir)
+    open_manifest(arguments.run)
     from ppo_repro.runs.progress import ConsoleProgress
     from ppo_repro.runs.run import rerun
 
     with ConsoleProgress() as watcher:
-        report = rerun(run_dir, watcher)
-    _report_difference(report.difference, as_json, f"identical: {report.iterations} iterations, {report.fingerprint}")
+        report = rerun(arguments.run, watcher)
+    identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"
+    return _report_difference(report.difference, arguments.json, identical)
 
 
-@app.command("diff")
-def diff_command(
-    left: Annotated[Path, typer.Argument(metavar="A", help="Folder of a recorded run.")],
-    right: Annotated[Path, typer.Argument(metavar="B", help="Folder of another.")],
-    as_json: JsonOption = False,
-) -> None:
+def diff_command(arguments: argparse.Namespace) -> int:
     """Compare two recorded runs bit by bit; exit 1 at a difference."""
     from ppo_repro.runs.diff import first_difference
 
-    _report_difference(first_difference(left, right), as_json, "identical")
+    return _report_difference(first_difference(arguments.a, arguments.b), arguments.json, "identical")
 
 
-def _report_difference(difference: Any, as_json: bool, identical: str) -> None:
+def _report_difference(difference: Difference | None, as_json: bool, identical: str) -> int:
     if as_json:
         found = None if difference is None else dataclasses.asdict(difference)
         _print_json({"identical": difference is None, "first_difference": found})
     else:
         print(identical if difference is None else f"different: {difference.describe()}")
-    if difference is not None:
-        raise typer.Exit(1)
+    return 0 if difference is None else 1
 
 
-@app.command("show")
-def show_command(
-    run_dir: RunArgument,
-    samples: Annotated[int, typer.Option("--samples", min=0, help="Responses of the last iteration to print.")] = 5,
-    as_json: JsonOption = False,
-) -> None:
+def show_command(arguments: argparse.Namespace) -> int:
     """Print what a recorded run did."""
     from ppo_repro.config import load_config
     from ppo_repro.records import reader
-    from ppo_repro.runs.summary import iteration_lines, speeds, summarise, verdicts
+    from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds, summarise, verdicts
 
-    manifest = reader.open_manifest(run_dir, allow_incomplete=True)
-    if as_json:
+    run_dir = arguments.run
+    manifest = reader.open_manifest(run_dir, allow_incomplete=not arguments.json)
+    if arguments.json:
         _print_json(dataclasses.asdict(summarise(run_dir)))
-        return
-    print(f"{run_dir}: {manifest.status}, {len(manifest.iterations)} iterations, {manifest.fingerprint}")
-    if not manifest.iterations:
-        return
-    print(iteration_lines(run_dir, 12).to_string(index=False, float_format=lambda x: f"{x:.4g}"))
-    last = [len(manifest.iterations) - 1]
-    columns = ["prompt", "response", "answer", "scores", "finish_reason"]
-    responses = reader.read_sequences(run_dir, iterations=last, columns=columns, allow_incomplete=True)
-    for row in responses.head(samples).itertuples():
-        print(f"  {row.prompt!r} -> {row.response!r} (answer {row.answer!r}, {row.finish_reason}, score {row.scores:g})")
+        return 0
+    print(f"{run_dir}: {manifest.status}, {len(manifest.iterations)} iterations, fingerprint {manifest.fingerprint}")
+    if manifest.iterations:
+        print(iteration_lines(run_dir, 12).to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+        print("\n".join(sample_lines(run_dir, len(manifest.iterations) - 1, arguments.samples)))
     if manifest.status == "complete":
-        anchor = load_config(run_dir / "config.yaml").ppo.ratio_anchor
         summary = summarise(run_dir)
+        anchor = load_config(run_dir / "config.yaml").ppo.ratio_anchor
         print("\n".join([*verdicts(summary, anchor), *speeds(summary)]))
+    return 0
 
 
-@app.command("probe")
-def probe_command(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+def probe_command(arguments: argparse.Namespace) -> int:
     """Check every invariance on this machine, with a negative control; exit 1 if one fails."""
     from ppo_repro.config import load_config
 
-    resolved = load_config(config, overrides or [])
-    from ppo_repro.numerics.probe import failures, probe, render
+    config = load_config(arguments.config, arguments.set)
+    from ppo_repro.runs.probe import failures, probe, render
 
-    rows = probe(resolved)
+    rows = probe(config)
     failed = failures(rows)
-    if as_json:
+    if arguments.json:
         _print_json({"rows": [dataclasses.asdict(row) for row in rows], "failures": failed})
     else:
         print(render(rows))
         print("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
-    if failed:
-        raise typer.Exit(1)
+    return 1 if failed else 0
 
 
-def main() -> None:
-    """Entry point: one line per error, exit code 2 for the user's, 1 for a broken promise, 130 for Ctrl-C."""
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = _Parser(
+        prog="ppo-repro",
+        description="PPO on language models whose runs are reproducible to the last bit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Command) -> argparse.ArgumentParser:
+        about = command.__doc__
+        added = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        added.set_defaults(command=command)
+        added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+        return added
+
+    for name, command in (("run", run_command), ("probe", probe_command)):
+        configured = add(name, command)
+        configured.add_argument("config", metavar="CONFIG", type=Path, help="YAML configuration of a run")
+        configured.add_argument(
+            "--set", metavar="FIELD=VALUE", action="append", default=[], help="override one field; may be repeated"
+        )
+        if name == "run":
+            configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where runs go")
+    for name, command in (("rerun", rerun_command), ("show", show_command)):
+        recorded = add(name, command)
+        recorded.add_argument("run", metavar="RUN", type=Path, help="folder of a recorded run")
+        if name == "show":
+            recorded.add_argument(
+                "--samples",
+                type=int,
+                default=5,
+                choices=range(0, 1001),
+                metavar="N",
+                help="responses of the last iteration to print",
+            )
+    compared = add("diff", diff_command)
+    compared.add_argument("a", metavar="A", type=Path, help="folder of a recorded run")
+    compared.add_argument("b", metavar="B", type=Path, help="folder of another")
+    return parser
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
-        code = app(standalone_mode=False)
+        arguments = build_parser().parse_args(argv)
+        return int(arguments.command(arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 2
+        return 2
     except PromiseBroken as error:
         print(f"promise broken: {error}", file=sys.stderr)
-        code = 1
-    except click.exceptions.Abort:
-        print("interrupted; complete iterations are kept", file=sys.stderr)
-        code = 130
+        return 1
     except KeyboardInterrupt:
         print("interrupted; complete iterations are kept", file=sys.stderr)
-        code = 130
+        return 130
     except BrokenPipeError:
         # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except click.ClickException as error:
-        print(f"error: {error.format_message()} Try --help.", file=sys.stderr)
-        code = 2
-    sys.exit(code if isinstance(code, int) else 0)
+        return 0
+
+
+def main() -> None:
+    """Entry point. Exit code 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 130 Ctrl-C."""
+    sys.exit(_run(sys.argv[1:]))

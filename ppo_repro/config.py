@@ -110,9 +110,7 @@ class PPOConfig(Section):
     ratio_anchor: Literal["rollout", "old"] = Field(
         "rollout", description="Denominator of the ratio: the sampler's log-probs or the recomputed ones."
     )
-    clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.2, description="Clip range epsilon of the policy ratio."
-    )
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Clip range epsilon of the policy ratio.")
     value_clip_range: Positive = Field(0.2, description="Clip range of the value around its old prediction.")
     entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
     kl_coef: NonNegative = Field(0.05, description="Weight of the per-token KL penalty in the reward.")
@@ -212,12 +210,18 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise UserError(f"line {key.start_mark.line + 1}: a field name must be a word, not a list or group")
             if key.value in seen:
                 raise UserError(f"line {key.start_mark.line + 1}: field '{key.value}' is given twice; keep one")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return int(self.construct_scalar(node))  # PyYAML reads 010 as octal
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", r"^(?:true|false)$", "tf"),
@@ -231,6 +235,15 @@ for _tag, _pattern, _first in (
         )
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that a YAML 1.1 reader or `_Loader` would take for something else."""
+
+
+for _character, _resolvers in _Loader.yaml_implicit_resolvers.items():
+    for _tag, _regexp in _resolvers:
+        _Dumper.add_implicit_resolver(_tag, _regexp, [_character])
+
+
 def parse_yaml(text: str) -> Any:
     """Parse YAML with numbers as numbers; raises UserError with the line on bad syntax."""
     try:
@@ -238,7 +251,10 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark is not None else ""
-        raise UserError(f"{where}not valid YAML: {getattr(error, 'problem', error)}") from error
+        reason = " ".join(str(getattr(error, "problem", error)).split())
+        raise UserError(f"{where}not valid YAML: {reason}") from error
+    except ValueError as error:  # a value that does not fit its explicit tag, such as `!!int x`
+        raise UserError(f"not valid YAML: {error}") from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -252,7 +268,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise UserError(f"--set {override}: '{name}' is a value, not a group of fields")
         node = child
-    node[leaf] = parse_yaml(text)
+    try:
+        node[leaf] = parse_yaml(text)
+    except UserError as error:
+        raise UserError(f"--set {override}: {error}") from error
 
 
 def describe(error: ValidationError, source: str) -> str:
@@ -310,4 +329,4 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def dump_yaml(config: RunConfig) -> str:
     """The resolved configuration as YAML that `load_config` reads back to an equal config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

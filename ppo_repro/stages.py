@@ -99,9 +99,7 @@ def compute_rewards(config: RunConfig, task: Task, rollout: Rollout, forward: Fo
     )
 
 
-def compute_advantages(
-    config: RunConfig, rollout: Rollout, forward: ForwardPass, rewards: Rewards
-) -> Advantages:
+def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass, rewards: Rewards) -> Advantages:
     """GAE, value targets, whitening over all tokens of the iteration."""
     ppo = config.ppo
     raw = gae(rewards.rewards, forward.values, rollout.lengths, ppo.gamma, ppo.gae_lambda)

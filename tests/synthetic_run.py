@@ -65,9 +65,7 @@ def hard_values(kind: str) -> Any:
         return TEXTS
     if kind == "list<int32>":
         return [[], INT32S, [0], [], [1, 2, 3]]
-    return {"int32": np.array(INT32S, np.int32), "int64": np.array(INT64S), "bool": np.array([True, False])}[
-        kind
-    ]
+    return {"int32": np.array(INT32S, np.int32), "int64": np.array(INT64S), "bool": np.array([True, False])}[kind]
 
 
 def one_column(kind: str, nullable: bool = False) -> schema.Table:
@@ -142,9 +140,7 @@ def bits(values: Any) -> list[Any]:
     return [value.tolist() if isinstance(value, np.ndarray) else value for value in list(values)]
 
 
-def rewrite_cell(
-    run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]
-) -> None:
+def rewrite_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:
     """Change one column of one recorded file and write it back with other Parquet settings."""
     path = manifest.table_path(run_dir, table, iteration)
     data = pq.ParquetFile(path).read()

@@ -174,9 +174,7 @@ def test_final_results(run: Path, tmp_path: Path, value: float | int | str | Non
     other = tmp_path / "other"
     current = synthetic_run.start_run(other)
     for iteration in range(2):
-        current = writer.append_iteration(
-            other, current, iteration, synthetic_run.random_tables(iteration, 12)
-        )
+        current = writer.append_iteration(other, current, iteration, synthetic_run.random_tables(iteration, 12))
     final = {**synthetic_run.FINAL, "eval_accuracy": value}
     writer.finish(other, current, {name: item for name, item in final.items() if item is not None})
     found = first_difference(run, other)

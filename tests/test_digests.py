@@ -55,9 +55,7 @@ def test_digest_ignores_the_encoding(kind: str, data: st.DataObject) -> None:
         assert digests.column_digest(kind, column.cast(wider)) == digest
     size, codec = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(["none", "snappy", "zstd"]))
     sink = pa.BufferOutputStream()
-    pq.write_table(
-        pa.table({"c": column}), sink, use_dictionary=False, row_group_size=size, compression=codec
-    )
+    pq.write_table(pa.table({"c": column}), sink, use_dictionary=False, row_group_size=size, compression=codec)
     stored = pq.ParquetFile(pa.BufferReader(sink.getvalue())).read().column("c")
     assert digests.column_digest(kind, stored) == digest
 
@@ -86,8 +84,7 @@ def test_digests_are_equal_exactly_when_the_values_are(data: st.DataObject) -> N
 
 def test_digest_frames_texts_and_lists() -> None:
     seen = {
-        digests.column_digest("string", arrow("string", v))
-        for v in (["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""])
+        digests.column_digest("string", arrow("string", v)) for v in (["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""])
     }
     lists: list[list[list[int]]] = [[[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[1, 2, 3], []]]
     seen |= {digests.column_digest("list<int32>", arrow("list<int32>", v)) for v in lists}

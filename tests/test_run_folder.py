@@ -78,9 +78,7 @@ def test_status_and_fingerprint(tmp_path: Path) -> None:
     current = writer.append_iteration(run_dir, current, 0, synthetic_run.random_tables(0, 4))
     assert current.fingerprint == current.iterations[0].chain
     current = writer.mark(run_dir, current, "interrupted")
-    refused(
-        "the run is interrupted after 1 recorded iterations; finish it with", reader.open_manifest, run_dir
-    )
+    refused("the run is interrupted after 1 recorded iterations; finish it with", reader.open_manifest, run_dir)
     refused("the run is interrupted", reader.read_tokens, run_dir)
     assert len(reader.read_tokens(run_dir, allow_incomplete=True)) == 4
     with pytest.raises(ValueError, match="the run is interrupted; mark it running"):
@@ -110,9 +108,7 @@ def test_only_the_next_iteration_of_this_run_is_appended(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("last_table", [table.name for table in schema.TABLES])
-def test_a_crash_loses_at_most_the_iteration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_table: str
-) -> None:
+def test_a_crash_loses_at_most_the_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_table: str) -> None:
     run_dir = tmp_path / "a"
     current = synthetic_run.start_run(run_dir)
     current = writer.append_iteration(run_dir, current, 0, synthetic_run.random_tables(0, 4))
@@ -167,8 +163,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(run: Path, table_name: str,
     else:
         for column in schema.table(table_name).columns:
             values = [
-                digests.column_digest(column.kind, t.column(column.name), nullable=True)
-                for t in (found, expected)
+                digests.column_digest(column.kind, t.column(column.name), nullable=True) for t in (found, expected)
             ]
             assert values[0] == values[1]
     finally:
@@ -212,9 +207,7 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), EDITS, ids=[message for _, message in EDITS])
-def test_a_changed_manifest_is_refused(
-    copy: Path, change: Callable[[dict[str, Any]], Any], message: str
-) -> None:
+def test_a_changed_manifest_is_refused(copy: Path, change: Callable[[dict[str, Any]], Any], message: str) -> None:
     edit(copy, change)
     refused(message, manifest.load, copy)
 

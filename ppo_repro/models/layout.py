@@ -24,9 +24,7 @@ class TokenBatch:
         return self.input_ids.numel()
 
 
-def lay_out(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], padding: str
-) -> TokenBatch:
+def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], padding: str) -> TokenBatch:
     """Place sequences (prompt + response) in rows, padded `right` or `left`, or packed with `none`.
 
     The last response token is not an input: nothing is predicted from it. Padding is token 0 and sees

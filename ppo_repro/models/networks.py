@@ -21,7 +21,7 @@ class ValueModel(nn.Module):
         self.trunk, self.head = trunk, head
 
 
-def freeze(model: nn.Module) -> nn.Module:
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
     """Take the parameters out of autograd."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)

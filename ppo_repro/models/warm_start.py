@@ -77,8 +77,8 @@ def warm_start(
     stop = frozenset([tokenizer.eos_token_id])
     engine = TorchEngine(policy, stop, numerics.mode, numerics.max_context, CHECK_PROMPTS, 0)
     size = min(config.warm_start_batch_size, len(pairs))
-    remaining, end = [], config.warm_start_steps
-    step, epoch = 0, 0
+    remaining: list[list[Pair]] = []
+    step, epoch, end = 0, 0, config.warm_start_steps
     while step < end:
         if not remaining:
             remaining, epoch = _batches(pairs, size, seed, epoch), epoch + 1

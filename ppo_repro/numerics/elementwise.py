@@ -41,7 +41,7 @@ def sqrt(x: Tensor) -> Tensor:
     torch.sqrt on CPUs goes through a vector library that misrounds; NumPy uses the hardware instruction.
     """
     if x.device.type == "cpu":
-        return torch.from_numpy(np.sqrt(x.detach().contiguous().numpy()))
+        return torch.from_numpy(np.asarray(np.sqrt(x.detach().contiguous().numpy())))
     return torch.sqrt(x)
 
 

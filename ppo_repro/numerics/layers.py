@@ -161,6 +161,9 @@ class ExactSiLU(nn.Module):
 class ExactRotary(nn.Module):
     """Cosine and sine tables of rotary positions, [.., D] each, from float64 angles. Su et al., 2021."""
 
+    cosine: Tensor
+    sine: Tensor
+
     def __init__(self, inverse_frequencies: Tensor, scaling: float, max_context: int) -> None:
         super().__init__()
         angles = torch.arange(max_context, dtype=torch.float64)[:, None] * inverse_frequencies

@@ -7,6 +7,7 @@ tables below could compute anything, so it raises at load time.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,9 @@ def inverse_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     """
     rope = config.rope_parameters
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"model config partial_rotary_factor = {rope['partial_rotary_factor']}: must be 1 in exact numerics")
+        raise UserError(
+            f"model config partial_rotary_factor = {rope['partial_rotary_factor']}: must be 1 in exact numerics"
+        )
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     frequencies = 1.0 / power(float(rope["rope_theta"]), exponents)
@@ -100,7 +103,8 @@ def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: 
     if type(module) is nn.Embedding:
         return ExactEmbedding(module)
     if type(module) in _NORMS:
-        return ExactRMSNorm(module.weight, module.variance_epsilon)
+        norm = cast(llama.LlamaRMSNorm, module)  # all three have the same two attributes
+        return ExactRMSNorm(norm.weight, norm.variance_epsilon)
     if type(module) in _ROTARIES:
         return ExactRotary(*inverse_frequencies(config), max_context)
     if type(module) is nn.SiLU or type(module).__name__ == "SiLUActivation":

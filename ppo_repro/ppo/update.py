@@ -98,9 +98,7 @@ def _step(
     def policy_losses(m: _MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         logits = policy_logits(state.policy, m.batch)
         eligible = expand_kept(rollout.kept_tokens[m.tokens], logits.shape[-1])
-        logprobs, entropies = token_statistics(
-            logits, m.batch.targets, config.rollout.temperature, eligible, mode
-        )
+        logprobs, entropies = token_statistics(logits, m.batch.targets, config.rollout.temperature, eligible, mode)
         ratios = losses.probability_ratios(logprobs, anchor[m.tokens])
         surrogate = losses.clipped_surrogate(ratios, advantages.advantages[m.tokens], ppo.clip_range)
         return surrogate - entropies * ppo.entropy_coef, (logprobs, ratios, entropies)

@@ -40,9 +40,7 @@ def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: boo
     return read_recorded(folder, found, schema.table(table_name), iteration, verify)
 
 
-def read_recorded(
-    run_dir: Path, found: Manifest, table: schema.Table, iteration: int, verify: bool
-) -> pa.Table:
+def read_recorded(run_dir: Path, found: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
     """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
     path = manifest.table_path(run_dir, table.name, iteration)
     data = _to_plain(path, table, _load_parquet(path, verify))
@@ -149,9 +147,7 @@ def _to_series(column: schema.Column, parts: Sequence[pa.Table]) -> Any:
     return joined.to_numpy()
 
 
-def _checked_columns(
-    run_dir: Path, table: schema.Table, columns: Sequence[str] | None
-) -> tuple[schema.Column, ...]:
+def _checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] | None) -> tuple[schema.Column, ...]:
     if columns is None:
         return table.columns
     by_name = {column.name: column for column in table.columns}

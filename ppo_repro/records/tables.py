@@ -80,9 +80,7 @@ def _sequences(item: Iteration) -> Columns:
 def _tokens(item: Iteration, task: Task) -> Columns:
     rollout, forward, rewards, advantages = item.rollout, item.forward, item.rewards, item.advantages
     ids = torch.split(rollout.response_ids, rollout.lengths.tolist())
-    places = [
-        spans(task.tokenizer, part.tolist(), text) for part, text in zip(ids, rollout.responses, strict=True)
-    ]
+    places = [spans(task.tokenizer, part.tolist(), text) for part, text in zip(ids, rollout.responses, strict=True)]
     text_columns = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
     columns: Columns = {
         "iteration": np.full(len(rollout.response_ids), item.index, np.int32),
@@ -133,17 +131,15 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     def column(name: str) -> list[Any]:
         return [getattr(u, name) for u in item.updates]
 
-    floats = (
-        ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-        + ("value_clip_fraction", "grad_norm", "value_grad_norm")
-    )
+    means = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction")
+    copied = (*means, "grad_norm", "value_grad_norm", "policy_digest", "value_digest")
     count = len(item.updates)
     return {
         "iteration": np.full(count, item.index, np.int32),
         "tokens": _int32([len(u.tokens) for u in item.updates]),
         "learning_rate": [config.ppo.learning_rate] * count,
         "value_learning_rate": [config.ppo.value_learning_rate] * count,
-        **{name: column(name) for name in (*floats, "policy_digest", "value_digest")},
+        **{name: column(name) for name in copied},
         **{name: _int32(column(name)) for name in ("epoch", "minibatch", "gradient_redos", "value_gradient_redos")},
     }
 

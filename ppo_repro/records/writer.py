@@ -64,8 +64,7 @@ def to_arrow(table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Seque
             raise ValueError(f"table {table.name}, column {column.name}: {error}") from error
         if len(arrays[-1]) != len(arrays[0]):
             raise ValueError(
-                f"table {table.name}, column {column.name}: has {len(arrays[-1])} rows, "
-                f"{names[0]} has {len(arrays[0])}"
+                f"table {table.name}, column {column.name}: has {len(arrays[-1])} rows, {names[0]} has {len(arrays[0])}"
             )
     result = pa.Table.from_arrays(arrays, schema=arrow_schema(table))
     result.validate(full=True)
@@ -121,9 +120,7 @@ def create_run(
         raise UserError(f"{run_dir}: cannot be written ({error.strerror}); choose another --out") from error
 
 
-def append_iteration(
-    run_dir: Path, current: Manifest, iteration: int, tables: Mapping[str, pa.Table]
-) -> Manifest:
+def append_iteration(run_dir: Path, current: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> Manifest:
     """Write all tables of the next iteration, then the manifest that accepts them.
 
     Raises ValueError on tables or an iteration that do not belong here, UserError where writing fails.
@@ -173,9 +170,7 @@ def _make_folder(run_dir: Path) -> None:
         run_dir.mkdir()
     except FileExistsError as error:
         if not run_dir.is_dir():
-            raise UserError(
-                f"{run_dir}: the file {error.filename} is in the way; choose another --out"
-            ) from error
+            raise UserError(f"{run_dir}: the file {error.filename} is in the way; choose another --out") from error
         raise UserError(
             f"{run_dir}: exists already; choose another --out, "
             f"or use `ppo-repro show {run_dir}` or `ppo-repro rerun {run_dir}`"

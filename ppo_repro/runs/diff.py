@@ -89,9 +89,7 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
     return first_final_difference(left.final, right.final)
 
 
-def first_table_difference(
-    table: schema.Table, left: pa.Table, right: pa.Table, iteration: int
-) -> Difference | None:
+def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table, iteration: int) -> Difference | None:
     """The lowest row of the first column whose bits differ; raises ValueError on values of another kind."""
     if left.num_rows != right.num_rows:
         return _count_difference(table.name, iteration, ROWS, (left.num_rows, right.num_rows))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from ppo_repro.config import JsonlTask, ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
@@ -54,9 +55,7 @@ def _source(
     assert isinstance(config.model, TinyModel)
     tokenizer = make_tokenizer(problems.train, config.model.vocab_size)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
-    model = make_model(
-        config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed
-    )
+    model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
     warm_start(model, tokenizer, problems.train, config.model, config.numerics, config.seed, progress)
     return model, tokenizer
 
@@ -71,14 +70,13 @@ def prepare_task(config: RunConfig, problems: Split, tokenizer: PreTrainedTokeni
 def prepare(config: RunConfig, progress: WarmStartProgress) -> Prepared:
     """Load or make everything; UserError names whatever the user has to correct."""
     torch.set_num_threads(config.layout.threads)
+    disable_progress_bar()  # the run shows its own
     load_reward(config.task.reward)  # before the minutes that a warm start takes
     problems = load_problems(config.task, config.seed)
     source, tokenizer = _source(config, problems, progress)
     task = prepare_task(config, problems, tokenizer, source.config.vocab_size)
     if config.rollout.top_k > source.config.vocab_size:
-        raise UserError(
-            f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens"
-        )
+        raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context
     policy = make_policy(source, mode, max_context)
     value_model = make_value_model(source, mode, max_context)

@@ -62,13 +62,14 @@ def verdicts(summary: Summary, anchor: str) -> list[str]:
     direction = "rose" if change > 0 else "fell" if change < 0 else "stayed"
     compared = [
         (s.unequal_old_rollout_logprobs, s.tokens, "training log-probs differ from the sampler's"),
-        (s.unequal_first_ratios, s.first_minibatch_tokens, f"first-minibatch ratios (anchor {anchor}) are not exactly 1"),
+        (s.unequal_first_ratios, s.first_minibatch_tokens, f"first ratios (anchor {anchor}) are not exactly 1"),
         (s.unequal_values, s.first_minibatch_tokens, "recomputed values differ from the recorded ones"),
     ]
     mismatch = [f"{unequal:,} of {total:,} {what}" for unequal, total, what in compared]
     return [
         f"held-out accuracy {direction} from {s.accuracy_before:.3f} to {s.accuracy_after:.3f} (greedy)",
-        f"mean reward per response {s.reward_first:.3f} -> {s.reward_last:.3f}, {s.iterations} iterations, {s.tokens:,} tokens",
+        f"mean reward per response {s.reward_first:.3f} -> {s.reward_last:.3f}",
+        f"{s.iterations} iterations, {s.tokens:,} response tokens",
         *mismatch,
         f"largest |old - rollout| log-prob difference {s.max_abs_old_rollout:.3g} nats",
     ]
@@ -78,7 +79,8 @@ def speeds(summary: Summary) -> list[str]:
     """Seconds by phase, with sampled tokens per second where a phase handles tokens."""
     lines = []
     for phase, seconds in summary.seconds.items():
-        rate = f"  {summary.tokens / seconds:,.0f} tokens/s" if phase in {"rollout", "forward", "update"} and seconds else ""
+        handles_tokens = phase in {"rollout", "forward", "update"} and seconds > 0
+        rate = f"  {summary.tokens / seconds:,.0f} tokens/s" if handles_tokens else ""
         lines.append(f"{phase:<12}{seconds:8.1f} s{rate}")
     return lines
 
@@ -94,3 +96,13 @@ def iteration_lines(run_dir: Path, count: int) -> pd.DataFrame:
         return rows
     keep = sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})
     return rows.iloc[keep]
+
+
+def sample_lines(run_dir: Path, iteration: int, count: int) -> list[str]:
+    """The first `count` responses of an iteration, one per line."""
+    columns = ["prompt", "response", "answer", "scores", "finish_reason"]
+    rows = reader.read_sequences(run_dir, iterations=[iteration], columns=columns, allow_incomplete=True)
+    return [
+        f"  {row.prompt!r} -> {row.response!r} (answer {row.answer!r}, {row.finish_reason}, score {row.scores:g})"
+        for row in rows.head(count).itertuples()
+    ]

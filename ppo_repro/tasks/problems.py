@@ -33,9 +33,7 @@ class Split:
 def arithmetic(max_operand: int) -> list[Problem]:
     """All additions a+b= with 0 <= a, b <= max_operand."""
     return [
-        Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b))
-        for a in range(max_operand + 1)
-        for b in range(max_operand + 1)
+        Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b)) for a in range(max_operand + 1) for b in range(max_operand + 1)
     ]
 
 
@@ -60,7 +58,8 @@ def _parse_line(line: str, where: str) -> Problem:
 def read_jsonl(path: Path) -> list[Problem]:
     """One problem per line; UserError names file and line of the first mistake."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # not splitlines(): it also cuts at U+2028 and others, which JSON allows inside a text
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"task.path = {path}: cannot be read ({reason})") from error

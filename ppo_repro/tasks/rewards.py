@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,24 +18,31 @@ def matches(response: str, answer: str) -> bool:
     return response.strip() == answer.strip()
 
 
+def _parse(reward: str) -> tuple[Path, str]:
+    """File and function of `FILE.py:FUNCTION`; UserError if it is not of that form or there is no such file."""
+    file, colon, name = reward.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise UserError(f"task.reward = {reward!r}: must be exact_match or FILE.py:FUNCTION")
+    if not Path(file).is_file():
+        raise UserError(f"task.reward = {reward!r}: there is no file {file}")
+    return Path(file), name
+
+
 def reward_file(reward: str) -> Path | None:
-    """The Python file of a `FILE.py:FUNCTION` reward, None for `exact_match`."""
-    return None if reward == "exact_match" else Path(reward.rpartition(":")[0])
+    """The Python file of a `FILE.py:FUNCTION` reward, None for `exact_match`; UserError as for `load_reward`."""
+    return None if reward == "exact_match" else _parse(reward)[0]
 
 
 def load_reward(reward: str) -> UserReward | None:
     """The user's reward function, or None for `exact_match`. UserError names what is wrong with it."""
     if reward == "exact_match":
         return None
-    file, colon, name = reward.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f"task.reward = {reward!r}: must be exact_match or FILE.py:FUNCTION")
-    if not Path(file).is_file():
-        raise UserError(f"task.reward = {reward!r}: there is no file {file}")
+    file, name = _parse(reward)
     spec = importlib.util.spec_from_file_location("ppo_repro_user_reward", file)
     if spec is None or spec.loader is None:
         raise UserError(f"task.reward = {reward!r}: {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses in the user's file look their module up here
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file raises is the user's to see
@@ -43,6 +51,13 @@ def load_reward(reward: str) -> UserReward | None:
     if not callable(function):
         raise UserError(f"task.reward = {reward!r}: {file} has no function {name}")
     return function
+
+
+def _is_finite_number(value: object) -> bool:
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int beyond the range of float
+        return False
 
 
 def score(
@@ -68,7 +83,7 @@ def score(
             raise UserError(
                 f"task.reward: the function raised {type(error).__name__}: {error}; prompt {prompt!r}"
             ) from error
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not _is_finite_number(value):
             raise UserError(
                 f"task.reward: the function returned {value!r} for prompt {prompt!r}; must be a finite number"
             )

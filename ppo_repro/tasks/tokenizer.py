@@ -25,7 +25,7 @@ def train_bpe(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of a response without special tokens, exactly as the tokens spell it."""
-    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,216 @@
+"""Does every invariance hold on this machine, for this model and configuration? With its negative control.
+
+Each promise is checked twice: in exact numerics, where no bit may differ, and in native numerics, where
+the difference between cached decoding and the full forward has to show, or the check could not fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ppo_repro.config import LayoutConfig, NumericsConfig, RunConfig, TinyModel
+from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.networks import expand_kept, policy_logits
+from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.records.tables import unequal_bits
+from ppo_repro.rollout.engine import Completion, Request
+from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.seeding import sample_seed
+from ppo_repro.stages import sampling_of
+
+SEQUENCES = 24
+Mode = Literal["exact", "native"]
+CONTROL = "decode = full forward"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One promise under one condition. `compared` numbers; how many differ in any bit in either mode."""
+
+    promise: str
+    condition: str
+    compared: int
+    unequal_exact: int
+    unequal_native: int
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A prepared run in one mode, with the responses it sampled under the plainest layout."""
+
+    config: RunConfig
+    prepared: Prepared
+    requests: tuple[Request, ...]
+    completions: tuple[Completion, ...]
+
+    @property
+    def logprobs(self) -> Tensor:
+        return torch.cat([c.logprobs for c in self.completions])
+
+
+def _with(config: RunConfig, mode: Mode) -> RunConfig:
+    """The configuration in another mode, without a warm start: the promises hold for any weights."""
+    model = config.model
+    if isinstance(model, TinyModel):
+        model = model.model_copy(update={"warm_start_steps": 0})
+    numerics = NumericsConfig(mode=mode, max_context=config.numerics.max_context)
+    return config.model_copy(update={"model": model, "numerics": numerics, "layout": LayoutConfig()})
+
+
+def _generate(
+    config: RunConfig, prepared: Prepared, requests: Sequence[Request], slots: int, chunk: int
+) -> list[Completion]:
+    policy, stop_ids, numerics = prepared.state.policy, prepared.engine.stop_ids, config.numerics
+    engine = TorchEngine(policy, stop_ids, numerics.mode, numerics.max_context, slots, chunk)
+    return engine.generate(requests, sampling_of(config))
+
+
+def _subject(config: RunConfig, mode: Mode) -> _Subject:
+    config = _with(config, mode)
+    prepared = prepare(config, lambda step, loss: None)
+    keys = sorted(prepared.task.prompt_ids)[:SEQUENCES]
+    requests = tuple(Request(prepared.task.prompt_ids[k], sample_seed(config.seed, 0, k, 0)) for k in keys)
+    return _Subject(config, prepared, requests, tuple(_generate(config, prepared, requests, SEQUENCES, 0)))
+
+
+def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
+    """Tokens whose id or log-prob bits differ; a response of another length differs as a whole."""
+    total = 0
+    for left, right in zip(a, b, strict=True):
+        if left.response_ids != right.response_ids:
+            total += max(len(left.response_ids), len(right.response_ids))
+        else:
+            total += unequal_bits(left.logprobs, right.logprobs)
+    return total
+
+
+def _batches(s: _Subject, padding: str, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
+    """The subject's sequences laid out, and the eligible bit sets of their tokens."""
+    for i in range(0, len(s.requests), size):
+        requests, completions = s.requests[i : i + size], s.completions[i : i + size]
+        batch = lay_out([r.prompt_ids for r in requests], [c.response_ids for c in completions], padding)
+        yield batch, torch.cat([c.kept_tokens for c in completions])
+
+
+def _score(s: _Subject, batch: TokenBatch, kept: Tensor) -> Tensor:
+    logits = policy_logits(s.prepared.state.policy, batch)
+    eligible = expand_kept(kept, logits.shape[-1])
+    mode, temperature = s.config.numerics.mode, s.config.rollout.temperature
+    return token_statistics(logits, batch.targets, temperature, eligible, mode)[0]
+
+
+@torch.no_grad()
+def _forward(s: _Subject, padding: str, size: int) -> Tensor:
+    return torch.cat([_score(s, batch, kept) for batch, kept in _batches(s, padding, size)])
+
+
+@torch.no_grad()
+def _values(s: _Subject, padding: str, size: int) -> Tensor:
+    # the head starts at zero, where every layout gives zero; the trunk's first unit shows what it computes
+    trunk = s.prepared.state.value_model.trunk
+    parts = []
+    for batch, _ in _batches(s, padding, size):
+        hidden = trunk(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.visible,
+            use_cache=False,
+        ).last_hidden_state
+        parts.append(hidden.reshape(-1, hidden.shape[-1])[batch.predictors, 0])
+    return torch.cat(parts)
+
+
+def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
+    """All policy weights after one optimizer step on the sampled tokens, starting from the same weights."""
+    policy = s.prepared.state.policy
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    settings = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
+    optimizer = make_optimizer(policy, settings, s.config.numerics.mode)
+
+    def backward() -> None:
+        for batch, kept in _batches(s, padding, size):
+            logprobs = _score(s, batch, kept)
+            torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(s.logprobs)))
+
+    optimizer.step(backward, sum(batch.tokens for batch, _ in _batches(s, "none", size)))
+    after = torch.cat([p.detach().reshape(-1).clone() for _, p in policy.named_parameters()])
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            p.copy_(before[name])
+    return after
+
+
+def _on_threads(threads: int, compute: Callable[[], Tensor]) -> Tensor:
+    previous = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return compute()
+    finally:
+        torch.set_num_threads(previous)
+
+
+def _checks(s: _Subject) -> Iterator[tuple[str, str, int, int]]:
+    """(promise, condition, compared, unequal) of every promise."""
+    n = len(s.logprobs)
+    reference = _forward(s, "right", SEQUENCES)
+
+    def resample(slots: int, chunk: int) -> int:
+        return _differing(s.completions, _generate(s.config, s.prepared, s.requests, slots, chunk))
+
+    yield CONTROL, "right padding", n, unequal_bits(s.logprobs, reference)
+    for slots in (1, 3, 16):
+        yield "rollout slots", str(slots), n, resample(slots, 0)
+    for chunk in (1, 3):
+        yield "prefill chunk", str(chunk), n, resample(SEQUENCES, chunk)
+    turned = _generate(s.config, s.prepared, s.requests[::-1], 5, 0)[::-1]
+    yield "request order", "reversed, 5 slots", n, _differing(s.completions, turned)
+    for padding, size in (("left", SEQUENCES), ("none", SEQUENCES), ("right", 1), ("left", 3)):
+        condition = f"{padding} padding, {size} a batch"
+        yield "forward layout", condition, n, unequal_bits(reference, _forward(s, padding, size))
+    values = _values(s, "right", SEQUENCES)
+    for padding, size in (("left", SEQUENCES), ("none", 5), ("right", 1)):
+        condition = f"{padding} padding, {size} a batch"
+        yield "value layout", condition, n, unequal_bits(values, _values(s, padding, size))
+    weights = _weights_after_step(s, "right", SEQUENCES)
+    for padding, size in (("left", 5), ("none", SEQUENCES), ("right", 1)):
+        condition = f"{padding} padding, {size} a micro-batch"
+        changed = _weights_after_step(s, padding, size)
+        yield "optimizer step", condition, len(weights), unequal_bits(weights, changed)
+    threaded = _on_threads(2, lambda: _forward(s, "right", SEQUENCES))
+    yield "threads, forward", "2 instead of 1", n, unequal_bits(reference, threaded)
+    threaded = _on_threads(2, lambda: _weights_after_step(s, "right", SEQUENCES))
+    yield "threads, step", "2 instead of 1", len(weights), unequal_bits(weights, threaded)
+
+
+def probe(config: RunConfig) -> list[Row]:
+    """Check every promise for the model and prompts of `config`, in both modes."""
+    pairs = zip(_checks(_subject(config, "exact")), _checks(_subject(config, "native")), strict=True)
+    return [Row(*exact, native[3]) for exact, native in pairs]
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """What did not hold, one sentence each; empty if all is well."""
+    broken = [
+        f"{r.promise} ({r.condition}): {r.unequal_exact} of {r.compared} differ in exact numerics"
+        for r in rows
+        if r.unequal_exact
+    ]
+    if not any(r.unequal_native for r in rows if r.promise == CONTROL):
+        broken.append(f"{CONTROL}: the native control finds no difference, so this check proves nothing here")
+    return broken
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The table as text."""
+    lines = [f"{'promise':<24}{'condition':<30}{'compared':>10}{'unequal, exact':>16}{'unequal, native':>17}"]
+    lines += [
+        f"{r.promise:<24}{r.condition:<30}{r.compared:>10,}{r.unequal_exact:>16,}{r.unequal_native:>17,}" for r in rows
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""Shared settings: one thread unless a test says otherwise, no network, no telemetry."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from ppo_repro.config import RunConfig
+from tests.runs_for_tests import small_config
+
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def exact_config() -> RunConfig:
+    """A small but complete run in exact numerics."""
+    return small_config()
+
+
+@pytest.fixture(scope="session")
+def exact_run(exact_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That run, recorded once; tests must not change it."""
+    from ppo_repro.runs.progress import Silent
+    from ppo_repro.runs.run import run
+
+    return run(exact_config, tmp_path_factory.mktemp("exact"), Silent())[0]
+
+
+@pytest.fixture(scope="session")
+def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run in native numerics: the negative control."""
+    from ppo_repro.runs.progress import Silent
+    from ppo_repro.runs.run import run
+
+    config = small_config("numerics.mode=native")
+    return run(config, tmp_path_factory.mktemp("native"), Silent())[0]

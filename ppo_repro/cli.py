@@ -63,7 +63,7 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.runs.run import rerun
 
     with ConsoleProgress() as watcher:
-        report = rerun(arguments.run, watcher)
+        report = rerun(arguments.run, watcher, arguments.set)
     identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"
     return _report_difference(report.difference, arguments.json, identical)
 
@@ -123,6 +123,31 @@ def probe_command(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def track_command(arguments: argparse.Namespace) -> int:
+    """Copy a recorded run into MLflow."""
+    from ppo_repro.records.reader import open_manifest
+
+    open_manifest(arguments.run)
+    from ppo_repro.tracking import track
+
+    run_id = track(arguments.run, arguments.uri)
+    if arguments.json:
+        _print_json({"run_id": run_id, "uri": arguments.uri})
+    else:
+        print(f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}")
+    return 0
+
+
+def _add_set(parser: argparse.ArgumentParser, about: str) -> None:
+    parser.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help=about)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = _Parser(
@@ -143,23 +168,18 @@ def build_parser() -> argparse.ArgumentParser:
     for name, command in (("run", run_command), ("probe", probe_command)):
         configured = add(name, command)
         configured.add_argument("config", metavar="CONFIG", type=Path, help="YAML configuration of a run")
-        configured.add_argument(
-            "--set", metavar="FIELD=VALUE", action="append", default=[], help="override one field; may be repeated"
-        )
+        _add_set(configured, "override one field; may be repeated")
         if name == "run":
             configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where runs go")
-    for name, command in (("rerun", rerun_command), ("show", show_command)):
+    for name, command in (("rerun", rerun_command), ("show", show_command), ("track", track_command)):
         recorded = add(name, command)
         recorded.add_argument("run", metavar="RUN", type=Path, help="folder of a recorded run")
-        if name == "show":
-            recorded.add_argument(
-                "--samples",
-                type=int,
-                default=5,
-                choices=range(0, 1001),
-                metavar="N",
-                help="responses of the last iteration to print",
-            )
+        if name == "rerun":
+            _add_set(recorded, "another layout field, such as layout.threads=2; may be repeated")
+        elif name == "track":
+            recorded.add_argument("--uri", default="sqlite:///mlflow.db", help="MLflow tracking store")
+        else:
+            recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
     compared = add("diff", diff_command)
     compared.add_argument("a", metavar="A", type=Path, help="folder of a recorded run")
     compared.add_argument("b", metavar="B", type=Path, help="folder of another")

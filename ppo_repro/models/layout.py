@@ -18,10 +18,7 @@ class TokenBatch:
     visible: Tensor  # [R, 1, L, L] bool, query may see key
     predictors: Tensor  # [n] int64, flat index of the position whose logits predict the token
     targets: Tensor  # [n] int64, the response tokens
-
-    @property
-    def tokens(self) -> int:
-        return self.input_ids.numel()
+    real_tokens: int  # inputs that are not padding
 
 
 def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], padding: str) -> TokenBatch:
@@ -48,4 +45,4 @@ def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
         visible[row, start:end, start:end] = torch.ones(length, length, dtype=torch.bool).tril()
         predictors.append(row * width + start + torch.arange(len(prompt) - 1, length))
     targets = torch.tensor([token for response in responses for token in response], dtype=torch.int64)
-    return TokenBatch(input_ids, position_ids, visible[:, None], torch.cat(predictors), targets)
+    return TokenBatch(input_ids, position_ids, visible[:, None], torch.cat(predictors), targets, sum(lengths))

@@ -34,7 +34,7 @@ def _cross_entropy_step(policy: PreTrainedModel, optimizer: Optimizer, batch: To
         seen.append(-logprobs.detach())
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(logprobs)))
 
-    optimizer.step(backward, batch.tokens)
+    optimizer.step(backward, batch.real_tokens)
     return exact_mean(seen[-1])
 
 

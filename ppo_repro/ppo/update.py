@@ -15,7 +15,7 @@ from ppo_repro.models.networks import expand_kept, policy_logits, value_predicti
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import StepReport, weights_digest
 from ppo_repro.ppo import kl, losses
 from ppo_repro.seeding import permutation
 
@@ -26,6 +26,11 @@ class _MicroBatch:
 
     batch: TokenBatch
     tokens: Tensor
+
+    @property
+    def inputs(self) -> int:
+        """Tokens the networks see, prompts included and padding not."""
+        return self.batch.real_tokens
 
 
 def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
@@ -80,6 +85,60 @@ def update(
             yield _step(state, rollout, forward, advantages, config, epoch, index, sequences)
 
 
+@dataclass(frozen=True)
+class _PolicyStep:
+    """A step of the policy and its per-token view before it, [M] each."""
+
+    report: StepReport
+    losses: Tensor
+    new_logprobs: Tensor
+    ratios: Tensor
+    entropies: Tensor
+
+
+@dataclass(frozen=True)
+class _ValueStep:
+    """A step of the value model and its per-token view before it, [M] each."""
+
+    report: StepReport
+    losses: Tensor
+    new_values: Tensor
+
+
+def _policy_step(
+    state: TrainState, work: list[_MicroBatch], rollout: Rollout, anchor: Tensor, advantages: Tensor, config: RunConfig
+) -> _PolicyStep:
+    """Clipped surrogate minus the entropy bonus on one minibatch."""
+    ppo, temperature, mode = config.ppo, config.rollout.temperature, config.numerics.mode
+
+    def losses_of(m: _MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        logits = policy_logits(state.policy, m.batch)
+        eligible = expand_kept(rollout.kept_tokens[m.tokens], logits.shape[-1])
+        logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
+        ratios = losses.probability_ratios(logprobs, anchor[m.tokens])
+        surrogate = losses.clipped_surrogate(ratios, advantages[m.tokens], ppo.clip_range)
+        return surrogate - entropies * ppo.entropy_coef, (logprobs, ratios, entropies)
+
+    backward, seen = _collector(work, losses_of)
+    report = state.policy_optimizer.step(backward, sum(m.inputs for m in work))
+    return _PolicyStep(report, *_columns(seen))
+
+
+def _value_step(
+    state: TrainState, work: list[_MicroBatch], old_values: Tensor, returns: Tensor, config: RunConfig
+) -> _ValueStep:
+    """Clipped squared error on one minibatch."""
+
+    def losses_of(m: _MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        values = value_predictions(state.value_model, m.batch)
+        clip_range = config.ppo.value_clip_range
+        return losses.clipped_value_loss(values, old_values[m.tokens], returns[m.tokens], clip_range), (values,)
+
+    backward, seen = _collector(work, losses_of)
+    report = state.value_optimizer.step(backward, sum(m.inputs for m in work))
+    return _ValueStep(report, *_columns(seen))
+
+
 def _step(
     state: TrainState,
     rollout: Rollout,
@@ -90,57 +149,38 @@ def _step(
     minibatch: int,
     sequences: Tensor,
 ) -> MinibatchUpdate:
-    ppo, mode = config.ppo, config.numerics.mode
+    ppo = config.ppo
     anchor = rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs
     work = _micro_batches(rollout, sequences, config.layout.update_micro_batch, config.layout.padding)
+    policy = _policy_step(state, work, rollout, anchor, advantages.advantages, config)
+    value = _value_step(state, work, forward.values, advantages.returns, config)
+
     tokens = torch.cat([m.tokens for m in work])
-
-    def policy_losses(m: _MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        logits = policy_logits(state.policy, m.batch)
-        eligible = expand_kept(rollout.kept_tokens[m.tokens], logits.shape[-1])
-        logprobs, entropies = token_statistics(logits, m.batch.targets, config.rollout.temperature, eligible, mode)
-        ratios = losses.probability_ratios(logprobs, anchor[m.tokens])
-        surrogate = losses.clipped_surrogate(ratios, advantages.advantages[m.tokens], ppo.clip_range)
-        return surrogate - entropies * ppo.entropy_coef, (logprobs, ratios, entropies)
-
-    def value_losses(m: _MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        values = value_predictions(state.value_model, m.batch)
-        old, returns = forward.values[m.tokens], advantages.returns[m.tokens]
-        return losses.clipped_value_loss(values, old, returns, ppo.value_clip_range), (values,)
-
-    inputs = int(sum(len(rollout.prompts.prompt_ids[i]) for i in sequences.tolist())) + len(tokens)
-    policy_backward, policy_seen = _collector(work, policy_losses)
-    value_backward, value_seen = _collector(work, value_losses)
-    policy_report = state.policy_optimizer.step(policy_backward, inputs)
-    value_report = state.value_optimizer.step(value_backward, inputs)
-
-    policy_loss, new_logprobs, ratios, new_entropies = _columns(policy_seen)
-    value_loss, new_values = _columns(value_seen)
-    flags = losses.clip_flags(ratios, advantages.advantages[tokens], ppo.clip_range)
+    flags = losses.clip_flags(policy.ratios, advantages.advantages[tokens], ppo.clip_range)
     value_clipped = losses.value_clip_binds(
-        new_values, forward.values[tokens], advantages.returns[tokens], ppo.value_clip_range
+        value.new_values, forward.values[tokens], advantages.returns[tokens], ppo.value_clip_range
     )
     binding = (flags == losses.CLIP_FLAGS.index("clip_high")) | (flags == losses.CLIP_FLAGS.index("clip_low"))
     return MinibatchUpdate(
         epoch=epoch,
         minibatch=minibatch,
         tokens=tokens,
-        new_logprobs=new_logprobs,
-        ratios=ratios,
+        new_logprobs=policy.new_logprobs,
+        ratios=policy.ratios,
         clip_flags=flags,
-        new_values=new_values,
+        new_values=value.new_values,
         value_clipped=value_clipped,
-        new_entropies=new_entropies,
-        policy_loss=exact_mean(policy_loss),
-        value_loss=exact_mean(value_loss),
-        entropy=exact_mean(new_entropies),
-        approx_kl=exact_mean(kl.k3(anchor[tokens] - new_logprobs)),
+        new_entropies=policy.entropies,
+        policy_loss=exact_mean(policy.losses),
+        value_loss=exact_mean(value.losses),
+        entropy=exact_mean(policy.entropies),
+        approx_kl=exact_mean(kl.k3(anchor[tokens] - policy.new_logprobs)),
         clip_fraction=exact_mean(binding),
         value_clip_fraction=exact_mean(value_clipped),
-        grad_norm=policy_report.grad_norm,
-        value_grad_norm=value_report.grad_norm,
-        gradient_redos=policy_report.redos,
-        value_gradient_redos=value_report.redos,
+        grad_norm=policy.report.grad_norm,
+        value_grad_norm=value.report.grad_norm,
+        gradient_redos=policy.report.redos,
+        value_gradient_redos=value.report.redos,
         policy_digest=weights_digest(state.policy.named_parameters()),
         value_digest=weights_digest(state.value_model.named_parameters()),
     )

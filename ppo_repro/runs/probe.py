@@ -139,7 +139,7 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
             logprobs = _score(s, batch, kept)
             torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(s.logprobs)))
 
-    optimizer.step(backward, sum(batch.tokens for batch, _ in _batches(s, "none", size)))
+    optimizer.step(backward, sum(batch.real_tokens for batch, _ in _batches(s, padding, size)))
     after = torch.cat([p.detach().reshape(-1).clone() for _, p in policy.named_parameters()])
     with torch.no_grad():
         for name, p in policy.named_parameters():

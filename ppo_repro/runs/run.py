@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,13 +137,17 @@ def check_inputs(recorded: Manifest) -> None:
             raise UserError(f"{path}: changed since the run was recorded; restore it to rerun")
 
 
-def rerun(run_dir: Path, watcher: Watcher) -> Rerun:
+def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Rerun:
     """Execute a recorded configuration again, in memory, and compare every buffer with the files as they are.
 
-    Stops at the first difference. UserError if the run is incomplete or its inputs have changed.
+    `overrides` may change the layout, which must not change a bit. Stops at the first difference. UserError
+    if the run is incomplete, its inputs have changed or an override is not of the layout.
     """
     recorded = reader.open_manifest(run_dir)
-    config = load_config(run_dir / "config.yaml")
+    for override in overrides:
+        if not override.startswith("layout."):
+            raise UserError(f"--set {override}: a rerun may change layout fields only; use `ppo-repro run` instead")
+    config = load_config(run_dir / "config.yaml", overrides)
     check_inputs(recorded)
     prepared = prepare(config, _warm_start_progress(config, watcher))
     initial = weights_digest(prepared.state.policy.named_parameters())

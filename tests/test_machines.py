@@ -1,0 +1,88 @@
+"""One fingerprint whatever instruction set the libraries may use, and over a hundred thousand tokens."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis.parity import parity
+from ppo_repro.config import load_config
+from ppo_repro.records import manifest
+from ppo_repro.runs.progress import Silent
+from ppo_repro.runs.run import run
+from tests.runs_for_tests import SMALL
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "experiments" / "quickstart.yaml"
+
+# each takes instructions away from one or more of torch, MKL and NumPy
+CAPS = [
+    {"ATEN_CPU_CAPABILITY": "default"},
+    {"ATEN_CPU_CAPABILITY": "avx2"},
+    {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"},
+    {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX2 FMA3"},
+]
+
+
+def fingerprint(out: Path, cap: dict[str, str], *overrides: str) -> str:
+    sets = [part for o in overrides for part in ("--set", o)]
+    command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), "--json", *sets]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **cap}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    return str(json.loads(done.stdout)["fingerprint"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_instruction_set_changes_the_fingerprint(exact_run: Path, tmp_path: Path) -> None:
+    expected = manifest.load(exact_run).fingerprint
+    found = [fingerprint(tmp_path / str(i), cap) for i, cap in enumerate(CAPS)]
+    assert found == [expected] * len(CAPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_native_fingerprints_change_with_the_instruction_set(native_run: Path, tmp_path: Path) -> None:
+    native = "numerics.mode=native"
+    found = {fingerprint(tmp_path / str(i), cap, native) for i, cap in enumerate(CAPS)}
+    assert len(found | {manifest.load(native_run).fingerprint}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_tokens_of_every_epoch_without_learning(tmp_path: Path) -> None:
+    still = ["ppo.learning_rate=0", "ppo.value_learning_rate=0"]
+    found = parity(run(load_config(QUICKSTART, still), tmp_path, Silent())[0])
+    assert found.tokens >= 100_000 and found.update_rows == 2 * found.tokens
+    assert found.unequal_old_rollout_logprobs == 0
+    assert found.unequal_ratios == 0
+    assert found.unequal_update_values == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_native_fails_over_a_hundred_thousand_tokens(tmp_path: Path) -> None:
+    still = ["ppo.learning_rate=0", "ppo.value_learning_rate=0", "numerics.mode=native"]
+    found = parity(run(load_config(QUICKSTART, still), tmp_path, Silent())[0])
+    assert found.tokens >= 100_000
+    assert found.unequal_old_rollout_logprobs > found.tokens // 20
+    assert found.unequal_ratios > found.update_rows // 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    run_dir = run(load_config(QUICKSTART), tmp_path, Silent())[0]
+    found = parity(run_dir)
+    assert found.tokens >= 100_000
+    assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)
+    from ppo_repro.runs.summary import summarise
+
+    summary = summarise(run_dir)
+    # one run; five seeds rose by 0.22 to 0.36 when this recipe was chosen
+    assert summary.accuracy_after > summary.accuracy_before + 0.15

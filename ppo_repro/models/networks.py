@@ -46,7 +46,8 @@ def make_value_model(source: PreTrainedModel, mode: str, max_context: int) -> Va
     return ValueModel(trunk, ExactLinear(head) if mode == "exact" else head)
 
 
-def _hidden(trunk: nn.Module, batch: TokenBatch) -> Tensor:
+def hidden_states(trunk: nn.Module, batch: TokenBatch) -> Tensor:
+    """Final hidden states [n, H] float32 at the positions that predict the response tokens."""
     out = trunk(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -58,12 +59,12 @@ def _hidden(trunk: nn.Module, batch: TokenBatch) -> Tensor:
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Logits [n, V] float32 at the positions that predict the response tokens."""
-    return policy.lm_head(_hidden(policy.model, batch))
+    return policy.lm_head(hidden_states(policy.model, batch))
 
 
 def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
     """Values [n] float32 before each response token."""
-    return value_model.head(_hidden(value_model.trunk, batch))[:, 0]
+    return value_model.head(hidden_states(value_model.trunk, batch))[:, 0]
 
 
 def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:

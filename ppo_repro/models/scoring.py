@@ -7,16 +7,17 @@ from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, Rollout
 from ppo_repro.config import RunConfig
-from ppo_repro.models.layout import lay_out
-from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
+from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.networks import expand_kept, hidden_states, value_predictions
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
+
+LOGITS_AT_ONCE = 1 << 24
 
 
 @torch.no_grad()
 def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig) -> ForwardPass:
     """Policy, reference and value model on every response token, `forward_micro_batch` sequences at a time."""
-    mode, temperature = config.numerics.mode, config.rollout.temperature
     everything = torch.arange(len(rollout.lengths))
     parts: list[tuple[Tensor, ...]] = []
     for chunk in everything.split(config.layout.forward_micro_batch or len(everything)):
@@ -24,18 +25,33 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig) -> For
         responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
         prompts = [rollout.prompts.prompt_ids[i] for i in chunk.tolist()]
         batch = lay_out(prompts, [r.tolist() for r in responses], config.layout.padding)
-        logits, ref_logits = policy_logits(state.policy, batch), policy_logits(state.reference, batch)
-        eligible = expand_kept(rollout.kept_tokens[tokens], logits.shape[-1])
-        old_logprobs, entropies = token_statistics(logits, batch.targets, temperature, eligible, mode)
-        ref_logprobs, _ = token_statistics(ref_logits, batch.targets, temperature, eligible, mode)
-        parts.append(
-            (
-                old_logprobs,
-                ref_logprobs,
-                kl_divergence(logits, ref_logits, temperature, eligible),
-                value_predictions(state.value_model, batch),
-                entropies,
-                prob_sq_sum(logits, temperature, eligible),
-            )
-        )
-    return ForwardPass(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        statistics = _distributions(state, batch, rollout.kept_tokens[tokens], config)
+        parts.append((*statistics, value_predictions(state.value_model, batch)))
+    old, ref, ref_kl, entropies, prob_sq_sums, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    return ForwardPass(
+        old_logprobs=old,
+        ref_logprobs=ref,
+        ref_kl=ref_kl,
+        values=values,
+        entropies=entropies,
+        prob_sq_sums=prob_sq_sums,
+    )
+
+
+def _distributions(state: TrainState, batch: TokenBatch, kept: Tensor, config: RunConfig) -> tuple[Tensor, ...]:
+    """(old log-probs, ref log-probs, KL(policy || reference), entropies, sums of squares), [n] each.
+
+    Only so many rows of the vocabulary are held at once that they stay a moderate size.
+    """
+    mode, temperature = config.numerics.mode, config.rollout.temperature
+    hidden, ref_hidden = hidden_states(state.policy.model, batch), hidden_states(state.reference.model, batch)
+    vocab_size = state.policy.config.vocab_size
+    parts: list[tuple[Tensor, ...]] = []
+    for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // vocab_size)):
+        logits, ref_logits = state.policy.lm_head(hidden[rows]), state.reference.lm_head(ref_hidden[rows])
+        targets, eligible = batch.targets[rows], expand_kept(kept[rows], vocab_size)
+        old_logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
+        ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode)
+        ref_kl = kl_divergence(logits, ref_logits, temperature, eligible)
+        parts.append((old_logprobs, ref_logprobs, ref_kl, entropies, prob_sq_sum(logits, temperature, eligible)))
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))

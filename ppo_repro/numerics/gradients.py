@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ppo_repro.errors import NumericsError
+from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics.elementwise import pow2
 from ppo_repro.numerics.grid import MANTISSA_BITS, OPERAND_BITS, ceil_log2, exponent
 
@@ -25,11 +25,11 @@ CHUNK = 1 << (MANTISSA_BITS - TOTAL_BITS)  # tokens per matrix product that is e
 
 
 def assert_no_wrap(tokens: int) -> None:
-    """Raise NumericsError if a sum over `tokens` tokens could leave int64; a tied weight counts twice."""
+    """Raise UserError if a sum over `tokens` tokens could leave int64; a tied weight counts twice."""
     if TOTAL_BITS + ceil_log2(2 * tokens) > 62:
-        raise NumericsError(
-            f"{tokens} tokens in one optimizer step; exact gradients hold up to {1 << (61 - TOTAL_BITS)}: "
-            "make ppo.minibatch_size smaller"
+        raise UserError(
+            f"ppo.minibatch_size: {tokens} tokens (prompts included) in one optimizer step; "
+            f"exact gradients hold up to {1 << (61 - TOTAL_BITS)}; make it smaller"
         )
 
 

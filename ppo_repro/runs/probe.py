@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_repro.config import LayoutConfig, NumericsConfig, RunConfig, TinyModel
 from ppo_repro.models.layout import TokenBatch, lay_out
-from ppo_repro.models.networks import expand_kept, policy_logits
+from ppo_repro.models.networks import expand_kept, hidden_states, policy_logits
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.records.tables import unequal_bits
@@ -117,13 +117,7 @@ def _values(s: _Subject, padding: str, size: int) -> Tensor:
     trunk = s.prepared.state.value_model.trunk
     parts = []
     for batch, _ in _batches(s, padding, size):
-        hidden = trunk(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.visible,
-            use_cache=False,
-        ).last_hidden_state
-        parts.append(hidden.reshape(-1, hidden.shape[-1])[batch.predictors, 0])
+        parts.append(hidden_states(trunk, batch)[:, 0])
     return torch.cat(parts)
 
 

@@ -158,6 +158,37 @@ def test_real_input_with_a_reward_of_ones_own(cli: Cli, tmp_path: Path, policy_f
     assert code == 2 and "changed since the run was recorded" in one_line(err)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])
+def test_other_architectures_hold_the_same_promises(
+    cli: Cli, tmp_path: Path, policy_folder: Path, architecture: str
+) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(policy_folder)
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
+    )
+    model = tmp_path / "model"
+    getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
+    code, out, _ = cli("run", folder_config(tmp_path / "c.yaml", model, prompts), "--out", tmp_path, "--json")
+    summary = json.loads(out)
+    assert code == 0 and summary["tokens"] > 20
+    assert summary["unequal_old_rollout_logprobs"] == summary["unequal_first_ratios"] == summary["unequal_values"] == 0
+    assert cli("rerun", summary["run_dir"], "--set", "layout.padding=left", "--set", "layout.rollout_slots=3")[0] == 0
+
+
 BAD_REWARDS = [
     ("raise KeyError('lost')", "the function raised KeyError"),
     ("return float('nan')", "the function returned nan"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from ppo_repro.models.layout import TokenBatch
 from ppo_repro.numerics.layers import ExactLinear
 from ppo_repro.numerics.lowering import lower
+from ppo_repro.seeding import bell
 
 
 class ValueModel(nn.Module):
@@ -37,12 +39,15 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
     return model
 
 
-def make_value_model(source: PreTrainedModel, mode: str, max_context: int) -> ValueModel:
-    """A value model whose trunk starts as the policy's and whose head starts at zero: V = 0 everywhere."""
+def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
+    """A value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
     trunk = make_policy(source.model, mode, max_context)
-    head = nn.Linear(source.config.hidden_size, 1)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
+    size = source.config.hidden_size
+    head = nn.Linear(size, 1)
+    draws = bell(size, "value head", seed) * (0.1 / math.sqrt(size))
+    with torch.no_grad():
+        head.weight.copy_(torch.from_numpy(draws)[None, :])
+        head.bias.zero_()
     return ValueModel(trunk, ExactLinear(head) if mode == "exact" else head)
 
 

@@ -25,13 +25,15 @@ class WeightGrids:
     """The grids of a weight matrix along its rows and its columns, made anew when the weight changes."""
 
     def __init__(self) -> None:
-        self._version = -1
+        self._made_from = (0, -1)
         self._grids: dict[int, Grid] = {}
 
     def get(self, weight: Tensor, dim: int) -> Grid:
         """`quantise` of `weight` [N, K] along `dim`, transposed to [K, N] for dim 0."""
-        if weight._version != self._version:
-            self._grids, self._version = {}, weight._version
+        # in-place changes count up the version; other storage under the same parameter shows in the address
+        made_from = (weight.data_ptr(), weight._version)
+        if made_from != self._made_from:
+            self._grids, self._made_from = {}, made_from
         if dim not in self._grids:
             matrix = weight.detach() if dim == 1 else weight.detach().t()
             self._grids[dim] = quantise(matrix, operand_bits(matrix.shape[1]))

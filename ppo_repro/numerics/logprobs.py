@@ -15,9 +15,10 @@ from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import elementwise
-from ppo_repro.numerics.grid import operand_bits, quantise
+from ppo_repro.numerics.grid import MANTISSA_BITS, ceil_log2, operand_bits, quantise
 
 MASS_UNIT = 2.0**30  # probabilities relative to the largest are integers in units of 2^-30
+HALF_BITS = 15
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,16 @@ def distribution(scaled: Tensor, eligible: Tensor | None) -> Distribution:
 
 
 def expectation(d: Distribution, values: Tensor) -> Tensor:
-    """sum_v p_v values_v by an exact sum of products on row grids; float64 [n, 1]. values [n, V]."""
-    bits = operand_bits(values.shape[-1])
-    a, a_scale = quantise(d.masses, bits)
-    b, b_scale = quantise(values, bits)
-    return (a * b).sum(-1, keepdim=True) * (a_scale * b_scale) / d.total
+    """sum_v p_v values_v by two exact sums of products; float64 [n, 1]. values [n, V].
+
+    The masses go in whole, as two halves of 15 bits: on a grid of their own the many small ones of a large
+    vocabulary would be rounded away, and with them much of an entropy.
+    """
+    high = (d.masses * 2.0**-HALF_BITS).floor_()
+    low = d.masses - high * 2.0**HALF_BITS
+    b, b_scale = quantise(values, MANTISSA_BITS - HALF_BITS - ceil_log2(values.shape[-1]))
+    total = (high * b).sum(-1, keepdim=True) * 2.0**HALF_BITS + (low * b).sum(-1, keepdim=True)
+    return total * b_scale / d.total
 
 
 class _TokenStatistics(Function):

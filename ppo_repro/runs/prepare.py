@@ -79,7 +79,7 @@ def prepare(config: RunConfig, progress: WarmStartProgress) -> Prepared:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context
     policy = make_policy(source, mode, max_context)
-    value_model = make_value_model(source, mode, max_context)
+    value_model = make_value_model(source, mode, max_context, config.seed)
     reference = freeze(make_policy(source, mode, max_context))
     ppo = config.ppo
 

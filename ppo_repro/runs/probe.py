@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_repro.config import LayoutConfig, NumericsConfig, RunConfig, TinyModel
 from ppo_repro.models.layout import TokenBatch, lay_out
-from ppo_repro.models.networks import expand_kept, hidden_states, policy_logits
+from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.records.tables import unequal_bits
@@ -113,12 +113,8 @@ def _forward(s: _Subject, padding: str, size: int) -> Tensor:
 
 @torch.no_grad()
 def _values(s: _Subject, padding: str, size: int) -> Tensor:
-    # the head starts at zero, where every layout gives zero; the trunk's first unit shows what it computes
-    trunk = s.prepared.state.value_model.trunk
-    parts = []
-    for batch, _ in _batches(s, padding, size):
-        parts.append(hidden_states(trunk, batch)[:, 0])
-    return torch.cat(parts)
+    value_model = s.prepared.state.value_model
+    return torch.cat([value_predictions(value_model, batch) for batch, _ in _batches(s, padding, size)])
 
 
 def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:

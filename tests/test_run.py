@@ -94,7 +94,8 @@ LAYOUTS = [
     ("layout.rollout_slots=1", "layout.padding=left"),
     ("layout.rollout_slots=3", "layout.prefill_chunk=2", "layout.forward_micro_batch=1"),
     ("layout.rollout_slots=16", "layout.padding=none", "layout.update_micro_batch=5"),
-    ("layout.forward_micro_batch=3", "layout.update_micro_batch=1", "layout.threads=2"),
+    ("layout.forward_micro_batch=3", "layout.update_micro_batch=1"),
+    ("layout.threads=2",),
 ]
 
 

@@ -39,7 +39,9 @@ def operand_bits(terms: int) -> int:
 
 def exponent(maximum: Tensor) -> Tensor:
     """Smallest e with maximum < 2^e, int64, clamped below at -100. Non-negative finite input."""
-    return torch.frexp(maximum)[1].to(torch.int64).clamp_(min=MIN_EXPONENT)
+    e = torch.frexp(maximum)[1].to(torch.int64).clamp_(min=MIN_EXPONENT)
+    # frexp calls 0 = 0 * 2^0; a zero row that is folded into another one must not outweigh what is there
+    return e.masked_fill_(maximum == 0, MIN_EXPONENT)
 
 
 def quantise(x: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:

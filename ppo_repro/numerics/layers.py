@@ -129,17 +129,21 @@ class ExactRMSNorm(ExactModule):
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, accumulator: GradientAccumulator | None) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, accumulator: GradientAccumulator | None
+    ) -> Tensor:
         ctx.save_for_backward(ids, weight)
-        ctx.accumulator = accumulator
+        ctx.padding_idx, ctx.accumulator = padding_idx, accumulator
         return weight[ids]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, weight = ctx.saved_tensors
         if ctx.accumulator is not None:
+            if ctx.padding_idx is not None:  # as in nn.Embedding, this row takes no gradient
+                grad = grad.masked_fill((ids == ctx.padding_idx)[..., None], 0.0)
             ctx.accumulator.add_embedding(weight, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
-        return None, None, None
+        return None, None, None, None
 
 
 class ExactEmbedding(ExactModule):
@@ -147,10 +151,10 @@ class ExactEmbedding(ExactModule):
 
     def __init__(self, source: nn.Embedding) -> None:
         super().__init__()
-        self.weight = source.weight
+        self.weight, self.padding_idx = source.weight, source.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _Embedding.apply(ids, self.weight, self.accumulator)
+        return _Embedding.apply(ids, self.weight, self.padding_idx, self.accumulator)
 
 
 class ExactSiLU(nn.Module):

@@ -69,7 +69,7 @@ def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> 
     ends with it, and at any token without text (an end token).
     """
     ends = _char_ends(tokenizer, ids, text)
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][:-1]
     byte_offsets = [0]
     for character in text:
         byte_offsets.append(byte_offsets[-1] + len(character.encode("utf-8", "surrogatepass")))

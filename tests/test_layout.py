@@ -1,0 +1,98 @@
+"""Rows of a forward pass: every response token is predicted from exactly the tokens before it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_repro.models.layout import TokenBatch, lay_out
+
+PADDINGS = pytest.mark.parametrize("padding", ["right", "left", "none"])
+tokens = st.lists(st.integers(1, 99), min_size=1, max_size=6)
+pairs = st.lists(st.tuples(tokens, tokens), min_size=1, max_size=6)
+
+
+def laid_out(batch: list[tuple[list[int], list[int]]], padding: str) -> TokenBatch:
+    return lay_out([p for p, _ in batch], [r for _, r in batch], padding)
+
+
+def seen_from(batch: TokenBatch, row: int, position: int) -> list[int]:
+    return [j for j, visible in enumerate(batch.visible[row, 0, position].tolist()) if visible]
+
+
+def test_right_padding_by_hand() -> None:
+    batch = laid_out([([5, 6], [7, 8]), ([9], [4])], "right")
+    assert batch.input_ids.tolist() == [[5, 6, 7], [9, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch.visible.int().tolist() == [
+        [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]],
+        [[[1, 0, 0], [0, 1, 0], [0, 0, 1]]],
+    ]
+    assert batch.predictors.tolist() == [1, 2, 3] and batch.targets.tolist() == [7, 8, 4]
+    assert batch.real_tokens == 4
+
+
+def test_left_padding_by_hand() -> None:
+    batch = laid_out([([5, 6], [7, 8]), ([9], [4])], "left")
+    assert batch.input_ids.tolist() == [[5, 6, 7], [0, 0, 9]]
+    assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch.predictors.tolist() == [1, 2, 5] and batch.targets.tolist() == [7, 8, 4]
+
+
+def test_packing_by_hand() -> None:
+    batch = laid_out([([5, 6], [7, 8]), ([9], [4])], "none")
+    assert batch.input_ids.tolist() == [[5, 6, 7, 9]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0]]
+    assert batch.visible.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]]]
+    assert batch.predictors.tolist() == [1, 2, 3] and batch.targets.tolist() == [7, 8, 4]
+
+
+@PADDINGS
+@given(sequences=pairs)
+def test_each_response_token_has_one_predictor_that_sees_what_came_before(
+    padding: str, sequences: list[tuple[list[int], list[int]]]
+) -> None:
+    batch = laid_out(sequences, padding)
+    width = batch.input_ids.shape[1]
+    predictors = batch.predictors.tolist()
+    assert len(set(predictors)) == len(predictors)
+    assert batch.targets.tolist() == [token for _, response in sequences for token in response]
+    wanted = [[*prompt, *response[:k]] for prompt, response in sequences for k in range(len(response))]
+    for flat, history in zip(predictors, wanted, strict=True):
+        row, position = divmod(flat, width)
+        seen = seen_from(batch, row, position)
+        assert seen[-1] == position, "the predictor is the last token it sees"
+        assert batch.input_ids[row, seen].tolist() == history
+        assert batch.position_ids[row, seen].tolist() == list(range(len(history)))
+
+
+@PADDINGS
+@given(sequences=pairs)
+def test_padding_sees_itself_alone_and_is_seen_by_nothing_else(
+    padding: str, sequences: list[tuple[list[int], list[int]]]
+) -> None:
+    batch = laid_out(sequences, padding)
+    rows, width = batch.input_ids.shape
+    assert (rows, width) == (
+        (1, sum(len(p) + len(r) - 1 for p, r in sequences))
+        if padding == "none"
+        else (len(sequences), max(len(p) + len(r) - 1 for p, r in sequences))
+    )
+    pads = (batch.input_ids == 0).nonzero().tolist()  # no token of these sequences is 0
+    assert batch.input_ids.numel() - len(pads) == batch.real_tokens == sum(len(p) + len(r) - 1 for p, r in sequences)
+    assert padding != "none" or not pads
+    for row, position in pads:
+        assert seen_from(batch, row, position) == [position]
+        assert batch.visible[row, 0, :, position].sum().item() == 1
+    assert bool(batch.visible.any(-1).all()), "an empty row of the mask would make a softmax of nothing"
+
+
+@given(sequences=pairs)
+def test_a_sequence_looks_the_same_in_every_layout(sequences: list[tuple[list[int], list[int]]]) -> None:
+    views = []
+    for padding in ("right", "left", "none"):
+        batch = laid_out(sequences, padding)
+        ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+        views.append((ids[batch.predictors].tolist(), positions[batch.predictors].tolist(), batch.targets.tolist()))
+    assert views[0] == views[1] == views[2]

@@ -238,10 +238,16 @@ for _tag, _pattern, _first in (
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that a YAML 1.1 reader or `_Loader` would take for something else."""
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML's other styles lose line breaks such as U+0085
+        style = None if data.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
 
 for _character, _resolvers in _Loader.yaml_implicit_resolvers.items():
     for _tag, _regexp in _resolvers:
         _Dumper.add_implicit_resolver(_tag, _regexp, [_character])
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def parse_yaml(text: str) -> Any:
@@ -272,6 +278,22 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node[leaf] = parse_yaml(text)
     except UserError as error:
         raise UserError(f"--set {override}: {error}") from error
+
+
+def _absolute_paths(config: RunConfig) -> RunConfig:
+    """Relative paths start at the current directory; recorded ones must not depend on it."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).absolute())
+
+    model, task = config.model, config.task
+    if isinstance(model, ModelFolder):
+        model = model.model_copy(update={"path": absolute(model.path)})
+    if isinstance(task, JsonlTask):
+        task = task.model_copy(update={"path": absolute(task.path)})
+    if task.reward != "exact_match":
+        task = task.model_copy(update={"reward": absolute(task.reward)})
+    return config.model_copy(update={"model": model, "task": task})
 
 
 def describe(error: ValidationError, source: str) -> str:
@@ -324,7 +346,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if isinstance(tree, dict):
         for override in overrides:
             _apply_override(tree, override)
-    return build_config(tree, str(path))
+    return _absolute_paths(build_config(tree, str(path)))
 
 
 def dump_yaml(config: RunConfig) -> str:

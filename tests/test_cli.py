@@ -112,7 +112,7 @@ MISTAKES = [
     (["run", SMALL, "--set", "numerics.max_context=9"], "exceeds numerics.max_context = 9"),
     (["run", SMALL, "--set", "model.vocab_size=5"], "model.vocab_size = 5"),
     (["run", SMALL, "--set", "task.num_eval_prompts=500"], "task.num_eval_prompts = 500"),
-    (["run", SMALL, "--set", "task.reward=gone.py:f"], "there is no file gone.py"),
+    (["run", SMALL, "--set", "task.reward=gone.py:f"], "there is no file "),
     (["run", SMALL, "--out", f"{SMALL}/runs"], "cannot be made"),
     (["show", "nowhere"], "nowhere: no such folder"),
     (["rerun", str(ROOT)], "holds no manifest.json"),
@@ -139,11 +139,14 @@ def test_an_existing_run_is_left_alone(cli: Cli, exact_run: Path) -> None:
     assert (exact_run / "manifest.json").read_bytes() == before
 
 
-def test_real_input_with_a_reward_of_ones_own(cli: Cli, tmp_path: Path, policy_folder: Path) -> None:
+def test_real_input_with_a_reward_of_ones_own(
+    cli: Cli, tmp_path: Path, policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     reward = tmp_path / "reward.py"
     reward.write_text("def shorter(prompt, response, answer):\n    return -float(len(response))\n")
     prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
-    config = folder_config(tmp_path / "c.yaml", policy_folder, prompts, f"{reward}:shorter")
+    config = folder_config(tmp_path / "c.yaml", policy_folder, Path("p.jsonl"), "reward.py:shorter")
     code, out, _ = cli("run", config, "--out", tmp_path, "--json")
     assert code == 0
     summary = json.loads(out)
@@ -152,6 +155,8 @@ def test_real_input_with_a_reward_of_ones_own(cli: Cli, tmp_path: Path, policy_f
     sequences = reader.read_sequences(run_dir)
     assert (sequences["scores"] == -sequences["response"].str.len()).all()
     assert str(reward) in manifest.load(run_dir).inputs and str(prompts) in manifest.load(run_dir).inputs
+    assert cli("rerun", run_dir)[0] == 0
+    monkeypatch.chdir(tmp_path / "real")  # relative paths were those of the run, not of the rerun
     assert cli("rerun", run_dir)[0] == 0
     reward.write_text("def shorter(prompt, response, answer):\n    return 0.0\n")
     code, _, err = cli("rerun", run_dir)
@@ -312,3 +317,30 @@ def test_probe_fails_where_the_control_finds_nothing() -> None:
     assert failures([Row(CONTROL, "", 10, 0, 3)]) == []
     assert len(failures([Row(CONTROL, "", 10, 0, 0)])) == 1
     assert len(failures([Row(CONTROL, "", 10, 1, 3), Row("threads", "", 10, 0, 0)])) == 1
+
+
+def test_json_says_nan_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    from ppo_repro.cli import _print_json
+
+    _print_json({"a": float("nan"), "b": [float("-inf"), 1.5], "c": {"d": None}})
+    assert json.loads(capsys.readouterr().out) == {"a": "nan", "b": ["-inf", 1.5], "c": {"d": None}}
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_complete(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_repro.records import writer
+
+    real = manifest.atomic_write
+
+    def full(path: Path, data: bytes | memoryview) -> None:
+        if "iteration=000001" in path.name:
+            raise UserError(f"{path}: cannot be written (No space left on device); make room there")
+        real(path, data)
+
+    monkeypatch.setattr(writer.manifest, "atomic_write", full)
+    code, _, err = cli("run", SMALL, "--out", tmp_path)
+    assert code == 2 and "No space left on device" in one_line(err)
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    assert manifest.load(run_dir).status == "failed"
+    assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1

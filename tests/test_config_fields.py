@@ -123,6 +123,14 @@ def test_a_name_that_looks_like_a_number_reads_back_as_text(name: str) -> None:
     assert read_back(config).experiment == name
 
 
+@pytest.mark.parametrize(
+    "path", ["\x85", "a\u2028b", "\u2029", "\n", " a ", "a\n b", "\ufeff", "\0", "'\"", "#", ": ", "é世😀"]
+)
+def test_a_path_of_awkward_characters_reads_back_equal(path: str) -> None:
+    config = build_config({**tree(), "model": {**FOLDER, "path": path}}, "file")
+    assert read_back(config) == config
+
+
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
     st.floats(0, 1e300, exclude_min=True),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.grid import MIN_EXPONENT, contract, exact_mean, operand_bits, quantise
+from ppo_repro.numerics.grid import contract, exact_mean, operand_bits, quantise
 from tests.models_for_tests import bits, seeded, unequal
 
 KINDS = ("any", "wide", "ties", "denormal", "zeros", "near")
@@ -56,7 +56,7 @@ def matrix(rows: int, length: int, seed: int, kinds: list[str], strided: bool) -
 def grid_of(values: list[float], p: int) -> tuple[list[int], Fraction]:
     """The definition: 2^e the smallest power above max |x|, e >= -100; integers round to nearest, ties to even."""
     largest = max(abs(Fraction(x)) for x in values)
-    e = MIN_EXPONENT
+    e = -100
     while largest >= Fraction(2) ** e:
         e += 1
     scale = Fraction(2) ** (e - p)

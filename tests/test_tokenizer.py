@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from ppo_repro.tasks.tokenizer import Spans, decode, spans, train_bpe
@@ -135,3 +137,23 @@ def test_words_are_cut_at_white_space(tokenizer: PreTrainedTokenizerFast, pieces
         begins = t == 0 or start == end or text[start].isspace() or text[start - 1].isspace()
         word, sub = (word + 1, 0) if begins else (word, sub + 1)
         assert (found.word_id[t], found.sub_idx[t]) == (word, sub)
+
+
+def test_a_character_split_over_tokens_stays_in_its_word() -> None:
+    letters = ByteLevel.alphabet()
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *sorted(letters)])}
+    bytewise = PreTrainedTokenizerFast(
+        tokenizer_object=_byte_tokenizer(vocabulary), pad_token="<pad>", eos_token="<eos>"
+    )
+    text = "un café é"
+    ids = [*bytewise(text)["input_ids"], 1]
+    assert len(ids) == len(text.encode()) + 1
+    # u n | space | c a f é(2 bytes) | space | é(2 bytes) | end token
+    assert spans(bytewise, ids, text).word_id == [0, 0, 1, 2, 2, 2, 2, 2, 3, 4, 4, 5]
+
+
+def _byte_tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
+    found = Tokenizer(models.BPE(vocabulary, []))
+    found.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    return found

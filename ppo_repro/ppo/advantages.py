@@ -25,8 +25,8 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, gae_lamb
     decay = gamma * gae_lambda
     for t in range(longest - 1, -1, -1):
         delta = (r[:, t] + v[:, t + 1] * gamma) - v[:, t]
-        # steps past the end of a short response leave nothing behind
-        running = torch.where(inside[:, t], delta + running * decay, 0.0)
+        # past the end of a short response rewards and values are zero, and so is what runs on from there
+        running = delta + running * decay
         advantages[:, t] = running
     return advantages[inside]
 

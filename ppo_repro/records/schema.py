@@ -76,7 +76,7 @@ TOKENS = Table(
         Column("char_end", "int32", "characters", "Where it ends; equal to the start for a special token."),
         Column("byte_start", "int32", "bytes", "Start in the UTF-8 encoded response."),
         Column("byte_end", "int32", "bytes", "End in the UTF-8 encoded response."),
-        Column("word_id", "int32", "index", "Whitespace-separated word the token belongs to; a token without text is a word of its own."),
+        Column("word_id", "int32", "index", "Whitespace-separated word the token belongs to; a special token is a word of its own."),
         Column("sub_idx", "int32", "index", "Token within its word, from 0."),
         Column("rollout_logprobs", "float32", "nats", "Log-prob under the sampler, while sampling."),
         Column("old_logprobs", "float32", "nats", "Log-prob in the training forward before any update."),

@@ -23,7 +23,10 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pand
 
 def _git(*arguments: str) -> str:
     """Output of a git command in the checkout of this package; empty where there is none."""
-    command = ["git", "-C", str(Path(__file__).resolve().parents[2]), *arguments]
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""  # installed from a wheel: a repository further up would be somebody else's
+    command = ["git", "-C", str(root), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -66,17 +66,15 @@ def _final_results(config: RunConfig, prepared: Prepared, initial_digest: str) -
 
 
 @contextmanager
-def _recording(run_dir: Path) -> Iterator[list[Manifest]]:
-    """Close the run's books whatever happens: the last manifest in the list is marked, or the folder removed.
-
-    A run that ends before its first iteration leaves nothing behind.
-    """
-    books: list[Manifest] = [manifest.load(run_dir)]
+def _recording(run_dir: Path) -> Iterator[None]:
+    """Whatever ends the run early is noted in its manifest; before the first iteration, nothing is left behind."""
     try:
-        yield books
+        yield
     except BaseException as error:
-        if books[-1].iterations:
-            writer.mark(run_dir, books[-1], "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        # as it is on disk: the error may have come between the file and our copy of it
+        current = manifest.load(run_dir)
+        if current.iterations:
+            writer.mark(run_dir, current, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         else:
             shutil.rmtree(run_dir)
         raise
@@ -92,19 +90,20 @@ def run(config: RunConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[str,
     inputs = file_digests(run_inputs(config))
     writer.create_run(run_dir, dump_yaml(config), describe_environment(config), config.digest(), inputs)
     seconds = {"records": 0.0}
-    with _recording(run_dir) as books:
+    with _recording(run_dir):
+        current = manifest.load(run_dir)
         prepared = prepare(config, _warm_start_progress(config, watcher))
         initial = weights_digest(prepared.state.policy.named_parameters())
         seconds["preparation"] = time.perf_counter() - started
         for item, tables in _iterate(config, prepared, watcher):
             before = time.perf_counter()
-            books.append(writer.append_iteration(run_dir, books.pop(), item.index, tables))
+            current = writer.append_iteration(run_dir, current, item.index, tables)
             seconds["records"] += time.perf_counter() - before
             for phase, spent in item.seconds.items():
                 seconds[phase] = seconds.get(phase, 0.0) + spent
         final = _final_results(config, prepared, initial)
         _save_policy(prepared, run_dir / "checkpoints" / "final")
-        books.append(writer.finish(run_dir, books.pop(), final))
+        writer.finish(run_dir, current, final)
     seconds["total"] = time.perf_counter() - started
     return run_dir, seconds
 

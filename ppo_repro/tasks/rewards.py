@@ -6,6 +6,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 
 from ppo_repro.errors import UserError
@@ -55,7 +56,7 @@ def load_reward(reward: str) -> UserReward | None:
 
 def _is_finite_number(value: object) -> bool:
     try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an int beyond the range of float
         return False
 

@@ -65,19 +65,23 @@ def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
 def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> Spans:
     """Where each token of a response lies in its text, in characters, UTF-8 bytes and words.
 
-    A word begins at the first token, at a token whose text begins with white space, after one whose text
-    ends with it, and at any token without text (an end token).
+    A word begins at the first token, at a token whose text begins with white space or follows white space,
+    and before and after a special token. Tokens that share a character share its word.
     """
     ends = _char_ends(tokenizer, ids, text)
     starts = [0, *ends][:-1]
     byte_offsets = [0]
     for character in text:
         byte_offsets.append(byte_offsets[-1] + len(character.encode("utf-8", "surrogatepass")))
+    special = set(tokenizer.all_special_ids)
     word_ids: list[int] = []
     sub_idx: list[int] = []
+    inside_character = False
     for t, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        piece, previous = text[start:end], text[starts[t - 1] : start] if t else ""
-        begins = t == 0 or not piece or not previous or piece[0].isspace() or previous[-1].isspace()
+        apart = ids[t] in special or (t > 0 and ids[t - 1] in special)
+        spaced = text[start:end][:1].isspace() or (start > 0 and text[start - 1].isspace())
+        begins = t == 0 or apart or (spaced and not inside_character)
         word_ids.append(word_ids[-1] + begins if t else 0)
         sub_idx.append(0 if begins else sub_idx[-1] + 1)
+        inside_character = start == end and ids[t] not in special
     return Spans(starts, ends, [byte_offsets[s] for s in starts], [byte_offsets[e] for e in ends], word_ids, sub_idx)

@@ -43,7 +43,7 @@ def _finite(value: Any) -> Any:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
-    from ppo_repro.config import load_config
+    from ppo_repro.config_yaml import load_config
 
     config = load_config(arguments.config, arguments.set)
     from ppo_repro.runs.progress import ConsoleProgress
@@ -96,7 +96,7 @@ def _report_difference(difference: Difference | None, as_json: bool, identical: 
 
 def show_command(arguments: argparse.Namespace) -> int:
     """Print what a recorded run did."""
-    from ppo_repro.config import load_config
+    from ppo_repro.config_yaml import load_config
     from ppo_repro.records import reader
     from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds, summarise, verdicts
 
@@ -118,7 +118,7 @@ def show_command(arguments: argparse.Namespace) -> int:
 
 def probe_command(arguments: argparse.Namespace) -> int:
     """Check every invariance on this machine, with a negative control; exit 1 if one fails."""
-    from ppo_repro.config import load_config
+    from ppo_repro.config_yaml import load_config
 
     config = load_config(arguments.config, arguments.set)
     from ppo_repro.runs.probe import failures, probe, render

@@ -14,7 +14,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from ppo_repro.config import load_config
+from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from ppo_repro.config import RunConfig, load_config
+from ppo_repro.config import RunConfig
+from ppo_repro.config_yaml import load_config
 
 SMALL = Path(__file__).with_name("small.yaml")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppo_repro.config import build_config, load_config, parse_yaml
+from ppo_repro.config_yaml import build_config, load_config, parse_yaml
 from ppo_repro.errors import UserError
 from tests.runs_for_tests import SMALL, small_config
 

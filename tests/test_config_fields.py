@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ppo_repro.config import RunConfig, Section, build_config, dump_yaml, parse_yaml
+from ppo_repro.config import RunConfig, Section
+from ppo_repro.config_yaml import build_config, dump_yaml, parse_yaml
 from ppo_repro.errors import UserError
 from tests.runs_for_tests import small_config
 from tests.test_config import FOLDER, JSONL, tree

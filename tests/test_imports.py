@@ -32,7 +32,7 @@ def files(pattern: str) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("name", ["config.py", "seeding.py", "records/schema.py", "errors.py"])
+@pytest.mark.parametrize("name", ["config.py", "config_yaml.py", "seeding.py", "records/schema.py", "errors.py"])
 def test_foundations_need_little(name: str) -> None:
     allowed = STANDARD | {"numpy", "pydantic", "yaml", "ppo_repro"}
     assert top(imports(ROOT / "ppo_repro" / name)) <= allowed
@@ -67,7 +67,7 @@ def test_only_the_update_takes_optimizer_steps(path: Path) -> None:
 @pytest.mark.parametrize("path", files("ppo_repro/**/*.py") + files("analysis/**/*.py"), ids=lambda p: p.name)
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
-    assert text.count("\n") <= 340
+    assert text.count("\n") <= 300
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            assert (node.end_lineno or 0) - node.lineno <= 65, f"{path.name}: {node.name}"
+            assert (node.end_lineno or 0) - node.lineno <= 60, f"{path.name}: {node.name}"

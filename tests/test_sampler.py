@@ -55,7 +55,10 @@ def test_the_tensor_hash_is_murmur3(words: list[int]) -> None:
 
 def noise(seed: int, position: int, column: int) -> float:
     """Gumbel noise of the definition: seed as uint64, position and column as uint32, little endian."""
-    h = murmur3(struct.pack("<QII", seed % 2**64, position, column))
+    return noise_of_hash(murmur3(struct.pack("<QII", seed % 2**64, position, column)))
+
+
+def noise_of_hash(h: int) -> float:
     log_u = math.log(h / MASK) if h else -1.7976931348623157e308
     return -math.log(-min(log_u, -(2.0**-32)))
 
@@ -66,6 +69,15 @@ def test_the_noise_is_that_of_its_definition(seed: int, position: int) -> None:
     got = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 7)[0].tolist()
     # two logarithms of float64, each right to a few units in the last place; near u = 1 the second magnifies
     assert got == pytest.approx([noise(seed, position, c) for c in range(7)], rel=1e-9, abs=1e-9)
+
+
+def test_the_noise_of_the_first_and_last_hashes_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = [0, 1, 2, MASK - 2, MASK - 1, MASK]
+    monkeypatch.setattr("ppo_repro.rollout.sampler.murmur_hash32", lambda words: torch.tensor([hashes]))
+    got = gumbel_noise(torch.tensor([0]), torch.tensor([0]), 6)[0].tolist()
+    # near u = 1 the distance from 1 keeps 32 bits less than u itself
+    assert got == pytest.approx([noise_of_hash(h) for h in hashes], rel=1e-6)
+    assert got[0] == pytest.approx(-709.7827) and got[5] == pytest.approx(32 * math.log(2))
 
 
 def test_different_seeds_and_positions_give_different_noise() -> None:

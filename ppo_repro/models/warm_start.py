@@ -59,13 +59,13 @@ def warm_start(
     config: TinyModel,
     numerics: NumericsConfig,
     seed: int,
-    progress: Callable[[int, float], None],
+    progress: Callable[[int, int, float], None],
 ) -> None:
     """Train `source` in place to give the answers.
 
     Cross-entropy on answer and end token with AdamW; the rate rises over 30 steps, is constant until the
     greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero over 20.
-    `progress(step, loss)` is called after each step, the loss in nats per token.
+    `progress(step, last step, loss)` is called after each step, the loss in nats per token.
     """
     policy = make_policy(source, numerics.mode, numerics.max_context)
     settings = AdamWSettings(config.warm_start_learning_rate, 0.9, 0.98, 1e-8, 0.01, 1.0)
@@ -88,8 +88,8 @@ def warm_start(
         batch = lay_out([p for p, _ in chosen], [a for _, a in chosen], "right")
         loss = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
         step += 1
-        progress(step, loss)
         due = step % CHECK_EVERY == 0 and step + COOL_DOWN < end
         if due and _accuracy(engine, pairs[:CHECK_PROMPTS]) >= config.warm_start_accuracy:
             end = step + COOL_DOWN
+        progress(step, end, loss)
     source.load_state_dict(policy.state_dict())

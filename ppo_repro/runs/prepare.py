@@ -23,7 +23,7 @@ from ppo_repro.stages import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder, load_problems
 from ppo_repro.tasks.rewards import load_reward, reward_file
 
-WarmStartProgress = Callable[[int, float], None]
+WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
 
 
 @dataclass(frozen=True)

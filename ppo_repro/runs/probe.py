@@ -74,7 +74,7 @@ def _generate(
 
 def _subject(config: RunConfig, mode: Mode) -> _Subject:
     config = _with(config, mode)
-    prepared = prepare(config, lambda step, loss: None)
+    prepared = prepare(config, lambda step, total, loss: None)
     keys = sorted(prepared.task.prompt_ids)[:SEQUENCES]
     requests = tuple(Request(prepared.task.prompt_ids[k], sample_seed(config.seed, 0, k, 0)) for k in keys)
     return _Subject(config, prepared, requests, tuple(_generate(config, prepared, requests, SEQUENCES, 0)))

@@ -56,7 +56,7 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
     def _show(self, name: str, done: int, total: int, note: str) -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, note="")
-        self._bars.update(self._tasks[name], completed=done, note=note)
+        self._bars.update(self._tasks[name], completed=done, total=total, note=note)
         if not self._console.is_terminal and done * 10 // total != (done - 1) * 10 // total:
             print(f"{name} {done}/{total}: {note}", file=self._console.file, flush=True)
 

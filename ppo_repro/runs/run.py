@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
-from ppo_repro.config import RunConfig, TinyModel, dump_yaml, load_config
+from ppo_repro.config import RunConfig
+from ppo_repro.config_yaml import dump_yaml, load_config
 from ppo_repro.errors import UserError
 from ppo_repro.loop import Iteration, ppo_iterations
 from ppo_repro.numerics.grid import exact_mean
@@ -32,11 +33,6 @@ Final = dict[str, float | int | str]
 def run_folder(config: RunConfig, out: Path) -> Path:
     """OUT/<experiment>/seed<seed>-<config digest>."""
     return out / config.experiment / f"seed{config.seed}-{config.digest()}"
-
-
-def _warm_start_progress(config: RunConfig, watcher: Watcher) -> Callable[[int, float], None]:
-    total = config.model.warm_start_steps if isinstance(config.model, TinyModel) else 0
-    return lambda step, loss: watcher.warm_start(step, total, loss)
 
 
 def _iterate(
@@ -92,7 +88,7 @@ def run(config: RunConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[str,
     seconds = {"records": 0.0}
     with _recording(run_dir):
         current = manifest.load(run_dir)
-        prepared = prepare(config, _warm_start_progress(config, watcher))
+        prepared = prepare(config, watcher.warm_start)
         initial = weights_digest(prepared.state.policy.named_parameters())
         seconds["preparation"] = time.perf_counter() - started
         for item, tables in _iterate(config, prepared, watcher):
@@ -148,7 +144,7 @@ def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Rer
             raise UserError(f"--set {override}: a rerun may change layout fields only; use `ppo-repro run` instead")
     config = load_config(run_dir / "config.yaml", overrides)
     check_inputs(recorded)
-    prepared = prepare(config, _warm_start_progress(config, watcher))
+    prepared = prepare(config, watcher.warm_start)
     initial = weights_digest(prepared.state.policy.named_parameters())
     fingerprint = digests.FINGERPRINT_SEED
     for item, tables in _iterate(config, prepared, watcher):

@@ -55,6 +55,16 @@ def test_the_order_of_keys_and_of_queries_changes_no_bit(i: int, j: int, seed: i
     assert unequal(ev + 0.0, dv[:, :, keys] + 0.0) == 0
 
 
+def test_the_order_of_many_queries_changes_no_gradient_of_a_key() -> None:
+    q, k, v, visible = case(3000, 4, 5)
+    upstream = torch.randn(1, 4, 3000, 8, generator=seeded(6))
+    dq, dk, dv = gradients(q, k, v, visible, upstream)
+    for seed in range(3):
+        order = torch.randperm(3000, generator=seeded(seed))
+        eq, ek, ev = gradients(q[:, :, order], k, v, visible[:, :, order], upstream[:, :, order])
+        assert unequal(ek, dk) == 0 and unequal(ev, dv) == 0 and unequal(eq, dq[:, :, order]) == 0
+
+
 def test_stock_attention_changes_with_the_order_of_the_keys() -> None:
     q, k, v, visible = case(6, 200, 0)
     keys = torch.randperm(200, generator=seeded(0))

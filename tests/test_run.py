@@ -105,7 +105,7 @@ def test_no_layout_changes_the_fingerprint(exact_run: Path, tmp_path: Path, over
 
 
 def test_native_layouts_change_the_fingerprint(native_run: Path, tmp_path: Path) -> None:
-    found = {fingerprint(tmp_path, *o, "numerics.mode=native") for o in LAYOUTS}
+    found = {fingerprint(tmp_path, *o, "numerics.mode=native") for o in LAYOUTS[2:4]}
     assert len(found | {manifest.load(native_run).fingerprint}) > 1
 
 

@@ -56,13 +56,17 @@ def test_the_order_of_keys_and_of_queries_changes_no_bit(i: int, j: int, seed: i
 
 
 def test_the_order_of_many_queries_changes_no_gradient_of_a_key() -> None:
-    q, k, v, visible = case(3000, 4, 5)
-    upstream = torch.randn(1, 4, 3000, 8, generator=seeded(6))
-    dq, dk, dv = gradients(q, k, v, visible, upstream)
+    q, k, v, _ = case(4000, 4, 5)
+    q, visible = q[:, :, :1].expand(1, 4, 4000, 8), torch.ones(1, 1, 4000, 4, dtype=torch.bool)
+    # large terms that cancel and leave little: a sum that is not exact shows
+    signs = torch.ones(4000, 1).index_fill_(0, torch.arange(2000), -1.0)
+    upstream = signs + torch.randint(-1, 2, (1, 4, 4000, 8), generator=seeded(6)) * 2.0**-19
+    _, dk, dv = gradients(q, k, v, visible, upstream)
+    assert dk.any() and dv.abs().amax() < 1
     for seed in range(3):
-        order = torch.randperm(3000, generator=seeded(seed))
-        eq, ek, ev = gradients(q[:, :, order], k, v, visible[:, :, order], upstream[:, :, order])
-        assert unequal(ek, dk) == 0 and unequal(ev, dv) == 0 and unequal(eq, dq[:, :, order]) == 0
+        order = torch.randperm(4000, generator=seeded(seed))
+        _, ek, ev = gradients(q, k, v, visible, upstream[:, :, order])
+        assert unequal(ek, dk) == 0 and unequal(ev, dv) == 0
 
 
 def test_stock_attention_changes_with_the_order_of_the_keys() -> None:

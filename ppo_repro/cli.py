@@ -196,15 +196,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _one_line(error: Exception) -> str:
+    """The message; what it quotes, of a user's own exception say, may have had several lines."""
+    return " ".join(str(error).splitlines())
+
+
 def _run(argv: Sequence[str]) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         return int(arguments.command(arguments))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2
     except PromiseBroken as error:
-        print(f"promise broken: {error}", file=sys.stderr)
+        print(f"promise broken: {_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; complete iterations are kept", file=sys.stderr)

@@ -196,6 +196,7 @@ def test_other_architectures_hold_the_same_promises(
 
 BAD_REWARDS = [
     ("raise KeyError('lost')", "the function raised KeyError"),
+    ("raise ValueError('first\\nsecond')", "the function raised ValueError: first second"),
     ("return float('nan')", "the function returned nan"),
     ("return '1'", "the function returned '1'"),
 ]

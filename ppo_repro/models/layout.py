@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ppo_repro.buffers import Rollout
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -46,3 +48,22 @@ def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
         predictors.append(row * width + start + torch.arange(len(prompt) - 1, length))
     targets = torch.tensor([token for response in responses for token in response], dtype=torch.int64)
     return TokenBatch(input_ids, position_ids, visible[:, None], torch.cat(predictors), targets, sum(lengths))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some sequences of a rollout laid out; `tokens` indexes its [N] fields."""
+
+    batch: TokenBatch
+    tokens: Tensor
+
+
+def micro_batches(rollout: Rollout, sequences: Tensor, size: int, padding: str) -> list[MicroBatch]:
+    """The given sequences of a rollout, `size` at a time; 0 takes all at once."""
+    out = []
+    for chunk in sequences.split(size or len(sequences)):
+        tokens = rollout.tokens_of(chunk)
+        responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
+        prompts = [rollout.prompts.prompt_ids[i] for i in chunk.tolist()]
+        out.append(MicroBatch(lay_out(prompts, [r.tolist() for r in responses], padding), tokens))
+    return out

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, Rollout
 from ppo_repro.config import RunConfig
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.layout import TokenBatch, micro_batches
 from ppo_repro.models.networks import expand_kept, hidden_states, value_predictions
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
@@ -20,13 +20,9 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig) -> For
     """Policy, reference and value model on every response token, `forward_micro_batch` sequences at a time."""
     everything = torch.arange(len(rollout.lengths))
     parts: list[tuple[Tensor, ...]] = []
-    for chunk in everything.split(config.layout.forward_micro_batch or len(everything)):
-        tokens = rollout.tokens_of(chunk)
-        responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
-        prompts = [rollout.prompts.prompt_ids[i] for i in chunk.tolist()]
-        batch = lay_out(prompts, [r.tolist() for r in responses], config.layout.padding)
-        statistics = _distributions(state, batch, rollout.kept_tokens[tokens], config)
-        parts.append((*statistics, value_predictions(state.value_model, batch)))
+    for m in micro_batches(rollout, everything, config.layout.forward_micro_batch, config.layout.padding):
+        statistics = _distributions(state, m.batch, rollout.kept_tokens[m.tokens], config)
+        parts.append((*statistics, value_predictions(state.value_model, m.batch)))
     old, ref, ref_kl, entropies, prob_sq_sums, values = (torch.cat(column) for column in zip(*parts, strict=True))
     return ForwardPass(
         old_logprobs=old,

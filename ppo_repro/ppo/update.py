@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.config import RunConfig
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.layout import MicroBatch, micro_batches
 from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.grid import exact_mean
@@ -20,50 +20,27 @@ from ppo_repro.ppo import kl, losses
 from ppo_repro.seeding import permutation
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    """Some sequences of a minibatch, laid out; `tokens` indexes the [N] fields of the rollout."""
-
-    batch: TokenBatch
-    tokens: Tensor
-
-    @property
-    def inputs(self) -> int:
-        """Tokens the networks see, prompts included and padding not."""
-        return self.batch.real_tokens
-
-
 def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
     """A shuffle of 0..sequences-1 cut into minibatches, each sorted; its own shuffle for every epoch."""
     order = torch.from_numpy(permutation(sequences, "minibatches", seed, iteration, epoch))
     return [chunk.sort().values for chunk in order.split(size)]
 
 
-def _micro_batches(rollout: Rollout, sequences: Tensor, size: int, padding: str) -> list[_MicroBatch]:
-    out = []
-    for chunk in sequences.split(size or len(sequences)):
-        tokens = rollout.tokens_of(chunk)
-        responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
-        prompts = [rollout.prompts.prompt_ids[i] for i in chunk.tolist()]
-        out.append(_MicroBatch(lay_out(prompts, [r.tolist() for r in responses], padding), tokens))
-    return out
-
-
 def _collector(
-    micro_batches: list[_MicroBatch],
-    losses_of: Callable[[_MicroBatch], tuple[Tensor, tuple[Tensor, ...]]],
+    work: list[MicroBatch],
+    losses_of: Callable[[MicroBatch], tuple[Tensor, tuple[Tensor, ...]]],
 ) -> tuple[Callable[[], None], list[tuple[Tensor, ...]]]:
     """A backward pass that may be repeated, and what its last run saw: (loss, *columns) per micro-batch.
 
     Losses are not reduced in autograd: each token is seeded with 1/M, M the tokens of the minibatch.
     """
-    total = sum(len(m.tokens) for m in micro_batches)
+    total = sum(len(m.tokens) for m in work)
     seen: list[tuple[Tensor, ...]] = []
 
     def backward() -> None:
         seen.clear()
-        for micro_batch in micro_batches:
-            loss, columns = losses_of(micro_batch)
+        for m in work:
+            loss, columns = losses_of(m)
             torch.autograd.backward(loss, torch.full_like(loss, 1.0 / total))
             seen.append((loss.detach(), *(c.detach() for c in columns)))
 
@@ -106,12 +83,12 @@ class _ValueStep:
 
 
 def _policy_step(
-    state: TrainState, work: list[_MicroBatch], rollout: Rollout, anchor: Tensor, advantages: Tensor, config: RunConfig
+    state: TrainState, work: list[MicroBatch], rollout: Rollout, anchor: Tensor, advantages: Tensor, config: RunConfig
 ) -> _PolicyStep:
     """Clipped surrogate minus the entropy bonus on one minibatch."""
     ppo, temperature, mode = config.ppo, config.rollout.temperature, config.numerics.mode
 
-    def losses_of(m: _MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def losses_of(m: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         logits = policy_logits(state.policy, m.batch)
         eligible = expand_kept(rollout.kept_tokens[m.tokens], logits.shape[-1])
         logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
@@ -120,22 +97,22 @@ def _policy_step(
         return surrogate - entropies * ppo.entropy_coef, (logprobs, ratios, entropies)
 
     backward, seen = _collector(work, losses_of)
-    report = state.policy_optimizer.step(backward, sum(m.inputs for m in work))
+    report = state.policy_optimizer.step(backward, sum(m.batch.real_tokens for m in work))
     return _PolicyStep(report, *_columns(seen))
 
 
 def _value_step(
-    state: TrainState, work: list[_MicroBatch], old_values: Tensor, returns: Tensor, config: RunConfig
+    state: TrainState, work: list[MicroBatch], old_values: Tensor, returns: Tensor, config: RunConfig
 ) -> _ValueStep:
     """Clipped squared error on one minibatch."""
 
-    def losses_of(m: _MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def losses_of(m: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         values = value_predictions(state.value_model, m.batch)
         clip_range = config.ppo.value_clip_range
         return losses.clipped_value_loss(values, old_values[m.tokens], returns[m.tokens], clip_range), (values,)
 
     backward, seen = _collector(work, losses_of)
-    report = state.value_optimizer.step(backward, sum(m.inputs for m in work))
+    report = state.value_optimizer.step(backward, sum(m.batch.real_tokens for m in work))
     return _ValueStep(report, *_columns(seen))
 
 
@@ -151,7 +128,7 @@ def _step(
 ) -> MinibatchUpdate:
     ppo = config.ppo
     anchor = rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs
-    work = _micro_batches(rollout, sequences, config.layout.update_micro_batch, config.layout.padding)
+    work = micro_batches(rollout, sequences, config.layout.update_micro_batch, config.layout.padding)
     policy = _policy_step(state, work, rollout, anchor, advantages.advantages, config)
     value = _value_step(state, work, forward.values, advantages.returns, config)
 

@@ -150,7 +150,10 @@ class LayoutConfig(Section):
     padding: Literal["right", "left", "none"] = Field(
         "right", description="Where short rows are padded; `none` packs sequences into one row."
     )
-    threads: Count = Field(1, description="CPU threads of torch.")
+    threads: Count = Field(1, description="CPU threads.")
+    backend: Literal["auto", "eager", "dgemm", "amx"] = Field(
+        "auto", description="What computes exact numerics on a CPU: kernels on float64 or AMX, or eager torch."
+    )
 
 
 class RunConfig(Section):

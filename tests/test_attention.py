@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ppo_repro.numerics.attention import attention, folded_bits
+from ppo_repro.numerics.attention import attend, folded_bits
 from ppo_repro.numerics.grid import OPERAND_BITS
 from tests.models_for_tests import seeded, unequal
 
@@ -16,9 +16,7 @@ SCALING = 0.35
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, context: int = 2**14) -> Tensor:
-    module = nn.Module()
-    module.max_context = context
-    return attention(module, q, k, v, visible, SCALING)[0].transpose(1, 2)
+    return attend(q, k, v, visible, SCALING, context)
 
 
 def stock(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def test_the_order_of_fields_in_the_file_does_not_show() -> None:
     assert found == config.model_dump(mode="json"), "defaults are written out"
 
 
-CANDIDATES = ["old", "k2", "native", "left", "rewards.py:f", "other"]
+CANDIDATES = ["eager", "old", "k2", "native", "left", "rewards.py:f", "other"]
 
 
 def neighbours(value: Any) -> list[Any]:

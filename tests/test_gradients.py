@@ -16,6 +16,7 @@ from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import gradients
+from ppo_repro.numerics.attention import reach
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.grid import quantise
 from ppo_repro.numerics.logprobs import token_statistics
@@ -81,7 +82,8 @@ def reference_gradients(source: torch.nn.Module, batch: TokenBatch, scale: float
     """Autograd in float64 on the unmodified model."""
     model = source.double()
     model.set_attn_implementation("eager")
-    hidden = torch.zeros(batch.visible.shape, dtype=torch.float64).masked_fill(~batch.visible, -1e300)
+    visible = reach(batch.first_key, None)
+    hidden = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -1e300)
     out = model.model(
         input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=hidden, use_cache=False
     ).last_hidden_state

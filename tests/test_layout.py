@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.numerics.attention import reach
 
 PADDINGS = pytest.mark.parametrize("padding", ["right", "left", "none"])
 tokens = st.lists(st.integers(1, 99), min_size=1, max_size=6)
@@ -18,14 +19,14 @@ def laid_out(batch: list[tuple[list[int], list[int]]], padding: str) -> TokenBat
 
 
 def seen_from(batch: TokenBatch, row: int, position: int) -> list[int]:
-    return [j for j, visible in enumerate(batch.visible[row, 0, position].tolist()) if visible]
+    return [j for j, visible in enumerate(reach(batch.first_key, None)[row, 0, position].tolist()) if visible]
 
 
 def test_right_padding_by_hand() -> None:
     batch = laid_out([([5, 6], [7, 8]), ([9], [4])], "right")
     assert batch.input_ids.tolist() == [[5, 6, 7], [9, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
-    assert batch.visible.int().tolist() == [
+    assert reach(batch.first_key, None).int().tolist() == [
         [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]],
         [[[1, 0, 0], [0, 1, 0], [0, 0, 1]]],
     ]
@@ -44,7 +45,7 @@ def test_packing_by_hand() -> None:
     batch = laid_out([([5, 6], [7, 8]), ([9], [4])], "none")
     assert batch.input_ids.tolist() == [[5, 6, 7, 9]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0]]
-    assert batch.visible.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]]]
+    assert reach(batch.first_key, None).int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]]]
     assert batch.predictors.tolist() == [1, 2, 3] and batch.targets.tolist() == [7, 8, 4]
 
 
@@ -84,8 +85,8 @@ def test_padding_sees_itself_alone_and_is_seen_by_nothing_else(
     assert padding != "none" or not pads
     for row, position in pads:
         assert seen_from(batch, row, position) == [position]
-        assert batch.visible[row, 0, :, position].sum().item() == 1
-    assert bool(batch.visible.any(-1).all()), "an empty row of the mask would make a softmax of nothing"
+        assert reach(batch.first_key, None)[row, 0, :, position].sum().item() == 1
+    assert bool(reach(batch.first_key, None).any(-1).all()), "an empty row of the mask would make a softmax of nothing"
 
 
 @given(sequences=pairs)

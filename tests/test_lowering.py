@@ -171,13 +171,13 @@ def test_linear_rope_is_that_of_the_unmodified_model() -> None:
 
 def test_attention_refuses_what_it_would_otherwise_ignore() -> None:
     q = torch.zeros(1, 2, 3, 4)
-    module, mask = nn.Module(), torch.ones(1, 1, 3, 3, dtype=torch.bool)
-    for bad in (None, torch.zeros(1, 1, 3, 3)):
-        with pytest.raises(TypeError, match="boolean"):
-            attention(module, q, q, q, bad, 1.0)
-    for option in ({"dropout": 0.1}, {"sliding_window": 4}, {"softcap": 50.0}):
+    module, first_key = nn.Module(), torch.zeros(1, 3, dtype=torch.int64)
+    for mask, first in ((None, None), (torch.ones(1, 1, 3, 3, dtype=torch.bool), first_key)):
+        with pytest.raises(TypeError, match="and no mask"):
+            attention(module, q, q, q, mask, 1.0, first_key=first)
+    for option in ({"dropout": 0.1}, {"softcap": 50.0}):
         with pytest.raises(TypeError, match=next(iter(option))):
-            attention(module, q, q, q, mask, 1.0, **option)
+            attention(module, q, q, q, None, 1.0, first_key=first_key, **option)
 
 
 def test_a_folder_of_another_architecture_or_without_a_config_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ class TokenBatch:
 
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence
-    visible: Tensor  # [R, 1, L, L] bool, query may see key
+    first_key: Tensor  # [R, L] int64, query i of a row sees its keys first_key[i]..i
     predictors: Tensor  # [n] int64, flat index of the position whose logits predict the token
     targets: Tensor  # [n] int64, the response tokens
     real_tokens: int  # inputs that are not padding
@@ -27,7 +27,7 @@ def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     """Place sequences (prompt + response) in rows, padded `right` or `left`, or packed with `none`.
 
     The last response token is not an input: nothing is predicted from it. Padding is token 0 and sees
-    itself alone, so that no row of the mask is empty; nothing sees padding.
+    itself alone, so that no query is without a key; nothing sees padding.
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     if padding == "none":
@@ -38,16 +38,16 @@ def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
         places = [(row, 0 if padding == "right" else width - n) for row, n in enumerate(lengths)]
     input_ids = torch.zeros(rows, width, dtype=torch.int64)
     position_ids = torch.zeros(rows, width, dtype=torch.int64)
-    visible = torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1)
+    first_key = torch.arange(width).repeat(rows, 1)
     predictors: list[Tensor] = []
     for prompt, response, length, (row, start) in zip(prompts, responses, lengths, places, strict=True):
         end = start + length
         input_ids[row, start:end] = torch.tensor([*prompt, *response[:-1]])
         position_ids[row, start:end] = torch.arange(length)
-        visible[row, start:end, start:end] = torch.ones(length, length, dtype=torch.bool).tril()
+        first_key[row, start:end] = start
         predictors.append(row * width + start + torch.arange(len(prompt) - 1, length))
     targets = torch.tensor([token for response in responses for token in response], dtype=torch.int64)
-    return TokenBatch(input_ids, position_ids, visible[:, None], torch.cat(predictors), targets, sum(lengths))
+    return TokenBatch(input_ids, position_ids, first_key, torch.cat(predictors), targets, sum(lengths))
 
 
 @dataclass(frozen=True)

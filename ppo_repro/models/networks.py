@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.models.layout import TokenBatch
+from ppo_repro.numerics.attention import reach
 from ppo_repro.numerics.layers import ExactLinear
-from ppo_repro.numerics.lowering import lower
+from ppo_repro.numerics.lowering import is_exact, lower
 from ppo_repro.seeding import bell
 
 
@@ -51,14 +52,15 @@ def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed:
     return ValueModel(trunk, ExactLinear(head) if mode == "exact" else head)
 
 
-def hidden_states(trunk: nn.Module, batch: TokenBatch) -> Tensor:
+def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Final hidden states [n, H] float32 at the positions that predict the response tokens."""
-    out = trunk(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=batch.visible,
-        use_cache=False,
-    ).last_hidden_state
+    ids, positions = batch.input_ids, batch.position_ids
+    if is_exact(trunk):
+        out = trunk(input_ids=ids, position_ids=positions, first_key=batch.first_key, use_cache=False)
+    else:
+        mask = reach(batch.first_key, None)
+        out = trunk(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
+    out = out.last_hidden_state
     return out.reshape(-1, out.shape[-1])[batch.predictors]
 
 

@@ -6,7 +6,7 @@ and the full forward would round differently.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,31 @@ from torch.autograd import Function
 
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.grid import MANTISSA_BITS, OPERAND_BITS, ceil_log2, contract, operand_bits, quantise
+from ppo_repro.numerics.kv_cache import GridCache
 
 IMPLEMENTATION = "ppo_repro_exact"
 WEIGHT_UNIT = 2.0**30  # softmax weights are integers in units of 2^-30
+
+Grid = tuple[Tensor, Tensor]
 
 
 def folded_bits(max_terms: int) -> int:
     """Bits of a weight that carries its key's (or query's) exponent, for sums of up to `max_terms` terms."""
     return min(22, MANTISSA_BITS - OPERAND_BITS - ceil_log2(max_terms))
+
+
+def _softmax_rows(queries: Grid, keys: Grid, values: Grid, mask: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Weights [.., I, J] float64 and output [.., I, D] float32 of queries over the keys that `mask` lets them see."""
+    scores = contract(queries, keys).masked_fill(~mask, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    # a query that sees no key has maximum -inf; its weights must come out as 0, not NaN
+    top = torch.where(torch.isinf(top), 0.0, top)
+    integers = (elementwise.exp(scores - top).to(torch.float64) * WEIGHT_UNIT).round_().masked_fill_(~mask, 0.0)
+    total = integers.sum(-1, keepdim=True)
+    total = torch.where(total > 0, total, 1.0)
+    folded, folded_scale = quantise(integers * values[1].transpose(-1, -2), folded_bits(context))
+    out = (folded @ values[0]).mul_(folded_scale).div_(total).to(torch.float32).add_(0.0)
+    return integers.div_(total), out
 
 
 class _Attention(Function):
@@ -38,16 +55,8 @@ class _Attention(Function):
         qg = quantise((q * scaling).reshape(b, kv_heads, groups * i, d), operand_bits(d))
         kg, vg = quantise(k, operand_bits(d)), quantise(v, OPERAND_BITS)
         mask = visible.expand(b, 1, i, j).repeat(1, 1, groups, 1)
-        scores = contract(qg, kg).masked_fill(~mask, float("-inf"))
-        top = scores.amax(-1, keepdim=True)
-        # a query that sees no key has maximum -inf; its weights must come out as 0, not NaN
-        top = torch.where(torch.isinf(top), 0.0, top)
-        integers = (elementwise.exp(scores - top).to(torch.float64) * WEIGHT_UNIT).round_().masked_fill_(~mask, 0.0)
-        total = integers.sum(-1, keepdim=True)
-        total = torch.where(total > 0, total, 1.0)
-        folded, folded_scale = quantise(integers * vg[1].transpose(-1, -2), folded_bits(context))
-        out = (folded @ vg[0]).mul_(folded_scale).div_(total).to(torch.float32).add_(0.0)
-        ctx.save_for_backward(*qg, *kg, *vg, integers.div_(total), out)
+        weights, out = _softmax_rows(qg, kg, vg, mask, context)
+        ctx.save_for_backward(*qg, *kg, *vg, weights, out)
         ctx.scaling, ctx.context, ctx.shapes = scaling, context, (q.shape, k.shape)
         return out.view(b, h, i, d)
 
@@ -80,23 +89,70 @@ class _Attention(Function):
         )
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, context: int) -> Tensor:
+    """softmax(q k^T scaling) v over the keys that `visible` shows; differentiable in q, k and v.
+
+    q [B, H, I, D], k and v [B, Hk, J, D] float32, visible [B or 1, 1, I, J] bool -> [B, H, I, D] float32.
+    A query that sees no key gives zeros. `context` bounds the keys of a query, and the queries of a key.
+    """
+    return _Attention.apply(q, k, v, visible, scaling, context)
+
+
+def reach(first_key: Tensor, window: int | None) -> Tensor:
+    """bool [R, 1, L, L]: query i sees keys first_key[i]..i of its row, at most the last `window` of them."""
+    keys = torch.arange(first_key.shape[1], device=first_key.device)
+    first = first_key if window is None else torch.maximum(first_key, keys - (window - 1))
+    return ((keys <= keys[:, None]) & (keys >= first[:, :, None]))[:, None]
+
+
+def attend_cached(q: Tensor, cache: GridCache, layer: int, scaling: float, context: int, window: int | None) -> Tensor:
+    """Attention of queries [R, H, L, D] at the aimed positions over what their slots hold -> [R, H, L, D]."""
+    assert cache.aimed is not None, "aim first"
+    slots, positions = cache.aimed.slots, cache.aimed.positions
+    r, h, length, d = q.shape
+    kv_heads = cache.keys[layer].shape[1]
+    groups, width = h // kv_heads, int(positions.max()) + 1
+    queries = quantise((q * scaling).reshape(r, kv_heads, groups * length, d), operand_bits(d))
+    keys = cache.keys[layer][slots, :, :width].to(torch.float64)
+    values = cache.values[layer][slots, :, :width].to(torch.float64)
+    scales = cache.value_scales[layer][slots, :, :width, None].to(torch.float64)
+    columns = torch.arange(width, device=q.device)
+    mask = columns <= positions[:, :, None]
+    if window is not None:
+        mask &= columns > positions[:, :, None] - window
+    mask = mask[:, None].repeat(1, 1, groups, 1)
+    one = torch.ones(1, 1, device=q.device, dtype=torch.float64)
+    _, out = _softmax_rows(queries, (keys, one), (values, scales), mask, context)
+    return out.view(r, h, length, d)
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
+    sliding_window: int | None = None,
+    first_key: Tensor | None = None,
+    kv_cache: GridCache | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function transformers calls for IMPLEMENTATION; the mask is boolean, True = visible.
+    """The attention function transformers calls for IMPLEMENTATION.
 
-    Raises TypeError where the caller asks for anything else (an additive mask, dropout, a window).
+    Which keys are visible comes from `first_key` [R, L] int64 (see `reach`) or, decoding, from `kv_cache`;
+    exactly one of them is given to the model's forward. Raises TypeError where anything else is asked for.
     """
-    if attention_mask is None or attention_mask.dtype != torch.bool:
-        raise TypeError("exact attention needs a boolean 4-d mask")
-    unsupported = {name for name in ("dropout", "sliding_window", "softcap") if options.get(name)}
+    unsupported = {name for name in ("dropout", "softcap") if options.get(name)}
+    if attention_mask is not None or (first_key is None) == (kv_cache is None):
+        raise TypeError("exact attention takes first_key or kv_cache, and no mask")
     if unsupported:
         raise TypeError(f"exact attention does not know {', '.join(sorted(unsupported))}")
-    out = _Attention.apply(query, key, value, attention_mask, scaling, module.max_context)
+    layer, context = cast(int, module.layer_idx), cast(int, module.max_context)
+    if kv_cache is not None:
+        kv_cache.write(layer, key, value)
+        out = attend_cached(query, kv_cache, layer, scaling, context, sliding_window)
+    else:
+        assert first_key is not None
+        out = attend(query, key, value, reach(first_key, sliding_window), scaling, context)
     return out.transpose(1, 2).contiguous(), None

@@ -7,12 +7,12 @@ tables below could compute anything, so it raises at load time.
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
@@ -32,7 +32,13 @@ from ppo_repro.numerics.layers import (
 )
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, eager_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Visibility goes to the attention function as it is; no mask is made from it."""
+
+
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _no_mask)
 
 CAUSAL_MODELS = (qwen3.Qwen3ForCausalLM, qwen2.Qwen2ForCausalLM, llama.LlamaForCausalLM)
 _TRUNKS = (qwen3.Qwen3Model, qwen2.Qwen2Model, llama.LlamaModel)
@@ -137,6 +143,11 @@ def lower(model: PreTrainedModel, max_context: int) -> PreTrainedModel:
     # set on this model's own config object only; nothing global changes
     model.set_attn_implementation(IMPLEMENTATION)
     return model
+
+
+def is_exact(model: PreTrainedModel) -> bool:
+    """Whether `model` has been lowered."""
+    return model.config._attn_implementation == IMPLEMENTATION
 
 
 def attach(module: nn.Module, accumulator: GradientAccumulator) -> None:

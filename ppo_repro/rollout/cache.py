@@ -1,4 +1,4 @@
-"""A key/value cache of fixed slots; a finished sequence gives its slot to the next."""
+"""A key/value cache of fixed slots for stock attention; a finished sequence gives its slot to the next."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class SlotCache:
     visible, because the mask ends at the query's own position.
     """
 
-    def __init__(self, config: PretrainedConfig, slots: int, max_context: int) -> None:
+    def __init__(self, config: PretrainedConfig, slots: int, max_context: int, device: torch.device) -> None:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (slots, config.num_key_value_heads, max_context, dim)
-        self.keys = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape) for _ in range(config.num_hidden_layers)]
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        shape = (slots, heads, max_context, dim)
+        self.keys = [torch.zeros(shape, device=device) for _ in range(config.num_hidden_layers)]
+        self.values = [torch.zeros(shape, device=device) for _ in range(config.num_hidden_layers)]
 
     def aim(self, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Next pass: row r is slot slots[r]; it writes where valid. positions, valid [R, L]."""
@@ -35,3 +36,8 @@ class SlotCache:
             self.keys[layer_idx][self._slots, :, : self._width],
             self.values[layer_idx][self._slots, :, : self._width],
         )
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Give slot `target` the first `length` positions of slot `source`."""
+        for store in (*self.keys, *self.values):
+            store[target, :, :length] = store[source, :, :length]

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.numerics.kv_cache import GridCache
 from ppo_repro.rollout.cache import SlotCache
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
 from ppo_repro.rollout.sampler import Sample, sample
+
+Cache = GridCache | SlotCache
 
 
 @dataclass
@@ -52,7 +55,8 @@ class TorchEngine:
         for request in requests:
             check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
         slots = min(self.slots, len(requests))
-        cache = SlotCache(self.policy.config, slots, self.max_context)
+        kind = GridCache if self.mode == "exact" else SlotCache
+        cache = kind(self.policy.config, slots, self.max_context, self.policy.device)
         free = list(range(slots))
         waiting = deque(enumerate(requests))
         active: list[_Active] = []
@@ -74,7 +78,7 @@ class TorchEngine:
             active = [item for item in active if item.index not in done]
         return [done[index] for index in range(len(requests))]
 
-    def _prefill(self, cache: SlotCache, turn: list[_Active]) -> Tensor:
+    def _prefill(self, cache: Cache, turn: list[_Active]) -> Tensor:
         """Run the prompts, `prefill_chunk` tokens at a time; logits [len(turn), V] after each prompt."""
         out = torch.empty(len(turn), self.policy.config.vocab_size)
         longest = max(len(item.request.prompt_ids) for item in turn)
@@ -92,14 +96,12 @@ class TorchEngine:
                 out[r] = self.policy.lm_head(hidden[i, column])
         return out
 
-    def _decode(self, cache: SlotCache, turn: list[_Active]) -> Tensor:
+    def _decode(self, cache: Cache, turn: list[_Active]) -> Tensor:
         pieces = [(item.tokens[-1],) for item in turn]
         hidden = self._forward(cache, [item.slot for item in turn], pieces, [item.last_position for item in turn])
         return self.policy.lm_head(hidden[:, 0])
 
-    def _forward(
-        self, cache: SlotCache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]
-    ) -> Tensor:
+    def _forward(self, cache: Cache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
         """Hidden states [R, L, H] of right-padded pieces, row r beginning at position starts[r]."""
         lengths = torch.tensor([len(piece) for piece in pieces])
         width = int(lengths.max())
@@ -109,15 +111,18 @@ class TorchEngine:
         # a padded query sits at position 0, where it sees one key, and its result is not used
         positions = torch.where(valid, torch.tensor(starts)[:, None] + columns, 0)
         cache.aim(torch.tensor(slots), positions, valid)
-        keys = torch.arange(int(positions.max()) + 1)
-        visible = keys <= positions[:, :, None]
-        return self.policy.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=visible[:, None],
-            past_key_values=cache,
-            use_cache=False,
-        ).last_hidden_state
+        if isinstance(cache, GridCache):
+            out = self.policy.model(input_ids=ids, position_ids=positions, kv_cache=cache, use_cache=False)
+        else:
+            visible = torch.arange(int(positions.max()) + 1) <= positions[:, :, None]
+            out = self.policy.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=visible[:, None],
+                past_key_values=cache,
+                use_cache=False,
+            )
+        return out.last_hidden_state
 
     def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -17,6 +16,7 @@ from ppo_repro.models.networks import freeze, make_policy, make_value_model
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import warm_start
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.stages import Task
@@ -69,7 +69,7 @@ def prepare_task(config: RunConfig, problems: Split, tokenizer: PreTrainedTokeni
 
 def prepare(config: RunConfig, progress: WarmStartProgress) -> Prepared:
     """Load or make everything; UserError names whatever the user has to correct."""
-    torch.set_num_threads(config.layout.threads)
+    backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
     disable_progress_bar()  # the run shows its own
     load_reward(config.task.reward)  # before the minutes that a warm start takes
     problems = load_problems(config.task, config.seed)

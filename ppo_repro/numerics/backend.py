@@ -1,0 +1,48 @@
+"""What computes the exact numerics on this machine: a choice of speed that no result can show.
+
+`eager` is the specification in torch, on any device. On CPUs Numba kernels take its place, with matrix
+products in float64 (`dgemm`) or in 8-bit integers on AMX tiles (`amx`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppo_repro.errors import UserError
+from ppo_repro.kernels import pool
+
+BACKENDS = ("eager", "dgemm", "amx")
+
+_active = "eager"
+
+
+def has_amx() -> bool:
+    """Whether this CPU has AMX int8 tiles and the operating system lets this process use them."""
+    return bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+
+
+def use(backend: str, threads: int) -> str:
+    """Compute with `backend` (`auto`: the fastest this CPU has) on so many threads; returns its name.
+
+    Process-wide, as torch's own number of threads is. Raises UserError for `amx` on a CPU without it.
+    """
+    global _active
+    if backend == "auto":
+        backend = "amx" if has_amx() else "dgemm"
+    if backend == "amx" and not has_amx():
+        raise UserError("layout.backend = amx: this CPU has no AMX int8 tiles; must be auto, dgemm or eager here")
+    _active = backend
+    pool.set_threads(threads)
+    torch.set_num_threads(threads if backend == "eager" else 1)
+    return backend
+
+
+def active() -> str:
+    """The backend in use."""
+    return _active
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels take the place of the eager code for this tensor."""
+    return _active != "eager" and x.device.type == "cpu"

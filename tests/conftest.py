@@ -7,6 +7,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # threads that wait must not spin on cores that others need
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,16 @@ from tests.runs_for_tests import small_config
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def default_backend() -> Iterator[None]:
+    """Runs choose a backend for the whole process; every test begins with the specification on one thread."""
+    from ppo_repro.numerics import backend
+
+    backend.use("eager", 1)
+    yield
+    backend.use("eager", 1)
 
 
 @pytest.fixture(scope="session")

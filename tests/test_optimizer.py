@@ -26,7 +26,7 @@ def linear_model(seed: int = 0) -> ExactLinear:
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(torch.randn(p.shape, generator=seeded(seed + p.dim())))
-    return ExactLinear(layer)
+    return ExactLinear(layer, "layer")
 
 
 def backward_of(model: nn.Module, factor: float, calls: list[float] | None = None) -> Callable[[], None]:

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+from numba.core import config as numba_config
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _cache_folder() -> Path:
+    """One folder for each state of the kernel sources.
+
+    Numba looks only at the file a kernel stands in; it would go on using machine code made from an older
+    version of what the kernel takes from other files.
+    """
+    digest = hashlib.sha256(numba.__version__.encode())
+    here = Path(__file__).parent
+    for source in sorted([*here.glob("*.py"), *(here.parent / "numerics").glob("*.py")]):
+        digest.update(source.read_bytes())
+    base = numba_config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "ppo_repro" / f"kernels-{digest.hexdigest()[:16]}"
+
+
+_FOLDER = str(_cache_folder())
+
+
+def _compile(function: F, fastmath: set[str] | bool) -> F:
+    previous, numba_config.CACHE_DIR = numba_config.CACHE_DIR, _FOLDER
+    try:
+        return numba.njit(nogil=True, error_model="numpy", cache=True, fastmath=fastmath)(function)
+    finally:
+        numba_config.CACHE_DIR = previous
 
 
 def kernel(function: F) -> F:
@@ -15,12 +44,7 @@ def kernel(function: F) -> F:
 
     `error_model="numpy"` because a test for a zero divisor keeps loops from being vectorised.
     """
-    return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-
-
-def inline(function: F) -> F:
-    """A small scalar function put into its callers before they are compiled."""
-    return numba.njit(inline="always", error_model="numpy")(function)
+    return _compile(function, False)
 
 
 def exact_sum(function: F) -> F:
@@ -28,4 +52,9 @@ def exact_sum(function: F) -> F:
 
     `nsz` stays off: it may change the sign of a zero.
     """
-    return numba.njit(nogil=True, error_model="numpy", cache=True, fastmath={"reassoc", "contract"})(function)
+    return _compile(function, {"reassoc", "contract"})
+
+
+def inline(function: F) -> F:
+    """A small scalar function put into its callers before they are compiled."""
+    return numba.njit(inline="always", error_model="numpy")(function)

@@ -49,7 +49,7 @@ def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed:
     with torch.no_grad():
         head.weight.copy_(torch.from_numpy(draws)[None, :])
         head.bias.zero_()
-    return ValueModel(trunk, ExactLinear(head) if mode == "exact" else head)
+    return ValueModel(trunk, ExactLinear(head, "value head") if mode == "exact" else head)
 
 
 def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:

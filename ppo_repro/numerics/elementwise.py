@@ -136,20 +136,3 @@ class Exp(Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad * y
-
-
-class SiLU(Function):
-    """silu(x) = x / (1 + exp(-x)), float32; derivative s (1 + x (1 - s)) with s = 1 / (1 + exp(-x))."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        denominator = exp(-x) + 1.0
-        ctx.save_for_backward(x, denominator)
-        return x / denominator
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        x, denominator = ctx.saved_tensors  # type: ignore[attr-defined]
-        s = 1.0 / denominator
-        t = (1.0 - s).mul_(x).add_(1.0).mul_(s)
-        return grad * t

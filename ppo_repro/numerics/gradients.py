@@ -15,30 +15,30 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics.elementwise import pow2
-from ppo_repro.numerics.grid import MANTISSA_BITS, OPERAND_BITS, ceil_log2, exponent
+from ppo_repro.numerics.grid import MIN_EXPONENT, OPERAND_BITS, ceil_log2
+from ppo_repro.numerics.products import NOTHING, add_integer_rows, add_products, row_exponents
 
 GRADIENT_BITS = 26  # bits of a quantised output gradient
 HEADROOM = 4  # how many powers of two a contribution may grow before the step is redone
 WINDOW_BELOW = 4  # how many it may shrink
-TOTAL_BITS = GRADIENT_BITS + OPERAND_BITS
-CHUNK = 1 << (MANTISSA_BITS - TOTAL_BITS)  # tokens per matrix product that is exact in float64
 
 
-def assert_no_wrap(tokens: int) -> None:
+def assert_no_wrap(tokens: int, total_bits: int) -> None:
     """Raise UserError if a sum over `tokens` tokens could leave int64; a tied weight counts twice."""
-    if TOTAL_BITS + ceil_log2(2 * tokens) > 62:
+    if total_bits + ceil_log2(2 * tokens) > 62:
         raise UserError(
             f"ppo.minibatch_size: {tokens} tokens (prompts included) in one optimizer step; "
-            f"exact gradients hold up to {1 << (61 - TOTAL_BITS)}; make it smaller"
+            f"exact gradients hold up to {1 << (61 - total_bits)}; make it smaller"
         )
 
 
 class GradientAccumulator:
     """Collects the integer gradients of one module's parameters over any number of backward passes."""
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], operand_bits: int = OPERAND_BITS) -> None:
         self.parameters = dict(parameters)
         self.names = {id(p): name for name, p in self.parameters.items()}
+        self.operand_bits, self.total_bits = operand_bits, GRADIENT_BITS + operand_bits
         self.grids: dict[str, int] = {}  # E of each tensor: state that outlives the step
         self.sums: dict[str, Tensor] = {}
         self.largest: dict[str, int] = {}
@@ -48,61 +48,58 @@ class GradientAccumulator:
         self.sums = {}
         self.largest = {}
 
-    def _observe(self, name: str, exponents: Tensor) -> None:
-        if exponents.numel():
-            self.largest[name] = max(self.largest.get(name, -(10**6)), int(exponents.max()))
+    def observe(self, name: str, largest: int) -> None:
+        """Take note of the exponent of the largest contribution to a parameter in one pass."""
+        self.largest[name] = max(self.largest.get(name, largest), largest)
 
-    def _finite(self, name: str, largest: Tensor) -> Tensor:
-        if not torch.isfinite(largest).all():
-            raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
-        return largest
+    def grid(self, name: str) -> int | None:
+        """Largest exponent that contributions may have on the current grid, None if there is no grid yet."""
+        return self.grids[name] + HEADROOM if name in self.grids else None
 
-    def _sum(self, name: str) -> Tensor:
+    def sum_of(self, name: str) -> Tensor:
+        """The int64 sums of a parameter, to be added to."""
         if name not in self.sums:
             p = self.parameters[name]
             self.sums[name] = torch.zeros(p.shape, dtype=torch.int64, device=p.device)
         return self.sums[name]
 
-    def add_linear(self, weight: Tensor, x: tuple[Tensor, Tensor], grad: Tensor) -> None:
-        """dW[n, k] += sum_t grad[t, n] x[t, k]. x: grid of 20 bits and scale, [T, K]; grad float32 [T, N].
+    def add_linear(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
+        """dW[n, k] += sum_t grad[t, n] x[t, k]; x [T, K] and grad [T, N] float32.
 
         Z = rne(grad 2^(ex - E - h + zb)) with ex the exponent of x's row; integers sum_t Z X.
         """
         name = self.names[id(weight)]
-        integers, scale = x
-        x_exponent = torch.frexp(scale[:, 0])[1].to(torch.int64) - 1 + OPERAND_BITS
-        largest = self._finite(name, grad.abs().amax(-1))
-        live = ((largest > 0) & (integers.abs().amax(-1) > 0)).nonzero()[:, 0]
-        self._observe(name, exponent(largest[live]) + x_exponent[live])
-        if name not in self.grids or not live.numel():
+        x_exponents, grad_exponents = row_exponents(x), row_exponents(grad)
+        if x_exponents is None or grad_exponents is None:
+            raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+        live = (x_exponents != NOTHING) & (grad_exponents != NOTHING)
+        if not live.any():
             return
-        shift = x_exponent[live] - self.grids[name] - HEADROOM + GRADIENT_BITS
-        z = (grad[live].to(torch.float64) * pow2(shift)[:, None]).round_()
-        kept, total = integers[live], self._sum(name)
-        for start in range(0, len(live), CHUNK):
-            total += (z[start : start + CHUNK].t() @ kept[start : start + CHUNK]).to(torch.int64)
+        largest = int((x_exponents + grad_exponents)[live].max())
+        self.observe(name, largest)
+        limit = self.grid(name)
+        if limit is None or largest > limit:  # the step will be done again
+            return
+        up = pow2(torch.where(live, x_exponents - limit + GRADIENT_BITS, -1022))
+        x_up = pow2(self.operand_bits - x_exponents.clamp(min=MIN_EXPONENT))
+        # a bound on the integers of this pass: the smaller they are, the longer sums stay exact
+        add_products(grad, up, GRADIENT_BITS - max(0, limit - largest), x, x_up, self.operand_bits, self.sum_of(name))
 
-    def _rows(self, name: str, contributions: Tensor) -> Tensor | None:
-        largest = self._finite(name, contributions.abs().amax(-1))
-        self._observe(name, exponent(largest[largest > 0]))
-        if name not in self.grids:
-            return None
-        unit = 2.0 ** (TOTAL_BITS - self.grids[name] - HEADROOM)
-        return (contributions * unit).round_().to(torch.int64)
+    def add_rows(self, parameter: Tensor, contributions: Tensor, ids: Tensor | None = None) -> None:
+        """dp += sum_t contributions[t], or dp[ids[t]] += contributions[t].
 
-    def add_rows(self, parameter: Tensor, contributions: Tensor) -> None:
-        """dp += sum_t contributions[t]. Float64 [T, N] for a parameter of N elements."""
+        contributions [T, N] float32 or float64, N the elements of dp or of a row of it; ids [T] int64.
+        """
         name = self.names[id(parameter)]
-        integers = self._rows(name, contributions)
-        if integers is not None:
-            self._sum(name).add_(integers.sum(0).view(parameter.shape))
-
-    def add_embedding(self, weight: Tensor, ids: Tensor, grad: Tensor) -> None:
-        """dW[ids[t]] += grad[t]. ids int64 [T], grad float32 [T, H]."""
-        name = self.names[id(weight)]
-        integers = self._rows(name, grad.to(torch.float64))
-        if integers is not None:
-            self._sum(name).index_add_(0, ids, integers)
+        exponents = row_exponents(contributions)
+        if exponents is None:
+            raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+        if not (exponents != NOTHING).any():
+            return
+        self.observe(name, int(exponents.max()))
+        limit = self.grid(name)
+        if limit is not None:
+            add_integer_rows(contributions, exponents, limit, self.total_bits - limit, ids, self.sum_of(name))
 
     def finish(self) -> dict[str, Tensor] | None:
         """The float32 gradients, or None if a grid did not fit and the step must be done again.
@@ -120,7 +117,7 @@ class GradientAccumulator:
         gradients = {}
         for name, parameter in self.parameters.items():
             if name in self.sums:
-                unit = 2.0 ** (self.grids[name] + HEADROOM - TOTAL_BITS)
+                unit = 2.0 ** (self.grids[name] + HEADROOM - self.total_bits)
                 gradients[name] = (self.sums[name].to(torch.float64) * unit).to(torch.float32)
             else:
                 gradients[name] = torch.zeros_like(parameter)

@@ -44,13 +44,17 @@ def exponent(maximum: Tensor) -> Tensor:
     return e.masked_fill_(maximum == 0, MIN_EXPONENT)
 
 
-def quantise(x: Tensor, bits: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, bits: int, dim: int = -1, where: str = "a number") -> tuple[Tensor, Tensor]:
     """Put each row of `x` along `dim` on its own grid.
 
     A = rne(x 2^(bits - e)), 2^e > max |x|, returned as integer-valued float64 of the shape of x, and the
-    scale 2^(e - bits), float64, of size 1 along `dim`. Input float32 or float64, finite.
+    scale 2^(e - bits), float64, of size 1 along `dim`. Input float32 or float64; NumericsError naming
+    `where` if it is not finite.
     """
-    e = exponent(x.abs().amax(dim, keepdim=True))
+    largest = x.abs().amax(dim, keepdim=True)
+    if not torch.isfinite(largest).all():
+        raise NumericsError(f"{where} is not finite; lower the learning rate or check the weights")
+    e = exponent(largest)
     return (x.to(torch.float64) * pow2(bits - e)).round_(), pow2(e - bits)
 
 

@@ -8,36 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ppo_repro.numerics import elementwise
+from ppo_repro.errors import NumericsError
+from ppo_repro.kernels import norms
+from ppo_repro.numerics import backend, elementwise
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.grid import OPERAND_BITS, contract, operand_bits, quantise
-
-Grid = tuple[Tensor, Tensor]
+from ppo_repro.numerics.grid import OPERAND_BITS, operand_bits, quantise
+from ppo_repro.numerics.products import NOTHING, Weight, array
+from ppo_repro.numerics.silu import SiLU
 
 
 class ExactModule(nn.Module):
     """A lowered layer. `accumulator` takes its parameter gradients; frozen models have none."""
 
     accumulator: GradientAccumulator | None = None
-
-
-class WeightGrids:
-    """The grids of a weight matrix along its rows and its columns, made anew when the weight changes."""
-
-    def __init__(self) -> None:
-        self._made_from = (0, -1)
-        self._grids: dict[int, Grid] = {}
-
-    def get(self, weight: Tensor, dim: int) -> Grid:
-        """`quantise` of `weight` [N, K] along `dim`, transposed to [K, N] for dim 0."""
-        # in-place changes count up the version; other storage under the same parameter shows in the address
-        made_from = (weight.data_ptr(), weight._version)
-        if made_from != self._made_from:
-            self._grids, self._made_from = {}, made_from
-        if dim not in self._grids:
-            matrix = weight.detach() if dim == 1 else weight.detach().t()
-            self._grids[dim] = quantise(matrix, operand_bits(matrix.shape[1]))
-        return self._grids[dim]
 
 
 class _Linear(Function):
@@ -49,15 +32,13 @@ class _Linear(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        grids: WeightGrids,
+        prepared: Weight,
         accumulator: GradientAccumulator | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        y = contract(quantise(rows, operand_bits(weight.shape[1])), grids.get(weight, 1))
-        if bias is not None:
-            y = y + bias
+        y = prepared.contract(rows, weight, 1, bias)
         ctx.save_for_backward(rows, weight, bias)
-        ctx.grids, ctx.accumulator, ctx.shape = grids, accumulator, x.shape
+        ctx.prepared, ctx.accumulator, ctx.shape = prepared, accumulator, x.shape
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -66,65 +47,106 @@ class _Linear(Function):
         dy = grad.reshape(-1, grad.shape[-1])
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = contract(quantise(dy, operand_bits(weight.shape[0])), ctx.grids.get(weight, 0)).view(ctx.shape)
+            dx = ctx.prepared.contract(dy, weight, 0).view(ctx.shape)
         if ctx.accumulator is not None:
-            ctx.accumulator.add_linear(weight, quantise(rows, OPERAND_BITS), dy)
+            ctx.accumulator.add_linear(weight, rows, dy)
             if bias is not None:
-                ctx.accumulator.add_rows(bias, dy.to(torch.float64))
+                ctx.accumulator.add_rows(bias, dy)
         return dx, None, None, None, None
 
 
 class ExactLinear(ExactModule):
     """`nn.Linear` with exact sums. x [.., K] float32 -> [.., N] float32."""
 
-    def __init__(self, source: nn.Linear) -> None:
+    def __init__(self, source: nn.Linear, name: str, bits: int = OPERAND_BITS) -> None:
         super().__init__()
         self.weight, self.bias = source.weight, source.bias
-        self.grids = WeightGrids()
+        self.prepared = Weight(name, bits)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x, self.weight, self.bias, self.grids, self.accumulator)
+        return _Linear.apply(x, self.weight, self.bias, self.prepared, self.accumulator)
 
 
 class _RMSNorm(Function):
     """y = w x / sqrt(mean(x^2) + eps); exact mean of squares, exact dot product in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, accumulator: GradientAccumulator | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, name: str, accumulator: GradientAccumulator | None
+    ) -> Tensor:
         size = x.shape[-1]
-        integers, scale = quantise(x, operand_bits(size))
-        mean_square = (integers * integers).sum(-1, keepdim=True) * (scale * scale) / size
-        inverse = 1.0 / elementwise.sqrt(mean_square + eps)
-        ctx.save_for_backward(x, weight, inverse)
-        ctx.accumulator = accumulator
-        return ((x.to(torch.float64) * inverse) * weight.to(torch.float64)).to(torch.float32)
+        rows = x.reshape(-1, size)
+        if backend.has_kernels(x):
+            rows = rows.contiguous()
+            inverse, y = torch.empty(len(rows), 1, dtype=torch.float64), torch.empty_like(rows)
+            p = operand_bits(size)
+            if not norms.rms_norm(array(rows), array(weight), eps, p, inverse.numpy()[:, 0], y.numpy()):
+                raise NumericsError(f"the input of {name} is not finite")
+        else:
+            integers, scale = quantise(rows, operand_bits(size), where=f"the input of {name}")
+            mean_square = (integers * integers).sum(-1, keepdim=True) * (scale * scale) / size
+            inverse = 1.0 / elementwise.sqrt(mean_square + eps)
+            y = ((rows.to(torch.float64) * inverse) * weight.to(torch.float64)).to(torch.float32)
+        ctx.save_for_backward(rows, weight, inverse)
+        ctx.accumulator, ctx.shape = accumulator, x.shape
+        return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        size = x.shape[-1]
-        bits = operand_bits(size)
-        normed = x.to(torch.float64) * inverse
-        dy = grad.to(torch.float64)
-        weighted = dy * weight.to(torch.float64)
-        a, a_scale = quantise(weighted, bits)
-        b, b_scale = quantise(normed, bits)
-        dot = (a * b).sum(-1, keepdim=True) * (a_scale * b_scale) / size
-        dx = (weighted - normed * dot) * inverse
-        if ctx.accumulator is not None:
-            ctx.accumulator.add_rows(weight, (dy * normed).reshape(-1, size))
-        return dx.to(torch.float32), None, None, None
+        dy = grad.reshape(x.shape)
+        backward = _norm_backward_kernel if backend.has_kernels(x) else _norm_backward
+        return backward(dy, x, weight, inverse, ctx.accumulator).view(ctx.shape), None, None, None, None
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, accumulator: GradientAccumulator | None
+) -> Tensor:
+    """dx = (w dy - n mean(w dy n)) inverse with n = x inverse; the gradient of w, sum dy n, to the accumulator."""
+    size = x.shape[-1]
+    bits = operand_bits(size)
+    normed = x.to(torch.float64) * inverse
+    dy = grad.to(torch.float64)
+    weighted = dy * weight.to(torch.float64)
+    a, a_scale = quantise(weighted, bits, where="the gradient of a norm")
+    b, b_scale = quantise(normed, bits)
+    dot = (a * b).sum(-1, keepdim=True) * (a_scale * b_scale) / size
+    if accumulator is not None:
+        accumulator.add_rows(weight, dy * normed)
+    return ((weighted - normed * dot) * inverse).to(torch.float32)
+
+
+def _norm_backward_kernel(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, accumulator: GradientAccumulator | None
+) -> Tensor:
+    dx = torch.empty_like(x)
+    sums, limit, unit = torch.empty(0, dtype=torch.int64), None, 0.0
+    if accumulator is not None:
+        name = accumulator.names[id(weight)]
+        limit = accumulator.grid(name)
+        # without a grid only the exponent is wanted, and the sums are thrown away
+        sums = torch.zeros_like(weight, dtype=torch.int64) if limit is None else accumulator.sum_of(name)
+        unit = 0.0 if limit is None else 2.0 ** (accumulator.total_bits - limit)
+    largest = norms.rms_norm_backward(
+        array(grad), array(x), array(weight), inverse.numpy()[:, 0], operand_bits(x.shape[-1]), dx.numpy(),
+        norms.NO_GRID if limit is None else limit, unit, sums.numpy(),
+    )  # fmt: skip
+    if largest == norms.NOT_FINITE:
+        raise NumericsError("the gradient of a norm is not finite; lower the learning rate")
+    if accumulator is not None and largest != NOTHING:
+        accumulator.observe(name, largest)
+    return dx
 
 
 class ExactRMSNorm(ExactModule):
     """Root-mean-square norm of Llama and Qwen with exact sums. Zhang and Sennrich, 2019."""
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, name: str) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps, self.name = weight, eps, name
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps, self.accumulator)
+        return _RMSNorm.apply(x, self.weight, self.eps, self.name, self.accumulator)
 
 
 class _Embedding(Function):
@@ -142,7 +164,7 @@ class _Embedding(Function):
         if ctx.accumulator is not None:
             if ctx.padding_idx is not None:  # as in nn.Embedding, this row takes no gradient
                 grad = grad.masked_fill((ids == ctx.padding_idx)[..., None], 0.0)
-            ctx.accumulator.add_embedding(weight, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+            ctx.accumulator.add_rows(weight, grad.reshape(-1, grad.shape[-1]), ids.reshape(-1))
         return None, None, None, None
 
 
@@ -161,7 +183,7 @@ class ExactSiLU(nn.Module):
     """x / (1 + exp(-x)) by the elementwise law."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return elementwise.SiLU.apply(x)
+        return SiLU.apply(x)
 
 
 class ExactRotary(nn.Module):

@@ -22,6 +22,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.numerics.attention import IMPLEMENTATION, attention
 from ppo_repro.numerics.elementwise import power
 from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.layers import (
     ExactEmbedding,
     ExactLinear,
@@ -102,15 +103,15 @@ def inverse_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     raise UserError(f"model config rope_type = '{kind}': must be default, linear or llama3 in exact numerics")
 
 
-def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: int) -> nn.Module | None:
+def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: int, bits: int) -> nn.Module | None:
     """The module to put in place of `module`, or None to keep it; UserError if it is not known."""
     if type(module) is nn.Linear:
-        return ExactLinear(module)
+        return ExactLinear(module, name, bits)
     if type(module) is nn.Embedding:
         return ExactEmbedding(module)
     if type(module) in _NORMS:
         norm = cast(llama.LlamaRMSNorm, module)  # all three have the same two attributes
-        return ExactRMSNorm(norm.weight, norm.variance_epsilon)
+        return ExactRMSNorm(norm.weight, norm.variance_epsilon, name)
     if type(module) in _ROTARIES:
         return ExactRotary(*inverse_frequencies(config), max_context)
     if type(module) is nn.SiLU or type(module).__name__ == "SiLUActivation":
@@ -123,18 +124,19 @@ def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: 
     )
 
 
-def lower(model: PreTrainedModel, max_context: int) -> PreTrainedModel:
+def lower(model: PreTrainedModel, max_context: int, bits: int = OPERAND_BITS) -> PreTrainedModel:
     """Exchange the layers of a float32 model in place and return it.
 
-    Parameters stay the same objects under the same names. Raises UserError naming the first module,
-    setting or type that is not supported; the model must then be thrown away.
+    `bits` are the operand bits of its linear layers. Parameters stay the same objects under the same names.
+    Raises UserError naming the first module, setting or type that is not supported; the model must then be
+    thrown away.
     """
     check_config(model.config, max_context)
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UserError(f"model parameter '{name}' is {parameter.dtype}; exact numerics need float32")
     for name, module in list(model.named_modules()):
-        replacement = _exact(module, name, model.config, max_context)
+        replacement = _exact(module, name, model.config, max_context, bits)
         if replacement is not None:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, replacement)

@@ -99,7 +99,7 @@ class ExactOptimizer:
         self.beta1_power = self.beta2_power = 1.0
 
     def step(self, backward: Callable[[], None], tokens: int) -> StepReport:
-        assert_no_wrap(tokens)
+        assert_no_wrap(tokens, self.accumulator.total_bits)
         for redos in range(MAX_REDOS):
             self.accumulator.begin()
             backward()

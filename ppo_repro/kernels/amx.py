@@ -1,0 +1,259 @@
+"""The contraction on AMX: digits of grid integers, sums of their products in int32 tiles, one rounding.
+
+An operand is packed in blocks of 16 rows and 64 terms, one tile for each digit. A tiles hold 16 rows of 64
+bytes; B tiles hold 4 terms of one output column in each 32-bit word, 16 columns to a row of the tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ppo_repro.kernels.compile import kernel
+from ppo_repro.kernels.pool import in_parts
+from ppo_repro.kernels.rows import INFINITY_BITS, largest_bits
+from ppo_repro.kernels.scalar import exponent32, pow2_32, pow2_64
+from ppo_repro.kernels.tiles import (
+    clear,
+    configuration,
+    configure,
+    multiply,
+    release,
+    save,
+    write_biased,
+    write_rounded,
+)
+from ppo_repro.kernels.vectors import TILE, column_quantiser, row_quantiser
+
+# |digit product| <= 2^14 and at most 3 of them share a level: sums of so many terms stay inside int32
+MAX_TERMS = 32768
+
+_to_a, _to_b, _columns_to_b = row_quantiser(False), row_quantiser(True), column_quantiser((2, 3), True, False)
+_CONFIGURATIONS = np.stack([configuration(max(rows, 1)) for rows in range(17)])
+
+
+@kernel
+def _quantise_rows(x, bits, terms, p, digits, first, last, tiles, scales):  # type: ignore[no-untyped-def]
+    """Rows first..last of flat x [M, K] into A tiles, with scales 2^(e - p). False if a row is not finite."""
+    blocks = (terms + 63) >> 6
+    size = digits * TILE
+    source, target = x.ctypes.data, tiles.ctypes.data
+    padded = np.zeros(16, np.float32)
+    finite = True
+    for r in range(first, last):
+        largest = largest_bits(bits[r * terms : r * terms + terms])
+        if largest >= INFINITY_BITS:
+            finite = False
+            continue
+        e = exponent32(largest)
+        scale = pow2_32(p - e)
+        scales[r] = pow2_64(e - p)
+        row = target + (r >> 4) * blocks * size + (r & 15) * 64
+        for group in range(blocks * 4):
+            start = group * 16
+            if start >= terms:
+                break
+            place = source + (r * terms + start) * 4
+            if start + 16 > terms:
+                for c in range(16):
+                    padded[c] = x[r * terms + start + c] if start + c < terms else np.float32(0)
+                place = padded.ctypes.data
+            tile = row + (group >> 2) * size + (group & 3) * 16
+            _to_a(digits, place, scale, tile)
+    return finite
+
+
+@kernel
+def _pack_rows(w, bits, terms, p, digits, first, last, tiles, scales):  # type: ignore[no-untyped-def]
+    """Rows first..last of flat w [N, K] as output columns of B tiles, contraction along K."""
+    blocks = (terms + 63) >> 6
+    size = digits * TILE
+    source, target = w.ctypes.data, tiles.ctypes.data
+    padded = np.zeros(16, np.float32)
+    finite = True
+    for n in range(first, last):
+        largest = largest_bits(bits[n * terms : n * terms + terms])
+        if largest >= INFINITY_BITS:
+            finite = False
+            continue
+        e = exponent32(largest)
+        scale = pow2_32(p - e)
+        scales[n] = pow2_64(e - p)
+        column = target + (n >> 4) * blocks * size + (n & 15) * 4
+        for group in range((terms + 15) >> 4):
+            start = group * 16
+            place = source + (n * terms + start) * 4
+            if start + 16 > terms:
+                for c in range(16):
+                    padded[c] = w[n * terms + start + c] if start + c < terms else np.float32(0)
+                place = padded.ctypes.data
+            tile = column + (group >> 2) * size + (group & 3) * 256
+            _to_b(digits, place, scale, tile)
+    return finite
+
+
+@kernel
+def _column_scales(bits, rows, columns, p, up, down):  # type: ignore[no-untyped-def]
+    """2^(p - e) and 2^(e - p) of every column of a flat matrix. False if it is not finite."""
+    largest = np.zeros(columns, np.int32)
+    for r in range(rows):
+        row = bits[r * columns : r * columns + columns]
+        for c in range(columns):
+            largest[c] = max(largest[c], row[c] & np.int32(0x7FFFFFFF))
+    finite = True
+    for c in range(columns):
+        finite &= largest[c] < INFINITY_BITS
+        e = exponent32(largest[c])
+        up[c], down[c] = pow2_64(p - e), pow2_64(e - p)
+    return finite
+
+
+@kernel
+def _pack_columns(w, rows, columns, digits, up, first, last, tiles):  # type: ignore[no-untyped-def]
+    """Column blocks first..last of flat w [N, K] as output columns of B tiles, contraction along N."""
+    blocks = (rows + 63) >> 6
+    size = digits * TILE
+    source, target, scales = w.ctypes.data, tiles.ctypes.data, up.ctypes.data
+    padded = np.zeros(64, np.float32)
+    for column in range(first, last):
+        start = column * 16
+        for group in range((rows + 3) >> 2):
+            row = group * 4
+            place, stride = source + (row * columns + start) * 4, columns * 4
+            if row + 4 > rows or start + 16 > columns:
+                for j in range(4):
+                    for c in range(16):
+                        inside = row + j < rows and start + c < columns
+                        padded[j * 16 + c] = w[(row + j) * columns + start + c] if inside else np.float32(0)
+                place, stride = padded.ctypes.data, 64
+            tile = target + (column * blocks + (group >> 4)) * size + (group & 15) * 64
+            _columns_to_b(digits, place, stride, scales + start * 8, tile)
+
+
+@kernel
+def _multiply(  # type: ignore[no-untyped-def]
+    palette, a, a_scales, b, b_scales, bias, blocks, digits, first, last, from_column, to_column, rows, columns, y
+):
+    """Row blocks first..last times column blocks from_column..to_column into flat y [rows, columns]."""
+    scratch = np.empty(6 * TILE, np.int8)
+    short = np.empty(16, np.float32)
+    a0, b0, y0, s0 = a.ctypes.data, b.ctypes.data, y.ctypes.data, scratch.ctypes.data
+    c0, bias0, short0 = b_scales.ctypes.data, bias.ctypes.data, short.ctypes.data
+    size, kind = digits * TILE, digits * 11
+    biased = bias.size > 0
+    # as many rows at a time as stay in the second-level cache while all columns pass by
+    step = max(1, (1 << 20) // (blocks * size))
+    configure(palette.ctypes.data)
+    for start in range(first, last, step):
+        for n in range(from_column, to_column):
+            width = min(16, columns - n * 16)
+            for m in range(start, min(last, start + step)):
+                pa, pb = a0 + m * blocks * size, b0 + n * blocks * size
+                clear()
+                for _ in range(blocks):
+                    multiply(kind, pa, pb)
+                    pa += size
+                    pb += size
+                save(s0)
+                for r in range(min(16, rows - m * 16)):
+                    place = (m * 16 + r) * columns + n * 16
+                    target = y0 + place * 4 if width == 16 else short0
+                    scale = a_scales[m * 16 + r]
+                    if biased:
+                        write_biased(kind, s0 + r * 64, scale, c0 + n * 128, bias0 + n * 64, target)
+                    else:
+                        write_rounded(kind, s0 + r * 64, scale, c0 + n * 128, bias0, target)
+                    if width < 16:
+                        for c in range(width):
+                            y[place + c] = short[c]
+    release()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The B operand of a contraction: `terms` terms, `columns` outputs, grids of `p` bits."""
+
+    tiles: np.ndarray
+    scales: np.ndarray
+    terms: int
+    columns: int
+    p: int
+    digits: int
+    finite: bool
+
+
+def digits_for(p: int) -> int:
+    """Digits of integers up to 2^p: two reach 32639, three 8355711."""
+    return 2 if p <= 14 else 3
+
+
+def _flat(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    flat = x.reshape(-1)
+    return flat, flat.view(np.int32)
+
+
+def _no_operand(terms: int, columns: int, digits: int) -> tuple[np.ndarray, np.ndarray]:
+    width = -(-columns // 16)
+    return np.zeros(width * -(-terms // 64) * digits * TILE, np.int8), np.zeros(width * 16)
+
+
+def pack(w: np.ndarray, p: int, along_rows: bool) -> Packed:
+    """Pack float32 w [N, K] C-contiguous: contraction along K (`along_rows`) or along N."""
+    rows, columns = w.shape
+    terms, outputs = (columns, rows) if along_rows else (rows, columns)
+    if terms > MAX_TERMS:
+        raise ValueError(f"{terms} terms: int32 accumulators hold sums of {MAX_TERMS}")
+    digits = digits_for(p)
+    tiles, scales = _no_operand(terms, outputs, digits)
+    flat, bits = _flat(w)
+    finite: list[bool] = []
+    if along_rows:
+        in_parts(lambda i, j: finite.append(_pack_rows(flat, bits, terms, p, digits, i, j, tiles, scales)), rows, terms)
+    else:
+        up = np.zeros(len(scales))
+        finite.append(_column_scales(bits, rows, columns, p, up, scales))
+        blocks = -(-columns // 16)
+        in_parts(lambda i, j: _pack_columns(flat, rows, columns, digits, up, i, j, tiles), blocks, 16.0 * rows)
+    return Packed(tiles, scales, terms, outputs, p, digits, all(finite))
+
+
+def padded_bias(bias: np.ndarray) -> np.ndarray:
+    """A bias of a multiple of 16 elements."""
+    return np.concatenate([bias, np.zeros(-len(bias) % 16, np.float32)])
+
+
+NO_BIAS = np.empty(0, np.float32)
+
+
+def contract(x: np.ndarray, packed: Packed, bias: np.ndarray, y: np.ndarray) -> bool:
+    """y = fl32(sum of x w on their grids) + 0 [+ bias]; x [M, terms], y [M, columns] float32, C-contiguous.
+
+    Returns False, with y undefined, if x or w holds an infinity or NaN.
+    """
+    rows, digits = len(x), packed.digits
+    blocks, row_blocks, column_blocks = -(-packed.terms // 64), -(-rows // 16), -(-packed.columns // 16)
+    a, scales = np.empty(row_blocks * blocks * digits * TILE, np.int8), np.empty(row_blocks * 16)
+    flat, bits = _flat(x)
+    finite: list[bool] = [packed.finite]
+    in_parts(
+        lambda i, j: finite.append(_quantise_rows(flat, bits, packed.terms, packed.p, digits, i, j, a, scales)),
+        rows,
+        0.3 * packed.terms,
+    )
+    if not all(finite):
+        return False
+    palette, out = _CONFIGURATIONS[min(16, rows)], y.reshape(-1)
+    tile_time = blocks * 6.0 * digits * digits + 200.0
+
+    def run(first: int, last: int, from_column: int, to_column: int) -> None:
+        _multiply(
+            palette, a, scales, packed.tiles, packed.scales, bias, blocks, digits,
+            first, last, from_column, to_column, rows, packed.columns, out,
+        )  # fmt: skip
+
+    if row_blocks >= 4:
+        in_parts(lambda i, j: run(i, j, 0, column_blocks), row_blocks, column_blocks * tile_time)
+    else:
+        in_parts(lambda i, j: run(0, row_blocks, i, j), column_blocks, row_blocks * tile_time)
+    return True

@@ -1,0 +1,109 @@
+"""Integer gradients of a weight matrix: int64 sums over tokens, on AMX tiles.
+
+I[n, k] += sum_t Z[t, n] X[t, k] with Z = rne(dy 2^up_t), X = rne(x 2^(p - e_t)), as in numerics/gradients.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ppo_repro.kernels.amx import MAX_TERMS, digits_for
+from ppo_repro.kernels.compile import kernel
+from ppo_repro.kernels.pool import in_parts
+from ppo_repro.kernels.tiles import add_integers, clear, configuration, configure, multiply, release, save
+from ppo_repro.kernels.vectors import TILE, column_quantiser
+
+# |d0 + 256 d1 + 65536 d2| <= 8355711: three digits hold integers up to 2^22, not 2^23
+THREE_DIGIT_BITS = 22
+
+_to_a, _to_b = column_quantiser((3, 4), False, True), column_quantiser((2, 3), False, False)
+_PALETTE = configuration(16)
+
+
+@kernel
+def _pack(x, rows, columns, digits, is_a, scales, first, last, tiles):  # type: ignore[no-untyped-def]
+    """Column blocks first..last of flat x [T, F] as A or B tiles, contraction over T; scales [T padded to 4]."""
+    blocks = (rows + 63) >> 6
+    size = digits * TILE
+    source, target, s0 = x.ctypes.data, tiles.ctypes.data, scales.ctypes.data
+    padded = np.zeros(64, np.float32)
+    for column in range(first, last):
+        start = column * 16
+        for group in range((rows + 3) >> 2):
+            row = group * 4
+            place, stride = source + (row * columns + start) * 4, columns * 4
+            if row + 4 > rows or start + 16 > columns:
+                for j in range(4):
+                    for c in range(16):
+                        inside = row + j < rows and start + c < columns
+                        padded[j * 16 + c] = x[(row + j) * columns + start + c] if inside else np.float32(0)
+                place, stride = padded.ctypes.data, 64
+            tile = target + (column * blocks + (group >> 4)) * size
+            if is_a:
+                _to_a(digits, place, stride, s0 + row * 8, tile + (group & 15) * 4)
+            else:
+                _to_b(digits, place, stride, s0 + row * 8, tile + (group & 15) * 64)
+
+
+@kernel
+def _accumulate(a, b, blocks, a_digits, b_digits, palette, first, last, rows, columns, sums):  # type: ignore[no-untyped-def]
+    """Row blocks first..last of flat int64 sums [rows, columns] += A B."""
+    scratch, short = np.empty(6 * TILE, np.int8), np.zeros(16, np.int64)
+    a0, b0, y0, s0 = a.ctypes.data, b.ctypes.data, sums.ctypes.data, scratch.ctypes.data
+    a_size, b_size, kind = a_digits * TILE, b_digits * TILE, a_digits * 10 + b_digits
+    # as many rows at a time as stay in the second-level cache while all columns pass by
+    step = max(1, (1 << 20) // (blocks * a_size))
+    configure(palette.ctypes.data)
+    for start in range(first, last, step):
+        for k in range((columns + 15) >> 4):
+            width = min(16, columns - k * 16)
+            for n in range(start, min(last, start + step)):
+                pa, pb = a0 + n * blocks * a_size, b0 + k * blocks * b_size
+                clear()
+                for _ in range(blocks):
+                    multiply(kind, pa, pb)
+                    pa += a_size
+                    pb += b_size
+                save(s0)
+                for r in range(min(16, rows - n * 16)):
+                    place = (n * 16 + r) * columns + k * 16
+                    if width == 16:
+                        add_integers(kind, s0 + r * 64, y0 + place * 8)
+                        continue
+                    short[:] = 0
+                    add_integers(kind, s0 + r * 64, short.ctypes.data)
+                    for c in range(width):
+                        sums[place + c] += short[c]
+    release()
+
+
+def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.ndarray:
+    rows, columns = x.shape
+    blocks = -(-columns // 16)
+    tiles = np.zeros(blocks * -(-rows // 64) * digits * TILE, np.int8)
+    padded = np.zeros(-(-rows // 4) * 4)
+    padded[:rows] = scales
+    flat = x.reshape(-1)
+    in_parts(lambda i, j: _pack(flat, rows, columns, digits, is_a, padded, i, j, tiles), blocks, 16.0 * rows)
+    return tiles
+
+
+def accumulate(
+    grad: np.ndarray, up: np.ndarray, bits: int, x: np.ndarray, x_up: np.ndarray, x_bits: int, sums: np.ndarray
+) -> None:
+    """sums[n, k] += sum_t rne(grad[t, n] up[t]) rne(x[t, k] x_up[t]), exactly.
+
+    grad [T, N], x [T, K] float32, up and x_up [T] float64, sums [N, K] int64, all C-contiguous. The integers
+    are at most 2^bits <= 2^26 and 2^x_bits <= 2^20 in magnitude.
+    """
+    for start in range(0, len(x), MAX_TERMS):
+        rows = slice(start, start + MAX_TERMS)
+        a_digits, b_digits = 3 if bits <= THREE_DIGIT_BITS else 4, digits_for(x_bits)
+        a = _packed(grad[rows], a_digits, True, up[rows])
+        b = _packed(x[rows], b_digits, False, x_up[rows])
+        blocks, (n, k), flat = -(-len(x[rows]) // 64), sums.shape, sums.reshape(-1)
+        in_parts(
+            lambda i, j: _accumulate(a, b, blocks, a_digits, b_digits, _PALETTE, i, j, n, k, flat),  # noqa: B023
+            -(-n // 16),
+            -(-k // 16) * (blocks * 6.0 * a_digits * b_digits + 200.0),
+        )

@@ -1,0 +1,158 @@
+"""Sixteen lanes at a time, in LLVM's own vector types: what its loop vectoriser does not find by itself.
+
+Pointers are integers (addresses in bytes). Results do not depend on the width of the machine's registers.
+Digits are base 256 with sign: x = d0 + 256 d1 + 65536 d2 + ..., -128 <= d < 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.ir import IRBuilder as Builder
+from llvmlite.ir import Value
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+TILE = 1024  # bytes of a tile: 16 rows of 64
+
+
+def vector(element: ir.Type) -> ir.VectorType:
+    return ir.VectorType(element, LANES)
+
+
+def constant(element: ir.Type, value: float) -> ir.Constant:
+    return ir.Constant(vector(element), [value] * LANES)
+
+
+def spread(b: Builder, element: ir.Type, scalar: Value) -> Value:
+    """All lanes equal to `scalar`."""
+    undefined = ir.Constant(vector(element), ir.Undefined)
+    first = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(vector(I32), [0] * LANES))
+
+
+def at(b: Builder, kind: ir.Type, address: Value, offset: int = 0) -> Value:
+    """The address plus `offset` bytes as a pointer."""
+    place = b.add(address, ir.Constant(I64, offset)) if offset else address
+    return b.inttoptr(place, ir.PointerType(kind))
+
+
+def load(b: Builder, element: ir.Type, address: Value, offset: int = 0) -> Value:
+    return b.load(at(b, vector(element), address, offset), align=1)
+
+
+def store(b: Builder, value: Value, address: Value, offset: int = 0) -> None:
+    b.store(value, at(b, value.type, address, offset), align=1)
+
+
+def call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
+    function = ir.FunctionType(result, [a.type for a in arguments])
+    return b.call(cgutils.get_or_insert_function(b.module, function, name), arguments)
+
+
+def digits_of(b: Builder, integers: Value, count: int) -> list[Value]:
+    """The digits of 16 32-bit integers, lowest first, as i8."""
+    found = []
+    for s in range(count):
+        digit = b.trunc(integers, vector(I8))
+        found.append(digit)
+        if s < count - 1:
+            integers = b.ashr(b.sub(integers, b.sext(digit, vector(I32))), constant(I32, 8))
+    return found
+
+
+def choose(b: Builder, selector: Value, cases: Mapping[int, Callable[[], None]]) -> None:
+    """Emit a switch: the code of the case that `selector` names; any other value stops the process."""
+    unknown, end = b.append_basic_block("unknown"), b.append_basic_block("end")
+    switch = b.switch(selector, unknown)
+    for value, emit in cases.items():
+        block = b.append_basic_block(f"case{value}")
+        switch.add_case(ir.Constant(selector.type, value), block)
+        b.position_at_end(block)
+        emit()
+        b.branch(end)
+    b.position_at_end(unknown)
+    call(b, "llvm.trap", ir.VoidType())
+    b.unreachable()
+    b.position_at_end(end)
+
+
+def row_quantiser(transposed: bool) -> Any:
+    """(digits, source, scale, target): rne(source[0..15] scale), digit s to target + s TILE.
+
+    As 16 bytes, for an A operand, or `transposed` as four words 64 bytes apart, for a B operand whose
+    columns are the rows of the source. 2 or 3 digits.
+    """
+
+    @intrinsic
+    def write(_: Any, digits: Any, source: Any, scale: Any, target: Any) -> Any:
+        def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+            scaled = b.fmul(load(b, FLOAT, args[1]), spread(b, FLOAT, args[2]))
+            integers = b.fptosi(call(b, "llvm.rint.v16f32", vector(FLOAT), scaled), vector(I32))
+
+            def emit(count: int) -> None:
+                for s, digit in enumerate(digits_of(b, integers, count)):
+                    if not transposed:
+                        store(b, digit, args[3], s * TILE)
+                        continue
+                    words = b.bitcast(digit, ir.VectorType(I32, 4))
+                    for word in range(4):
+                        element = b.extract_element(words, ir.Constant(I32, word))
+                        b.store(element, at(b, I32, args[3], s * TILE + 64 * word), align=4)
+
+            choose(b, args[0], {count: partial(emit, count) for count in (2, 3)})
+            return ctx.get_dummy_value()
+
+        return types.void(types.int64, types.intp, types.float32, types.intp), generate
+
+    return write
+
+
+def column_quantiser(counts: tuple[int, ...], scale_by_column: bool, scattered: bool) -> Any:
+    """(digits, source, stride, scales, target): 4 rows by 16 columns, the 4 rows of a column in one word.
+
+    The words lie next to each other, for a B operand, or `scattered` 64 bytes apart, for an A operand whose
+    rows are the columns of the source. `scales` are 16 doubles, one a column, or 4, one a row.
+    """
+
+    @intrinsic
+    def write(_: Any, digits: Any, source: Any, stride: Any, scales: Any, target: Any) -> Any:
+        def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+            rows = []
+            place = args[1]
+            for row in range(4):
+                if scale_by_column:
+                    scale = load(b, DOUBLE, args[3])
+                else:
+                    scale = spread(b, DOUBLE, b.load(at(b, DOUBLE, args[3], 8 * row), align=8))
+                # in float64, where neither a scale nor a product leaves the range
+                scaled = b.fmul(b.fpext(load(b, FLOAT, place), vector(DOUBLE)), scale)
+                rows.append(b.fptosi(call(b, "llvm.rint.v16f64", vector(DOUBLE), scaled), vector(I32)))
+                place = b.add(place, args[2])
+
+            def emit(count: int) -> None:
+                words: list[Value] = [constant(I32, 0)] * count
+                for row, integers in enumerate(rows):
+                    for s, digit in enumerate(digits_of(b, integers, count)):
+                        words[s] = b.or_(words[s], b.shl(b.zext(digit, vector(I32)), constant(I32, 8 * row)))
+                for s, word in enumerate(words):
+                    if not scattered:
+                        store(b, word, args[4], s * TILE)
+                        continue
+                    for lane in range(LANES):
+                        element = b.extract_element(word, ir.Constant(I32, lane))
+                        b.store(element, at(b, I32, args[4], s * TILE + 64 * lane), align=4)
+
+            choose(b, args[0], {count: partial(emit, count) for count in counts})
+            return ctx.get_dummy_value()
+
+        return types.void(types.int64, *[types.intp] * 4), generate
+
+    return write

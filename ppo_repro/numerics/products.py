@@ -1,0 +1,117 @@
+"""The products of the exact numerics, by the backend in use: contractions and integer sums over tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.kernels import amx, dense, gradient, rows, sums
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.elementwise import pow2
+from ppo_repro.numerics.grid import MANTISSA_BITS, contract, exponent, operand_bits, quantise
+
+NOTHING = int(rows.NOTHING)
+
+
+def array(x: Tensor) -> np.ndarray:
+    """A contiguous CPU tensor as an array, without a copy where it already is one."""
+    return x.detach().contiguous().numpy()
+
+
+class Weight:
+    """A weight matrix prepared for contractions, made anew when the weight or the backend changes."""
+
+    def __init__(self, name: str, most_bits: int) -> None:
+        self.name, self.most_bits = name, most_bits
+        self._made_from: tuple[int, int, str] = (0, -1, "")
+        self._prepared: dict[int, Any] = {}
+
+    def bits(self, terms: int) -> int:
+        """Operand bits of a contraction with this weight."""
+        return min(self.most_bits, operand_bits(terms))
+
+    def _get(self, weight: Tensor, dim: int, kind: str) -> Any:
+        # in-place changes count up the version; other storage under the same parameter shows in the address
+        made_from = (weight.data_ptr(), weight._version, kind)
+        if made_from != self._made_from:
+            self._prepared, self._made_from = {}, made_from
+        if dim not in self._prepared:
+            self._prepared[dim] = self._prepare(weight.detach(), dim, kind)
+        return self._prepared[dim]
+
+    def _prepare(self, weight: Tensor, dim: int, kind: str) -> Any:
+        p = self.bits(weight.shape[dim])
+        if kind == "amx":
+            return amx.pack(array(weight), p, along_rows=dim == 1)
+        rows_of = weight if dim == 1 else weight.t()
+        return dense.prepare(array(rows_of), p) if kind == "dgemm" else quantise(rows_of, p)
+
+    def contract(self, x: Tensor, weight: Tensor, dim: int, bias: Tensor | None = None) -> Tensor:
+        """fl32(sum_k x[.., k] w[.., k]) + 0 [+ bias] over dimension `dim` of weight [N, K].
+
+        x [M, K] float32 -> [M, N] for dim 1; [M, N] -> [M, K] for dim 0. Raises NumericsError naming the
+        module where x or the weight is not finite.
+        """
+        kind = backend.active() if backend.has_kernels(x) else "eager"
+        if kind == "amx" and weight.shape[dim] > amx.MAX_TERMS:
+            kind = "dgemm"
+        prepared = self._get(weight, dim, kind)
+        if kind == "eager":
+            y = contract(quantise(x, self.bits(weight.shape[dim]), where=f"the input of {self.name}"), prepared)
+            return y if bias is None else y + bias
+        y = torch.empty(len(x), weight.shape[1 - dim])
+        added = amx.NO_BIAS if bias is None else array(bias)
+        if kind == "amx":
+            finite = amx.contract(array(x), prepared, amx.padded_bias(added), y.numpy())
+        else:
+            finite = dense.contract(array(x), prepared, added, y.numpy())
+        if not finite:
+            raise NumericsError(f"the input or the weight of {self.name} is not finite")
+        return y
+
+
+def row_exponents(x: Tensor) -> Tensor | None:
+    """int64 [M]: smallest e >= -100 with max |row| < 2^e, NOTHING for zeros; None if a row is not finite."""
+    if backend.has_kernels(x) and x.dtype == torch.float32:
+        found = rows.row_exponents(array(x))
+        return None if found is None else torch.from_numpy(found).to(torch.int64)
+    largest = x.abs().amax(-1)
+    if not torch.isfinite(largest).all():
+        return None
+    return exponent(largest).masked_fill_(largest == 0, NOTHING)
+
+
+def add_products(grad: Tensor, up: Tensor, bits: int, x: Tensor, x_up: Tensor, x_bits: int, out: Tensor) -> None:
+    """out[n, k] += sum_t rne(grad[t, n] up[t]) rne(x[t, k] x_up[t]), exactly, in int64.
+
+    grad [T, N], x [T, K] float32; up, x_up [T] float64 powers of two; the integers stay within 2^bits and
+    2^x_bits.
+    """
+    if backend.has_kernels(grad):
+        accumulate = gradient.accumulate if backend.active() == "amx" else dense.accumulate
+        accumulate(array(grad), array(up), bits, array(x), array(x_up), x_bits, out.numpy())
+        return
+    z = (grad.to(torch.float64) * up[:, None]).round_()
+    integers = (x.to(torch.float64) * x_up[:, None]).round_()
+    chunk = 1 << (MANTISSA_BITS - bits - x_bits)  # so many products sum exactly in float64
+    for start in range(0, len(z), chunk):
+        out += (z[start : start + chunk].t() @ integers[start : start + chunk]).to(torch.int64)
+
+
+def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: Tensor | None, out: Tensor) -> None:
+    """out += sum_t rne(x[t] 2^shift), or out[ids[t]] += ..., over rows of exponents up to `limit`."""
+    if backend.has_kernels(x) and x.dtype == torch.float32:
+        places = np.empty(0, np.int64) if ids is None else array(ids)
+        sums.add_rows(array(x), array(exponents), limit, 2.0**shift, places, out.numpy())
+        return
+    fitting = exponents <= limit
+    unit = pow2(torch.tensor(shift, device=x.device))
+    integers = (x[fitting].to(torch.float64) * unit).round_().to(torch.int64)
+    if ids is None:
+        out += integers.sum(0).view(out.shape)
+    else:
+        out.index_add_(0, ids[fitting], integers)

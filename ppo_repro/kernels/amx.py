@@ -29,7 +29,7 @@ from ppo_repro.kernels.vectors import TILE, column_quantiser, row_quantiser
 # |digit product| <= 2^14 and at most 3 of them share a level: sums of so many terms stay inside int32
 MAX_TERMS = 32768
 
-_to_a, _to_b, _columns_to_b = row_quantiser(False), row_quantiser(True), column_quantiser((2, 3), True, False)
+_to_a, _to_b, _columns_to_b = row_quantiser(False), row_quantiser(True), column_quantiser((2, 3), True)
 _CONFIGURATIONS = np.stack([configuration(max(rows, 1)) for rows in range(17)])
 
 
@@ -105,7 +105,7 @@ def _column_scales(bits, rows, columns, p, up, down):  # type: ignore[no-untyped
     for c in range(columns):
         finite &= largest[c] < INFINITY_BITS
         e = exponent32(largest[c])
-        up[c], down[c] = pow2_64(p - e), pow2_64(e - p)
+        up[c], down[c] = pow2_32(p - e), pow2_64(e - p)
     return finite
 
 
@@ -128,7 +128,7 @@ def _pack_columns(w, rows, columns, digits, up, first, last, tiles):  # type: ig
                         padded[j * 16 + c] = w[(row + j) * columns + start + c] if inside else np.float32(0)
                 place, stride = padded.ctypes.data, 64
             tile = target + (column * blocks + (group >> 4)) * size + (group & 15) * 64
-            _columns_to_b(digits, place, stride, scales + start * 8, tile)
+            _columns_to_b(digits, place, stride, scales + start * 4, tile)
 
 
 @kernel
@@ -211,7 +211,7 @@ def pack(w: np.ndarray, p: int, along_rows: bool) -> Packed:
     if along_rows:
         in_parts(lambda i, j: finite.append(_pack_rows(flat, bits, terms, p, digits, i, j, tiles, scales)), rows, terms)
     else:
-        up = np.zeros(len(scales))
+        up = np.zeros(len(scales), np.float32)
         finite.append(_column_scales(bits, rows, columns, p, up, scales))
         blocks = -(-columns // 16)
         in_parts(lambda i, j: _pack_columns(flat, rows, columns, digits, up, i, j, tiles), blocks, 16.0 * rows)

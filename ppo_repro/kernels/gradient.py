@@ -11,18 +11,18 @@ from ppo_repro.kernels.amx import MAX_TERMS, digits_for
 from ppo_repro.kernels.compile import kernel
 from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.tiles import add_integers, clear, configuration, configure, multiply, release, save
-from ppo_repro.kernels.vectors import TILE, column_quantiser
+from ppo_repro.kernels.vectors import TILE, column_quantiser, transpose_tile
 
 # |d0 + 256 d1 + 65536 d2| <= 8355711: three digits hold integers up to 2^22, not 2^23
 THREE_DIGIT_BITS = 22
 
-_to_a, _to_b = column_quantiser((3, 4), False, True), column_quantiser((2, 3), False, False)
+_to_words = column_quantiser((2, 3, 4), False)
 _PALETTE = configuration(16)
 
 
 @kernel
 def _pack(x, rows, columns, digits, is_a, scales, first, last, tiles):  # type: ignore[no-untyped-def]
-    """Column blocks first..last of flat x [T, F] as A or B tiles, contraction over T; scales [T padded to 4]."""
+    """Column blocks first..last of flat x [T, F] as A or B tiles, contraction over T; scales [T padded to 4, 2]."""
     blocks = (rows + 63) >> 6
     size = digits * TILE
     source, target, s0 = x.ctypes.data, tiles.ctypes.data, scales.ctypes.data
@@ -39,10 +39,10 @@ def _pack(x, rows, columns, digits, is_a, scales, first, last, tiles):  # type: 
                         padded[j * 16 + c] = x[(row + j) * columns + start + c] if inside else np.float32(0)
                 place, stride = padded.ctypes.data, 64
             tile = target + (column * blocks + (group >> 4)) * size
-            if is_a:
-                _to_a(digits, place, stride, s0 + row * 8, tile + (group & 15) * 4)
-            else:
-                _to_b(digits, place, stride, s0 + row * 8, tile + (group & 15) * 64)
+            _to_words(digits, place, stride, s0 + row * 8, tile + (group & 15) * 64)
+        if is_a:
+            for tile_index in range(blocks * digits):
+                transpose_tile(target + (column * blocks * digits + tile_index) * TILE)
 
 
 @kernel
@@ -77,12 +77,18 @@ def _accumulate(a, b, blocks, a_digits, b_digits, palette, first, last, rows, co
     release()
 
 
+def _two_factors(scales: np.ndarray) -> np.ndarray:
+    """float32 [T, 2] whose products are the powers of two `scales`; what is below every float32 becomes 0."""
+    first = np.clip(scales, 2.0**-126, 2.0**126)
+    return np.stack([first, scales / first], -1).astype(np.float32)
+
+
 def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.ndarray:
     rows, columns = x.shape
     blocks = -(-columns // 16)
     tiles = np.zeros(blocks * -(-rows // 64) * digits * TILE, np.int8)
-    padded = np.zeros(-(-rows // 4) * 4)
-    padded[:rows] = scales
+    padded = np.zeros((-(-rows // 4) * 4, 2), np.float32)
+    padded[:rows] = _two_factors(scales)
     flat = x.reshape(-1)
     in_parts(lambda i, j: _pack(flat, rows, columns, digits, is_a, padded, i, j, tiles), blocks, 16.0 * rows)
     return tiles

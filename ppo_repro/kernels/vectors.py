@@ -115,26 +115,29 @@ def row_quantiser(transposed: bool) -> Any:
     return write
 
 
-def column_quantiser(counts: tuple[int, ...], scale_by_column: bool, scattered: bool) -> Any:
+def column_quantiser(counts: tuple[int, ...], scale_by_column: bool) -> Any:
     """(digits, source, stride, scales, target): 4 rows by 16 columns, the 4 rows of a column in one word.
 
-    The words lie next to each other, for a B operand, or `scattered` 64 bytes apart, for an A operand whose
-    rows are the columns of the source. `scales` are 16 doubles, one a column, or 4, one a row.
+    Word c of digit s goes to target + s TILE + 4 c, as a B operand has it. `scales` are 16 floats, one a
+    column, or 8, two for each row: a scale outside the range of float32 is the product of two inside it.
     """
 
     @intrinsic
     def write(_: Any, digits: Any, source: Any, stride: Any, scales: Any, target: Any) -> Any:
+        def scaled(b: Builder, place: Value, scales: Value, row: int) -> Value:
+            x = load(b, FLOAT, place)
+            if scale_by_column:
+                return b.fmul(x, load(b, FLOAT, scales))
+            for offset in (8 * row, 8 * row + 4):
+                x = b.fmul(x, spread(b, FLOAT, b.load(at(b, FLOAT, scales, offset), align=4)))
+            return x
+
         def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
             rows = []
             place = args[1]
             for row in range(4):
-                if scale_by_column:
-                    scale = load(b, DOUBLE, args[3])
-                else:
-                    scale = spread(b, DOUBLE, b.load(at(b, DOUBLE, args[3], 8 * row), align=8))
-                # in float64, where neither a scale nor a product leaves the range
-                scaled = b.fmul(b.fpext(load(b, FLOAT, place), vector(DOUBLE)), scale)
-                rows.append(b.fptosi(call(b, "llvm.rint.v16f64", vector(DOUBLE), scaled), vector(I32)))
+                rounded = call(b, "llvm.rint.v16f32", vector(FLOAT), scaled(b, place, args[3], row))
+                rows.append(b.fptosi(rounded, vector(I32)))
                 place = b.add(place, args[2])
 
             def emit(count: int) -> None:
@@ -143,12 +146,7 @@ def column_quantiser(counts: tuple[int, ...], scale_by_column: bool, scattered: 
                     for s, digit in enumerate(digits_of(b, integers, count)):
                         words[s] = b.or_(words[s], b.shl(b.zext(digit, vector(I32)), constant(I32, 8 * row)))
                 for s, word in enumerate(words):
-                    if not scattered:
-                        store(b, word, args[4], s * TILE)
-                        continue
-                    for lane in range(LANES):
-                        element = b.extract_element(word, ir.Constant(I32, lane))
-                        b.store(element, at(b, I32, args[4], s * TILE + 64 * lane), align=4)
+                    store(b, word, args[4], s * TILE)
 
             choose(b, args[0], {count: partial(emit, count) for count in counts})
             return ctx.get_dummy_value()
@@ -156,3 +154,24 @@ def column_quantiser(counts: tuple[int, ...], scale_by_column: bool, scattered: 
         return types.void(types.int64, *[types.intp] * 4), generate
 
     return write
+
+
+@intrinsic
+def transpose_tile(_: Any, tile: Any) -> Any:
+    """Transpose the 16 by 16 words of a tile in place: from a B operand to an A operand."""
+
+    def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+        rows = [load(b, I32, args[0], 64 * r) for r in range(LANES)]
+        for size in (8, 4, 2, 1):  # swap the off-diagonal blocks of this size
+            upper = [lane if not lane & size else LANES + lane - size for lane in range(LANES)]
+            lower = [lane + size if not lane & size else LANES + lane for lane in range(LANES)]
+            for r in range(LANES):
+                if not r & size:
+                    first, second = rows[r], rows[r + size]
+                    rows[r] = b.shuffle_vector(first, second, ir.Constant(vector(I32), upper))
+                    rows[r + size] = b.shuffle_vector(first, second, ir.Constant(vector(I32), lower))
+        for r in range(LANES):
+            store(b, rows[r], args[0], 64 * r)
+        return ctx.get_dummy_value()
+
+    return types.void(types.intp), generate

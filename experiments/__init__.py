@@ -1,0 +1,1 @@
+"""Configurations, studies and benchmarks."""

@@ -106,7 +106,7 @@ def main() -> int:
         return 2
     backend.use("eager", 1)
     cpu = torch.device("cpu")
-    print(f"{"stage":<40}{'cpu':<20}{name:<20}")
+    print(f"{'stage':<40}{'cpu':<20}{name:<20}")
     failed = False
     exact = [elementwise(cpu), elementwise(device)]
     for stage in exact[0]:

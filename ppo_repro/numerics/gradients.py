@@ -63,8 +63,10 @@ class GradientAccumulator:
             self.sums[name] = torch.zeros(p.shape, dtype=torch.int64, device=p.device)
         return self.sums[name]
 
-    def add_linear(self, weight: Tensor, x: tuple[Tensor, Tensor], grad: Tensor) -> None:
+    def add_linear(self, weight: Tensor, x: tuple[Tensor, Tensor], grad: Tensor, transposed: bool = False) -> None:
         """dW[n, k] += sum_t grad[t, n] x[t, k]. x: grid of 20 bits and scale, [T, K]; grad float32 [T, N].
+
+        A `transposed` weight is stored as [K, N].
 
         Z = rne(grad 2^(ex - E - h + zb)) with ex the exponent of x's row; integers sum_t Z X.
         """
@@ -78,7 +80,8 @@ class GradientAccumulator:
             return
         shift = x_exponent[live] - self.grids[name] - HEADROOM + GRADIENT_BITS
         z = (grad[live].to(torch.float64) * pow2(shift)[:, None]).round_()
-        kept, total = integers[live], self._sum(name)
+        kept = integers[live]
+        total = self._sum(name).t() if transposed else self._sum(name)
         for start in range(0, len(live), CHUNK):
             total += (z[start : start + CHUNK].t() @ kept[start : start + CHUNK]).to(torch.int64)
 

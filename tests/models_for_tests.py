@@ -171,6 +171,15 @@ def source_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def without_window(architecture: str) -> PreTrainedModel:
+    """`source_model` with a window that reaches as far as the context."""
+    config = CONFIGS[architecture]()
+    config.sliding_window = CONTEXT
+    model = CLASSES[type(config)](config).eval()
+    fill(model, 0)
+    return model
+
+
 @cache
 def policy(architecture: str, mode: str, seed: int = 0) -> PreTrainedModel:
     """A policy made from `source_model`; shared between tests, which must not change it."""

@@ -51,7 +51,7 @@ class TinyModel(Section):
 
 
 class ModelFolder(Section):
-    """A transformers model folder on disk (Qwen2, Qwen3, Llama) with its tokenizer."""
+    """A transformers folder with its tokenizer: Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2 or GPT-NeoX (Pythia)."""
 
     kind: Literal["folder"] = Field(description="Load the policy from a local folder.")
     path: str = Field(min_length=1, description="Folder with config.json, safetensors and tokenizer files.")

@@ -1,4 +1,4 @@
-"""Tiny models of the three supported architectures, ragged sequences, and comparison of raw bits."""
+"""Tiny models of every supported family, ragged sequences, and comparison of raw bits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from functools import cache
 import torch
 from torch import Tensor
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -61,12 +70,73 @@ def llama_config(**changes: object) -> LlamaConfig:
     return LlamaConfig(**{**SHAPE, "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE, **changes})
 
 
-MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3": lambda: Qwen3ForCausalLM(qwen3_config()),
-    "qwen2": lambda: Qwen2ForCausalLM(qwen2_config()),
-    "llama": lambda: LlamaForCausalLM(llama_config()),
+def mistral_config(**changes: object) -> MistralConfig:
+    """A window of 6 keys in every layer."""
+    return MistralConfig(**{**SHAPE, "tie_word_embeddings": False, "sliding_window": 6, **changes})
+
+
+def gemma_config(**changes: object) -> GemmaConfig:
+    """One key/value head, heads wider than hidden_size / heads, GELU by tanh, scaled and tied embeddings."""
+    return GemmaConfig(**{**SHAPE, "head_dim": 16, "num_key_value_heads": 1, **changes})
+
+
+def gpt2_config(**changes: object) -> GPT2Config:
+    """Learned positions, layer norms, transposed linear layers, tied embeddings, dropout that must not act."""
+    shape = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "n_inner": 72}
+    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32"}
+    return GPT2Config(**{**shape, **tokens, **changes})
+
+
+def gpt_neox_config(**changes: object) -> GPTNeoXConfig:
+    """Half of each head rotates, parallel residual, GELU by erf, biases, untied, dropout that must not act."""
+    dropout = {"rotary_pct": 0.5, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    shape = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+    return GPTNeoXConfig(**{**shape, "tie_word_embeddings": False, **dropout, **changes})
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
+    Qwen3Config: Qwen3ForCausalLM,
+    Qwen2Config: Qwen2ForCausalLM,
+    LlamaConfig: LlamaForCausalLM,
+    MistralConfig: MistralForCausalLM,
+    GemmaConfig: GemmaForCausalLM,
+    GPT2Config: GPT2LMHeadModel,
+    GPTNeoXConfig: GPTNeoXForCausalLM,
 }
-ARCHITECTURES = tuple(MAKERS)
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3": qwen3_config,
+    "qwen2": qwen2_config,
+    "llama": llama_config,
+    "mistral": mistral_config,
+    "gemma": gemma_config,
+    "gpt2": gpt2_config,
+    "gpt_neox": gpt_neox_config,
+    "qwen2 sliding": lambda: qwen2_config(**SLIDING),
+}
+ARCHITECTURES = tuple(CONFIGS)
+# settings of these families that change what is computed; compared with float64 only
+VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3 sliding, untied, biases": lambda: qwen3_config(**SLIDING, tie_word_embeddings=False, attention_bias=True),
+    "qwen2 tied": lambda: qwen2_config(tie_word_embeddings=True),
+    "llama tied, biases, gelu": lambda: llama_config(
+        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, hidden_act="gelu"
+    ),
+    "llama yarn": lambda: llama_config(rope_parameters=YARN),
+    "mistral without window, tied": lambda: mistral_config(sliding_window=None, tie_word_embeddings=True),
+    "gemma untied, biases": lambda: gemma_config(tie_word_embeddings=False, attention_bias=True),
+    "gpt2 untied, scaled by layer": lambda: gpt2_config(
+        tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True
+    ),
+    "gpt2 unscaled, gelu_fast": lambda: gpt2_config(scale_attn_weights=False, activation_function="gelu_fast"),
+    "gpt_neox sequential, tied, no biases": lambda: gpt_neox_config(
+        use_parallel_residual=False, tie_word_embeddings=True, attention_bias=False, hidden_act="quick_gelu"
+    ),
+    "gpt_neox linear": lambda: gpt_neox_config(
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+    ),
+}
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -74,25 +144,39 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def fill(model: torch.nn.Module, seed: int) -> None:
-    """Random weights: norms near 1, biases near 0, matrices by fan-in, embeddings that give peaked logits."""
+    """Random weights: factors of norms near 1, biases near 0, matrices by fan-in, embeddings for peaked logits."""
     generator = seeded(seed)
+    config = getattr(model, "config", None)
+    offset = 0.0 if isinstance(config, GemmaConfig) else 1.0  # Gemma's factors are 1 + weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                parameter.copy_(1.0 + 0.1 * noise)
+            if parameter.dim() == 1 and name.endswith("weight"):
+                parameter.copy_(offset + 0.1 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.2 * noise)
-            elif "embed_tokens" in name:
+            elif any(part in name for part in ("embed_tokens", "embed_in", "wte", "wpe")):
                 parameter.copy_(0.3 * noise)
             else:
-                parameter.copy_(noise * (1.5 / math.sqrt(parameter.shape[1])))
+                # GPT-2 stores [in, out]
+                fan_in = parameter.shape[0 if isinstance(config, GPT2Config) and ".c_" in name else 1]
+                parameter.copy_(noise * (1.5 / math.sqrt(fan_in)))
 
 
 def source_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     """An unmodified transformers model with random weights, in evaluation mode."""
-    model = MAKERS[architecture]().eval()
+    config = {**CONFIGS, **VARIANTS}[architecture]()
+    model = CLASSES[type(config)](config).eval()
     fill(model, seed)
+    return model
+
+
+def without_window(architecture: str) -> PreTrainedModel:
+    """`source_model` with a window that reaches as far as the context."""
+    config = CONFIGS[architecture]()
+    config.sliding_window = CONTEXT
+    model = CLASSES[type(config)](config).eval()
+    fill(model, 0)
     return model
 
 

@@ -14,6 +14,7 @@ import pytest
 from ppo_repro.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
+from tests.models_for_tests import ARCHITECTURES, CLASSES, CONFIGS, fill
 from tests.runs_for_tests import SMALL
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,28 +164,19 @@ def test_real_input_with_a_reward_of_ones_own(
     assert code == 2 and "changed since the run was recorded" in one_line(err)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a != "qwen3"])
 def test_other_architectures_hold_the_same_promises(
     cli: Cli, tmp_path: Path, policy_folder: Path, architecture: str
 ) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(policy_folder)
-    config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=0,
-    )
     model = tmp_path / "model"
-    getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(model)
+    config = CONFIGS[architecture]()
+    config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
+    source = CLASSES[type(config)](config)
+    fill(source, 0)
+    source.save_pretrained(model)
     tokenizer.save_pretrained(model)
     prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
     code, out, _ = cli("run", folder_config(tmp_path / "c.yaml", model, prompts), "--out", tmp_path, "--json")

@@ -109,8 +109,12 @@ def test_rollout_is_the_same_under_every_schedule_and_equals_the_training_forwar
     assert unequal(got, joined(reference)) == 0
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+CASES = [("qwen3", sampling) for sampling in SAMPLINGS] + [
+    (architecture, SAMPLINGS[i % 4]) for i, architecture in enumerate(a for a in ARCHITECTURES if a != "qwen3")
+]
+
+
+@pytest.mark.parametrize(("architecture", "sampling"), CASES, ids=str)
 def test_every_schedule_and_layout_of_one_batch(architecture: str, sampling: Sampling) -> None:
     requests = requests_of(8, 5)
     reference = engine(architecture, "exact").generate(requests, sampling)
@@ -263,7 +267,7 @@ def sweep(mode: str, tokens: int) -> tuple[int, int]:
     compared = differing = turn = 0
     long = [Sampling(s.temperature, s.top_k, s.top_p, 40) for s in SAMPLINGS]
     while compared < tokens:
-        architecture, sampling = ARCHITECTURES[turn % 3], long[turn % 4]
+        architecture, sampling = ARCHITECTURES[turn % len(ARCHITECTURES)], long[turn % 4]
         slots, chunk, padding, micro = (16, 7, 48)[turn % 3], (0, 3, 5)[turn // 3 % 3], PADDINGS[turn // 2 % 3], 8
         rolling = TorchEngine(policy(architecture, mode, turn % 5), frozenset({1}), mode, CONTEXT, slots, chunk)
         requests = requests_of(96, turn)

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.lowering import CAUSAL_MODELS
+from ppo_repro.numerics.families import CAUSAL_MODELS
 
 
 def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -30,6 +30,8 @@ def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
+        if type(model) not in CAUSAL_MODELS:  # model_type and architectures of the folder disagree
+            raise UserError(f"model.path = {path}: loads as {type(model).__name__}; must be one of {known}")
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path = {path}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error

@@ -10,6 +10,7 @@ from ppo_repro.config import RunConfig
 from ppo_repro.models.layout import TokenBatch, micro_batches
 from ppo_repro.models.networks import expand_kept, hidden_states, value_predictions
 from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
 
 LOGITS_AT_ONCE = 1 << 24
@@ -40,11 +41,13 @@ def _distributions(state: TrainState, batch: TokenBatch, kept: Tensor, config: R
     Only so many rows of the vocabulary are held at once that they stay a moderate size.
     """
     mode, temperature = config.numerics.mode, config.rollout.temperature
-    hidden, ref_hidden = hidden_states(state.policy.model, batch), hidden_states(state.reference.model, batch)
-    vocab_size = state.policy.config.vocab_size
+    policy, reference = state.policy, state.reference
+    hidden, ref_hidden = hidden_states(trunk_of(policy), batch), hidden_states(trunk_of(reference), batch)
+    head, ref_head = head_of(policy), head_of(reference)
+    vocab_size = policy.config.vocab_size
     parts: list[tuple[Tensor, ...]] = []
     for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // vocab_size)):
-        logits, ref_logits = state.policy.lm_head(hidden[rows]), state.reference.lm_head(ref_hidden[rows])
+        logits, ref_logits = head(hidden[rows]), ref_head(ref_hidden[rows])
         targets, eligible = batch.targets[rows], expand_kept(kept[rows], vocab_size)
         old_logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
         ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode)

@@ -28,6 +28,7 @@ EXP_COEFFICIENTS = (
     5.0000001201e-1,
 )
 EXP_MIN, EXP_MAX = -87.0, 88.0
+EXP64_MIN, EXP64_MAX = -708.0, 709.0
 
 
 def pow2(exponent: Tensor) -> Tensor:
@@ -78,7 +79,12 @@ def log(x: Tensor) -> Tensor:
     return e * LN2 + (s * 2.0) * y
 
 
-def _exp64(x: Tensor) -> Tensor:
+def exp64(x: Tensor) -> Tensor:
+    """e^x in float64, to a few units in the last place; exp64(0) is exactly 1.
+
+    The argument is clamped to [-708, 709], where the result is a normal float64.
+    """
+    x = x.clamp(EXP64_MIN, EXP64_MAX)
     k = (x * LOG2_E).round()
     r = x - k * 0.6931471803691238  # first 33 bits of ln 2: the product is exact
     r = r - k * 1.9082149292705877e-10
@@ -90,7 +96,7 @@ def _exp64(x: Tensor) -> Tensor:
 
 def power(base: float, exponents: Tensor) -> Tensor:
     """base^exponents in float64 as exp(exponent * ln(base)); base > 0, results well inside the range."""
-    return _exp64(exponents.to(torch.float64) * log(torch.tensor([base], dtype=torch.float64)))
+    return exp64(exponents.to(torch.float64) * log(torch.tensor([base], dtype=torch.float64)))
 
 
 # pi/2 in three parts of at most 33 bits each, so that n * part is exact for n < 2^20 (fdlibm)

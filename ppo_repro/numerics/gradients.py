@@ -63,8 +63,10 @@ class GradientAccumulator:
             self.sums[name] = torch.zeros(p.shape, dtype=torch.int64, device=p.device)
         return self.sums[name]
 
-    def add_linear(self, weight: Tensor, x: Tensor, grad: Tensor) -> None:
+    def add_linear(self, weight: Tensor, x: Tensor, grad: Tensor, transposed: bool = False) -> None:
         """dW[n, k] += sum_t grad[t, n] x[t, k]; x [T, K] and grad [T, N] float32.
+
+        A `transposed` weight is stored as [K, N].
 
         Z = rne(grad 2^(ex - E - h + zb)) with ex the exponent of x's row; integers sum_t Z X.
         """
@@ -83,7 +85,12 @@ class GradientAccumulator:
         up = pow2(torch.where(live, x_exponents - limit + GRADIENT_BITS, -1022))
         x_up = pow2(self.operand_bits - x_exponents.clamp(min=MIN_EXPONENT))
         # a bound on the integers of this pass: the smaller they are, the longer sums stay exact
-        add_products(grad, up, GRADIENT_BITS - max(0, limit - largest), x, x_up, self.operand_bits, self.sum_of(name))
+        bits = GRADIENT_BITS - max(0, limit - largest)
+        total = self.sum_of(name)
+        out = torch.zeros_like(total.t(), memory_format=torch.contiguous_format) if transposed else total
+        add_products(grad, up, bits, x, x_up, self.operand_bits, out)
+        if transposed:
+            total += out.t()
 
     def add_rows(self, parameter: Tensor, contributions: Tensor, ids: Tensor | None = None) -> None:
         """dp += sum_t contributions[t], or dp[ids[t]] += contributions[t].

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.numerics.families import head_of, stock_masks, trunk_of
 from ppo_repro.numerics.kv_cache import GridCache
 from ppo_repro.rollout.cache import SlotCache
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
@@ -93,13 +94,13 @@ class TorchEngine:
             ]
             if ends:
                 i, r, column = (torch.tensor(values) for values in zip(*ends, strict=True))
-                out[r] = self.policy.lm_head(hidden[i, column])
+                out[r] = head_of(self.policy)(hidden[i, column])
         return out
 
     def _decode(self, cache: Cache, turn: list[_Active]) -> Tensor:
         pieces = [(item.tokens[-1],) for item in turn]
         hidden = self._forward(cache, [item.slot for item in turn], pieces, [item.last_position for item in turn])
-        return self.policy.lm_head(hidden[:, 0])
+        return head_of(self.policy)(hidden[:, 0])
 
     def _forward(self, cache: Cache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
         """Hidden states [R, L, H] of right-padded pieces, row r beginning at position starts[r]."""
@@ -111,14 +112,17 @@ class TorchEngine:
         # a padded query sits at position 0, where it sees one key, and its result is not used
         positions = torch.where(valid, torch.tensor(starts)[:, None] + columns, 0)
         cache.aim(torch.tensor(slots), positions, valid)
+        trunk = trunk_of(self.policy)
         if isinstance(cache, GridCache):
-            out = self.policy.model(input_ids=ids, position_ids=positions, kv_cache=cache, use_cache=False)
+            everything = torch.ones_like(ids)  # see hidden_states: what is visible is the cache's
+            out = trunk(
+                input_ids=ids, position_ids=positions, attention_mask=everything, kv_cache=cache, use_cache=False
+            )
         else:
-            visible = torch.arange(int(positions.max()) + 1) <= positions[:, :, None]
-            out = self.policy.model(
+            out = trunk(
                 input_ids=ids,
                 position_ids=positions,
-                attention_mask=visible[:, None],
+                attention_mask=stock_masks(trunk.config, lambda window: within(positions, window)),
                 past_key_values=cache,
                 use_cache=False,
             )
@@ -136,6 +140,12 @@ class TorchEngine:
         if item.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if len(item.tokens) == sampling.max_response_tokens else ""
+
+
+def within(positions: Tensor, window: int | None) -> Tensor:
+    """bool [R, 1, L, J]: queries at `positions` [R, L] see cached keys 0..position, at most the last `window`."""
+    keys, last = torch.arange(int(positions.max()) + 1), positions[:, None, :, None]
+    return (keys <= last) if window is None else (keys <= last) & (keys > last - window)
 
 
 def _completion(item: _Active, reason: str) -> Completion:

@@ -1,0 +1,140 @@
+"""The model families this package knows: their transformers classes, and the settings that mean something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.gemma import modeling_gemma as gemma
+from transformers.models.gpt2 import modeling_gpt2 as gpt2
+from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from ppo_repro.errors import UserError
+
+NAMES = "Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2 or GPT-NeoX"
+
+CAUSAL_MODELS: tuple[type[PreTrainedModel], ...] = (
+    llama.LlamaForCausalLM,
+    qwen2.Qwen2ForCausalLM,
+    qwen3.Qwen3ForCausalLM,
+    mistral.MistralForCausalLM,
+    gemma.GemmaForCausalLM,
+    gpt2.GPT2LMHeadModel,
+    gpt_neox.GPTNeoXForCausalLM,
+)
+CLASSIFIERS: tuple[type[PreTrainedModel], ...] = (
+    llama.LlamaForSequenceClassification,
+    qwen2.Qwen2ForSequenceClassification,
+    qwen3.Qwen3ForSequenceClassification,
+    mistral.MistralForSequenceClassification,
+    gemma.GemmaForSequenceClassification,
+    gpt2.GPT2ForSequenceClassification,
+    gpt_neox.GPTNeoXForSequenceClassification,
+)
+ATTENTIONS: tuple[type[nn.Module], ...] = (
+    llama.LlamaAttention,
+    qwen2.Qwen2Attention,
+    qwen3.Qwen3Attention,
+    mistral.MistralAttention,
+    gemma.GemmaAttention,
+    gpt2.GPT2Attention,
+    gpt_neox.GPTNeoXAttention,
+)
+RMS_NORMS: tuple[type[nn.Module], ...] = (
+    llama.LlamaRMSNorm,
+    qwen2.Qwen2RMSNorm,
+    qwen3.Qwen3RMSNorm,
+    mistral.MistralRMSNorm,
+)
+ROTARIES: tuple[type[nn.Module], ...] = (
+    llama.LlamaRotaryEmbedding,
+    qwen2.Qwen2RotaryEmbedding,
+    qwen3.Qwen3RotaryEmbedding,
+    mistral.MistralRotaryEmbedding,
+    gemma.GemmaRotaryEmbedding,
+    gpt_neox.GPTNeoXRotaryEmbedding,
+)
+# modules that only call others, and compute nothing themselves but elementwise sums and products
+CONTAINERS: tuple[type[nn.Module], ...] = (
+    *CAUSAL_MODELS,
+    *CLASSIFIERS,
+    *ATTENTIONS,
+    llama.LlamaModel,
+    llama.LlamaDecoderLayer,
+    llama.LlamaMLP,
+    qwen2.Qwen2Model,
+    qwen2.Qwen2DecoderLayer,
+    qwen2.Qwen2MLP,
+    qwen3.Qwen3Model,
+    qwen3.Qwen3DecoderLayer,
+    qwen3.Qwen3MLP,
+    mistral.MistralModel,
+    mistral.MistralDecoderLayer,
+    mistral.MistralMLP,
+    gemma.GemmaModel,
+    gemma.GemmaDecoderLayer,
+    gemma.GemmaMLP,
+    gpt2.GPT2Model,
+    gpt2.GPT2Block,
+    gpt2.GPT2MLP,
+    gpt_neox.GPTNeoXModel,
+    gpt_neox.GPTNeoXLayer,
+    gpt_neox.GPTNeoXMLP,
+    nn.ModuleList,
+)
+
+_TYPED_LAYERS = {"qwen2", "qwen3"}  # families whose `layer_types` say which layers have a sliding window
+
+
+def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformer below the head, whatever its family calls it: `model`, `transformer`, `gpt_neox`."""
+    return cast(PreTrainedModel, model.base_model)
+
+
+def head_of(model: PreTrainedModel) -> nn.Module:
+    """The language-model head of a causal model: `lm_head`, `embed_out`."""
+    return cast(nn.Module, model.get_output_embeddings())
+
+
+def check_visibility(config: PretrainedConfig, max_context: int) -> None:
+    """Raise UserError unless every query sees its own past alone, all of it or a window, up to `max_context`.
+
+    This is what the batch layouts and the key/value caches assume, in exact and in native numerics.
+    """
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    known = {"full_attention", "sliding_attention"} if config.model_type in _TYPED_LAYERS else {"full_attention"}
+    refusals = {
+        "layer_types": not types <= known,
+        "sliding_window": "sliding_attention" in types and config.sliding_window is None,
+        "is_causal": not getattr(config, "is_causal", True),
+        "use_bidirectional_attention": bool(getattr(config, "use_bidirectional_attention", False)),
+        "add_cross_attention": bool(getattr(config, "add_cross_attention", False)),
+    }
+    for field, refused in refusals.items():
+        if refused:
+            raise UserError(
+                f"model config {field} = {getattr(config, field)!r}: not supported; choose a model whose tokens see "
+                "their own past"
+            )
+    if max_context > config.max_position_embeddings:
+        raise UserError(
+            f"numerics.max_context = {max_context}: the model has {config.max_position_embeddings} positions; "
+            "choose a smaller context"
+        )
+
+
+def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+    """The mask, or masks by type of layer, that the stock model's forward takes as `attention_mask`.
+
+    `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys; None for all.
+    """
+    if config.model_type in _TYPED_LAYERS:
+        windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+        return {kind: visible(windows[kind]) for kind in sorted(set(config.layer_types))}
+    return visible(config.sliding_window if config.model_type == "mistral" else None)

@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -150,7 +150,17 @@ class LayoutConfig(Section):
     padding: Literal["right", "left", "none"] = Field(
         "right", description="Where short rows are padded; `none` packs sequences into one row."
     )
-    threads: Count = Field(1, description="CPU threads of torch.")
+    threads: Count = Field(1, description="CPU threads of torch, in each process.")
+    rank_shares: Annotated[tuple[Index, ...], Field(strict=False)] = Field(
+        (), description="In what proportion the processes of a run get sequences, one entry each; [] for equal shares."
+    )
+
+    @field_validator("rank_shares")
+    @classmethod
+    def _someone_works(cls, shares: tuple[int, ...]) -> tuple[int, ...]:
+        if shares and not any(shares):
+            raise ValueError("at least one must be greater than 0")
+        return shares
 
 
 class RunConfig(Section):

@@ -49,7 +49,7 @@ def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
     ]
 
 
-def end(processes: list[subprocess.Popen[str]], seconds: float = 120.0) -> list[Ended]:
+def end(processes: list[subprocess.Popen[str]], seconds: float = 280.0) -> list[Ended]:
     """Wait for all of them; none may hang."""
     try:
         outputs = [process.communicate(timeout=seconds) for process in processes]

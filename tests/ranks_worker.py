@@ -16,6 +16,7 @@ import torch
 from ppo_repro import ranks as ranks_module
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.numerics import optimizer
 from ppo_repro.ranks import Ranks, joined
 from ppo_repro.records import manifest
 from ppo_repro.runs.progress import Silent
@@ -37,6 +38,18 @@ class WithoutReduction(Ranks):
 
     def add_up(self, tensors: Any) -> None:
         pass
+
+
+def note_tokens() -> list[int]:
+    """From now on, the tokens of every optimizer step that the no-overflow bound is asked about."""
+    real, noted = optimizer.assert_no_wrap, []
+
+    def noting(tokens: int) -> None:
+        noted.append(tokens)
+        real(tokens)
+
+    optimizer.assert_no_wrap = noting
+    return noted
 
 
 def refused(call: Any) -> str:
@@ -73,8 +86,10 @@ def main(folder: Path) -> None:
         out_of_step = ranks.check if ranks.is_first else lambda: ranks.gather([1])
         found["out of step"] = refused(out_of_step)
         found["other shapes"] = refused(lambda: ranks.add_up([torch.zeros(1 + ranks.rank)]))
+        noted = note_tokens()
         for name, overrides in RUNS.items():
             run_dir, _ = run(load_config(TINY, overrides), folder / name, Silent(), ranks)
+            found.setdefault("tokens", list(noted))  # of the first run
             ranks.check()
             found[name] = manifest.load(run_dir).fingerprint
         report = rerun(folder.parent / "alone", Silent(), ["layout.rank_shares=[2,1]"], ranks)

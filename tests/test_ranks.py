@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
+from ppo_repro.numerics import optimizer
 from ppo_repro.ranks import ALONE, Ranks, check_shares, share_ranges
 from ppo_repro.records import manifest
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
 from tests.ranks_for_tests import TINY, cli_ranks, end, start_ranks
-from tests.ranks_worker import RUNS
+from tests.ranks_worker import RUNS, note_tokens
+
+pytestmark = pytest.mark.timeout(600)  # of a machine that others use too
 
 shares = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any)
 
@@ -75,18 +78,22 @@ class Together:
     found: list[dict[str, Any]]  # by rank
     folder: Path
     alone: str  # fingerprint
+    tokens: list[int]  # of each optimizer step of the one alone
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     folder = tmp_path_factory.mktemp("ranks")
-    run_dir, _ = run(load_config(TINY), folder / "made", Silent())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(optimizer, "assert_no_wrap", optimizer.assert_no_wrap)  # put back afterwards
+        noted = note_tokens()
+        run_dir, _ = run(load_config(TINY), folder / "made", Silent())
     shutil.copytree(run_dir, folder / "alone")
     (folder / "two").mkdir()
     ended = end(start_ranks(*[["-m", "tests.ranks_worker", str(folder / "two")]] * 2))
     assert [e.code for e in ended] == [0, 0], ended
     found = [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in range(2)]
-    return Together(found, folder, manifest.load(run_dir).fingerprint)
+    return Together(found, folder, manifest.load(run_dir).fingerprint, noted)
 
 
 def test_every_rank_sees_the_same_whole(together: Together) -> None:
@@ -112,6 +119,11 @@ def test_what_is_not_the_same_is_refused_on_every_rank(together: Together) -> No
 @pytest.mark.parametrize("name", ["equal", "three to one", "all on the second"])
 def test_two_processes_leave_the_fingerprint_of_one(together: Together, name: str) -> None:
     assert [found[name] for found in together.found] == [together.alone] * 2
+
+
+def test_the_overflow_bound_is_asked_about_the_tokens_of_all_ranks(together: Together) -> None:
+    assert len(set(together.tokens)) > 3
+    assert [found["tokens"] for found in together.found] == [together.tokens] * 2
 
 
 def test_minibatches_smaller_than_the_number_of_processes(together: Together, tmp_path: Path) -> None:

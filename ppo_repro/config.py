@@ -143,7 +143,7 @@ class NumericsConfig(Section):
 class LayoutConfig(Section):
     """How the work is cut up. In exact numerics nothing here can change a result."""
 
-    rollout_slots: Count = Field(64, description="Sequences decoded side by side.")
+    rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
     prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
     forward_micro_batch: Index = Field(0, description="Sequences per scoring pass; 0 takes all.")
     update_micro_batch: Index = Field(0, description="Sequences per backward pass; 0 takes the minibatch.")

@@ -8,7 +8,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +17,9 @@ from ppo_repro import __version__
 from ppo_repro.errors import PromiseBroken, UserError
 
 if TYPE_CHECKING:
+    from ppo_repro.ranks import Ranks
     from ppo_repro.runs.diff import Difference
+    from ppo_repro.runs.progress import Watcher
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -41,17 +44,45 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _environment_count(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"environment variable {name} = {text!r}: must be a count; torchrun sets it")
+    return int(text)
+
+
+def _processes() -> tuple[int, int]:
+    """(rank, number of processes) as torchrun sets them; (0, 1) without it."""
+    size = _environment_count("WORLD_SIZE", 1)
+    return (_environment_count("RANK", 0), size) if size > 1 else (0, 1)
+
+
+@contextmanager
+def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
+    """The processes of this command; the first one shows progress, the others are silent."""
+    from ppo_repro.ranks import joined
+    from ppo_repro.runs.progress import ConsoleProgress, Silent
+
+    with joined(*_processes()) as ranks:
+        if not ranks.is_first:
+            yield ranks, Silent()
+            return
+        with ConsoleProgress() as watcher:
+            yield ranks, watcher
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     from ppo_repro.config_yaml import load_config
 
-    config = load_config(arguments.config, arguments.set)
-    from ppo_repro.runs.progress import ConsoleProgress
-    from ppo_repro.runs.run import run
-    from ppo_repro.runs.summary import speeds, summarise, verdicts
+    with _working_together() as (ranks, watcher):
+        config = load_config(arguments.config, arguments.set)
+        from ppo_repro.runs.run import run
+        from ppo_repro.runs.summary import speeds, summarise, verdicts
 
-    with ConsoleProgress() as watcher:
-        run_dir, seconds = run(config, arguments.out, watcher)
+        run_dir, seconds = run(config, arguments.out, watcher, ranks)
+    if not ranks.is_first:
+        return 0
     summary = summarise(run_dir, seconds)
     if arguments.json:
         _print_json(dataclasses.asdict(summary))
@@ -68,12 +99,13 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer; exit 1 at a difference."""
     from ppo_repro.records.reader import open_manifest
 
-    open_manifest(arguments.run)
-    from ppo_repro.runs.progress import ConsoleProgress
-    from ppo_repro.runs.run import rerun
+    with _working_together() as (ranks, watcher):
+        open_manifest(arguments.run)
+        from ppo_repro.runs.run import rerun
 
-    with ConsoleProgress() as watcher:
-        report = rerun(arguments.run, watcher, arguments.set)
+        report = rerun(arguments.run, watcher, arguments.set, ranks)
+    if not ranks.is_first:
+        return 0 if report.difference is None else 1
     identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"
     return _report_difference(report.difference, arguments.json, identical)
 
@@ -201,18 +233,26 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).splitlines())
 
 
+def _say(line: str) -> None:
+    """One line on stderr; of several processes only the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
+
+
 def _run(argv: Sequence[str]) -> int:
     try:
         arguments = build_parser().parse_args(argv)
+        if _processes()[1] > 1 and arguments.command not in (run_command, rerun_command):
+            raise UserError("only run and rerun work in several processes; start this command without torchrun")
         return int(arguments.command(arguments))
     except UserError as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        _say(f"error: {_one_line(error)}")
         return 2
     except PromiseBroken as error:
-        print(f"promise broken: {_one_line(error)}", file=sys.stderr)
+        _say(f"promise broken: {_one_line(error)}")
         return 1
     except KeyboardInterrupt:
-        print("interrupted; complete iterations are kept", file=sys.stderr)
+        _say("interrupted; complete iterations are kept")
         return 130
     except BrokenPipeError:
         # the reader of our output left, as `head` does

@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -143,17 +143,27 @@ class NumericsConfig(Section):
 class LayoutConfig(Section):
     """How the work is cut up. In exact numerics nothing here can change a result."""
 
-    rollout_slots: Count = Field(64, description="Sequences decoded side by side.")
+    rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
     prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
     forward_micro_batch: Index = Field(0, description="Sequences per scoring pass; 0 takes all.")
     update_micro_batch: Index = Field(0, description="Sequences per backward pass; 0 takes the minibatch.")
     padding: Literal["right", "left", "none"] = Field(
         "right", description="Where short rows are padded; `none` packs sequences into one row."
     )
-    threads: Count = Field(1, description="CPU threads.")
+    threads: Count = Field(1, description="CPU threads, in each process.")
     backend: Literal["auto", "eager", "dgemm", "amx"] = Field(
         "auto", description="What computes exact numerics on a CPU: kernels on float64 or AMX, or eager torch."
     )
+    rank_shares: Annotated[tuple[Index, ...], Field(strict=False)] = Field(
+        (), description="In what proportion the processes of a run get sequences, one entry each; [] for equal shares."
+    )
+
+    @field_validator("rank_shares")
+    @classmethod
+    def _someone_works(cls, shares: tuple[int, ...]) -> tuple[int, ...]:
+        if shares and not any(shares):
+            raise ValueError("at least one must be greater than 0")
+        return shares
 
 
 class RunConfig(Section):

@@ -11,6 +11,7 @@ from ppo_repro.config import RunConfig
 from ppo_repro.models.scoring import score_rollout
 from ppo_repro.models.state import TrainState
 from ppo_repro.ppo.update import update
+from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages import (
     Evaluation,
@@ -37,21 +38,27 @@ class Iteration:
     seconds: dict[str, float]  # wall time by phase: rollout, forward, update, evaluation
 
 
-def ppo_iterations(config: RunConfig, task: Task, state: TrainState, engine: Engine) -> Iterator[Iteration]:
-    """Run PPO; yields after every update. `state` is trained in place."""
+def ppo_iterations(
+    config: RunConfig, task: Task, state: TrainState, engine: Engine, ranks: Ranks
+) -> Iterator[Iteration]:
+    """Run PPO; yields after every update. `state` is trained in place.
+
+    Generating, scoring and updating are shared out by sequence; every rank sees the same whole of each stage.
+    """
     while state.iteration < config.ppo.iterations:
         index, clock = state.iteration, Clock()
         due = index % config.evaluation.every == 0
-        evaluation = evaluate(config, task, engine) if due else None
+        evaluation = evaluate(config, task, engine, ranks) if due else None
         clock.lap("evaluation")
         prompts = choose_prompts(config, task, index)
-        rollout = roll_out(config, task, engine, prompts)
+        rollout = roll_out(config, task, engine, prompts, ranks)
         clock.lap("rollout")
-        forward = score_rollout(state, rollout, config)
-        rewards = compute_rewards(config, task, rollout, forward)
+        forward = score_rollout(state, rollout, config, ranks)
+        rewards = compute_rewards(config, task, rollout, forward, ranks)
         advantages = compute_advantages(config, rollout, forward, rewards)
         clock.lap("forward")
-        updates = tuple(update(state, rollout, forward, advantages, config))
+        updates = tuple(update(state, rollout, forward, advantages, config, ranks))
+        ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("update")
         state.iteration += 1
         yield Iteration(index, evaluation, rollout, forward, rewards, advantages, updates, clock.seconds)

@@ -13,7 +13,8 @@ from ppo_repro.config import RunConfig
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import gae, whiten
 from ppo_repro.ppo.rewards import token_rewards
-from ppo_repro.rollout.engine import Engine, Request, Sampling
+from ppo_repro.ranks import Ranks
+from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
 from ppo_repro.seeding import sample_seed
 from ppo_repro.tasks.problems import Problem, Split, choose
 from ppo_repro.tasks.rewards import UserReward, score
@@ -66,10 +67,18 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
     return Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_response_tokens)
 
 
-def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts) -> Rollout:
+def _generate(
+    config: RunConfig, engine: Engine, requests: Sequence[Request], sampling: Sampling, ranks: Ranks
+) -> list[Completion]:
+    """All completions, in the order of the requests; each rank generates its own."""
+    mine = ranks.mine(len(requests), config.layout.rank_shares)
+    return ranks.gather(engine.generate([requests[i] for i in mine], sampling))
+
+
+def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
     """Sample one response to every prompt."""
     requests = [Request(ids, seed) for ids, seed in zip(prompts.prompt_ids, prompts.seeds, strict=True)]
-    completions = engine.generate(requests, sampling_of(config))
+    completions = _generate(config, engine, requests, sampling_of(config), ranks)
     ids = torch.tensor([token for c in completions for token in c.response_ids], dtype=torch.int64)
     return Rollout(
         prompts=prompts,
@@ -84,11 +93,11 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts) ->
     )
 
 
-def compute_rewards(config: RunConfig, task: Task, rollout: Rollout, forward: ForwardPass) -> Rewards:
-    """Score the responses and charge KL(policy || reference) on every token."""
+def compute_rewards(config: RunConfig, task: Task, rollout: Rollout, forward: ForwardPass, ranks: Ranks) -> Rewards:
+    """Score the responses, once and on one rank, and charge KL(policy || reference) on every token."""
     prompts = rollout.prompts
     finished = [reason == "stop" for reason in rollout.finish_reasons]
-    scores, correct = score(task.reward, prompts.texts, rollout.responses, prompts.answers, finished)
+    scores, correct = ranks.first(score, task.reward, prompts.texts, rollout.responses, prompts.answers, finished)
     log_ratio = forward.old_logprobs - forward.ref_logprobs
     penalties = kl.estimate(config.ppo.kl_estimator, log_ratio) * config.ppo.kl_coef
     return Rewards(
@@ -107,12 +116,13 @@ def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass
     return Advantages(raw_advantages=raw, advantages=advantages, returns=raw + forward.values)
 
 
-def evaluate(config: RunConfig, task: Task, engine: Engine) -> Evaluation:
+def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
     """Greedy accuracy and mean score on the held-out prompts."""
     problems: Sequence[Problem] = task.problems.held_out
     requests = [Request(task.prompt_ids[p.key], 0) for p in problems]
-    completions = engine.generate(requests, sampling_of(config, greedy=True))
-    scores, correct = score(
+    completions = _generate(config, engine, requests, sampling_of(config, greedy=True), ranks)
+    scores, correct = ranks.first(
+        score,
         task.reward,
         [p.prompt for p in problems],
         [decode(task.tokenizer, c.response_ids) for c in completions],

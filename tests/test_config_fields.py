@@ -80,6 +80,8 @@ def neighbours(value: Any) -> list[Any]:
     """Other values of the same type, some of which the field will allow."""
     if isinstance(value, bool):
         return [not value]
+    if isinstance(value, list):
+        return [[*value, 1]]
     if isinstance(value, int):
         found: list[Any] = [value + 1, value * 2, value - 1, value // 2]
     else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.buffers import Prompts, Rollout
+from ppo_repro.models.layout import TokenBatch, input_tokens, lay_out, micro_batches
 from ppo_repro.numerics.attention import reach
 
 PADDINGS = pytest.mark.parametrize("padding", ["right", "left", "none"])
@@ -97,3 +99,33 @@ def test_a_sequence_looks_the_same_in_every_layout(sequences: list[tuple[list[in
         ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
         views.append((ids[batch.predictors].tolist(), positions[batch.predictors].tolist(), batch.targets.tolist()))
     assert views[0] == views[1] == views[2]
+
+
+def rollout_of(sequences: list[tuple[list[int], list[int]]]) -> Rollout:
+    count, ids = len(sequences), [token for _, response in sequences for token in response]
+    words, numbers, nothing = ("",) * count, (0,) * count, torch.zeros(len(ids))
+    return Rollout(
+        prompts=Prompts(words, numbers, numbers, words, words, tuple(tuple(prompt) for prompt, _ in sequences)),
+        response_ids=torch.tensor(ids),
+        lengths=torch.tensor([len(response) for _, response in sequences]),
+        rollout_logprobs=nothing,
+        log_kept_mass=nothing,
+        kept_tokens=torch.zeros(len(ids), 0, dtype=torch.uint8),
+        is_forced=nothing.bool(),
+        finish_reasons=words,
+        responses=words,
+    )
+
+
+@PADDINGS
+@given(sequences=pairs, size=st.integers(0, 7), data=st.data())
+def test_micro_batches_hold_the_chosen_sequences_and_their_tokens_are_counted(
+    padding: str, sequences: list[tuple[list[int], list[int]]], size: int, data: st.DataObject
+) -> None:
+    rollout = rollout_of(sequences)
+    chosen = data.draw(st.lists(st.integers(0, len(sequences) - 1), unique=True))
+    indices = torch.tensor(chosen, dtype=torch.int64)
+    parts = micro_batches(rollout, indices, size, padding)
+    assert sum(m.batch.real_tokens for m in parts) == input_tokens(rollout, indices)
+    assert [t for m in parts for t in m.batch.targets.tolist()] == [t for i in chosen for t in sequences[i][1]]
+    assert len(parts) == (-(-len(chosen) // size) if size else bool(chosen))

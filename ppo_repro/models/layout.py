@@ -50,6 +50,11 @@ def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     return TokenBatch(input_ids, position_ids, first_key, torch.cat(predictors), targets, sum(lengths))
 
 
+def input_tokens(rollout: Rollout, sequences: Tensor) -> int:
+    """How many tokens the sequences put into a forward pass, prompts included: the sum of `real_tokens`."""
+    return sum(len(rollout.prompts.prompt_ids[i]) + int(rollout.lengths[i]) - 1 for i in sequences.tolist())
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Some sequences of a rollout laid out; `tokens` indexes its [N] fields."""
@@ -59,8 +64,10 @@ class MicroBatch:
 
 
 def micro_batches(rollout: Rollout, sequences: Tensor, size: int, padding: str) -> list[MicroBatch]:
-    """The given sequences of a rollout, `size` at a time; 0 takes all at once."""
-    out = []
+    """The given sequences of a rollout, `size` at a time; 0 takes all at once. None of none."""
+    out: list[MicroBatch] = []
+    if not len(sequences):
+        return out
     for chunk in sequences.split(size or len(sequences)):
         tokens = rollout.tokens_of(chunk)
         responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())

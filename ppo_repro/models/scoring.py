@@ -12,19 +12,25 @@ from ppo_repro.models.networks import expand_kept, hidden_states, value_predicti
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
+from ppo_repro.ranks import Ranks
 
 LOGITS_AT_ONCE = 1 << 24
 
 
 @torch.no_grad()
-def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig) -> ForwardPass:
-    """Policy, reference and value model on every response token, `forward_micro_batch` sequences at a time."""
-    everything = torch.arange(len(rollout.lengths))
+def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks: Ranks) -> ForwardPass:
+    """Policy, reference and value model on every response token, `forward_micro_batch` sequences at a time.
+
+    Each rank scores its own sequences and gets all scores.
+    """
+    mine = torch.tensor(ranks.mine(len(rollout.lengths), config.layout.rank_shares), dtype=torch.int64)
     parts: list[tuple[Tensor, ...]] = []
-    for m in micro_batches(rollout, everything, config.layout.forward_micro_batch, config.layout.padding):
+    for m in micro_batches(rollout, mine, config.layout.forward_micro_batch, config.layout.padding):
         statistics = _distributions(state, m.batch, rollout.kept_tokens[m.tokens], config)
         parts.append((*statistics, value_predictions(state.value_model, m.batch)))
-    old, ref, ref_kl, entropies, prob_sq_sums, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    old, ref, ref_kl, entropies, prob_sq_sums, values = (
+        torch.cat(column) for column in zip(*ranks.gather(parts), strict=True)
+    )
     return ForwardPass(
         old_logprobs=old,
         ref_logprobs=ref,

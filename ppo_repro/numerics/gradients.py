@@ -17,6 +17,7 @@ from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics.elementwise import pow2
 from ppo_repro.numerics.grid import MIN_EXPONENT, OPERAND_BITS, ceil_log2
 from ppo_repro.numerics.products import NOTHING, add_integer_rows, add_products, row_exponents
+from ppo_repro.ranks import ALONE, Ranks
 
 GRADIENT_BITS = 26  # bits of a quantised output gradient
 HEADROOM = 4  # how many powers of two a contribution may grow before the step is redone
@@ -108,11 +109,21 @@ class GradientAccumulator:
         if limit is not None:
             add_integer_rows(contributions, exponents, limit, self.total_bits - limit, ids, self.sum_of(name))
 
-    def finish(self) -> dict[str, Tensor] | None:
-        """The float32 gradients, or None if a grid did not fit and the step must be done again.
+    def _observe_all(self, ranks: Ranks) -> None:
+        """Make `largest` the largest over all ranks: the same decision follows everywhere."""
+        found = ranks.gather([self.largest])
+        self.largest = {
+            name: max(largest[name] for largest in found if name in largest)
+            for name in self.parameters
+            if any(name in largest for largest in found)
+        }
+
+    def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor] | None:
+        """The float32 gradients over all ranks, or None if a grid did not fit and the step must be done again.
 
         dW = fl32(I 2^(E + h - zb - p)). Accepted iff E - 4 <= E_new <= E + 4 for every tensor.
         """
+        self._observe_all(ranks)
         off = {
             name: new
             for name, new in self.largest.items()
@@ -121,9 +132,10 @@ class GradientAccumulator:
         if off:
             self.grids = {**self.grids, **off}
             return None
+        ranks.add_up([self.sum_of(name) for name in self.largest])
         gradients = {}
         for name, parameter in self.parameters.items():
-            if name in self.sums:
+            if name in self.largest:
                 unit = 2.0 ** (self.grids[name] + HEADROOM - self.total_bits)
                 gradients[name] = (self.sums[name].to(torch.float64) * unit).to(torch.float32)
             else:

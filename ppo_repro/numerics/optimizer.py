@@ -15,6 +15,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.lowering import attach
+from ppo_repro.ranks import ALONE, Ranks
 
 MAX_REDOS = 8  # a calibrated grid fits after one redo; more means gradients that cannot be reproduced
 
@@ -40,10 +41,11 @@ class StepReport:
 class Optimizer(Protocol):
     settings: AdamWSettings  # may be replaced between steps; only the learning rate takes effect then
 
-    def step(self, backward: Callable[[], None], tokens: int) -> StepReport:
+    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
         """Run `backward` over a minibatch of `tokens` tokens (prompts included) and apply one step.
 
-        `backward` may be called several times and must be a pure function of the weights.
+        `backward` may be called several times and must be a pure function of the weights. Among several
+        ranks it covers this rank's part, `tokens` counts the whole, and every rank takes the same step.
         """
         ...
 
@@ -98,12 +100,12 @@ class ExactOptimizer:
         # powers of beta by repeated multiplication: the C library's pow is not the same everywhere
         self.beta1_power = self.beta2_power = 1.0
 
-    def step(self, backward: Callable[[], None], tokens: int) -> StepReport:
+    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
         assert_no_wrap(tokens, self.accumulator.total_bits)
         for redos in range(MAX_REDOS):
             self.accumulator.begin()
             backward()
-            gradients = self.accumulator.finish()
+            gradients = self.accumulator.finish(ranks)
             if gradients is not None:
                 norm = exact_norm(gradients.values())
                 self._apply(gradients, norm)
@@ -144,9 +146,14 @@ class NativeOptimizer:
             weight_decay=settings.weight_decay,
         )
 
-    def step(self, backward: Callable[[], None], tokens: int) -> StepReport:
+    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
         self.adamw.zero_grad(set_to_none=True)
         backward()
+        if ranks.size > 1:
+            for parameter in self.parameters:
+                if parameter.grad is None:  # of a rank without sequences
+                    parameter.grad = torch.zeros_like(parameter)
+            ranks.add_up([p.grad for p in self.parameters if p.grad is not None])
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
         if not math.isfinite(norm):
             raise NumericsError("the gradient norm is not finite; lower the learning rate")

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.config import RunConfig
-from ppo_repro.models.layout import MicroBatch, micro_batches
+from ppo_repro.models.layout import MicroBatch, input_tokens, micro_batches
 from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optimizer import StepReport, weights_digest
 from ppo_repro.ppo import kl, losses
+from ppo_repro.ranks import Ranks
 from ppo_repro.seeding import permutation
 
 
@@ -26,20 +27,37 @@ def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int
     return [chunk.sort().values for chunk in order.split(size)]
 
 
+@dataclass(frozen=True)
+class _Work:
+    """One minibatch: the part of this rank laid out, and the size of the whole."""
+
+    mine: list[MicroBatch]
+    tokens: Tensor  # [M] int64, of all ranks
+    input_tokens: int  # of all ranks, prompts included
+    ranks: Ranks
+
+
+def _share_out(rollout: Rollout, sequences: Tensor, config: RunConfig, ranks: Ranks) -> _Work:
+    layout = config.layout
+    mine = sequences[torch.tensor(ranks.mine(len(sequences), layout.rank_shares), dtype=torch.int64)]
+    work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding)
+    return _Work(work, rollout.tokens_of(sequences), input_tokens(rollout, sequences), ranks)
+
+
 def _collector(
-    work: list[MicroBatch],
+    work: _Work,
     losses_of: Callable[[MicroBatch], tuple[Tensor, tuple[Tensor, ...]]],
 ) -> tuple[Callable[[], None], list[tuple[Tensor, ...]]]:
     """A backward pass that may be repeated, and what its last run saw: (loss, *columns) per micro-batch.
 
-    Losses are not reduced in autograd: each token is seeded with 1/M, M the tokens of the minibatch.
+    Losses are not reduced in autograd: each token is seeded with 1/M, M the tokens of the minibatch on all ranks.
     """
-    total = sum(len(m.tokens) for m in work)
+    total = len(work.tokens)
     seen: list[tuple[Tensor, ...]] = []
 
     def backward() -> None:
         seen.clear()
-        for m in work:
+        for m in work.mine:
             loss, columns = losses_of(m)
             torch.autograd.backward(loss, torch.full_like(loss, 1.0 / total))
             seen.append((loss.detach(), *(c.detach() for c in columns)))
@@ -47,19 +65,26 @@ def _collector(
     return backward, seen
 
 
-def _columns(seen: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    return [torch.cat(parts) for parts in zip(*seen, strict=True)]
+def _columns(seen: list[tuple[Tensor, ...]], ranks: Ranks) -> list[Tensor]:
+    """The columns over the whole minibatch, [M] each."""
+    return [torch.cat(parts) for parts in zip(*ranks.gather(seen), strict=True)]
 
 
 def update(
-    state: TrainState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: RunConfig
+    state: TrainState,
+    rollout: Rollout,
+    forward: ForwardPass,
+    advantages: Advantages,
+    config: RunConfig,
+    ranks: Ranks,
 ) -> Iterator[MinibatchUpdate]:
-    """All optimizer steps of one iteration, in order; changes the weights in `state`."""
+    """All optimizer steps of one iteration, in order; changes the weights in `state`, on every rank alike."""
     ppo = config.ppo
     for epoch in range(ppo.epochs):
         parts = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
         for index, sequences in enumerate(parts):
-            yield _step(state, rollout, forward, advantages, config, epoch, index, sequences)
+            work = _share_out(rollout, sequences, config, ranks)
+            yield _step(state, rollout, forward, advantages, config, epoch, index, work)
 
 
 @dataclass(frozen=True)
@@ -83,7 +108,7 @@ class _ValueStep:
 
 
 def _policy_step(
-    state: TrainState, work: list[MicroBatch], rollout: Rollout, anchor: Tensor, advantages: Tensor, config: RunConfig
+    state: TrainState, work: _Work, rollout: Rollout, anchor: Tensor, advantages: Tensor, config: RunConfig
 ) -> _PolicyStep:
     """Clipped surrogate minus the entropy bonus on one minibatch."""
     ppo, temperature, mode = config.ppo, config.rollout.temperature, config.numerics.mode
@@ -97,13 +122,11 @@ def _policy_step(
         return surrogate - entropies * ppo.entropy_coef, (logprobs, ratios, entropies)
 
     backward, seen = _collector(work, losses_of)
-    report = state.policy_optimizer.step(backward, sum(m.batch.real_tokens for m in work))
-    return _PolicyStep(report, *_columns(seen))
+    report = state.policy_optimizer.step(backward, work.input_tokens, work.ranks)
+    return _PolicyStep(report, *_columns(seen, work.ranks))
 
 
-def _value_step(
-    state: TrainState, work: list[MicroBatch], old_values: Tensor, returns: Tensor, config: RunConfig
-) -> _ValueStep:
+def _value_step(state: TrainState, work: _Work, old_values: Tensor, returns: Tensor, config: RunConfig) -> _ValueStep:
     """Clipped squared error on one minibatch."""
 
     def losses_of(m: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -112,8 +135,8 @@ def _value_step(
         return losses.clipped_value_loss(values, old_values[m.tokens], returns[m.tokens], clip_range), (values,)
 
     backward, seen = _collector(work, losses_of)
-    report = state.value_optimizer.step(backward, sum(m.batch.real_tokens for m in work))
-    return _ValueStep(report, *_columns(seen))
+    report = state.value_optimizer.step(backward, work.input_tokens, work.ranks)
+    return _ValueStep(report, *_columns(seen, work.ranks))
 
 
 def _step(
@@ -124,15 +147,14 @@ def _step(
     config: RunConfig,
     epoch: int,
     minibatch: int,
-    sequences: Tensor,
+    work: _Work,
 ) -> MinibatchUpdate:
     ppo = config.ppo
     anchor = rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs
-    work = micro_batches(rollout, sequences, config.layout.update_micro_batch, config.layout.padding)
     policy = _policy_step(state, work, rollout, anchor, advantages.advantages, config)
     value = _value_step(state, work, forward.values, advantages.returns, config)
 
-    tokens = torch.cat([m.tokens for m in work])
+    tokens = work.tokens
     flags = losses.clip_flags(policy.ratios, advantages.advantages[tokens], ppo.clip_range)
     value_clipped = losses.value_clip_binds(
         value.new_values, forward.values[tokens], advantages.returns[tokens], ppo.value_clip_range

@@ -34,7 +34,7 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def describe_environment(config: RunConfig) -> dict[str, Any]:
+def describe_environment(config: RunConfig, processes: int) -> dict[str, Any]:
     """Everything needed to understand why two runs might differ."""
     status = _git("status", "--porcelain")
     return {
@@ -46,6 +46,7 @@ def describe_environment(config: RunConfig) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch_build": " ".join(torch.__config__.show().split())[:1000],
         "threads": config.layout.threads,
+        "processes": processes,
         "cores": os.cpu_count(),
         "numerics_mode": config.numerics.mode,
         "numerics_backend": "eager reference, float64 matrix products",

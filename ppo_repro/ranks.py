@@ -1,0 +1,283 @@
+"""Several processes on one run: which sequences are whose, and the few exchanges that make them whole again.
+
+Every exchange carries what each rank has met since the last one: an error or Ctrl-C of one rank is raised on
+all of them at their next exchange, so that no rank waits for one that has left. A world of one exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from threading import Event
+from typing import Any, Literal, TypeVar, TypeVarTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppo_repro.errors import PromiseBroken, UserError
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+HEAD_BYTES = 4096  # a message this short takes one collective, a longer one two
+BUCKET_ELEMENTS = 1 << 22  # tensors are added up together until they are this large
+
+
+class _SharedUserError(UserError):
+    """A UserError that every rank knows of."""
+
+
+class _SharedPromiseBroken(PromiseBroken):
+    """A PromiseBroken that every rank knows of."""
+
+
+class _SharedInterrupt(KeyboardInterrupt):
+    """Ctrl-C that every rank knows of."""
+
+
+class _RankLost(PromiseBroken):
+    """A rank ended without a word; nothing can be exchanged any more."""
+
+
+_Kind = Literal["user error", "promise broken", "interrupt"]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: _Kind
+    message: str
+
+
+@dataclass(frozen=True)
+class _Message:
+    what: str  # equal on all ranks, or they have lost step
+    value: Any
+    failure: _Failure | None
+
+
+def check_shares(shares: Sequence[int], size: int) -> None:
+    """Raise UserError unless `layout.rank_shares` is empty or has one entry per rank."""
+    if shares and len(shares) != size:
+        raise UserError(
+            f"layout.rank_shares = {list(shares)}: must have one entry for each of the {size} processes, "
+            "or be [] for equal shares"
+        )
+
+
+def share_ranges(count: int, shares: Sequence[int]) -> list[range]:
+    """0..count-1 cut into one run of consecutive indices per rank: rank r gets shares[r] / sum(shares) of them.
+
+    Edges are rounded down in integers. `shares` are >= 0, at least one > 0.
+    """
+    total = sum(shares)
+    edges = [0, *(count * end // total for end in accumulate(shares))]
+    return [range(start, end) for start, end in pairwise(edges)]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `size` processes. All of them must call the same methods in the same order."""
+
+    rank: int
+    size: int
+    interrupted: Event = field(default_factory=Event, repr=False, compare=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that records and speaks."""
+        return self.rank == 0
+
+    def mine(self, count: int, shares: Sequence[int]) -> range:
+        """This rank's of `count` sequences; equal shares where `shares` is empty."""
+        return share_ranges(count, shares or [1] * self.size)[self.rank]
+
+    def gather(self, values: Sequence[T]) -> list[T]:
+        """The values of all ranks, in rank order. Tensors in them must be on the CPU."""
+        return [value for part in self._exchange("gather", list(values)) for value in part]
+
+    def first(self, compute: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+        """What rank 0 computes, on every rank; the others do not call `compute`."""
+        value: T = self._exchange("first", compute(*arguments) if self.is_first else None)[0]
+        return value
+
+    def check(self) -> None:
+        """Raise here what any rank has met."""
+        self._exchange("check", None)
+
+    def require_same(self, what: str, value: object) -> None:
+        """Raise PromiseBroken, naming the rank, where `value` is not the same on every rank."""
+        found = self._exchange(what, value)
+        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        if other is not None:
+            raise _SharedPromiseBroken(f"{what}: rank {other} has {found[other]}, rank 0 has {found[0]}")
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks; shapes and dtypes must be the same on every rank.
+
+        Exact for integers in any order; for floating point, order and so bits are those of the backend.
+        """
+        if self.size == 1:
+            return
+        self.require_same("shapes to add up", [(tuple(t.shape), str(t.dtype)) for t in tensors])
+        try:
+            for bucket in _buckets(tensors):
+                flat = bucket[0] if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
+                dist.all_reduce(flat)
+                if len(bucket) > 1:
+                    for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                        tensor.copy_(total.view_as(tensor))
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _exchange(self, what: str, value: Any, failure: _Failure | None = None) -> list[Any]:
+        """Every rank's value, in rank order. Raises what the lowest rank with a failure has met, unless it is ours."""
+        if self.size == 1:
+            return [value]
+        met = _Failure("interrupt", "") if failure is None and self.interrupted.is_set() else failure
+        try:
+            found: list[_Message] = _all_gather(_Message(what, value, met), self.size)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        for rank, message in enumerate(found):
+            if message.failure is not None:
+                if rank == self.rank and failure is not None:
+                    return []
+                raise _shared(rank, message.failure)
+        stray = next((rank for rank, message in enumerate(found) if message.what != found[0].what), None)
+        if stray is not None:
+            raise _SharedPromiseBroken(f"rank {stray} is at {found[stray].what!r}, rank 0 at {found[0].what!r}")
+        return [message.value for message in found]
+
+
+ALONE = Ranks(0, 1)
+
+
+def _all_gather(value: Any, size: int) -> list[Any]:
+    """Any values of all ranks; through the CPU."""
+    data = pickle.dumps(value)
+    payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    head = torch.zeros(8 + HEAD_BYTES, dtype=torch.uint8)
+    head[:8] = torch.tensor([len(data)]).view(torch.uint8)
+    head[8 : 8 + len(data)] = payload[:HEAD_BYTES]
+    heads = [torch.empty_like(head) for _ in range(size)]
+    dist.all_gather(heads, head)
+    lengths = [int(h[:8].view(torch.int64)) for h in heads]
+    longest = max(lengths)
+    bodies = [h[8:] for h in heads]
+    if longest > HEAD_BYTES:
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = payload
+        bodies = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(bodies, padded)
+    return [pickle.loads(body[:n].numpy().tobytes()) for body, n in zip(bodies, lengths, strict=True)]
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one dtype and device, together up to BUCKET_ELEMENTS; a larger one alone."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        fits = sum(t.numel() for t in bucket) + tensor.numel() <= BUCKET_ELEMENTS
+        if bucket and not (fits and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _lost(error: RuntimeError) -> _RankLost:
+    reason = " ".join(str(error).split())[:120]
+    return _RankLost(f"another process of this run has ended without a word ({reason}); see its output")
+
+
+def _shared(rank: int, failure: _Failure) -> BaseException:
+    if failure.kind == "interrupt":
+        return _SharedInterrupt()
+    kind = _SharedUserError if failure.kind == "user error" else _SharedPromiseBroken
+    return kind(f"rank {rank}: {failure.message}")
+
+
+def _failure_of(error: BaseException) -> _Failure:
+    if isinstance(error, UserError):
+        return _Failure("user error", str(error))
+    if isinstance(error, PromiseBroken):
+        return _Failure("promise broken", str(error))
+    return _Failure("promise broken", f"stopped by {type(error).__name__}: {error}")
+
+
+def _known_to_all(error: BaseException | None) -> bool:
+    """Whether this came by an exchange, or while handling what did."""
+    while error is not None:
+        if isinstance(error, _SharedUserError | _SharedPromiseBroken | _SharedInterrupt):
+            return True
+        error = error.__context__
+    return False
+
+
+def _out_of_step(error: BaseException) -> bool:
+    """Whether nothing can be exchanged any more: a rank is gone, or a second Ctrl-C came anywhere."""
+    return isinstance(error, _RankLost | KeyboardInterrupt) and not _known_to_all(error)
+
+
+@contextmanager
+def _telling(ranks: Ranks) -> Iterator[None]:
+    """What leaves this block on one rank leaves it on all."""
+    try:
+        yield
+        ranks._exchange("end", None)
+    except BaseException as error:
+        if not _known_to_all(error) and not _out_of_step(error):
+            ranks._exchange("end", None, _failure_of(error))
+        raise
+
+
+@contextmanager
+def joined(rank: int, size: int) -> Iterator[Ranks]:
+    """The processes of this run, from their meeting until all of them are done or have failed.
+
+    gloo carries what is on the CPU, NCCL what is on CUDA. A failure of one rank leaves this block on all ranks,
+    with the error of the lowest rank that has one. Ctrl-C is raised at the next exchange, a second one at once.
+    UserError where the processes cannot meet.
+    """
+    if size == 1:
+        yield ALONE
+        return
+    ranks = Ranks(rank, size)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the {size} processes cannot meet ({reason}); start all of them with torchrun") from error
+
+    def interrupt(number: int, frame: object) -> None:
+        ranks.interrupted.set()
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with _telling(ranks):
+            yield ranks
+    except BaseException as error:
+        if not _out_of_step(error):
+            _leave()
+        raise
+    else:
+        _leave()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _leave() -> None:
+    """Wait until every rank is here: torchrun ends the others as soon as one has ended with an error.
+
+    From here on its SIGTERM comes too late to mean anything: what is left is to say so and exit.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(RuntimeError):
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,246 @@
+"""The command line in several processes: under torchrun, under failures, interrupted and killed. Slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.cli import main
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader
+from ppo_repro.runs.progress import Silent
+from ppo_repro.runs.run import run
+from tests.ranks_for_tests import ROOT, TINY, cli_ranks, end, start_ranks
+from tests.runs_for_tests import SMALL, small_config
+
+slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(600)
+
+
+def torchrun(processes: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, "-m", "ppo_repro", *map(str, arguments)],
+        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=500, check=False,
+    )  # fmt: skip
+
+
+def fingerprint(processes: int, config: Path, out: Path, *overrides: str) -> str:
+    sets = [part for o in overrides for part in ("--set", o)]
+    done = torchrun(processes, "run", config, "--out", out, "--json", *sets)
+    assert done.returncode == 0, done.stderr
+    return str(json.loads(done.stdout)["fingerprint"])  # of one process alone: anything more is no JSON
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from ppo_repro.config_yaml import load_config
+
+    return run(load_config(TINY), tmp_path_factory.mktemp("tiny"), Silent())[0]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("processes", "shares"),
+    [(1, "[]"), (2, "[]"), (2, "[1,0]"), (3, "[3,1,1]"), (4, "[]"), (4, "[1,0,2,0]")],
+)
+def test_no_number_of_processes_and_no_shares_change_the_fingerprint(
+    tiny_run: Path, tmp_path: Path, processes: int, shares: str
+) -> None:
+    found = fingerprint(processes, TINY, tmp_path, f"layout.rank_shares={shares}")
+    assert found == manifest.load(tiny_run).fingerprint
+
+
+@slow
+def test_a_larger_run_with_unequal_shares(exact_run: Path, tmp_path: Path) -> None:
+    found = fingerprint(2, SMALL, tmp_path, "layout.rank_shares=[3,1]", "layout.padding=left", "layout.rollout_slots=5")
+    assert found == manifest.load(exact_run).fingerprint
+
+
+@slow
+def test_cut_distributions_travel_between_processes(tmp_path: Path) -> None:
+    cuts = ("rollout.top_k=4", "rollout.top_p=0.9", "ppo.iterations=2")
+    alone, _ = run(small_config(*cuts), tmp_path / "alone", Silent())
+    assert fingerprint(2, SMALL, tmp_path / "two", *cuts) == manifest.load(alone).fingerprint
+
+
+@slow
+def test_native_fingerprints_change_with_the_processes(native_run: Path, tmp_path: Path) -> None:
+    found = fingerprint(2, SMALL, tmp_path, "numerics.mode=native")
+    assert found != manifest.load(native_run).fingerprint
+
+
+@slow
+def test_a_rerun_in_two_processes(tiny_run: Path) -> None:
+    done = torchrun(2, "rerun", tiny_run)
+    assert done.returncode == 0 and done.stdout.startswith("identical: 2 iterations, fingerprint ")
+    assert len(done.stdout.splitlines()) == 1
+
+
+@slow
+def test_a_rerun_that_differs_ends_every_rank_with_one(native_run: Path) -> None:
+    ended = cli_ranks(2, "rerun", native_run)
+    assert [e.code for e in ended] == [1, 1]
+    assert ended[0].out.startswith("different: table ") and ended[1].out == ended[1].err == ""
+
+
+@slow
+def test_torchrun_shows_one_line_of_a_mistake(tmp_path: Path) -> None:
+    done = torchrun(2, "run", TINY, "--out", tmp_path, "--set", "layout.rank_shares=[1,2,3]")
+    assert done.returncode != 0 and done.stdout == ""
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "must have one entry for each of the 2 processes" in said[0]
+    assert done.stderr.count("exitcode  : 2") >= 1 and "exitcode  : -" not in done.stderr
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def different(*commands: list[str]) -> tuple[list[int], list[str]]:
+    """Exit codes, and what rank 0 said; the others must be silent."""
+    ended = end(start_ranks(*[["-m", "ppo_repro", *map(str, command)] for command in commands]))
+    assert all(e.out == e.err == "" for e in ended[1:]), ended
+    return [e.code for e in ended], ended[0].errors
+
+
+@slow
+def test_a_mistake_of_one_rank_is_said_by_the_first(tmp_path: Path) -> None:
+    good, bad = ["run", str(TINY), "--out", str(tmp_path)], ["run", "nowhere.yaml", "--out", str(tmp_path)]
+    codes, said = different(good, bad)
+    assert codes == [2, 2]
+    assert said == [
+        "error: rank 1: nowhere.yaml: cannot be read (No such file or directory); give the path of a YAML file"
+    ]
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+@slow
+def test_ranks_of_another_configuration_are_refused(tmp_path: Path) -> None:
+    command = ["run", str(TINY), "--out", str(tmp_path)]
+    codes, said = different(command, command, [*command, "--set", "seed=8"])
+    assert codes == [1, 1, 1] and len(said) == 1
+    assert said[0].startswith("promise broken: configuration: rank 2 has ")
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+@slow
+def test_an_existing_run_is_left_alone_by_all(tiny_run: Path) -> None:
+    before = (tiny_run / "manifest.json").read_bytes()
+    ended = cli_ranks(2, "run", TINY, "--out", tiny_run.parents[1])
+    assert [e.code for e in ended] == [2, 2]
+    assert len(ended[0].errors) == 1 and "exists already" in ended[0].errors[0]
+    assert (tiny_run / "manifest.json").read_bytes() == before
+
+
+@slow
+def test_a_reward_that_fails_later_ends_every_rank(tmp_path: Path) -> None:
+    # 7 held-out prompts and 15 responses are scored in the first iteration
+    (tmp_path / "r.py").write_text(
+        "left = [30]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0)\n"
+    )
+    ended = cli_ranks(2, "run", TINY, "--out", tmp_path, "--set", f"task.reward={tmp_path}/r.py:r")
+    assert [e.code for e in ended] == [2, 2]
+    assert len(ended[0].errors) == 1 and "ZeroDivisionError" in ended[0].errors[0]
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    assert manifest.load(run_dir).status == "failed"
+    assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1
+
+
+def started(tmp_path: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+    """Two processes that have recorded two iterations of a long run."""
+    sets = [part for o in ("ppo.iterations=2000", *overrides) for part in ("--set", o)]
+    processes = start_ranks(*[["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path), *sets]] * 2)
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.rglob("iterations/iteration=000001.parquet")):
+        assert time.monotonic() < deadline, "the run did not get that far"
+        time.sleep(0.05)
+    return processes
+
+
+def status(tmp_path: Path) -> str:
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    with pytest.raises(UserError, match="the run is "):
+        reader.read_tokens(run_dir)
+    rows = reader.read_iterations(run_dir, allow_incomplete=True)
+    assert rows["iteration"].tolist() == list(range(len(rows))) and len(rows) >= 1
+    return manifest.load(run_dir).status
+
+
+@slow
+@pytest.mark.parametrize("signalled", [(0, 1), (1,), (0,)])
+def test_ctrl_c_ends_every_rank(tmp_path: Path, signalled: tuple[int, ...]) -> None:
+    processes = started(tmp_path)
+    for rank in signalled:
+        processes[rank].send_signal(signal.SIGINT)
+    ended = end(processes)
+    assert [e.code for e in ended] == [130, 130]
+    assert ended[0].errors == ["interrupted; complete iterations are kept"] and ended[1].err == ""
+    assert status(tmp_path) == "interrupted"
+
+
+@slow
+def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
+    processes = started(tmp_path)
+    processes[1].kill()
+    ended = end(processes)
+    assert ended[0].code == 1 and len(ended[0].errors) == 1, ended
+    assert ended[0].errors[0].startswith("promise broken: another process of this run has ended without a word ")
+    assert status(tmp_path) == "failed"
+
+
+@slow
+def test_a_killed_first_rank_leaves_nothing_that_a_reader_accepts(tmp_path: Path) -> None:
+    processes = started(tmp_path)
+    processes[0].kill()
+    ended = end(processes)
+    assert ended[1].code == 1 and status(tmp_path) == "running"
+
+
+@slow
+def test_torchrun_passes_on_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path), "--set", "ppo.iterations=2000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.rglob("iterations/iteration=000001.parquet")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert err.count("interrupted; complete iterations are kept") == 1
+    assert status(tmp_path) == "interrupted"
+
+
+@pytest.mark.parametrize("command", [["show", "."], ["probe", str(TINY)], ["diff", ".", "."], ["track", "."]])
+def test_other_commands_refuse_several_processes(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, said in ((0, "error: only run and rerun work in several processes; start this command"), (1, "")):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(sys, "argv", ["ppo-repro", *command])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2
+        err = capsys.readouterr().err
+        assert err.startswith(said) and len(err.splitlines()) == bool(said)
+
+
+def test_a_malformed_environment_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    monkeypatch.setattr(sys, "argv", ["ppo-repro", "run", str(TINY)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert (
+        capsys.readouterr().err == "error: environment variable WORLD_SIZE = 'two': must be a count; torchrun sets it\n"
+    )

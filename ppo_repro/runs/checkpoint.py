@@ -15,6 +15,7 @@ from typing import Any
 
 import safetensors.torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ppo_repro import __version__
@@ -144,7 +145,14 @@ def load(folder: Path) -> Checkpoint:
     names = {_POLICY, _VALUE_MODEL, _POLICY_OPTIMIZER, _VALUE_OPTIMIZER}
     if set(index.files) != names:
         raise UserError(f"{folder / INDEX_NAME}: lists {', '.join(sorted(index.files))}; {_DAMAGED}")
-    tensors = {name: safetensors.torch.load(verified_bytes(folder / name, index.files[name])) for name in names}
+    contents = {name: verified_bytes(folder / name, digest) for name, digest in index.files.items()}
+    try:
+        return _assemble(index, {name: safetensors.torch.load(content) for name, content in contents.items()})
+    except (ValueError, SafetensorError) as error:
+        raise UserError(f"{folder}: {error}; {_DAMAGED}") from error
+
+
+def _assemble(index: _Index, tensors: Mapping[str, Mapping[str, Tensor]]) -> Checkpoint:
     return Checkpoint(
         iteration=index.iteration,
         chain=index.chain,

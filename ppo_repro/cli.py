@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppo_repro import __version__
-from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.errors import PromiseBroken, Terminated, UserError
 
 if TYPE_CHECKING:
     from ppo_repro.ranks import Ranks
     from ppo_repro.runs.diff import Difference
     from ppo_repro.runs.progress import Watcher
+    from ppo_repro.runs.summary import Summary
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -78,21 +80,44 @@ def run_command(arguments: argparse.Namespace) -> int:
     with _working_together() as (ranks, watcher):
         config = load_config(arguments.config, arguments.set)
         from ppo_repro.runs.run import run
-        from ppo_repro.runs.summary import speeds, summarise, verdicts
+        from ppo_repro.runs.summary import summarise
 
         run_dir, seconds = run(config, arguments.out, watcher, ranks)
-    if not ranks.is_first:
-        return 0
-    summary = summarise(run_dir, seconds)
-    if arguments.json:
+    if ranks.is_first:
+        _report_run(summarise(run_dir, seconds), run_dir, arguments.json)
+    return 0
+
+
+def resume_command(arguments: argparse.Namespace) -> int:
+    """Continue a run that was killed, interrupted or failed; exit 1 if what it computes again differs."""
+    from ppo_repro.records.manifest import load
+
+    load(arguments.run)
+    from ppo_repro.runs.progress import ConsoleProgress
+    from ppo_repro.runs.resume import resume
+    from ppo_repro.runs.summary import summarise
+
+    with ConsoleProgress() as watcher:
+        found = resume(arguments.run, watcher, arguments.set)
+    again = found.recorded - found.start
+    _say(f"resumed after iteration {found.start}; {again} recorded iterations came out identical")
+    _report_run(summarise(arguments.run), arguments.run, arguments.json)
+    return 0
+
+
+def _report_run(summary: Summary, run_dir: Path, as_json: bool) -> None:
+    from ppo_repro.config_yaml import load_config
+    from ppo_repro.runs.summary import speeds, verdicts
+
+    if as_json:
         _print_json(dataclasses.asdict(summary))
-        return 0
-    print("\n".join([*verdicts(summary, config.ppo.ratio_anchor), *speeds(summary)]))
+        return
+    anchor = load_config(run_dir / "config.yaml").ppo.ratio_anchor
+    print("\n".join([*verdicts(summary, anchor), *speeds(summary)]))
     print(f"fingerprint {summary.fingerprint}")
     print(f"records     {run_dir}")
     print(f"policy      {run_dir / 'checkpoints' / 'final'}")
     print(f"again       ppo-repro rerun {run_dir}")
-    return 0
 
 
 def rerun_command(arguments: argparse.Namespace) -> int:
@@ -213,10 +238,11 @@ def build_parser() -> argparse.ArgumentParser:
         _add_set(configured, "override one field; may be repeated")
         if name == "run":
             configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where runs go")
-    for name, command in (("rerun", rerun_command), ("show", show_command), ("track", track_command)):
+    on_runs = {"resume": resume_command, "rerun": rerun_command, "show": show_command, "track": track_command}
+    for name, command in on_runs.items():
         recorded = add(name, command)
         recorded.add_argument("run", metavar="RUN", type=Path, help="folder of a recorded run")
-        if name == "rerun":
+        if name in {"resume", "rerun"}:
             _add_set(recorded, "another layout field, such as layout.threads=2; may be repeated")
         elif name == "track":
             recorded.add_argument("--uri", default="sqlite:///mlflow.db", help="MLflow tracking store")
@@ -251,6 +277,9 @@ def _run(argv: Sequence[str]) -> int:
     except PromiseBroken as error:
         _say(f"promise broken: {_one_line(error)}")
         return 1
+    except Terminated:
+        print("terminated; complete iterations are kept", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         _say("interrupted; complete iterations are kept")
         return 130
@@ -260,6 +289,11 @@ def _run(argv: Sequence[str]) -> int:
         return 0
 
 
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise Terminated
+
+
 def main() -> None:
-    """Entry point. Exit code 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 130 Ctrl-C."""
+    """Entry point. Exit 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 130 Ctrl-C, 143 SIGTERM."""
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(_run(sys.argv[1:]))

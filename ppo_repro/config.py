@@ -166,6 +166,13 @@ class LayoutConfig(Section):
         return shares
 
 
+class CheckpointConfig(Section):
+    """Where an ended run can be resumed. Changes no result."""
+
+    every: Index = Field(0, description="Write a checkpoint after every n-th iteration; 0 for none.")
+    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -180,6 +187,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
 
     @property
     def sequences_per_iteration(self) -> int:

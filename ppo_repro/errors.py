@@ -11,3 +11,7 @@ class PromiseBroken(Exception):
 
 class NumericsError(PromiseBroken):
     """A number left the range in which the exact numerics are exact, or is not finite."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end by SIGTERM; ends a run as Ctrl-C does. Exit code 143."""

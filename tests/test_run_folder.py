@@ -78,7 +78,7 @@ def test_status_and_fingerprint(tmp_path: Path) -> None:
     current = writer.append_iteration(run_dir, current, 0, synthetic_run.random_tables(0, 4))
     assert current.fingerprint == current.iterations[0].chain
     current = writer.mark(run_dir, current, "interrupted")
-    said = "the run is interrupted after 1 recorded iterations; run its configuration again"
+    said = "the run is interrupted after 1 recorded iterations; finish it with `ppo-repro resume"
     refused(said, reader.open_manifest, run_dir)
     refused("the run is interrupted", reader.read_tokens, run_dir)
     assert len(reader.read_tokens(run_dir, allow_incomplete=True)) == 4

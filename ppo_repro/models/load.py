@@ -35,6 +35,8 @@ def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path = {path}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+    for name in ("is_local", "local_files_only"):  # how it was read would be saved with it
+        tokenizer.init_kwargs.pop(name, None)
     return model.eval(), tokenizer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,18 @@ class StepReport:
     redos: int
 
 
+@dataclass(frozen=True)
+class OptimizerState:
+    """What one step leaves for the next, beside the weights; by parameter name."""
+
+    first: Mapping[str, Tensor]  # AdamW first moments, float32
+    second: Mapping[str, Tensor]  # second moments
+    grids: Mapping[str, int]  # exact numerics: exponent of each gradient's grid; empty in native
+    steps: Mapping[str, int]  # native numerics: steps each parameter has taken; empty in exact
+    beta1_power: float  # exact numerics: beta1 multiplied by itself once per step; 1 in native
+    beta2_power: float
+
+
 class Optimizer(Protocol):
     settings: AdamWSettings  # may be replaced between steps; only the learning rate takes effect then
 
@@ -48,6 +60,28 @@ class Optimizer(Protocol):
         ranks it covers this rank's part, `tokens` counts the whole, and every rank takes the same step.
         """
         ...
+
+    def state(self) -> OptimizerState:
+        """What `load` needs to go on from here; the tensors are the live ones, not copies."""
+        ...
+
+    def load(self, state: OptimizerState) -> None:
+        """Go on from `state`; raises ValueError where it is not of this module or of other numerics."""
+        ...
+
+
+def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy every bit of `values` into `targets`; ValueError unless names, shapes and types are the same."""
+    if set(targets) != set(values):
+        strangers = ", ".join(sorted(set(targets) ^ set(values)))
+        raise ValueError(f"these tensors are on one side only: {strangers}")
+    for name, target in targets.items():
+        value = values[name]
+        if (value.shape, value.dtype) != (target.shape, target.dtype):
+            found, expected = f"{value.dtype} {list(value.shape)}", f"{target.dtype} {list(target.shape)}"
+            raise ValueError(f"tensor {name} is {found}, expected {expected}")
+        with torch.no_grad():
+            target.copy_(value)
 
 
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -131,15 +165,27 @@ class ExactOptimizer:
             parameter.mul_(1.0 - s.learning_rate * s.weight_decay)
             parameter.sub_((first / denominator).mul_(step_size))
 
+    def state(self) -> OptimizerState:
+        grids = dict(self.accumulator.grids)
+        return OptimizerState(self.first, self.second, grids, {}, self.beta1_power, self.beta2_power)
+
+    def load(self, state: OptimizerState) -> None:
+        if state.steps or not set(state.grids) <= set(self.parameters):
+            raise ValueError("the optimizer state is not of this module in exact numerics")
+        copy_named(self.first, state.first)
+        copy_named(self.second, state.second)
+        self.accumulator.grids = dict(state.grids)
+        self.beta1_power, self.beta2_power = state.beta1_power, state.beta2_power
+
 
 class NativeOptimizer:
     """Stock torch: autograd's float gradients, clip_grad_norm_, torch.optim.AdamW."""
 
     def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
         self.settings = settings
-        self.parameters = list(module.parameters())
+        self.parameters = dict(module.named_parameters())
         self.adamw = torch.optim.AdamW(
-            self.parameters,
+            self.parameters.values(),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -150,17 +196,35 @@ class NativeOptimizer:
         self.adamw.zero_grad(set_to_none=True)
         backward()
         if ranks.size > 1:
-            for parameter in self.parameters:
+            for parameter in self.parameters.values():
                 if parameter.grad is None:  # of a rank without sequences
                     parameter.grad = torch.zeros_like(parameter)
-            ranks.add_up([p.grad for p in self.parameters if p.grad is not None])
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
+            ranks.add_up([p.grad for p in self.parameters.values() if p.grad is not None])
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm))
         if not math.isfinite(norm):
             raise NumericsError("the gradient norm is not finite; lower the learning rate")
         for group in self.adamw.param_groups:
             group["lr"] = self.settings.learning_rate
         self.adamw.step()
         return StepReport(norm, 0)
+
+    def state(self) -> OptimizerState:
+        # a parameter that never had a gradient has no state
+        held = {name: self.adamw.state[p] for name, p in self.parameters.items() if p in self.adamw.state}
+        first = {name: moments["exp_avg"] for name, moments in held.items()}
+        second = {name: moments["exp_avg_sq"] for name, moments in held.items()}
+        return OptimizerState(first, second, {}, {name: int(m["step"]) for name, m in held.items()}, 1.0, 1.0)
+
+    def load(self, state: OptimizerState) -> None:
+        if state.grids or not set(state.steps) <= set(self.parameters):
+            raise ValueError("the optimizer state is not of this module in native numerics")
+        names = list(state.steps)
+        first, second = ({name: torch.zeros_like(self.parameters[name]) for name in names} for _ in range(2))
+        copy_named(first, state.first)
+        copy_named(second, state.second)
+        for name, steps in state.steps.items():
+            moments = {"step": torch.tensor(float(steps)), "exp_avg": first[name], "exp_avg_sq": second[name]}
+            self.adamw.state[self.parameters[name]] = moments
 
 
 def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str) -> Optimizer:

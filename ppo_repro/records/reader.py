@@ -24,7 +24,7 @@ def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manife
     if found.status != "complete" and not allow_incomplete:
         raise UserError(
             f"{run_dir}: the run is {found.status} after {len(found.iterations)} recorded iterations; "
-            f"run its configuration again, or allow incomplete runs"
+            f"finish it with `ppo-repro resume {run_dir}`, or allow incomplete runs"
         )
     return found
 

@@ -173,7 +173,7 @@ def _make_folder(run_dir: Path) -> None:
             raise UserError(f"{run_dir}: the file {error.filename} is in the way; choose another --out") from error
         raise UserError(
             f"{run_dir}: exists already; choose another --out, "
-            f"or use `ppo-repro show {run_dir}` or `ppo-repro rerun {run_dir}`"
+            f"or use `ppo-repro show {run_dir}`, `ppo-repro rerun {run_dir}` or `ppo-repro resume {run_dir}`"
         ) from error
     except OSError as error:
         raise UserError(f"{run_dir}: cannot be made ({error.strerror}); choose another --out") from error

@@ -37,11 +37,13 @@ class Prepared:
 
 def run_inputs(config: RunConfig) -> list[Path]:
     """Every file outside the run folder that decides its results."""
-    files: list[Path] = []
-    if isinstance(config.model, ModelFolder):
-        files += input_files(Path(config.model.path))
-    if isinstance(config.task, JsonlTask):
-        files.append(Path(config.task.path))
+    files = input_files(Path(config.model.path)) if isinstance(config.model, ModelFolder) else []
+    return [*files, *task_inputs(config)]
+
+
+def task_inputs(config: RunConfig) -> list[Path]:
+    """Those of them that are not of the model: prompts and reward."""
+    files = [Path(config.task.path)] if isinstance(config.task, JsonlTask) else []
     reward = reward_file(config.task.reward)
     return files if reward is None else [*files, reward]
 
@@ -67,13 +69,20 @@ def prepare_task(config: RunConfig, problems: Split, tokenizer: PreTrainedTokeni
     return Task(problems, ids, load_reward(config.task.reward), tokenizer)
 
 
-def prepare(config: RunConfig, progress: WarmStartProgress) -> Prepared:
-    """Load or make everything; UserError names whatever the user has to correct."""
+def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path | None = None) -> Prepared:
+    """Load or make everything; UserError names whatever the user has to correct.
+
+    `start_folder`: the model that policy, value model and reference started as, where an earlier process of
+    this run left it; it takes the place of the model of the configuration and its warm start.
+    """
     backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
     disable_progress_bar()  # the run shows its own
     load_reward(config.task.reward)  # before the minutes that a warm start takes
     problems = load_problems(config.task, config.seed)
-    source, tokenizer = _source(config, problems, progress)
+    if start_folder is None:
+        source, tokenizer = _source(config, problems, progress)
+    else:
+        source, tokenizer = load_folder(start_folder)
     task = prepare_task(config, problems, tokenizer, source.config.vocab_size)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +12,19 @@ import pyarrow as pa
 
 from ppo_repro.config import RunConfig
 from ppo_repro.config_yaml import dump_yaml, load_config
-from ppo_repro.errors import UserError
-from ppo_repro.loop import Iteration, ppo_iterations
+from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.loop import Clock, Iteration, ppo_iterations
 from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks, check_shares
 from ppo_repro.records import digests, manifest, reader, schema, writer
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Manifest, Status
 from ppo_repro.records.tables import iteration_tables
+from ppo_repro.runs import checkpoints
+from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
 from ppo_repro.runs.environment import describe_environment, file_digests
+from ppo_repro.runs.folder import only_writer
 from ppo_repro.runs.prepare import Prepared, prepare, run_inputs
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.stages import evaluate
@@ -39,9 +40,8 @@ def run_folder(config: RunConfig, out: Path) -> Path:
 def _iterate(
     config: RunConfig, prepared: Prepared, watcher: Watcher, ranks: Ranks
 ) -> Iterator[tuple[Iteration, dict[str, pa.Table]]]:
-    """Every iteration, on the first rank with its tables."""
     for item in ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ranks):
-        yield item, iteration_tables(item, prepared.task, config) if ranks.is_first else {}
+        yield item, iteration_tables(item, prepared.task, config)
         rewards = item.rewards
         watcher.iteration(
             item.index + 1,
@@ -52,8 +52,10 @@ def _iterate(
         )
 
 
-def _prepare(config: RunConfig, inputs: dict[str, str], watcher: Watcher, ranks: Ranks) -> tuple[Prepared, str]:
-    """The run before its first iteration and the digest of its policy; PromiseBroken where a rank has another."""
+def _prepare(
+    config: RunConfig, inputs: Mapping[str, str], watcher: Watcher, ranks: Ranks, start_folder: Path | None
+) -> Prepared:
+    """The run before its first iteration; PromiseBroken where a rank has other weights than the first one."""
 
     def warm_start(step: int, total: int, loss: float) -> None:
         ranks.check()  # every rank computes the whole warm start by itself
@@ -61,39 +63,22 @@ def _prepare(config: RunConfig, inputs: dict[str, str], watcher: Watcher, ranks:
 
     ranks.require_same("configuration", config.digest())
     ranks.require_same("input files", sorted(inputs.values()))
-    prepared = prepare(config, warm_start)
+    prepared = prepare(config, warm_start, start_folder)
     models = prepared.state.policy, prepared.state.value_model
-    initial, values = (weights_digest(model.named_parameters()) for model in models)
-    ranks.require_same("initial weights", (initial, values))
-    return prepared, initial
+    ranks.require_same("initial weights", [weights_digest(model.named_parameters()) for model in models])
+    return prepared
 
 
-def _final_results(config: RunConfig, prepared: Prepared, initial_digest: str, ranks: Ranks) -> Final:
+def _final_results(config: RunConfig, prepared: Prepared, ranks: Ranks) -> Final:
     evaluation = evaluate(config, prepared.task, prepared.engine, ranks)
     return {
         "eval_accuracy": evaluation.accuracy,
         "eval_score": evaluation.score,
-        "initial_policy_digest": initial_digest,
+        # the reference is what the policy was before the first step
+        "initial_policy_digest": weights_digest(prepared.state.reference.named_parameters()),
         "policy_digest": weights_digest(prepared.state.policy.named_parameters()),
         "value_digest": weights_digest(prepared.state.value_model.named_parameters()),
     }
-
-
-@contextmanager
-def _recording(run_dir: Path, ranks: Ranks) -> Iterator[None]:
-    """Whatever ends the run early is noted in its manifest; before the first iteration, nothing is left behind."""
-    try:
-        yield
-    except BaseException as error:
-        if not ranks.is_first:
-            raise
-        # as it is on disk: the error may have come between the file and our copy of it
-        current = manifest.load(run_dir)
-        if current.iterations:
-            writer.mark(run_dir, current, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-        else:
-            shutil.rmtree(run_dir)
-        raise
 
 
 def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) -> tuple[Path, dict[str, float]]:
@@ -102,43 +87,96 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
     UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
     Of several ranks the first one records.
     """
-    started = time.perf_counter()
     check_shares(config.layout.rank_shares, ranks.size)
     run_dir = run_folder(config, out)
     inputs = file_digests(run_inputs(config))
-    if ranks.is_first:
-        environment = describe_environment(config, ranks.size)
-        writer.create_run(run_dir, dump_yaml(config), environment, config.digest(), inputs)
-    seconds = {"records": 0.0}
-    with _recording(run_dir, ranks):
-        current = manifest.load(run_dir) if ranks.is_first else None
-        prepared, initial = _prepare(config, inputs, watcher, ranks)
-        seconds["preparation"] = time.perf_counter() - started
-        for item, tables in _iterate(config, prepared, watcher, ranks):
-            before = time.perf_counter()
-            if current is not None:
-                current = writer.append_iteration(run_dir, current, item.index, tables)
-            seconds["records"] += time.perf_counter() - before
-            for phase, spent in item.seconds.items():
-                seconds[phase] = seconds.get(phase, 0.0) + spent
-        final = _final_results(config, prepared, initial, ranks)
-        if current is not None:
-            _save_policy(prepared, run_dir / "checkpoints" / "final")
-            writer.finish(run_dir, current, final)
-    seconds["total"] = time.perf_counter() - started
+    if not ranks.is_first:
+        return run_dir, _work_along(config, inputs, watcher, ranks)
+    environment = describe_environment(config, ranks.size)
+    writer.create_run(run_dir, dump_yaml(config), environment, config.digest(), inputs)
+    with only_writer(run_dir):
+        try:
+            seconds = execute(run_dir, config, watcher, None, ranks)
+        except BaseException as error:
+            if manifest.load(run_dir).iterations:
+                mark_ended(run_dir, error)
+            else:
+                shutil.rmtree(run_dir)
+            raise
     return run_dir, seconds
 
 
-def _save_policy(prepared: Prepared, folder: Path) -> None:
-    """The trained policy and its tokenizer as a transformers folder; appears whole or not at all."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    try:
-        temporary.mkdir(parents=True)
-        prepared.state.policy.save_pretrained(temporary)
-        prepared.task.tokenizer.save_pretrained(temporary)
-        os.replace(temporary, folder)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); make room there") from error
+def _work_along(config: RunConfig, inputs: Mapping[str, str], watcher: Watcher, ranks: Ranks) -> dict[str, float]:
+    """What a rank does that does not record: everything else."""
+    prepared = _prepare(config, inputs, watcher, ranks, None)
+    for _ in _iterate(config, prepared, watcher, ranks):
+        pass
+    _final_results(config, prepared, ranks)
+    return {}
+
+
+def mark_ended(run_dir: Path, error: BaseException) -> None:
+    """Note in the manifest that `error` ended the run; what is recorded stays."""
+    # as it is on disk: the error may have come between the file and our copy of it
+    current = manifest.load(run_dir)
+    ended: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    if current.status != "complete":
+        writer.mark(run_dir, current, ended)
+
+
+def execute(
+    run_dir: Path, config: RunConfig, watcher: Watcher, start: Checkpoint | None, ranks: Ranks = ALONE
+) -> dict[str, float]:
+    """Do what is left of a run, from a checkpoint or from the beginning; returns wall seconds by phase.
+
+    An iteration that is recorded already is compared instead: PromiseBroken names the first cell that differs.
+    """
+    started = time.perf_counter()
+    current = manifest.load(run_dir)
+    start_folder = None if start is None else checkpoints.reference_folder(run_dir)
+    prepared = _prepare(config, current.inputs, watcher, ranks, start_folder)
+    origin = checkpoints.begin(run_dir, config, prepared, start)
+    seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
+    for item, tables in _iterate(config, prepared, watcher, ranks):
+        clock = Clock()
+        if item.index < len(current.iterations):
+            _require_same(run_dir, current, item.index, tables)
+        else:
+            current = writer.append_iteration(run_dir, current, item.index, tables)
+        clock.lap("records")
+        if checkpoints.is_due(config, item.index + 1):
+            checkpoints.write(run_dir, config, prepared.state, current.iterations[item.index].chain, origin)
+            clock.lap("checkpoints")
+        for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+    final = _final_results(config, prepared, ranks)
+    checkpoints.save_model(prepared.state.policy, prepared.task.tokenizer, checkpoints.final_folder(run_dir))
+    writer.finish(run_dir, current, final)
+    seconds["total"] = time.perf_counter() - started
+    return seconds
+
+
+def _iteration_difference(
+    run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]
+) -> Difference | None:
+    """The first cell of an iteration that differs between the files as they are and `tables`."""
+    for table in schema.TABLES:
+        old = reader.read_recorded(run_dir, recorded, table, iteration, verify=False)
+        difference = first_table_difference(table, old, tables[table.name], iteration)
+        if difference is not None:
+            return difference
+    return None
+
+
+def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> None:
+    difference = _iteration_difference(run_dir, recorded, iteration, tables)
+    if difference is not None:
+        raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
+    for table in schema.TABLES:
+        entry = recorded.iterations[iteration].tables[table.name]
+        if digests.table_digest(table, tables[table.name]) != entry.digest:
+            path = manifest.table_path(run_dir, table.name, iteration)
+            raise UserError(f"{path}: does not match the manifest; the file was changed or damaged")
 
 
 @dataclass(frozen=True)
@@ -150,25 +188,28 @@ class Rerun:
     iterations: int
 
 
-def check_inputs(recorded: Manifest) -> None:
-    """Raise UserError if a file that the run was made from is gone or has changed."""
-    for path, digest in recorded.inputs.items():
+def check_inputs(inputs: Mapping[str, str]) -> None:
+    """Raise UserError if a file that the run was made from is gone or has changed; SHA-256 by path."""
+    for path, digest in inputs.items():
         if file_digests([Path(path)])[str(Path(path).resolve())] != digest:
-            raise UserError(f"{path}: changed since the run was recorded; restore it to rerun")
+            raise UserError(f"{path}: changed since the run was recorded; restore it")
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise UserError for an override that could change a result of a recorded run."""
+    for override in overrides:
+        if not override.startswith("layout."):
+            raise UserError(
+                f"--set {override}: a recorded run may change layout fields only; use `ppo-repro run` instead"
+            )
 
 
 def _compared(
-    run_dir: Path, recorded: Manifest, iteration: int, tables: dict[str, pa.Table], fingerprint: str
+    run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table], fingerprint: str
 ) -> tuple[str, Difference | None]:
     """The fingerprint with this iteration added, and the first difference from the recorded one."""
     links = {table.name: digests.table_digest(table, tables[table.name]) for table in schema.TABLES}
-    fingerprint = digests.chain(fingerprint, links)
-    for table in schema.TABLES:
-        old = reader.read_recorded(run_dir, recorded, table, iteration, verify=False)
-        difference = first_table_difference(table, old, tables[table.name], iteration)
-        if difference is not None:
-            return fingerprint, difference
-    return fingerprint, None
+    return digests.chain(fingerprint, links), _iteration_difference(run_dir, recorded, iteration, tables)
 
 
 def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> Rerun:
@@ -179,18 +220,16 @@ def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks:
     first one compares; all return what it found.
     """
     recorded = reader.open_manifest(run_dir)
-    for override in overrides:
-        if not override.startswith("layout."):
-            raise UserError(f"--set {override}: a rerun may change layout fields only; use `ppo-repro run` instead")
+    check_overrides(overrides)
     config = load_config(run_dir / "config.yaml", overrides)
     check_shares(config.layout.rank_shares, ranks.size)
-    check_inputs(recorded)
-    prepared, initial = _prepare(config, recorded.inputs, watcher, ranks)
+    check_inputs(recorded.inputs)
+    prepared = _prepare(config, recorded.inputs, watcher, ranks, None)
     fingerprint = digests.FINGERPRINT_SEED
     for item, tables in _iterate(config, prepared, watcher, ranks):
         fingerprint, difference = ranks.first(_compared, run_dir, recorded, item.index, tables, fingerprint)
         if difference is not None:
             return Rerun(difference, fingerprint, item.index + 1)
-    final = _final_results(config, prepared, initial, ranks)
+    final = _final_results(config, prepared, ranks)
     fingerprint = digests.chain(fingerprint, {k: digests.scalar_digest(v) for k, v in final.items()})
     return Rerun(first_final_difference(recorded.final, final), fingerprint, config.ppo.iterations)

@@ -1,0 +1,232 @@
+"""Checkpoints: everything that decides the rest of a run, to the bit, and a refusal of anything that is not that.
+
+A folder holds safetensors files and `checkpoint.json`, which lists their SHA-256 and ends in its own. Random
+streams are functions of seed and iteration, so the iteration number is all they need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ppo_repro import __version__
+from ppo_repro.config_yaml import describe
+from ppo_repro.errors import UserError
+from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.gradients import GRADIENT_BITS, HEADROOM
+from ppo_repro.numerics.grid import OPERAND_BITS
+from ppo_repro.numerics.optimizer import OptimizerState, copy_named
+from ppo_repro.runs.folder import whole_folder
+
+FORMAT = 1
+# what a gradient grid means: a checkpoint of other numbers would continue as another run
+NUMBERS = f"operands of {OPERAND_BITS} bits, gradients of {GRADIENT_BITS}, headroom {HEADROOM}"
+INDEX_NAME = "checkpoint.json"
+_DAMAGED = "the checkpoint was changed or damaged"
+_POLICY, _VALUE_MODEL = "policy.safetensors", "value_model.safetensors"
+_POLICY_OPTIMIZER, _VALUE_OPTIMIZER = "policy_optimizer.safetensors", "value_optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run started from; the same in all its checkpoints."""
+
+    task: str  # digest of what is asked
+    reference: Mapping[str, str]  # SHA-256 of every file of the reference folder
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run after `iteration` iterations. Tensors by parameter name."""
+
+    iteration: int
+    chain: str  # of the recorded iterations up to here
+    policy: Mapping[str, Tensor]
+    value_model: Mapping[str, Tensor]
+    policy_optimizer: OptimizerState
+    value_optimizer: OptimizerState
+    origin: Origin
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class _OptimizerEntry(_Entry):
+    grids: dict[str, int]
+    steps: dict[str, int]
+    beta1_power: str  # float.hex
+    beta2_power: str
+
+
+class _Index(_Entry):
+    """Content of checkpoint.json, its own digest left out."""
+
+    format: int
+    ppo_repro: str
+    numbers: str
+    iteration: int = Field(ge=1)
+    chain: str
+    task: str
+    reference: dict[str, str]
+    policy_optimizer: _OptimizerEntry
+    value_optimizer: _OptimizerEntry
+    files: dict[str, str]
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
+    """The checkpoint of a state; its tensors are the live ones, so save it before the next step."""
+    return Checkpoint(
+        iteration=state.iteration,
+        chain=chain,
+        policy=_weights(state.policy),
+        value_model=_weights(state.value_model),
+        policy_optimizer=state.policy_optimizer.state(),
+        value_optimizer=state.value_optimizer.state(),
+        origin=origin,
+    )
+
+
+def restore(saved: Checkpoint, state: TrainState) -> None:
+    """Make `state`, fresh from the same configuration, the one the checkpoint was taken of; ValueError if it cannot."""
+    copy_named(_weights(state.policy), saved.policy)
+    copy_named(_weights(state.value_model), saved.value_model)
+    state.policy_optimizer.load(saved.policy_optimizer)
+    state.value_optimizer.load(saved.value_optimizer)
+    state.iteration = saved.iteration
+
+
+def save(saved: Checkpoint, folder: Path) -> None:
+    """Write a checkpoint; it appears whole and durable or not at all. UserError where writing fails."""
+    tensors = {
+        _POLICY: saved.policy,
+        _VALUE_MODEL: saved.value_model,
+        _POLICY_OPTIMIZER: _moments(saved.policy_optimizer),
+        _VALUE_OPTIMIZER: _moments(saved.value_optimizer),
+    }
+    files = {}
+    with whole_folder(folder) as temporary:
+        for name, content in tensors.items():
+            # digested before it is written, so that a fault of the disk shows
+            data = safetensors.torch.save({key: tensor.contiguous() for key, tensor in content.items()})
+            files[name] = hashlib.sha256(data).hexdigest()
+            (temporary / name).write_bytes(data)
+        index = _Index(
+            format=FORMAT,
+            ppo_repro=__version__,
+            numbers=NUMBERS,
+            iteration=saved.iteration,
+            chain=saved.chain,
+            task=saved.origin.task,
+            reference=dict(saved.origin.reference),
+            policy_optimizer=_entry(saved.policy_optimizer),
+            value_optimizer=_entry(saved.value_optimizer),
+            files=files,
+        )
+        (temporary / INDEX_NAME).write_text(_sealed(index.model_dump()), encoding="utf-8")
+
+
+def load(folder: Path) -> Checkpoint:
+    """Read and verify a checkpoint; UserError names the file that is missing, damaged or of another version."""
+    index = _read_index(folder / INDEX_NAME)
+    names = {_POLICY, _VALUE_MODEL, _POLICY_OPTIMIZER, _VALUE_OPTIMIZER}
+    if set(index.files) != names:
+        raise UserError(f"{folder / INDEX_NAME}: lists {', '.join(sorted(index.files))}; {_DAMAGED}")
+    contents = {name: verified_bytes(folder / name, digest) for name, digest in index.files.items()}
+    try:
+        return _assemble(index, {name: safetensors.torch.load(content) for name, content in contents.items()})
+    except (ValueError, SafetensorError) as error:
+        raise UserError(f"{folder}: {error}; {_DAMAGED}") from error
+
+
+def _assemble(index: _Index, tensors: Mapping[str, Mapping[str, Tensor]]) -> Checkpoint:
+    return Checkpoint(
+        iteration=index.iteration,
+        chain=index.chain,
+        policy=tensors[_POLICY],
+        value_model=tensors[_VALUE_MODEL],
+        policy_optimizer=_optimizer_state(index.policy_optimizer, tensors[_POLICY_OPTIMIZER]),
+        value_optimizer=_optimizer_state(index.value_optimizer, tensors[_VALUE_OPTIMIZER]),
+        origin=Origin(index.task, index.reference),
+    )
+
+
+def verified_bytes(path: Path, digest: str) -> bytes:
+    """Content of a file of this SHA-256; UserError where it is missing, unreadable or another."""
+    content = _read(path)
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise UserError(f"{path}: has another SHA-256 than when it was written; {_DAMAGED}")
+    return content
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {_DAMAGED}") from error
+
+
+def _sealed(tree: dict[str, Any]) -> str:
+    """The text of checkpoint.json: one text per content, its SHA-256 in it."""
+
+    def text(content: dict[str, Any]) -> str:
+        return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+    return text({**tree, "sha256": hashlib.sha256(text(tree).encode()).hexdigest()})
+
+
+def _read_index(path: Path) -> _Index:
+    content = _read(path)
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not valid JSON; {_DAMAGED}") from error
+    if not isinstance(tree, dict) or "format" not in tree:
+        raise UserError(f"{path}: is not the index of a checkpoint; {_DAMAGED}")
+    current = {"format": FORMAT, "ppo_repro": __version__, "numbers": NUMBERS}
+    for name, expected in current.items():
+        if tree.get(name) != expected:
+            advice = "resume with the version that wrote it"
+            raise UserError(f"{path}: {name} = {tree.get(name)!r}, this ppo_repro has {expected!r}; {advice}")
+    tree.pop("sha256", None)
+    if _sealed(tree).encode() != content:
+        raise UserError(f"{path}: does not match its own SHA-256; {_DAMAGED}")
+    try:
+        return _Index.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{path}: {describe(error, 'content')}; {_DAMAGED}") from error
+
+
+def _moments(state: OptimizerState) -> dict[str, Tensor]:
+    named = {"first": state.first, "second": state.second}
+    return {f"{moment}/{name}": tensor for moment, tensors in named.items() for name, tensor in tensors.items()}
+
+
+def _entry(state: OptimizerState) -> _OptimizerEntry:
+    return _OptimizerEntry(
+        grids=dict(state.grids),
+        steps=dict(state.steps),
+        beta1_power=state.beta1_power.hex(),
+        beta2_power=state.beta2_power.hex(),
+    )
+
+
+def _optimizer_state(entry: _OptimizerEntry, tensors: Mapping[str, Tensor]) -> OptimizerState:
+    def of(moment: str) -> dict[str, Tensor]:
+        return {n.removeprefix(moment + "/"): t for n, t in tensors.items() if n.startswith(moment + "/")}
+
+    powers = float.fromhex(entry.beta1_power), float.fromhex(entry.beta2_power)
+    return OptimizerState(of("first"), of("second"), entry.grids, entry.steps, *powers)

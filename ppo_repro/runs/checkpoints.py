@@ -1,0 +1,155 @@
+"""The checkpoints of one run: when they are due, where they lie, which are kept, which one a run goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_repro.config import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.models.state import TrainState
+from ppo_repro.records.manifest import Manifest
+from ppo_repro.runs import checkpoint
+from ppo_repro.runs.checkpoint import Checkpoint, Origin
+from ppo_repro.runs.folder import remove_folder, whole_folder
+from ppo_repro.runs.prepare import Prepared
+
+_NAME = re.compile(r"iteration-(\d{6,})")
+
+
+def checkpoints_folder(run_dir: Path) -> Path:
+    """Where the checkpoints, the reference and at the end the trained policy lie."""
+    return run_dir / "checkpoints"
+
+
+def reference_folder(run_dir: Path) -> Path:
+    """The reference model with its tokenizer: what policy and value model started as, too."""
+    return checkpoints_folder(run_dir) / "reference"
+
+
+def final_folder(run_dir: Path) -> Path:
+    """The trained policy of a finished run."""
+    return checkpoints_folder(run_dir) / "final"
+
+
+def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
+    """The checkpoint after `iteration` iterations."""
+    return checkpoints_folder(run_dir) / f"iteration-{iteration:06d}"
+
+
+def is_due(config: RunConfig, iteration: int) -> bool:
+    """Whether a checkpoint is written after `iteration` iterations."""
+    every = config.checkpoints.every
+    return every > 0 and iteration % every == 0
+
+
+def task_digest(prepared: Prepared) -> str:
+    """SHA-256 of everything asked: problems in order, token ids of the prompts, the tokens that end a response."""
+    task = prepared.task
+    splits = task.problems.train, task.problems.held_out
+    asked = [[(p.key, p.prompt, p.answer, task.prompt_ids[p.key]) for p in problems] for problems in splits]
+    content = json.dumps([asked, sorted(prepared.engine.stop_ids)])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A model and its tokenizer as a transformers folder; appears whole or not at all. UserError where that fails."""
+    with whole_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+
+def save_reference(run_dir: Path, prepared: Prepared) -> dict[str, str]:
+    """Keep the reference, which no step changes, once for all checkpoints; returns SHA-256 by file name."""
+    folder = reference_folder(run_dir)
+    save_model(prepared.state.reference, prepared.task.tokenizer, folder)
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in _files(folder).items()}
+
+
+def begin(run_dir: Path, config: RunConfig, prepared: Prepared, start: Checkpoint | None) -> Origin:
+    """Bring a prepared run to where it starts, and return what all its checkpoints will name.
+
+    `start` needs a run prepared from the reference folder. UserError where it does not fit.
+    """
+    task = task_digest(prepared)
+    if start is None:
+        return Origin(task, save_reference(run_dir, prepared) if config.checkpoints.every else {})
+    if task != start.origin.task:
+        raise UserError("prompts, answers or end tokens are not what they were when the run started; restore them")
+    try:
+        checkpoint.restore(start, prepared.state)
+    except ValueError as error:
+        raise UserError(f"the checkpoint of iteration {start.iteration} does not fit the model: {error}") from error
+    return start.origin
+
+
+def write(run_dir: Path, config: RunConfig, state: TrainState, chain: str, origin: Origin) -> None:
+    """Write a checkpoint of the state as it is, then remove all but the newest ones; UserError where that fails."""
+    saved = checkpoint.take(state, chain, origin)
+    checkpoint.save(saved, checkpoint_folder(run_dir, saved.iteration))
+    try:
+        for _, folder in _checkpoints(run_dir)[: -config.checkpoints.keep]:
+            remove_folder(folder)
+        for leftover in checkpoints_folder(run_dir).glob("iteration-*.*"):  # of a process that was killed
+            shutil.rmtree(leftover)
+    except OSError as error:
+        raise UserError(f"{checkpoints_folder(run_dir)}: cannot be changed ({error.strerror})") from error
+
+
+def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
+    """The newest checkpoint, verified against the records, or None; UserError where it or the reference is damaged.
+
+    An older one is not taken instead: the user decides that, by removing what the message names.
+    """
+    found = _checkpoints(run_dir)
+    if not found:
+        return None
+    number, folder = found[-1]
+    try:
+        saved = checkpoint.load(folder)
+        _require_of_run(saved, number, folder, recorded)
+    except UserError as error:
+        otherwise = f"resume from iteration {found[-2][0]}" if len(found) > 1 else "start from the beginning"
+        raise UserError(f"{error}; remove {folder} to {otherwise}") from error
+    try:
+        _require_reference(reference_folder(run_dir), saved.origin.reference)
+    except UserError as error:
+        raise UserError(f"{error}; remove {checkpoints_folder(run_dir)} to start from the beginning") from error
+    return saved
+
+
+def _checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """Number and folder of every checkpoint, oldest first."""
+    folder = checkpoints_folder(run_dir)
+    entries = folder.iterdir() if folder.is_dir() else ()
+    named = [(_NAME.fullmatch(path.name), path) for path in entries]
+    return sorted((int(name[1]), path) for name, path in named if name)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Every file by its path below the folder."""
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+
+
+def _require_of_run(saved: Checkpoint, number: int, folder: Path, recorded: Manifest) -> None:
+    if saved.iteration != number:
+        raise UserError(f"{folder}: holds iteration {saved.iteration}; the folder was renamed")
+    count = len(recorded.iterations)
+    if number > count:
+        raise UserError(f"{folder}: the run has {count} recorded iterations; the checkpoint is not of this run")
+    if saved.chain != recorded.iterations[number - 1].chain:
+        raise UserError(f"{folder}: follows other records than this run's; the checkpoint is not of this run")
+
+
+def _require_reference(folder: Path, expected: Mapping[str, str]) -> None:
+    # a file more could change what is loaded as much as another content
+    for name in sorted(set(_files(folder)) - set(expected)):
+        raise UserError(f"{folder / name}: was not there when the run started; the reference was changed")
+    for name, digest in expected.items():
+        checkpoint.verified_bytes(folder / name, digest)

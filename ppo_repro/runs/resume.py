@@ -1,0 +1,80 @@
+"""Going on with a run that was killed, interrupted or failed, to the result it would have had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo_repro.config import RunConfig
+from ppo_repro.config_yaml import load_config
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, writer
+from ppo_repro.records.manifest import Manifest
+from ppo_repro.runs import checkpoints
+from ppo_repro.runs.checkpoint import Checkpoint
+from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.folder import only_writer
+from ppo_repro.runs.prepare import task_inputs
+from ppo_repro.runs.progress import Watcher
+from ppo_repro.runs.run import check_inputs, check_overrides, execute, mark_ended
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was found when a run was resumed."""
+
+    start: int  # iterations of the checkpoint, 0 without one
+    recorded: int  # iterations recorded by then; those from `start` on were computed again and compared
+
+
+def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Resumed:
+    """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
+
+    `overrides` may change the layout, which must not change a bit. UserError if another process writes the
+    run, it is finished, its checkpoint is damaged, its inputs have changed or an override is not of the layout;
+    then nothing has changed. PromiseBroken if an iteration computed again differs from its record.
+    """
+    check_overrides(overrides)
+    manifest.load(run_dir)  # before a lock is put into a folder that is no run
+    with only_writer(run_dir):
+        recorded = manifest.load(run_dir)
+        if recorded.status == "complete":
+            raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
+        config = _config(run_dir, recorded, overrides)
+        start = checkpoints.load_newest(run_dir, recorded)
+        _check_inputs(recorded, config, start)
+        found = Resumed(0 if start is None else start.iteration, len(recorded.iterations))
+        _note(run_dir, config, found, overrides)
+        writer.mark(run_dir, recorded, "running")
+        try:
+            execute(run_dir, config, watcher, start)
+        except BaseException as error:
+            mark_ended(run_dir, error)
+            raise
+    return found
+
+
+def _config(run_dir: Path, recorded: Manifest, overrides: Sequence[str]) -> RunConfig:
+    path = run_dir / "config.yaml"
+    if load_config(path).digest() != recorded.config_digest:
+        raise UserError(f"{path}: is not the configuration the run was started with; restore it")
+    return load_config(path, overrides)
+
+
+def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | None) -> None:
+    """The model's files are needed only where there is no checkpoint, which has its own."""
+    if start is None:
+        check_inputs(recorded.inputs)
+    else:
+        needed = {str(path.resolve()) for path in task_inputs(config)}
+        check_inputs({path: digest for path, digest in recorded.inputs.items() if path in needed})
+
+
+def _note(run_dir: Path, config: RunConfig, found: Resumed, overrides: Sequence[str]) -> None:
+    """Record what this part of the run ran on, beside the environment of the first part."""
+    number = len(list(run_dir.glob("resumed-*.json"))) + 1
+    tree = {"iteration": found.start, "overrides": list(overrides), "environment": describe_environment(config, 1)}
+    text = json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    manifest.atomic_write(run_dir / f"resumed-{number:03d}.json", text.encode())

@@ -135,6 +135,9 @@ class NumericsConfig(Section):
     mode: Literal["exact", "native"] = Field(
         "exact", description="`exact`: every sum exact, so layout cannot matter; `native`: stock torch."
     )
+    operand_bits: Literal[14, 20] = Field(
+        20, description="Number grids of the linear layers: 20 bits, 1e-6 relative; 14 bits, 1e-4, and faster on AMX."
+    )
     max_context: Annotated[int, Field(ge=2, le=32768)] = Field(
         description="Longest prompt plus response, tokens; fixes the number grids of the run."
     )
@@ -144,6 +147,7 @@ class LayoutConfig(Section):
     """How the work is cut up. In exact numerics nothing here can change a result."""
 
     rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
+    prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
     prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
     forward_micro_batch: Index = Field(0, description="Sequences per scoring pass; 0 takes all.")
     update_micro_batch: Index = Field(0, description="Sequences per backward pass; 0 takes the minibatch.")
@@ -153,6 +157,9 @@ class LayoutConfig(Section):
     threads: Count = Field(1, description="CPU threads, in each process.")
     backend: Literal["auto", "eager", "dgemm", "amx"] = Field(
         "auto", description="What computes exact numerics on a CPU: kernels on float64 or AMX, or eager torch."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Keep no activations inside decoder layers; compute them again in the backward pass."
     )
     rank_shares: Annotated[tuple[Index, ...], Field(strict=False)] = Field(
         (), description="In what proportion the processes of a run get sequences, one entry each; [] for equal shares."
@@ -201,6 +208,9 @@ class RunConfig(Section):
                 f"{self.sequences_per_iteration} sequences of an iteration "
                 "(rollout.prompts_per_iteration x rollout.samples_per_prompt)"
             )
+        native = self.numerics.mode == "native"
+        if native and (self.numerics.operand_bits != 20 or self.layout.backend != "auto"):
+            raise ValueError("numerics.operand_bits and layout.backend need numerics.mode = exact")
         if self.rollout.max_response_tokens >= self.numerics.max_context:
             raise ValueError(
                 f"rollout.max_response_tokens = {self.rollout.max_response_tokens} must be smaller than "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.models.layout import TokenBatch, lay_out
-from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.models.networks import checkpoint_gradients, make_policy, policy_logits
 from ppo_repro.numerics import backend, gradients
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.grid import quantise
@@ -290,3 +291,33 @@ def test_the_norm_is_the_root_of_an_integer_sum_in_any_order(cases: list[tuple[i
 def test_the_norm_of_nothing_is_zero() -> None:
     assert exact_norm([]) == 0.0 and exact_norm([torch.zeros(3)]) == 0.0
     assert exact_norm([torch.tensor([3.0]), torch.tensor([[-4.0]])]) == 5.0
+
+
+def test_gradient_checkpointing_changes_no_bit_and_keeps_less() -> None:
+    source = source_model("qwen3")
+    prompts, responses = ragged(COUNT, 3, prompt=12)
+    batch = lay_out(prompts, responses, "right")
+    found: set[tuple[str, ...]] = set()
+    kept: list[int] = []
+    for recompute in (False, True):
+        policy = make_policy(source, "exact", CONTEXT)
+        if recompute:
+            checkpoint_gradients(policy)
+        optimizer = make_optimizer(policy, SETTINGS, "exact")
+        sizes: list[int] = []
+
+        def keep(x: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(x.numel() * x.element_size())
+            return x
+
+        def backward(policy: PreTrainedModel = policy, keep: Callable[[Tensor], Tensor] = keep) -> None:
+            # what checkpointed layers keep while they recompute is inside their own hooks
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "exact")
+            torch.autograd.backward(-logprobs, torch.ones_like(logprobs))
+
+        optimizer.step(backward, batch.real_tokens)
+        found.add((weights_digest(policy.named_parameters()),))
+        kept.append(sum(sizes))
+    assert len(found) == 1
+    assert kept[1] < kept[0] / 2

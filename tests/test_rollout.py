@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -290,3 +291,34 @@ def test_a_hundred_thousand_sampled_tokens_have_no_unequal_bit() -> None:
 def test_native_differs_over_five_thousand_sampled_tokens() -> None:
     compared, differing = sweep("native", 5_000)
     assert compared >= 5_000 and differing > 0.3 * compared, f"{differing} of {compared} tokens differ"
+
+
+def related_requests() -> list[Request]:
+    """Several samples of some prompts, prompts that begin like others, and one that continues another's response."""
+    prompts, _ = ragged(4, 11, prompt=14)
+    shared = [*prompts, *(p[: len(p) // 2 + 1] + q for p, q in pairwise(prompts))]
+    return [Request(tuple(p), 100 * i + s) for s in range(3) for i, p in enumerate(shared)]
+
+
+def generated(mode: str, slots: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
+    """Completions and the prompt and response tokens that went through the model."""
+    model = policy("qwen3", mode)
+    sampler = TorchEngine(model, STOPS, mode, CONTEXT, slots, chunk, prefix_cache)
+    seen: list[int] = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2].numel()))
+    try:
+        return sampler.generate(related_requests(), PLAIN), sum(seen)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(21, 0), (5, 0), (2, 3)])
+def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(slots: int, chunk: int) -> None:
+    cold, computed = generated("exact", slots, chunk, False)
+    warm, saved = generated("exact", slots, chunk, True)
+    assert same(cold, warm)
+    assert saved < computed
+
+
+def test_a_prefix_taken_from_the_cache_shows_in_native_numerics() -> None:
+    assert not all(same(generated("native", n, 0, False)[0], generated("native", n, 0, True)[0]) for n in (21, 5))

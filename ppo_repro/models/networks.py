@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.numerics.attention import reach
 from ppo_repro.numerics.families import check_visibility, head_of, stock_masks, trunk_of
+from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.layers import ExactLinear
 from ppo_repro.numerics.lowering import is_exact, lower
 from ppo_repro.seeding import bell
@@ -34,33 +39,67 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrainedModel:
+def make_policy(source: PreTrainedModel, mode: str, max_context: int, bits: int = OPERAND_BITS) -> PreTrainedModel:
     """A copy of `source` ready to be trained in the given numerics; dropout is off, whatever the model's config says.
 
-    Raises UserError where the model is not covered.
+    `bits` are the operand bits of exact linear layers. Raises UserError where the model is not covered.
     """
     check_visibility(source.config, max_context)
     model = copy.deepcopy(source).eval()
     if mode == "exact":
-        return lower(model, max_context)
+        return lower(model, max_context, bits)
     model.set_attn_implementation("sdpa")
     return model
 
 
-def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
+def make_value_model(
+    source: PreTrainedModel, mode: str, max_context: int, seed: int, bits: int = OPERAND_BITS
+) -> ValueModel:
     """A value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
-    trunk = make_policy(trunk_of(source), mode, max_context)
+    trunk = make_policy(trunk_of(source), mode, max_context, bits)
     size = source.config.hidden_size
     head = nn.Linear(size, 1)
     draws = bell(size, "value head", seed) * (0.1 / math.sqrt(size))
     with torch.no_grad():
         head.weight.copy_(torch.from_numpy(draws)[None, :])
         head.bias.zero_()
-    return ValueModel(trunk, ExactLinear(head, "value head") if mode == "exact" else head)
+    return ValueModel(trunk, ExactLinear(head, "value head", bits) if mode == "exact" else head)
+
+
+def checkpoint_gradients(model: nn.Module) -> None:
+    """Keep no activations inside decoder layers from now on; the backward pass computes them again."""
+    for layer in _decoder_layers(model):
+        layer.gradient_checkpointing = True
+        # exact or native, the forward draws no random number, so there is no generator state to restore
+        recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+
+
+def _decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
+    """transformers checkpoints layers in training mode only, and takes their cache away: not while sampling."""
+    layers = _decoder_layers(trunk) if torch.is_grad_enabled() else []
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Final hidden states [n, H] float32 at the positions that predict the response tokens."""
+    with _recording_gradients(trunk):
+        out = _forward(trunk, batch)
+    return out.reshape(-1, out.shape[-1])[batch.predictors]
+
+
+def _forward(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
     ids, positions = batch.input_ids, batch.position_ids
     if is_exact(trunk):
         # GPT-2 takes padding without a mask for a mistake and says so; what is visible is first_key alone
@@ -75,8 +114,7 @@ def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
     else:
         masks = stock_masks(trunk.config, lambda window: reach(batch.first_key, window))
         out = trunk(input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=False)
-    out = out.last_hidden_state
-    return out.reshape(-1, out.shape[-1])[batch.predictors]
+    return out.last_hidden_state
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
+from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.lowering import attach
 from ppo_repro.ranks import ALONE, Ranks
 
@@ -124,10 +125,10 @@ def exact_norm(gradients: Iterable[Tensor]) -> float:
 class ExactOptimizer:
     """Integer gradients, exact norm and AdamW by the elementwise law: independent of how work is cut up."""
 
-    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
+    def __init__(self, module: nn.Module, settings: AdamWSettings, operand_bits: int = OPERAND_BITS) -> None:
         self.settings = settings
         self.parameters = dict(module.named_parameters())
-        self.accumulator = GradientAccumulator(self.parameters.items())
+        self.accumulator = GradientAccumulator(self.parameters.items(), operand_bits)
         attach(module, self.accumulator)
         self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
@@ -227,6 +228,8 @@ class NativeOptimizer:
             self.adamw.state[self.parameters[name]] = moments
 
 
-def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str) -> Optimizer:
-    """The optimizer of a numerics mode, `exact` or `native`."""
-    return ExactOptimizer(module, settings) if mode == "exact" else NativeOptimizer(module, settings)
+def make_optimizer(
+    module: nn.Module, settings: AdamWSettings, mode: str, operand_bits: int = OPERAND_BITS
+) -> Optimizer:
+    """The optimizer of a numerics mode, `exact` (with linear layers of so many operand bits) or `native`."""
+    return ExactOptimizer(module, settings, operand_bits) if mode == "exact" else NativeOptimizer(module, settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from ppo_repro.rollout.engine import Completion, Request, Sampling, check_reques
 from ppo_repro.rollout.sampler import Sample, sample
 
 Cache = GridCache | SlotCache
+Held = dict[int, tuple[int, ...]]
 
 
 @dataclass
@@ -26,6 +27,7 @@ class _Active:
     index: int
     request: Request
     slot: int
+    known: int = 0  # prompt tokens whose keys and values the slot holds
     tokens: list[int] = field(default_factory=list)
     samples: list[tuple[Sample, int]] = field(default_factory=list)
 
@@ -46,10 +48,12 @@ class TorchEngine:
         max_context: int,
         slots: int,
         prefill_chunk: int,
+        prefix_cache: bool = True,
     ) -> None:
         self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
         self.max_context, self.slots = max_context, slots
         self.prefill_chunk = prefill_chunk or max_context
+        self.prefix_cache = prefix_cache
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -59,13 +63,14 @@ class TorchEngine:
         kind = GridCache if self.mode == "exact" else SlotCache
         cache = kind(self.policy.config, slots, self.max_context, self.policy.device)
         free = list(range(slots))
+        held: Held = {}  # tokens whose keys and values a slot holds
         waiting = deque(enumerate(requests))
         active: list[_Active] = []
         done: dict[int, Completion] = {}
         while waiting or active:
             if waiting and free:
                 turn = [_Active(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
-                logits = self._prefill(cache, turn)
+                logits = self._prefill(cache, held, turn)
                 active += turn
             else:
                 turn = active
@@ -76,26 +81,61 @@ class TorchEngine:
                 if reason:
                     done[item.index] = _completion(item, reason)
                     free.append(item.slot)
+                    held[item.slot] = (*item.request.prompt_ids, *item.tokens[:-1])
             active = [item for item in active if item.index not in done]
         return [done[index] for index in range(len(requests))]
 
-    def _prefill(self, cache: Cache, turn: list[_Active]) -> Tensor:
-        """Run the prompts, `prefill_chunk` tokens at a time; logits [len(turn), V] after each prompt."""
+    def _admit(self, cache: Cache, held: Held, turn: list[_Active]) -> list[list[_Active]]:
+        """Give prompts what the slots hold of them; returns those to prefill now, and their copies for after that."""
+        leaders: dict[tuple[int, ...], _Active] = {}
+        copies: list[_Active] = []
+        for item in turn:
+            prompt = item.request.prompt_ids
+            if not self.prefix_cache:
+                leaders[(*prompt, item.index)] = item
+            elif prompt in leaders:
+                copies.append(item)
+            else:
+                self._take_over(cache, held, item)
+                leaders[prompt] = item
+            held[item.slot] = ()
+        return [list(leaders.values()), copies] if copies else [list(leaders.values())]
+
+    def _take_over(self, cache: Cache, held: Held, item: _Active) -> None:
+        """Copy the longest prefix any slot holds; the last prompt token is always computed, for its logits."""
+        prompt = item.request.prompt_ids[:-1]
+        lengths = {slot: common_prefix(tokens, prompt) for slot, tokens in held.items()}
+        source = max(lengths, key=lengths.__getitem__, default=item.slot)
+        item.known = lengths.get(source, 0)
+        if item.known and source != item.slot:
+            cache.copy_prefix(source, item.slot, item.known)
+
+    def _prefill(self, cache: Cache, held: Held, turn: list[_Active]) -> Tensor:
+        """Run what is not known of the prompts; logits [len(turn), V] after each prompt."""
         out = torch.empty(len(turn), self.policy.config.vocab_size)
-        longest = max(len(item.request.prompt_ids) for item in turn)
-        for start in range(0, longest, self.prefill_chunk):
-            rows = [r for r, item in enumerate(turn) if len(item.request.prompt_ids) > start]
-            pieces = [turn[r].request.prompt_ids[start : start + self.prefill_chunk] for r in rows]
-            hidden = self._forward(cache, [turn[r].slot for r in rows], pieces, [start] * len(rows))
-            ends = [
-                (i, r, len(piece) - 1)
-                for i, (r, piece) in enumerate(zip(rows, pieces, strict=True))
-                if len(turn[r].request.prompt_ids) <= start + self.prefill_chunk
-            ]
-            if ends:
-                i, r, column = (torch.tensor(values) for values in zip(*ends, strict=True))
-                out[r] = head_of(self.policy)(hidden[i, column])
+        place = {item.index: row for row, item in enumerate(turn)}
+        for wave, items in enumerate(self._admit(cache, held, turn)):
+            for item in items:
+                if wave:  # what it is a copy of is in the cache now
+                    self._take_over(cache, held, item)
+            for item, logits in self._chunks(cache, items):
+                out[place[item.index]] = logits
+                held[item.slot] = item.request.prompt_ids
         return out
+
+    def _chunks(self, cache: Cache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
+        """Prefill, `prefill_chunk` tokens of each prompt at a time; yields logits [V] as prompts come to their end."""
+        while items:
+            pieces = [item.request.prompt_ids[item.known : item.known + self.prefill_chunk] for item in items]
+            hidden = self._forward(cache, [item.slot for item in items], pieces, [item.known for item in items])
+            for item, piece in zip(items, pieces, strict=True):
+                item.known += len(piece)
+            ends = [row for row, item in enumerate(items) if item.known == len(item.request.prompt_ids)]
+            if ends:
+                columns = torch.tensor([len(pieces[row]) - 1 for row in ends])
+                logits = head_of(self.policy)(hidden[torch.tensor(ends), columns])
+                yield from zip((items[row] for row in ends), logits, strict=True)
+            items = [item for item in items if item.known < len(item.request.prompt_ids)]
 
     def _decode(self, cache: Cache, turn: list[_Active]) -> Tensor:
         pieces = [(item.tokens[-1],) for item in turn]
@@ -140,6 +180,11 @@ class TorchEngine:
         if item.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if len(item.tokens) == sampling.max_response_tokens else ""
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def within(positions: Tensor, window: int | None) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from ppo_repro.config import JsonlTask, ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files, load_folder, stop_ids
-from ppo_repro.models.networks import freeze, make_policy, make_value_model
+from ppo_repro.models.networks import checkpoint_gradients, freeze, make_policy, make_value_model
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import warm_start
@@ -87,9 +87,13 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context
-    policy = make_policy(source, mode, max_context)
-    value_model = make_value_model(source, mode, max_context, config.seed)
-    reference = freeze(make_policy(source, mode, max_context))
+    bits = config.numerics.operand_bits
+    policy = make_policy(source, mode, max_context, bits)
+    value_model = make_value_model(source, mode, max_context, config.seed, bits)
+    reference = freeze(make_policy(source, mode, max_context, bits))
+    if config.layout.gradient_checkpointing:
+        checkpoint_gradients(policy)
+        checkpoint_gradients(value_model)
     ppo = config.ppo
 
     def settings(learning_rate: float) -> AdamWSettings:
@@ -101,8 +105,8 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
         policy=policy,
         value_model=value_model,
         reference=reference,
-        policy_optimizer=make_optimizer(policy, settings(ppo.learning_rate), mode),
-        value_optimizer=make_optimizer(value_model, settings(ppo.value_learning_rate), mode),
+        policy_optimizer=make_optimizer(policy, settings(ppo.learning_rate), mode, bits),
+        value_optimizer=make_optimizer(value_model, settings(ppo.value_learning_rate), mode, bits),
     )
     engine = TorchEngine(
         policy,
@@ -111,5 +115,6 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
         max_context,
         config.layout.rollout_slots,
         config.layout.prefill_chunk,
+        config.layout.prefix_cache,
     )
     return Prepared(task, state, engine)

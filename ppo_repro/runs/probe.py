@@ -60,7 +60,11 @@ def _with(config: RunConfig, mode: Mode) -> RunConfig:
     model = config.model
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
-    numerics = NumericsConfig(mode=mode, max_context=config.numerics.max_context)
+    numerics = NumericsConfig(
+        mode=mode,
+        operand_bits=config.numerics.operand_bits if mode == "exact" else 20,
+        max_context=config.numerics.max_context,
+    )
     return config.model_copy(update={"model": model, "numerics": numerics, "layout": LayoutConfig()})
 
 
@@ -122,7 +126,7 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(policy, settings, s.config.numerics.mode)
+    optimizer = make_optimizer(policy, settings, s.config.numerics.mode, s.config.numerics.operand_bits)
 
     def backward() -> None:
         for batch, kept in _batches(s, padding, size):

@@ -200,9 +200,7 @@ def forward(logits: Array, targets: Array, temperature: float, eligible: Array) 
     return out, rows
 
 
-def backward(
-    logits: Array, targets: Array, temperature: float, eligible: Array, rows: Array, seeds: Array
-) -> Array:
+def backward(logits: Array, targets: Array, temperature: float, eligible: Array, rows: Array, seeds: Array) -> Array:
     """d logits, float32 [n, V], from the gradients of log-prob and entropy, float32 [2, n]."""
     out = np.empty_like(logits)
     fixed = (logits, targets, eligible, np.float32(temperature), rows, seeds, out)

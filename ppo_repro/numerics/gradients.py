@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError, UserError
+from ppo_repro.kernels.optimizer import to_float32
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.elementwise import pow2
 from ppo_repro.numerics.grid import MANTISSA_BITS, OPERAND_BITS, ceil_log2, exponent
 
@@ -31,6 +33,12 @@ def assert_no_wrap(tokens: int) -> None:
             f"ppo.minibatch_size: {tokens} tokens (prompts included) in one optimizer step; "
             f"exact gradients hold up to {1 << (61 - TOTAL_BITS)}; make it smaller"
         )
+
+
+def _to_float32(integers: Tensor, unit: float) -> Tensor:
+    if backend.has_kernels(integers):
+        return torch.from_numpy(to_float32(integers.view(-1).numpy(), unit)).view(integers.shape)
+    return (integers.to(torch.float64) * unit).to(torch.float32)
 
 
 class GradientAccumulator:
@@ -121,7 +129,7 @@ class GradientAccumulator:
         for name, parameter in self.parameters.items():
             if name in self.sums:
                 unit = 2.0 ** (self.grids[name] + HEADROOM - TOTAL_BITS)
-                gradients[name] = (self.sums[name].to(torch.float64) * unit).to(torch.float32)
+                gradients[name] = _to_float32(self.sums[name], unit)
             else:
                 gradients[name] = torch.zeros_like(parameter)
         self.grids = {**self.grids, **self.largest}

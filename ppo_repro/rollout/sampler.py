@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.elementwise import log
 from ppo_repro.kernels import noise
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.distribution import distribution, require_finite
+from ppo_repro.numerics.elementwise import log
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.rollout.engine import Sampling
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -140,6 +141,4 @@ def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
     """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None where nothing was cut."""
     if kept_tokens.shape[1] == 0:
         return None
-    bits = torch.arange(7, -1, -1, dtype=torch.uint8)
-    spread = (kept_tokens[:, :, None] >> bits) & 1
-    return spread.reshape(len(kept_tokens), -1)[:, :vocab_size].bool()
+    return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_))

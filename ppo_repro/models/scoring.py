@@ -11,7 +11,7 @@ from ppo_repro.models.layout import TokenBatch, micro_batches
 from ppo_repro.models.networks import expand_kept, hidden_states, value_predictions
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
+from ppo_repro.numerics.logprobs import score
 from ppo_repro.ranks import Ranks
 
 LOGITS_AT_ONCE = 1 << 24
@@ -55,8 +55,6 @@ def _distributions(state: TrainState, batch: TokenBatch, kept: Tensor, config: R
     for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // vocab_size)):
         logits, ref_logits = head(hidden[rows]), ref_head(ref_hidden[rows])
         targets, eligible = batch.targets[rows], expand_kept(kept[rows], vocab_size)
-        old_logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
-        ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode)
-        ref_kl = kl_divergence(logits, ref_logits, temperature, eligible)
-        parts.append((old_logprobs, ref_logprobs, ref_kl, entropies, prob_sq_sum(logits, temperature, eligible)))
+        s = score(logits, ref_logits, targets, temperature, eligible, mode)
+        parts.append((s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums))
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError, UserError
+from ppo_repro.kernels.optimizer import to_float32
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.elementwise import pow2
 from ppo_repro.numerics.grid import MIN_EXPONENT, OPERAND_BITS, ceil_log2
 from ppo_repro.numerics.products import NOTHING, add_integer_rows, add_products, row_exponents
@@ -31,6 +33,12 @@ def assert_no_wrap(tokens: int, total_bits: int) -> None:
             f"ppo.minibatch_size: {tokens} tokens (prompts included) in one optimizer step; "
             f"exact gradients hold up to {1 << (61 - total_bits)}; make it smaller"
         )
+
+
+def _to_float32(integers: Tensor, unit: float) -> Tensor:
+    if backend.has_kernels(integers):
+        return torch.from_numpy(to_float32(integers.view(-1).numpy(), unit)).view(integers.shape)
+    return (integers.to(torch.float64) * unit).to(torch.float32)
 
 
 class GradientAccumulator:
@@ -137,7 +145,7 @@ class GradientAccumulator:
         for name, parameter in self.parameters.items():
             if name in self.largest:
                 unit = 2.0 ** (self.grids[name] + HEADROOM - self.total_bits)
-                gradients[name] = (self.sums[name].to(torch.float64) * unit).to(torch.float32)
+                gradients[name] = _to_float32(self.sums[name], unit)
             else:
                 gradients[name] = torch.zeros_like(parameter)
         self.grids = {**self.grids, **self.largest}

@@ -9,58 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import elementwise
-from ppo_repro.numerics.grid import MANTISSA_BITS, ceil_log2, operand_bits, quantise
-
-MASS_UNIT = 2.0**30  # probabilities relative to the largest are integers in units of 2^-30
-HALF_BITS = 15
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """Integer masses of `n` positions. [n, V] unless said otherwise."""
-
-    masses: Tensor  # float64 integers, 0 where not eligible
-    total: Tensor  # [n, 1] float64, exact sum of masses
-    log_total: Tensor  # [n, 1] float64, ln(total 2^-30)
-    shifted: Tensor  # float32, logits / temperature minus the maximum over the eligible
-
-
-def require_finite(logits: Tensor) -> None:
-    """Raise NumericsError if any logit is infinite or NaN."""
-    if not torch.isfinite(logits).all():
-        raise NumericsError("the model's logits are not finite; lower the learning rate or check the weights")
-
-
-def distribution(scaled: Tensor, eligible: Tensor | None) -> Distribution:
-    """Exact masses of softmax(scaled) [n, V] float32; `eligible` bool [n, V], None for all."""
-    if eligible is None:
-        shifted = scaled - scaled.amax(-1, keepdim=True)
-        masses = (elementwise.exp(shifted).to(torch.float64) * MASS_UNIT).round_()
-    else:
-        # the maximum is taken among the eligible: under new weights it may be far below the others
-        shifted = scaled - scaled.masked_fill(~eligible, float("-inf")).amax(-1, keepdim=True)
-        masses = (elementwise.exp(shifted).to(torch.float64) * MASS_UNIT).round_().masked_fill_(~eligible, 0.0)
-    total = masses.sum(-1, keepdim=True)
-    return Distribution(masses, total, elementwise.log(total * (1.0 / MASS_UNIT)), shifted)
-
-
-def expectation(d: Distribution, values: Tensor) -> Tensor:
-    """sum_v p_v values_v by two exact sums of products; float64 [n, 1]. values [n, V].
-
-    The masses go in whole, as two halves of 15 bits: on a grid of their own the many small ones of a large
-    vocabulary would be rounded away, and with them much of an entropy.
-    """
-    high = (d.masses * 2.0**-HALF_BITS).floor_()
-    low = d.masses - high * 2.0**HALF_BITS
-    b, b_scale = quantise(values, MANTISSA_BITS - HALF_BITS - ceil_log2(values.shape[-1]))
-    total = (high * b).sum(-1, keepdim=True) * 2.0**HALF_BITS + (low * b).sum(-1, keepdim=True)
-    return total * b_scale / d.total
+from ppo_repro.kernels import statistics
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.distribution import distribution, expectation, require_finite
+from ppo_repro.numerics.grid import operand_bits, quantise
 
 
 class _TokenStatistics(Function):
@@ -84,6 +41,38 @@ class _TokenStatistics(Function):
         return d.scatter(-1, targets[:, None], at_target).to(torch.float32), None, None
 
 
+class _FusedTokenStatistics(Function):
+    """The same from the logits themselves; between the passes only they and four numbers a row are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, ctx.rows = statistics.forward(_array(logits), targets.numpy(), temperature, _mask(logits, eligible))
+        ctx.save_for_backward(logits, targets, eligible)
+        ctx.temperature = temperature
+        return torch.from_numpy(out[0]), torch.from_numpy(out[1])
+
+    @staticmethod
+    def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, eligible = ctx.saved_tensors
+        seeds = torch.stack([d_logprob, d_entropy]).numpy()
+        gradient = statistics.backward(
+            _array(logits), targets.numpy(), ctx.temperature, _mask(logits, eligible), ctx.rows, seeds
+        )
+        return torch.from_numpy(gradient), None, None, None
+
+
+def _array(logits: Tensor) -> statistics.Array:
+    return logits.detach().contiguous().numpy()
+
+
+def _mask(logits: Tensor, eligible: Tensor | None) -> statistics.Array:
+    if eligible is None:
+        return np.empty((len(logits), 0), np.bool_)
+    return eligible.contiguous().numpy()
+
+
 def token_statistics(
     logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
 ) -> tuple[Tensor, Tensor]:
@@ -92,10 +81,12 @@ def token_statistics(
     logits float32 [n, V], targets int64 [n], eligible bool [n, V] or None. Raises NumericsError on
     logits that are not finite.
     """
+    if mode == "exact":
+        if backend.has_kernels(logits):
+            return _FusedTokenStatistics.apply(logits, targets, temperature, eligible)
+        return _TokenStatistics.apply(logits / temperature, targets, eligible)
     require_finite(logits)
     scaled = logits / temperature
-    if mode == "exact":
-        return _TokenStatistics.apply(scaled, targets, eligible)
     if eligible is not None:
         scaled = scaled.masked_fill(~eligible, float("-inf"))
     log_p = scaled.log_softmax(-1)
@@ -118,3 +109,31 @@ def kl_divergence(p_logits: Tensor, q_logits: Tensor, temperature: float, eligib
     log_q = q.shifted.to(torch.float64) - q.log_total
     difference = torch.where(p.masses > 0, log_p - log_q, 0.0)
     return expectation(p, difference)[:, 0].to(torch.float32)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Two distributions at n tokens that were sampled from the first. float32 [n] each."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    prob_sq_sums: Tensor
+    ref_logprobs: Tensor
+    ref_kl: Tensor  # KL(first || second)
+
+
+def score(
+    logits: Tensor, ref_logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
+) -> Scores:
+    """Everything that is recorded about each token before the update. Shapes and errors as in `token_statistics`.
+
+    The divergence and the sum of squares are exact in both modes.
+    """
+    if mode == "exact" and backend.has_kernels(logits):
+        mask = _mask(logits, eligible)
+        found = statistics.compare(_array(logits), _array(ref_logits), targets.numpy(), temperature, mask)
+        return Scores(*torch.from_numpy(found))
+    logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
+    ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode)
+    ref_kl = kl_divergence(logits, ref_logits, temperature, eligible)
+    return Scores(logprobs, entropies, prob_sq_sum(logits, temperature, eligible), ref_logprobs, ref_kl)

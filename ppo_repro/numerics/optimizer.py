@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import elementwise
+from ppo_repro.kernels import optimizer as kernels
+from ppo_repro.numerics import backend, elementwise
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.lowering import attach
 from ppo_repro.ranks import ALONE, Ranks
 
+NORM_BITS = 26  # of a gradient's largest element in the norm
 MAX_REDOS = 8  # a calibrated grid fits after one redo; more means gradients that cannot be reproduced
 
 
@@ -90,8 +93,21 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, parameter in parameters:
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+        digest.update(parameter.detach().cpu().contiguous().view(-1).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    """The elements of a contiguous CPU tensor as an array that shares its memory."""
+    return x.detach().view(-1).numpy()
+
+
+def _sum_of_squares(gradient: Tensor, shift: int) -> int:
+    integers = (gradient.to(torch.float64).reshape(-1) * elementwise.pow2(torch.tensor([shift]))).round_()
+    integers = integers.to(torch.int64)
+    high = integers >> 13
+    low = integers - (high << 13)
+    return (int((high * high).sum()) << 26) + (int((high * low).sum()) << 14) + int((low * low).sum())
 
 
 def exact_norm(gradients: Iterable[Tensor]) -> float:
@@ -102,15 +118,14 @@ def exact_norm(gradients: Iterable[Tensor]) -> float:
     """
     parts: list[tuple[int, int]] = []
     for gradient in gradients:
-        largest = float(gradient.abs().amax())
+        fused = backend.has_kernels(gradient)
+        largest = kernels.largest(_flat(gradient)) if fused else float(gradient.abs().amax())
+        if not math.isfinite(largest):
+            raise NumericsError("a gradient is not finite; lower the learning rate")
         if largest == 0.0:
             continue
-        shift = 26 - math.frexp(largest)[1]
-        scale = elementwise.pow2(torch.tensor([shift]))
-        integers = (gradient.to(torch.float64).reshape(-1) * scale).round_().to(torch.int64)
-        high = integers >> 13
-        low = integers - (high << 13)
-        square = (int((high * high).sum()) << 26) + (int((high * low).sum()) << 14) + int((low * low).sum())
+        shift = NORM_BITS - math.frexp(largest)[1]
+        square = kernels.sum_of_squares(_flat(gradient), shift) if fused else _sum_of_squares(gradient, shift)
         parts.append((square, -2 * shift))
     if not parts:
         return 0.0
@@ -120,6 +135,15 @@ def exact_norm(gradients: Iterable[Tensor]) -> float:
     extra = max(0, 128 - total.bit_length())
     extra += (extra + unit) % 2
     return math.ldexp(math.isqrt(total << extra), (unit - extra) // 2)
+
+
+def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, c: kernels.StepConstants) -> None:
+    g = gradient * c.clip
+    first.mul_(c.beta1).add_(g * c.rest1)
+    second.mul_(c.beta2).add_((g * g).mul_(c.rest2))
+    denominator = (elementwise.sqrt(second) / c.second_scale) + c.eps
+    parameter.mul_(c.decay)
+    parameter.sub_((first / denominator).mul_(c.step_size))
 
 
 class ExactOptimizer:
@@ -152,19 +176,26 @@ class ExactOptimizer:
         s = self.settings
         self.beta1_power *= s.beta1
         self.beta2_power *= s.beta2
-        coefficient = min(1.0, s.max_grad_norm / (norm + 1e-6))
-        step_size = s.learning_rate / (1.0 - self.beta1_power)
-        second_scale = math.sqrt(1.0 - self.beta2_power)
+        constants = kernels.StepConstants(
+            clip=min(1.0, s.max_grad_norm / (norm + 1e-6)),
+            beta1=s.beta1,
+            rest1=1.0 - s.beta1,
+            beta2=s.beta2,
+            rest2=1.0 - s.beta2,
+            second_scale=math.sqrt(1.0 - self.beta2_power),
+            eps=s.eps,
+            decay=1.0 - s.learning_rate * s.weight_decay,
+            step_size=s.learning_rate / (1.0 - self.beta1_power),
+        )
         for name, parameter in self.parameters.items():
-            g = gradients[name] * coefficient
-            first, second = self.first[name], self.second[name]
-            first.mul_(s.beta1)
-            first.add_(g * (1.0 - s.beta1))
-            second.mul_(s.beta2)
-            second.add_((g * g).mul_(1.0 - s.beta2))
-            denominator = (elementwise.sqrt(second) / second_scale) + s.eps
-            parameter.mul_(1.0 - s.learning_rate * s.weight_decay)
-            parameter.sub_((first / denominator).mul_(step_size))
+            tensors = (parameter, gradients[name], self.first[name], self.second[name])
+            if backend.has_kernels(parameter):
+                parameters, gradient, first, second = (_flat(t) for t in tensors)
+                kernels.adamw(parameters, gradient, first, second, constants)
+                # whoever keeps something made from the weights looks at this counter
+                torch.autograd.graph.increment_version(parameter)
+            else:
+                _adamw(*tensors, constants)
 
     def state(self) -> OptimizerState:
         grids = dict(self.accumulator.grids)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ppo_repro.kernels import noise
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.distribution import distribution, require_finite
 from ppo_repro.numerics.elementwise import log
-from ppo_repro.numerics.logprobs import distribution, require_finite, token_statistics
+from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.rollout.engine import Sampling
 
 _MASK = 0xFFFFFFFF
@@ -87,11 +91,7 @@ def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
 
 def pack_bits(eligible: Tensor) -> Tensor:
     """bool [n, V] -> uint8 [n, ceil(V/8)], first token in the highest bit."""
-    n, v = eligible.shape
-    padded = torch.zeros(n, -(-v // 8) * 8, dtype=torch.uint8)
-    padded[:, :v] = eligible
-    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
-    return (padded.view(n, -1, 8) * weights).sum(-1, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:
@@ -100,27 +100,46 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     logits float32 [n, V]; seeds, positions int64 [n], the position being that of the last input token.
     The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang.
     """
+    fused = backend.has_kernels(logits) and not sampling.greedy
+    if fused and mode == "exact" and not sampling.cuts:
+        tokens, logprobs = _sample_fused(logits, seeds, positions, sampling.temperature, None)
+        return Sample(tokens, logprobs, torch.zeros(len(logits)), torch.empty(len(logits), 0, dtype=torch.uint8))
     require_finite(logits)
     scaled = logits / sampling.temperature
-    n = len(logits)
+    kept, log_kept_mass = None, torch.zeros(len(logits))
+    packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:
         eligible, rank, log_kept_mass = cut(scaled, sampling)
-        packed = pack_bits(eligible)
-    else:
-        eligible, log_kept_mass = None, torch.zeros(n)
-        packed = torch.empty(n, 0, dtype=torch.uint8)
+        kept, packed = (eligible, rank), pack_bits(eligible)
     if sampling.greedy:
         tokens = first_argmax(scaled)
+    elif fused:
+        tokens, _ = _sample_fused(logits, seeds, positions, sampling.temperature, kept)
     else:
-        d = distribution(scaled, None)
-        log_p = (d.shifted.to(torch.float64) - d.log_total).to(torch.float32).to(torch.float64)
-        noise = gumbel_noise(seeds, positions, logits.shape[-1])
-        if eligible is not None:
-            noise = noise.gather(-1, rank)
-            log_p = log_p.masked_fill(~eligible, float("-inf"))
-        tokens = first_argmax(log_p + noise)
-    logprobs, _ = token_statistics(logits, tokens, sampling.temperature, eligible, mode)
+        tokens = _sample_eager(scaled, seeds, positions, kept)
+    logprobs, _ = token_statistics(logits, tokens, sampling.temperature, kept and kept[0], mode)
     return Sample(tokens, logprobs, log_kept_mass, packed)
+
+
+def _sample_eager(scaled: Tensor, seeds: Tensor, positions: Tensor, kept: tuple[Tensor, Tensor] | None) -> Tensor:
+    d = distribution(scaled, None)
+    log_p = (d.shifted.to(torch.float64) - d.log_total).to(torch.float32).to(torch.float64)
+    gumbel = gumbel_noise(seeds, positions, scaled.shape[-1])
+    if kept is not None:
+        eligible, rank = kept
+        gumbel = gumbel.gather(-1, rank)
+        log_p = log_p.masked_fill(~eligible, float("-inf"))
+    return first_argmax(log_p + gumbel)
+
+
+def _sample_fused(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, kept: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """The same tokens, and their log-probs in the whole distribution."""
+    rows, seed, position = (x.detach().contiguous().numpy() for x in (logits, seeds, positions))
+    arrays = None if kept is None else (kept[0].numpy(), kept[1].numpy())
+    tokens, logprobs = noise.sample(rows, seed, position, temperature, arrays)
+    return torch.from_numpy(tokens), torch.from_numpy(logprobs)
 
 
 def first_argmax(x: Tensor) -> Tensor:

@@ -1,0 +1,113 @@
+"""AdamW, the gradient norm's integer sums and the gradients' conversion, each in one pass over a flat tensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ppo_repro.kernels.compile import exact_sum, kernel
+from ppo_repro.kernels.pool import in_parts
+from ppo_repro.kernels.scalar import pow2_64
+from ppo_repro.kernels.statistics import Array
+
+_HALF = 13
+_TO_HIGH, _FROM_HIGH = 2.0**-_HALF, 2.0**_HALF
+_CHUNK = 1 << 16  # of products below 2^26: float64 holds their sums exactly
+# measured, and roughly: they only decide how many threads are worth waking
+NS_ADAMW, NS_LARGEST, NS_SQUARES, NS_CONVERT = 1.0, 0.15, 0.5, 0.6
+
+
+class StepConstants(NamedTuple):
+    """The factors of one AdamW step, the same for every element."""
+
+    clip: float  # of the gradient, by its global norm
+    beta1: float
+    rest1: float  # 1 - beta1
+    beta2: float
+    rest2: float
+    second_scale: float  # square root of the second moment's bias correction
+    eps: float
+    decay: float  # 1 - learning rate x weight decay
+    step_size: float  # learning rate over the first moment's bias correction
+
+
+@kernel
+def _adamw(parameter, gradient, mean, square, c):  # type: ignore[no-untyped-def]
+    for i in range(parameter.size):
+        g = gradient[i] * c.clip
+        m = mean[i] * c.beta1 + g * c.rest1
+        s = square[i] * c.beta2 + (g * g) * c.rest2
+        mean[i], square[i] = m, s
+        denominator = np.sqrt(s) / c.second_scale + c.eps
+        parameter[i] = parameter[i] * c.decay - (m / denominator) * c.step_size
+
+
+@kernel
+def _largest(x):  # type: ignore[no-untyped-def]
+    bits = x.view(np.int32)
+    largest = np.int32(0)
+    for i in range(x.size):
+        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+    return np.int32(largest).view(np.float32)
+
+
+@exact_sum
+def _squares_of_chunk(x, scale):  # type: ignore[no-untyped-def]
+    """The three sums of products of 13-bit halves, each below 2^26 CHUNK."""
+    high_high, high_low, low_low = 0.0, 0.0, 0.0
+    for i in range(x.size):
+        integer = np.rint(np.float64(x[i]) * scale)
+        high = np.floor(integer * _TO_HIGH)
+        low = integer - high * _FROM_HIGH
+        high_high += high * high
+        high_low += high * low
+        low_low += low * low
+    return high_high, high_low, low_low
+
+
+@kernel
+def _squares(x, shift):  # type: ignore[no-untyped-def]
+    scale = pow2_64(shift)
+    high_high, high_low, low_low = np.int64(0), np.int64(0), np.int64(0)
+    for start in range(0, x.size, _CHUNK):
+        a, b, c = _squares_of_chunk(x[start : start + _CHUNK], scale)
+        high_high, high_low, low_low = high_high + np.int64(a), high_low + np.int64(b), low_low + np.int64(c)
+    return high_high, high_low, low_low
+
+
+@kernel
+def _convert(integers, unit, out):  # type: ignore[no-untyped-def]
+    for i in range(integers.size):
+        out[i] = np.float32(np.float64(integers[i]) * unit)
+
+
+def adamw(parameter: Array, gradient: Array, mean: Array, square: Array, constants: StepConstants) -> None:
+    """One AdamW step in place on flat float32 arrays, each operation rounded to float32."""
+    c = StepConstants._make(np.float32(factor) for factor in constants)
+
+    def part(first: int, last: int) -> None:
+        _adamw(parameter[first:last], gradient[first:last], mean[first:last], square[first:last], c)
+
+    in_parts(part, len(parameter), NS_ADAMW)
+
+
+def largest(x: Array) -> float:
+    """max |x| of a flat float32 array; infinite or NaN if any element is. 0 elements give 0."""
+    found: list[float] = []
+    in_parts(lambda first, last: found.append(_largest(x[first:last])), len(x), NS_LARGEST)
+    return float(np.max(found)) if found else 0.0
+
+
+def sum_of_squares(x: Array, shift: int) -> int:
+    """sum_i rne(x_i 2^shift)^2 of a flat float32 array, exactly; |x_i 2^shift| <= 2^26."""
+    found: list[tuple[int, int, int]] = []
+    in_parts(lambda first, last: found.append(_squares(x[first:last], shift)), len(x), NS_SQUARES)
+    return sum((high_high << 2 * _HALF) + (high_low << _HALF + 1) + low_low for high_high, high_low, low_low in found)
+
+
+def to_float32(integers: Array, unit: float) -> Array:
+    """fl32(fl64(integers) unit) of a flat int64 array."""
+    out = np.empty(len(integers), np.float32)
+    in_parts(lambda first, last: _convert(integers[first:last], unit, out[first:last]), len(out), NS_CONVERT)
+    return out

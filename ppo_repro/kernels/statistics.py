@@ -1,0 +1,221 @@
+"""What `numerics.logprobs` computes per row of logits, one row at a time, with scratch space for one row.
+
+Logits float32 [n, V]; `eligible` bool [n, V], or [n, 0] where every token is. `rows` is what the backward
+pass needs of each row, float64 [n, 4]: maximum, total mass, ln(total 2^-30), entropy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.kernels.compile import exact_sum, inline, kernel
+from ppo_repro.kernels.logarithm import log64
+from ppo_repro.kernels.pool import in_parts
+from ppo_repro.kernels.scalar import exp32, exponent32, exponent64, pow2_64
+from ppo_repro.numerics.distribution import HALF_BITS, MASS_UNIT, NOT_FINITE
+from ppo_repro.numerics.grid import MANTISSA_BITS, ceil_log2, operand_bits
+
+_UNIT, _PER_UNIT = np.float32(MASS_UNIT), 1.0 / MASS_UNIT
+_LARGEST_MASS_EXPONENT = int(MASS_UNIT).bit_length()  # a row's likeliest token always has a mass of one unit
+_LOW_MASK, _HIGH_UNIT = np.int32((1 << HALF_BITS) - 1), 2.0**HALF_BITS
+_SIGNLESS, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+_LEAST, _GREATEST, _NO_MASS = np.int32(-(2**31)), np.int32(2**31 - 1), np.int32(0)
+# measured, and roughly: they only decide how many threads are worth waking
+NS_FORWARD, NS_BACKWARD, NS_COMPARE = 1.5, 2.0, 4.5
+
+Array = NDArray[np.generic]
+
+
+@inline
+def ordered(bits):  # type: ignore[no-untyped-def]
+    """Bits of a float32 as an integer of the same order, and back; unlike comparisons of floats it vectorises."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> 31) & _SIGNLESS))
+
+
+@kernel
+def extremes(x, eligible):  # type: ignore[no-untyped-def]
+    """(maximum among the eligible, maximum, minimum) of a row, float32; NaN where none is eligible."""
+    bits = x.view(np.int32)
+    best, highest, lowest = _LEAST, _LEAST, _GREATEST
+    if eligible.size:
+        for v in range(bits.size):
+            key = ordered(bits[v])
+            highest, lowest = max(highest, key), min(lowest, key)
+            best = max(best, key if eligible[v] else _LEAST)
+    else:
+        for v in range(bits.size):
+            key = ordered(bits[v])
+            highest, lowest = max(highest, key), min(lowest, key)
+        best = highest
+    return (
+        np.int32(ordered(best)).view(np.float32),
+        np.int32(ordered(highest)).view(np.float32),
+        np.int32(ordered(lowest)).view(np.float32),
+    )
+
+
+@kernel
+def top_and_reach(x, eligible, temperature):  # type: ignore[no-untyped-def]
+    """The scaled maximum among the eligible, and the bits of the largest |scaled logit - maximum|.
+
+    Division and subtraction are monotone, so the extremes of the logits give those of the differences.
+    """
+    best, highest, lowest = extremes(x, eligible)
+    top = best / temperature
+    above = np.float32(highest / temperature - top).view(np.int32) & _SIGNLESS
+    below = np.float32(lowest / temperature - top).view(np.int32) & _SIGNLESS
+    reach = max(above, below)
+    if reach >= _INFINITY:
+        raise NumericsError(NOT_FINITE)
+    return top, reach
+
+
+@kernel
+def weigh(x, eligible, temperature, top, shifted, masses):  # type: ignore[no-untyped-def]
+    """shifted = x / temperature - top, masses = rne(exp(shifted) 2^30), 0 where not eligible; returns the total."""
+    if eligible.size:
+        for v in range(x.size):
+            s = x[v] / temperature - top
+            shifted[v] = s
+            mass = np.int32(np.rint(exp32(s) * _UNIT))
+            masses[v] = mass if eligible[v] else _NO_MASS
+    else:
+        for v in range(x.size):
+            s = x[v] / temperature - top
+            shifted[v] = s
+            # float32 holds these integers: where it has no more bits for them, exp32 had none either
+            masses[v] = np.int32(np.rint(exp32(s) * _UNIT))
+    total = np.int64(0)
+    for v in range(masses.size):
+        total += masses[v]
+    return np.float64(total)
+
+
+@exact_sum
+def _weighted(masses, values, scale):  # type: ignore[no-untyped-def]
+    """sum_v masses_v rne(values_v scale), as two exact sums joined by one rounding."""
+    high, low = 0.0, 0.0
+    for v in range(masses.size):
+        b = np.rint(np.float64(values[v]) * scale)
+        high += np.float64(np.int32(masses[v] >> HALF_BITS)) * b
+        low += np.float64(np.int32(masses[v] & _LOW_MASK)) * b
+    return high, low
+
+
+@exact_sum
+def _squared(masses, scale):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for v in range(masses.size):
+        a = np.rint(np.float64(masses[v]) * scale)
+        total += a * a
+    return total
+
+
+@kernel
+def _expectation(masses, total, values, exponent, bits):  # type: ignore[no-untyped-def]
+    high, low = _weighted(masses, values, pow2_64(bits - exponent))
+    return (high * _HIGH_UNIT + low) * pow2_64(exponent - bits) / total
+
+
+@kernel
+def _difference(masses, shifted, log_total, ref_shifted, ref_log_total, difference):  # type: ignore[no-untyped-def]
+    """log p - log q where p has mass, else 0; returns the bits of the largest magnitude."""
+    for v in range(masses.size):
+        d = (np.float64(shifted[v]) - log_total) - (np.float64(ref_shifted[v]) - ref_log_total)
+        difference[v] = d if masses[v] > 0 else 0.0
+    bits = difference.view(np.int64)
+    reach = np.int64(0)
+    for v in range(bits.size):
+        reach = max(reach, bits[v] & np.int64(0x7FFFFFFFFFFFFFFF))
+    return reach
+
+
+@kernel
+def _forward(first, last, logits, targets, eligible, temperature, bits, rows, out):  # type: ignore[no-untyped-def]
+    shifted, masses = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.int32)
+    for i in range(first, last):
+        if not 0 <= targets[i] < masses.size:
+            raise IndexError("a target lies outside the vocabulary")
+        top, reach = top_and_reach(logits[i], eligible[i], temperature)
+        total = weigh(logits[i], eligible[i], temperature, top, shifted, masses)
+        log_total = log64(total * _PER_UNIT)
+        entropy = log_total - _expectation(masses, total, shifted, exponent32(reach), bits)
+        rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3] = top, total, log_total, entropy
+        out[0, i] = np.float64(shifted[targets[i]]) - log_total
+        out[1, i] = entropy
+
+
+@kernel
+def _backward(first, last, logits, targets, eligible, temperature, rows, seeds, out):  # type: ignore[no-untyped-def]
+    shifted, masses = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.int32)
+    for i in range(first, last):
+        total, log_total, entropy = rows[i, 1], rows[i, 2], rows[i, 3]
+        weigh(logits[i], eligible[i], temperature, np.float32(rows[i, 0]), shifted, masses)
+        gl, gh, gradient = np.float64(seeds[0, i]), np.float64(seeds[1, i]), out[i]
+        for v in range(masses.size):
+            p = np.float64(masses[v]) / total
+            d = ((np.float64(shifted[v]) - log_total + entropy) * p) * gh
+            gradient[v] = np.float32(-(d + gl * p)) / temperature
+        t = targets[i]
+        p = np.float64(masses[t]) / total
+        d = ((np.float64(shifted[t]) - log_total + entropy) * p) * gh
+        gradient[t] = np.float32(-(d + gl * p) + gl) / temperature
+
+
+@kernel
+def _compare(first, last, logits, ref_logits, targets, eligible, temperature, bits, square_bits, out):  # type: ignore[no-untyped-def]
+    v = logits.shape[1]
+    shifted, masses, difference = np.empty(v, np.float32), np.empty(v, np.int32), np.empty(v, np.float64)
+    ref_shifted, ref_masses = np.empty(v, np.float32), np.empty(v, np.int32)
+    for i in range(first, last):
+        if not 0 <= targets[i] < v:
+            raise IndexError("a target lies outside the vocabulary")
+        top, reach = top_and_reach(logits[i], eligible[i], temperature)
+        total = weigh(logits[i], eligible[i], temperature, top, shifted, masses)
+        ref_top, _ = top_and_reach(ref_logits[i], eligible[i], temperature)
+        ref_total = weigh(ref_logits[i], eligible[i], temperature, ref_top, ref_shifted, ref_masses)
+        log_total, ref_log_total = log64(total * _PER_UNIT), log64(ref_total * _PER_UNIT)
+        out[0, i] = np.float64(shifted[targets[i]]) - log_total
+        out[1, i] = log_total - _expectation(masses, total, shifted, exponent32(reach), bits)
+        square = _squared(masses, pow2_64(square_bits - _LARGEST_MASS_EXPONENT))
+        unit = pow2_64(_LARGEST_MASS_EXPONENT - square_bits)
+        out[2, i] = square * (unit * unit) / (total * total)
+        out[3, i] = np.float64(ref_shifted[targets[i]]) - ref_log_total
+        reach64 = _difference(masses, shifted, log_total, ref_shifted, ref_log_total, difference)
+        out[4, i] = _expectation(masses, total, difference, exponent64(reach64), bits)
+
+
+def _expectation_bits(vocab_size: int) -> int:
+    return MANTISSA_BITS - HALF_BITS - ceil_log2(vocab_size)
+
+
+def forward(logits: Array, targets: Array, temperature: float, eligible: Array) -> tuple[Array, Array]:
+    """(log-prob and entropy, float32 [2, n]; rows). Raises NumericsError, and IndexError on a bad target."""
+    n, v = logits.shape
+    rows, out = np.empty((n, 4)), np.empty((2, n), np.float32)
+    fixed = (logits, targets, eligible, np.float32(temperature), _expectation_bits(v), rows, out)
+    in_parts(lambda first, last: _forward(first, last, *fixed), n, NS_FORWARD * v)
+    return out, rows
+
+
+def backward(logits: Array, targets: Array, temperature: float, eligible: Array, rows: Array, seeds: Array) -> Array:
+    """d logits, float32 [n, V], from the gradients of log-prob and entropy, float32 [2, n]."""
+    out = np.empty_like(logits)
+    fixed = (logits, targets, eligible, np.float32(temperature), rows, seeds, out)
+    in_parts(lambda first, last: _backward(first, last, *fixed), len(logits), NS_BACKWARD * logits.shape[1])
+    return out
+
+
+def compare(logits: Array, ref_logits: Array, targets: Array, temperature: float, eligible: Array) -> Array:
+    """float32 [5, n]: log-prob, entropy, sum of squares, reference log-prob, KL(policy || reference).
+
+    Raises NumericsError, and IndexError on a bad target.
+    """
+    n, v = logits.shape
+    out = np.empty((5, n), np.float32)
+    bits, square_bits = _expectation_bits(v), operand_bits(v)
+    fixed = (logits, ref_logits, targets, eligible, np.float32(temperature), bits, square_bits, out)
+    in_parts(lambda first, last: _compare(first, last, *fixed), n, NS_COMPARE * v)
+    return out

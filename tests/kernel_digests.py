@@ -1,0 +1,55 @@
+"""Digests of what the kernels make of fixed cases, and the widest registers they use; run on kinds of CPUs.
+
+python -m tests.kernel_digests prints {"digest": ..., "registers": ...}. Numba reads the CPU from the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from ppo_repro.kernels import noise, optimizer, statistics
+from ppo_repro.numerics.optimizer import AdamWSettings
+from tests.kernels_for_tests import KINDS, outcome, using
+from tests.test_kernels_noise import CUTS, samples
+from tests.test_kernels_optimizer import steps
+from tests.test_kernels_statistics import MASKS, TEMPERATURES
+from tests.test_kernels_statistics import statistics as token_statistics
+
+COMPILED = (
+    statistics._forward,
+    statistics._backward,
+    statistics._compare,
+    noise._sample,
+    optimizer._adamw,
+    optimizer._squares,
+)
+
+
+def digest() -> str:
+    """SHA-256 over the bits of all cases by the backend in use."""
+    found = hashlib.sha256()
+    step = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)
+    for kind in KINDS:
+        for seed, (size, mask) in enumerate(zip((1, 13, 89, 512), MASKS, strict=True)):
+            for temperature in TEMPERATURES:
+                found.update(
+                    repr(outcome(lambda a=(seed, 3, size, kind, mask, temperature): token_statistics(*a))).encode()
+                )
+            for cuts in CUTS:
+                found.update(repr(outcome(lambda a=(seed, 3, size, kind, cuts, 0.7, False): samples(*a))).encode())
+            found.update(repr(outcome(lambda a=(seed, size * 7, kind, step): steps(*a))).encode())
+    return found.hexdigest()
+
+
+def main() -> None:
+    """Compute by kernels and print."""
+    with using("dgemm"):
+        found = digest()
+    assembly = "".join(text for kernel in COMPILED for text in kernel.inspect_asm().values())
+    registers = next(name for name in ("zmm", "ymm", "xmm") if f"%{name}" in assembly)
+    print(json.dumps({"digest": found, "registers": registers}))
+
+
+if __name__ == "__main__":
+    main()

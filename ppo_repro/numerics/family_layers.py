@@ -24,13 +24,13 @@ class _Conv1D(Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         y = prepared.contract(rows, weight, 0, bias)
-        ctx.save_for_backward(rows, weight, bias)
-        ctx.prepared, ctx.accumulator, ctx.shape = prepared, accumulator, x.shape
+        ctx.save_for_backward(rows)
+        ctx.parameters, ctx.prepared, ctx.accumulator, ctx.shape = (weight, bias), prepared, accumulator, x.shape
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, bias = ctx.saved_tensors
+        (rows,), (weight, bias) = ctx.saved_tensors, ctx.parameters
         dy = grad.reshape(-1, grad.shape[-1])
         dx = ctx.prepared.contract(dy, weight, 1).view(ctx.shape)
         if ctx.accumulator is not None:

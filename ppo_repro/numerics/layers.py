@@ -18,7 +18,11 @@ from ppo_repro.numerics.silu import SiLU
 
 
 class ExactModule(nn.Module):
-    """A lowered layer. `accumulator` takes its parameter gradients; frozen models have none."""
+    """A lowered layer. `accumulator` takes its parameter gradients; frozen models have none.
+
+    The autograd functions keep parameters as they are, not through `save_for_backward`: recomputed layers get
+    other tensor objects from there, and the accumulator knows a parameter by its identity.
+    """
 
     accumulator: GradientAccumulator | None = None
 
@@ -37,13 +41,13 @@ class _Linear(Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         y = prepared.contract(rows, weight, 1, bias)
-        ctx.save_for_backward(rows, weight, bias)
-        ctx.prepared, ctx.accumulator, ctx.shape = prepared, accumulator, x.shape
+        ctx.save_for_backward(rows)
+        ctx.parameters, ctx.prepared, ctx.accumulator, ctx.shape = (weight, bias), prepared, accumulator, x.shape
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, bias = ctx.saved_tensors
+        (rows,), (weight, bias) = ctx.saved_tensors, ctx.parameters
         dy = grad.reshape(-1, grad.shape[-1])
         dx = None
         if ctx.needs_input_grad[0]:
@@ -87,16 +91,16 @@ class _RMSNorm(Function):
             mean_square = (integers * integers).sum(-1, keepdim=True) * (scale * scale) / size
             inverse = 1.0 / elementwise.sqrt(mean_square + eps)
             y = ((rows.to(torch.float64) * inverse) * weight.to(torch.float64)).to(torch.float32)
-        ctx.save_for_backward(rows, weight, inverse)
-        ctx.accumulator, ctx.shape = accumulator, x.shape
+        ctx.save_for_backward(rows, inverse)
+        ctx.weight, ctx.accumulator, ctx.shape = weight, accumulator, x.shape
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse = ctx.saved_tensors
+        x, inverse = ctx.saved_tensors
         dy = grad.reshape(x.shape)
         backward = _norm_backward_kernel if backend.has_kernels(x) else _norm_backward
-        return backward(dy, x, weight, inverse, ctx.accumulator).view(ctx.shape), None, None, None, None
+        return backward(dy, x, ctx.weight, inverse, ctx.accumulator).view(ctx.shape), None, None, None, None
 
 
 def _norm_backward(
@@ -154,17 +158,17 @@ class _Embedding(Function):
     def forward(
         ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, accumulator: GradientAccumulator | None
     ) -> Tensor:
-        ctx.save_for_backward(ids, weight)
-        ctx.padding_idx, ctx.accumulator = padding_idx, accumulator
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding_idx, ctx.accumulator = weight, padding_idx, accumulator
         return weight[ids]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ids, weight = ctx.saved_tensors
+        (ids,) = ctx.saved_tensors
         if ctx.accumulator is not None:
             if ctx.padding_idx is not None:  # as in nn.Embedding, this row takes no gradient
                 grad = grad.masked_fill((ids == ctx.padding_idx)[..., None], 0.0)
-            ctx.accumulator.add_rows(weight, grad.reshape(-1, grad.shape[-1]), ids.reshape(-1))
+            ctx.accumulator.add_rows(ctx.weight, grad.reshape(-1, grad.shape[-1]), ids.reshape(-1))
         return None, None, None, None
 
 

@@ -52,13 +52,13 @@ class _LayerNorm(Function):
         mean = row_mean(x, f"the input of {name}")
         centred = x.to(torch.float64) - mean
         inverse = 1.0 / elementwise.sqrt(row_mean_square(centred) + eps)
-        ctx.save_for_backward(x, weight, bias, mean, inverse)
-        ctx.accumulator = accumulator
+        ctx.save_for_backward(x, mean, inverse)
+        ctx.parameters, ctx.accumulator = (weight, bias), accumulator
         return ((centred * inverse) * weight.to(torch.float64) + bias.to(torch.float64)).to(torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, inverse = ctx.saved_tensors
+        (x, mean, inverse), (weight, bias) = ctx.saved_tensors, ctx.parameters
         normed, dy = (x.to(torch.float64) - mean) * inverse, grad.to(torch.float64)
         weighted = dy * weight.to(torch.float64)
         dx = (weighted - row_mean(weighted, "the gradient of a norm") - normed * row_dot(weighted, normed)) * inverse
@@ -88,13 +88,13 @@ class _GemmaRMSNorm(Function):
         ctx: Any, x: Tensor, weight: Tensor, eps: float, name: str, accumulator: GradientAccumulator | None
     ) -> Tensor:
         inverse = 1.0 / elementwise.sqrt(row_mean_square(x, f"the input of {name}") + eps)
-        ctx.save_for_backward(x, weight, inverse)
-        ctx.accumulator = accumulator
+        ctx.save_for_backward(x, inverse)
+        ctx.weight, ctx.accumulator = weight, accumulator
         return ((x.to(torch.float64) * inverse) * (weight.to(torch.float64) + 1.0)).to(torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse = ctx.saved_tensors
+        (x, inverse), weight = ctx.saved_tensors, ctx.weight
         normed, dy = x.to(torch.float64) * inverse, grad.to(torch.float64)
         weighted = dy * (weight.to(torch.float64) + 1.0)
         dx = (weighted - normed * row_dot(weighted, normed)) * inverse

@@ -79,14 +79,9 @@ class _Attention(Function):
         dk = (a @ q_int).mul_(scale)
         a, scale = quantise((weights * dg[1]).transpose(-1, -2), query_bits)
         dv = (a @ dg[0]).mul_(scale)
-        return (
-            dq.to(torch.float32).view(q_shape),
-            dk.to(torch.float32).view(k_shape),
-            dv.to(torch.float32).view(k_shape),
-            None,
-            None,
-            None,
-        )
+        # the added zero makes the sign of zero a law: a matrix product of one term may give a negative one
+        dq, dk, dv = (x.to(torch.float32).add_(0.0) for x in (dq, dk, dv))
+        return dq.view(q_shape), dk.view(k_shape), dv.view(k_shape), None, None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, context: int) -> Tensor:

@@ -25,7 +25,6 @@ from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
 from ppo_repro.kernels.tiles import COLUMNS, LANES, ROWS, set_rows
 from ppo_repro.numerics.grid import OPERAND_BITS
 
-
 ONE = np.float32(1.0)
 
 
@@ -175,8 +174,15 @@ def forward_cached(begin, end, spec, q, slots, first, last, keys, values, scales
     for n in range(begin, end):
         r, head = n // spec.kv_heads, n % spec.kv_heads
         at = slots[r] * spec.kv_heads + head
-        held = Keys(flat_keys, at * dim * keys_row, keys_row, flat_values, at * context * values_row, values_row,
-                    scales[slots[r], head])
+        held = Keys(
+            flat_keys,
+            at * dim * keys_row,
+            keys_row,
+            flat_values,
+            at * context * values_row,
+            values_row,
+            scales[slots[r], head],
+        )
         place = (r * length * spec.heads + head * groups) * dim
         worst = max(worst, attend_row(block, spec, held, q, first[r], last[r], place, out, top, total))
     return worst

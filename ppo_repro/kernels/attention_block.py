@@ -66,7 +66,7 @@ def make_block(dim, keys):  # type: ignore[no-untyped-def]
         np.zeros(BLOCK * padded(dim, LANES)),
         np.ones(BLOCK),
         np.empty(BLOCK * width),
-        np.empty(width, np.float32),
+        np.zeros(width, np.float32),
         np.empty(BLOCK * padded(dim, LANES)),
         np.zeros(BLOCK, np.float32),
         np.ones(BLOCK),

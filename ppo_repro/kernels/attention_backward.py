@@ -36,8 +36,6 @@ from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
 from ppo_repro.kernels.tiles import COLUMNS, LANES, ROWS, set_rows
 from ppo_repro.numerics.grid import OPERAND_BITS
 
-KEPT = 2**18
-
 
 class Gradient(NamedTuple):
     """The gradient of a block's results, and what follows from it."""
@@ -157,7 +155,7 @@ def score_room(block, spec, first, last):  # type: ignore[no-untyped-def]
 def backward_row(block, gradient, spec, saved, keys, first, last, place, top, total, dq):  # type: ignore[no-untyped-def]
     """dq of all queries of a row and head, and the sums of its keys; the bits of the largest magnitude of dq."""
     worst, (everything, most) = np.int32(0), score_room(block, spec, first, last)
-    keep, factor, dim = everything <= KEPT, np.float32(spec.scaling), spec.dim
+    keep, factor, dim = everything <= spec.kept, np.float32(spec.scaling), spec.dim
     weights, ds = np.empty(everything if keep else most), np.empty(everything if keep else most)
     for step in range(2):
         at = 0

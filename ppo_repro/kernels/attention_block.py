@@ -28,6 +28,7 @@ class Spec(NamedTuple):
     operand_bits: int  # of queries and keys
     key_bits: int  # of what is summed over keys
     query_bits: int  # of what is summed over queries
+    kept: int  # how many weights of a row and head the backward may hold at a time
 
 
 class Block(NamedTuple):

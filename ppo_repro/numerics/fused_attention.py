@@ -21,6 +21,7 @@ from ppo_repro.numerics.kv_cache import GridCache
 
 NOT_FINITE = "attention is not finite: weights or inputs have left the range of float32"
 _INFINITY_BITS = 0x7F800000
+_KEPT = 2**18  # weights, and as many score gradients: 4 MiB, about what a cache holds
 _BACKWARD_COST = 3.5  # times the forward; like all costs here, only to know how many threads are worth waking
 
 
@@ -34,7 +35,7 @@ def _flat(x: Tensor) -> np.ndarray:
 def _spec(q: Tensor, kv_heads: int, scaling: float, context: int) -> Spec:
     heads, dim = q.shape[1], q.shape[3]
     key_bits, query_bits = folded_bits(context), folded_bits(context * (heads // kv_heads))
-    return Spec(heads, kv_heads, dim, float(scaling), operand_bits(dim), key_bits, query_bits)
+    return Spec(heads, kv_heads, dim, float(scaling), operand_bits(dim), key_bits, query_bits, _KEPT)
 
 
 def _in_parts(kernel: Callable[[int, int], int], rows: int, nanoseconds: float) -> None:
@@ -123,12 +124,12 @@ def attend_cached(
     out = torch.empty(r, length, h, d)
     result = out.numpy().reshape(-1)
 
-    def store(start: int, stop: int) -> int:
-        return int(forward_kernels.store(start, stop, spec, slots, positions, valid, keys, values, *held))
+    def store(start: int, stop: int) -> None:
+        forward_kernels.store(start, stop, spec, slots, positions, valid, keys, values, *held)
 
     def kernel(start: int, stop: int) -> int:
         return int(forward_kernels.forward_cached(start, stop, spec, queries, slots, a, b, *held, result))
 
-    _in_parts(store, r, float(k.numel()) * 2.0)
+    pool.in_parts(store, r, k.numel() / r * 2.0)
     _in_parts(kernel, r * kv_heads, _cost(spec, a, b))
     return out.transpose(1, 2)

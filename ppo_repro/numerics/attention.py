@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ppo_repro.numerics import elementwise
-from ppo_repro.numerics.grid import MANTISSA_BITS, OPERAND_BITS, ceil_log2, contract, operand_bits, quantise
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import elementwise, fused_attention
+from ppo_repro.numerics.backend import has_kernels
+from ppo_repro.numerics.grid import OPERAND_BITS, contract, folded_bits, operand_bits, quantise
 from ppo_repro.numerics.kv_cache import GridCache
 
 IMPLEMENTATION = "ppo_repro_exact"
@@ -22,14 +24,16 @@ WEIGHT_UNIT = 2.0**30  # softmax weights are integers in units of 2^-30
 Grid = tuple[Tensor, Tensor]
 
 
-def folded_bits(max_terms: int) -> int:
-    """Bits of a weight that carries its key's (or query's) exponent, for sums of up to `max_terms` terms."""
-    return min(22, MANTISSA_BITS - OPERAND_BITS - ceil_log2(max_terms))
+def _refuse_not_finite(*numbers: Tensor) -> None:
+    if not all(bool(torch.isfinite(x).all()) for x in numbers):
+        raise NumericsError(fused_attention.NOT_FINITE)
 
 
 def _softmax_rows(queries: Grid, keys: Grid, values: Grid, mask: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Weights [.., I, J] float64 and output [.., I, D] float32 of queries over the keys that `mask` lets them see."""
-    scores = contract(queries, keys).masked_fill(~mask, float("-inf"))
+    scores = contract(queries, keys)
+    _refuse_not_finite(scores.masked_fill(~mask, 0.0))
+    scores = scores.masked_fill_(~mask, float("-inf"))
     top = scores.amax(-1, keepdim=True)
     # a query that sees no key has maximum -inf; its weights must come out as 0, not NaN
     top = torch.where(torch.isinf(top), 0.0, top)
@@ -38,6 +42,7 @@ def _softmax_rows(queries: Grid, keys: Grid, values: Grid, mask: Tensor, context
     total = torch.where(total > 0, total, 1.0)
     folded, folded_scale = quantise(integers * values[1].transpose(-1, -2), folded_bits(context))
     out = (folded @ values[0]).mul_(folded_scale).div_(total).to(torch.float32).add_(0.0)
+    _refuse_not_finite(out)
     return integers.div_(total), out
 
 
@@ -79,14 +84,10 @@ class _Attention(Function):
         dk = (a @ q_int).mul_(scale)
         a, scale = quantise((weights * dg[1]).transpose(-1, -2), query_bits)
         dv = (a @ dg[0]).mul_(scale)
-        return (
-            dq.to(torch.float32).view(q_shape),
-            dk.to(torch.float32).view(k_shape),
-            dv.to(torch.float32).view(k_shape),
-            None,
-            None,
-            None,
-        )
+        # the added zero makes the sign of zero a law: a matrix product of one term may give a negative one
+        dq, dk, dv = (x.to(torch.float32).add_(0.0) for x in (dq, dk, dv))
+        _refuse_not_finite(dq, dk, dv)
+        return dq.view(q_shape), dk.view(k_shape), dv.view(k_shape), None, None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, context: int) -> Tensor:
@@ -98,29 +99,41 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, con
     return _Attention.apply(q, k, v, visible, scaling, context)
 
 
+def visible_keys(first_key: Tensor, last_key: Tensor, window: int | None, context: int) -> tuple[Tensor, Tensor]:
+    """Query i of row r sees keys begin[r, i]..end[r, i]-1, int64 [R, L]: the last `window` up to last_key[r, i].
+
+    Raises NumericsError where a query sees more keys than `context`, for which the grids are made.
+    """
+    end = last_key + 1
+    begin = first_key.clamp(min=0) if window is None else torch.maximum(first_key, end - window).clamp_(min=0)
+    most = int((end - begin).max())
+    if most > context:
+        raise NumericsError(f"a query sees {most} keys; numerics.max_context = {context} allows no more than that many")
+    return begin, end
+
+
+def _mask(begin: Tensor, end: Tensor, keys: int) -> Tensor:
+    """bool [R, 1, L, keys] of the keys begin..end-1."""
+    columns = torch.arange(keys, device=begin.device)
+    return ((columns >= begin[..., None]) & (columns < end[..., None]))[:, None]
+
+
 def reach(first_key: Tensor, window: int | None) -> Tensor:
     """bool [R, 1, L, L]: query i sees keys first_key[i]..i of its row, at most the last `window` of them."""
-    keys = torch.arange(first_key.shape[1], device=first_key.device)
-    first = first_key if window is None else torch.maximum(first_key, keys - (window - 1))
-    return ((keys <= keys[:, None]) & (keys >= first[:, :, None]))[:, None]
+    length = first_key.shape[1]
+    own = torch.arange(length, device=first_key.device)
+    return _mask(*visible_keys(first_key, own, window, length), length)
 
 
-def attend_cached(q: Tensor, cache: GridCache, layer: int, scaling: float, context: int, window: int | None) -> Tensor:
-    """Attention of queries [R, H, L, D] at the aimed positions over what their slots hold -> [R, H, L, D]."""
-    assert cache.aimed is not None, "aim first"
-    slots, positions = cache.aimed.slots, cache.aimed.positions
+def attend_cached(
+    q: Tensor, cache: GridCache, layer: int, begin: Tensor, end: Tensor, scaling: float, context: int
+) -> Tensor:
+    """Queries [R, H, L, D] over positions begin..end-1 [R, L] of the slots that `cache` aims at -> [R, H, L, D]."""
+    keys, values, scales = cache.read(layer)
     r, h, length, d = q.shape
-    kv_heads = cache.keys[layer].shape[1]
-    groups, width = h // kv_heads, int(positions.max()) + 1
-    queries = quantise((q * scaling).reshape(r, kv_heads, groups * length, d), operand_bits(d))
-    keys = cache.keys[layer][slots, :, :width].to(torch.float64)
-    values = cache.values[layer][slots, :, :width].to(torch.float64)
-    scales = cache.value_scales[layer][slots, :, :width, None].to(torch.float64)
-    columns = torch.arange(width, device=q.device)
-    mask = columns <= positions[:, :, None]
-    if window is not None:
-        mask &= columns > positions[:, :, None] - window
-    mask = mask[:, None].repeat(1, 1, groups, 1)
+    groups = h // keys.shape[1]
+    queries = quantise((q * scaling).reshape(r, keys.shape[1], groups * length, d), operand_bits(d))
+    mask = _mask(begin, end, keys.shape[2]).repeat(1, 1, groups, 1)
     one = torch.ones(1, 1, device=q.device, dtype=torch.float64)
     _, out = _softmax_rows(queries, (keys, one), (values, scales), mask, context)
     return out.view(r, h, length, d)
@@ -141,7 +154,8 @@ def attention(
     """The attention function transformers calls for IMPLEMENTATION.
 
     Which keys are visible comes from `first_key` [R, L] int64 (see `reach`) or, decoding, from `kv_cache`;
-    exactly one of them is given to the model's forward. Raises TypeError where anything else is asked for.
+    exactly one of them is given to the model's forward. Raises TypeError where anything else is asked for,
+    NumericsError where a query sees more keys than max_context or a number is not finite.
     """
     unsupported = {name for name in ("dropout", "softcap") if options.get(name)}
     if attention_mask is not None or (first_key is None) == (kv_cache is None):
@@ -149,10 +163,34 @@ def attention(
     if unsupported:
         raise TypeError(f"exact attention does not know {', '.join(sorted(unsupported))}")
     layer, context = cast(int, module.layer_idx), cast(int, module.max_context)
-    if kv_cache is not None:
-        kv_cache.write(layer, key, value)
-        out = attend_cached(query, kv_cache, layer, scaling, context, sliding_window)
-    else:
-        assert first_key is not None
-        out = attend(query, key, value, reach(first_key, sliding_window), scaling, context)
+    try:
+        if kv_cache is not None:
+            out = _cached(query, key, value, kv_cache, layer, scaling, context, sliding_window)
+        else:
+            assert first_key is not None
+            out = _uncached(query, key, value, first_key, scaling, context, sliding_window)
+    except NumericsError as error:
+        raise NumericsError(f"layer {layer}: {error}") from None
     return out.transpose(1, 2).contiguous(), None
+
+
+def _cached(
+    q: Tensor, k: Tensor, v: Tensor, cache: GridCache, layer: int, scaling: float, context: int, window: int | None
+) -> Tensor:
+    assert cache.aimed is not None, "aim first"
+    positions = cache.aimed.positions
+    begin, end = visible_keys(torch.zeros_like(positions), positions, window, context)
+    if has_kernels(q):
+        return fused_attention.attend_cached(q, k, v, cache, layer, begin, end, scaling, context)
+    cache.write(layer, k, v)
+    return attend_cached(q, cache, layer, begin, end, scaling, context)
+
+
+def _uncached(
+    q: Tensor, k: Tensor, v: Tensor, first_key: Tensor, scaling: float, context: int, window: int | None
+) -> Tensor:
+    length = first_key.shape[1]
+    begin, end = visible_keys(first_key, torch.arange(length, device=q.device).expand_as(first_key), window, context)
+    if has_kernels(q):
+        return fused_attention.attend(q, k, v, begin, end, scaling, context)
+    return attend(q, k, v, _mask(begin, end, length), scaling, context)

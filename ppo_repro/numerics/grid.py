@@ -37,6 +37,17 @@ def operand_bits(terms: int) -> int:
     return bits
 
 
+def folded_bits(max_terms: int) -> int:
+    """Bits of a number that carries its row's exponent, for sums of up to `max_terms` products with 20 bits.
+
+    Raises NumericsError where fewer than 12 bits would be left.
+    """
+    bits = min(22, MANTISSA_BITS - OPERAND_BITS - ceil_log2(max_terms))
+    if bits < 12:
+        raise NumericsError(f"a sum of {max_terms} products leaves {bits} bits for a weight; at least 12 are needed")
+    return bits
+
+
 def exponent(maximum: Tensor) -> Tensor:
     """Smallest e with maximum < 2^e, int64, clamped below at -100. Non-negative finite input."""
     e = torch.frexp(maximum)[1].to(torch.int64).clamp_(min=MIN_EXPONENT)

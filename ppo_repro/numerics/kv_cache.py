@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ppo_repro.errors import NumericsError
+from ppo_repro.kernels.small_products import COLUMNS, LANES
 from ppo_repro.numerics.grid import OPERAND_BITS, operand_bits, quantise
 
 
@@ -21,39 +23,59 @@ class Aim:
 
 
 class GridCache:
-    """Keys and values [slots, Hk, max_context, D] per layer; a finished sequence gives its slot to the next.
+    """Keys and values of every layer in slots; a finished sequence gives its slot to the next.
 
-    What a slot held before is never visible, because a query sees no key after its own position.
+    What a slot held before is never visible, because a query sees no key after its own position. Keys lie
+    transposed, and rows are longer than they need to be, so that kernels can read whole vectors of them.
     """
 
     def __init__(self, config: PretrainedConfig, slots: int, max_context: int, device: torch.device) -> None:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         layers = range(config.num_hidden_layers)
-        shape = (slots, heads, max_context, dim)
-        self.keys = [torch.zeros(shape, device=device) for _ in layers]  # grid values A 2^(e - p)
-        self.values = [torch.zeros(shape, device=device) for _ in layers]  # grid integers
-        self.value_scales = [torch.zeros(shape[:3], device=device) for _ in layers]  # 2^(e - p)
+        self.dim, self.max_context = dim, max_context
+        columns, padded_dim = max_context + COLUMNS, -(-dim // LANES) * LANES
+        # keys: grid numbers A 2^(e - p); values: grid integers A, and their scales 2^(e - p)
+        self.keys = [torch.zeros(slots, heads, dim, columns, device=device) for _ in layers]
+        self.values = [torch.zeros(slots, heads, max_context, padded_dim, device=device) for _ in layers]
+        self.value_scales = [torch.zeros(slots, heads, max_context, device=device) for _ in layers]
         self.aimed: Aim | None = None
 
     def aim(self, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Set what the next pass over all layers writes and sees."""
+        """Set what the next pass over all layers writes and sees.
+
+        Raises NumericsError for a slot or a position that the cache does not have.
+        """
+        for name, index, size in (("slot", slots, len(self.values[0])), ("position", positions, self.max_context)):
+            low, high = int(index.min()), int(index.max())
+            if low < 0 or high >= size:
+                raise NumericsError(f"key/value cache: {name} {low if low < 0 else high} is not in 0..{size - 1}")
         self.aimed = Aim(slots, positions, valid)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> Aim:
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put new keys and values [R, Hk, L, D] float32 on their grids and store the valid ones."""
         assert self.aimed is not None, "aim first"
         valid, positions = self.aimed.valid, self.aimed.positions
         rows, columns = self.aimed.slots[:, None].expand_as(positions)[valid], positions[valid]
         new_keys, new_values = keys.transpose(1, 2)[valid], values.transpose(1, 2)[valid]
-        key_grid, key_scale = quantise(new_keys, operand_bits(keys.shape[-1]))
+        key_grid, key_scale = quantise(new_keys, operand_bits(self.dim))
         value_grid, value_scale = quantise(new_values, OPERAND_BITS)
-        self.keys[layer][rows, :, columns] = (key_grid * key_scale).to(torch.float32)
-        self.values[layer][rows, :, columns] = value_grid.to(torch.float32)
+        self.keys[layer][rows, :, :, columns] = (key_grid * key_scale).to(torch.float32)
+        self.values[layer][rows, :, columns, : self.dim] = value_grid.to(torch.float32)
         self.value_scales[layer][rows, :, columns] = value_scale[..., 0].to(torch.float32)
-        return self.aimed
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What the aimed slots hold: keys and values [R, Hk, width, D], scales [R, Hk, width, 1], float64."""
+        assert self.aimed is not None, "aim first"
+        slots, width = self.aimed.slots, int(self.aimed.positions.max()) + 1
+        keys = self.keys[layer][slots, :, :, :width].transpose(-1, -2)
+        values = self.values[layer][slots, :, :width, : self.dim]
+        scales = self.value_scales[layer][slots, :, :width, None]
+        return keys.to(torch.float64), values.to(torch.float64), scales.to(torch.float64)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give slot `target` the first `length` positions of slot `source`."""
-        for store in (*self.keys, *self.values, *self.value_scales):
+        for store in self.keys:
+            store[target, ..., :length] = store[source, ..., :length]
+        for store in (*self.values, *self.value_scales):
             store[target, :, :length] = store[source, :, :length]

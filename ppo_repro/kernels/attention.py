@@ -1,0 +1,209 @@
+"""Exact attention for CPUs, forward: only visible keys are touched, and no [L, L] matrix is ever held."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ppo_repro.kernels.attention_block import (
+    BLOCK,
+    clear_unseen,
+    load_block,
+    load_rows,
+    make_block,
+    padded,
+    quantise_row,
+    round_scores,
+    score_tiles,
+    sum_of,
+    transpose_rows,
+    weigh,
+)
+from ppo_repro.kernels.compile import kernel
+from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
+from ppo_repro.kernels.small_products import COLUMNS, LANES, ROWS, set_rows
+from ppo_repro.numerics.grid import OPERAND_BITS
+
+ONE = np.float32(1.0)
+
+
+class Keys(NamedTuple):
+    """What queries look at: flat arrays, each with an offset and a row length."""
+
+    keys: np.ndarray  # [D, >= J + COLUMNS] grid numbers, transposed
+    keys_at: int
+    keys_row: int
+    values: np.ndarray  # [J, padded D] grid integers
+    values_at: int
+    values_row: int
+    scales: np.ndarray  # [J] of the values
+
+
+@kernel
+def fold(weights, scales, bits):  # type: ignore[no-untyped-def]
+    """Multiply weights by their values' scales and put them on their grid, in place; its exponent."""
+    largest = np.int64(0)
+    for j in range(weights.size):
+        folded = weights[j] * np.float64(scales[j])
+        weights[j] = folded
+        largest = max(largest, np.float64(folded).view(np.int64) & 0x7FFFFFFFFFFFFFFF)
+    e = exponent64(largest)
+    up = pow2_64(bits - e)
+    for j in range(weights.size):
+        weights[j] = np.rint(weights[j] * up)
+    return e
+
+
+@kernel
+def weigh_block(block, count, base, width, keys, bits):  # type: ignore[no-untyped-def]
+    """Scores to folded weights, in place; the bits of the largest score's magnitude."""
+    worst = np.int32(0)
+    for i in range(padded(count, ROWS)):
+        low, high, first, last = block.tile_first[i // ROWS], block.tile_last[i // ROWS], block.first[i], block.last[i]
+        block.top[i], block.total[i] = 0.0, 1.0
+        if low >= high:
+            continue
+        row = block.scores[i * width : i * width + width]
+        clear_unseen(row, base, first, last, low, high)
+        if first < last:
+            own = row[first - base : last - base]
+            magnitude, top = round_scores(own, block.scale[i], block.rounded)
+            worst = max(worst, magnitude)
+            weigh(block.rounded, top, own)
+            block.top[i], block.total[i] = top, sum_of(own)
+            block.scale[i] = pow2_64(fold(own, keys.scales[first:last], bits) - bits)
+    return worst
+
+
+@kernel
+def sum_values(block, count, base, width, dim, keys):  # type: ignore[no-untyped-def]
+    """sums[i, d] = sum_j weights[i, j] values[j, d]."""
+    dp = padded(dim, LANES)
+    for column in range(0, dp, COLUMNS):
+        columns, b = min(COLUMNS, dp - column), keys.values_at + column
+        for i in range(0, padded(count, ROWS), ROWS):
+            low, high = block.tile_first[i // ROWS], block.tile_last[i // ROWS]
+            a, c, terms = i * width + low - base, i * dp + column, max(high - low, 0)
+            b_row = keys.values_row
+            set_rows(block.scores, a, width, 1, keys.values, b + low * b_row, b_row, block.sums, c, dp, terms, columns)
+
+
+@kernel
+def store_block(block, count, dim, out):  # type: ignore[no-untyped-def]
+    """Results to their places in `out`, flat [R, L, H, D]; the bits of the largest magnitude."""
+    dp, worst = padded(dim, LANES), np.int32(0)
+    for i in range(count):
+        row, result = block.sums[i * dp : i * dp + dim], out[block.place[i] : block.place[i] + dim]
+        scale, total = block.scale[i], block.total[i]
+        for d in range(dim):
+            x = round_to_f32_plus_zero(row[d] * scale / total)
+            result[d] = x
+            worst = max(worst, np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF))
+    return worst
+
+
+@kernel
+def attend_row(block, spec, keys, q, first, last, place, out, top, total):  # type: ignore[no-untyped-def]
+    """All queries of a row and key/value head; the bits of the largest magnitude among scores and results.
+
+    Also the largest score `top` and the sum of weights `total` of each query [L groups].
+    """
+    worst = np.int32(0)
+    for start in range(0, top.size, BLOCK):
+        count, base, width = load_block(block, start, spec, first, last, place)
+        load_rows(block, count, q, np.float32(spec.scaling), spec.operand_bits, spec.dim, block.queries, block.scale)
+        score_tiles(block, base, width, block.queries, spec.dim, keys.keys, keys.keys_at, keys.keys_row, block.scores)
+        worst = max(worst, weigh_block(block, count, base, width, keys, spec.key_bits))
+        sum_values(block, count, base, width, spec.dim, keys)
+        worst = max(worst, store_block(block, count, spec.dim, out))
+        for i in range(count):
+            top[start + i], total[start + i] = block.top[i], block.total[i]
+    return worst
+
+
+@kernel
+def load_keys(k, v, at, stride, spec, keys):  # type: ignore[no-untyped-def]
+    """Put keys and values on their grids; key j begins at at + j stride of flat [R, L, Hk, D]."""
+    dim, dp, bits = spec.dim, padded(spec.dim, LANES), spec.operand_bits
+    rows = np.zeros(LANES * dp)
+    for j in range(keys.scales.size):
+        begin, lane = at + j * stride, j % LANES
+        row = rows[lane * dp : lane * dp + dp]
+        scale = pow2_64(quantise_row(k[begin : begin + dim], ONE, bits, row) - bits)
+        for d in range(dim):
+            row[d] *= scale
+        if lane == LANES - 1 or j == keys.scales.size - 1:
+            transpose_rows(rows, dim, keys.keys, j - lane, keys.keys_row)
+        row = keys.values[j * dp : j * dp + dp]
+        keys.scales[j] = pow2_64(quantise_row(v[begin : begin + dim], ONE, OPERAND_BITS, row) - OPERAND_BITS)
+
+
+@kernel
+def forward(begin, end, spec, q, k, v, first, last, out, top, total):  # type: ignore[no-untyped-def]
+    """Rows and key/value heads begin..end-1 of softmax(q k^T scaling) v; the bits of the largest magnitude met.
+
+    q, out [R, L, H, D] and k, v [R, L, Hk, D] float32, flat; query i of row r sees keys first[r, i]..last[r, i]-1;
+    top float32 and total float64 [R Hk, L H / Hk] are for the backward.
+    """
+    length, dim, dp = first.shape[1], spec.dim, padded(spec.dim, LANES)
+    block, worst = make_block(dim, length), np.int32(0)
+    keys_row = padded(length, LANES) + COLUMNS
+    transposed, values, scales = np.empty(dim * keys_row), np.empty(length * dp), np.empty(length)
+    keys = Keys(transposed, 0, keys_row, values, 0, dp, scales)
+    for n in range(begin, end):
+        r, head = n // spec.kv_heads, n % spec.kv_heads
+        load_keys(k, v, (r * length * spec.kv_heads + head) * dim, spec.kv_heads * dim, spec, keys)
+        place = (r * length * spec.heads + head * (spec.heads // spec.kv_heads)) * dim
+        worst = max(worst, attend_row(block, spec, keys, q, first[r], last[r], place, out, top[n], total[n]))
+    return worst
+
+
+@kernel
+def forward_cached(begin, end, spec, q, slots, first, last, keys, values, scales, out):  # type: ignore[no-untyped-def]
+    """As `forward`, row r over what slot slots[r] holds.
+
+    keys [slots, Hk, D, columns >= context + COLUMNS] grid numbers, values [slots, Hk, context, padded D] grid
+    integers, scales [slots, Hk, context], float32.
+    """
+    length, groups, dim = first.shape[1], spec.heads // spec.kv_heads, spec.dim
+    context, keys_row, values_row = values.shape[2], keys.shape[3], values.shape[3]
+    block, worst = make_block(dim, last.max()), np.int32(0)
+    top, total = np.empty(length * groups, np.float32), np.empty(length * groups)
+    flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
+    for n in range(begin, end):
+        r, head = n // spec.kv_heads, n % spec.kv_heads
+        at = slots[r] * spec.kv_heads + head
+        held = Keys(
+            flat_keys,
+            at * dim * keys_row,
+            keys_row,
+            flat_values,
+            at * context * values_row,
+            values_row,
+            scales[slots[r], head],
+        )
+        place = (r * length * spec.heads + head * groups) * dim
+        worst = max(worst, attend_row(block, spec, held, q, first[r], last[r], place, out, top, total))
+    return worst
+
+
+@kernel
+def store(begin, end, spec, slots, positions, valid, k, v, keys, values, scales):  # type: ignore[no-untyped-def]
+    """Put rows begin..end-1 of new keys and values [R, L, Hk, D] on their grids and into their slots."""
+    dim, length = spec.dim, positions.shape[1]
+    row = np.empty(dim)
+    for r in range(begin, end):
+        for i in range(length):
+            if not valid[r, i]:
+                continue
+            slot, position = slots[r], positions[r, i]
+            for head in range(spec.kv_heads):
+                at = ((r * length + i) * spec.kv_heads + head) * dim
+                scale = pow2_64(quantise_row(k[at : at + dim], ONE, spec.operand_bits, row) - spec.operand_bits)
+                for d in range(dim):
+                    keys[slot, head, d, position] = row[d] * scale
+                scale = pow2_64(quantise_row(v[at : at + dim], ONE, OPERAND_BITS, row) - OPERAND_BITS)
+                for d in range(dim):
+                    values[slot, head, position, d] = row[d]
+                scales[slot, head, position] = scale

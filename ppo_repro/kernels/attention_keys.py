@@ -1,0 +1,130 @@
+"""The keys and values of one row and head in the backward of attention, and the sums over queries for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ppo_repro.kernels.attention_block import padded, quantise_row, transpose_rows
+from ppo_repro.kernels.compile import kernel
+from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
+from ppo_repro.kernels.small_products import COLUMNS, LANES, ROWS, add_rows
+from ppo_repro.numerics.grid import OPERAND_BITS
+
+ONE = np.float32(1.0)
+MAGNITUDE64 = 0x7FFFFFFFFFFFFFFF
+
+
+class Saved(NamedTuple):
+    """What the forward was given and gave, and the gradient of its result: float32, flat."""
+
+    q: np.ndarray  # [R, L, H, D]
+    k: np.ndarray  # [R, L, Hk, D]
+    v: np.ndarray  # [R, L, Hk, D]
+    out: np.ndarray  # [R, L, H, D]
+    grad: np.ndarray  # [R, L, H, D]
+    top: np.ndarray  # [R Hk, L H / Hk]
+    total: np.ndarray  # [R Hk, L H / Hk] float64
+
+
+class Keys(NamedTuple):
+    """Keys and values of one row and head, and what is summed for them over queries."""
+
+    row: int  # length of a row of transposed keys and values
+    keys: np.ndarray  # [D, row] grid numbers, transposed
+    values: np.ndarray  # [D, row] grid numbers, transposed
+    integers: np.ndarray  # [J, padded D] of the keys
+    scales: np.ndarray  # [J] of the keys
+    largest_dk: np.ndarray  # [row] bits of the largest term of a key's gradient
+    largest_dv: np.ndarray
+    up_dk: np.ndarray  # [row] 2^(bits - exponent) of those terms' grid
+    up_dv: np.ndarray
+    dk: np.ndarray  # [row, padded D] sums
+    dv: np.ndarray
+
+
+@kernel
+def make_keys(length, dim):  # type: ignore[no-untyped-def]
+    """Room for the keys of one row and head."""
+    row, dp = padded(length, LANES) + COLUMNS, padded(dim, LANES)
+    return Keys(
+        row,
+        np.empty(dim * row),
+        np.empty(dim * row),
+        np.empty(length * dp),
+        np.empty(length),
+        np.empty(row, np.int64),
+        np.empty(row, np.int64),
+        np.empty(row),
+        np.empty(row),
+        np.empty(row * dp),
+        np.empty(row * dp),
+    )
+
+
+@kernel
+def load_keys(saved, at, stride, spec, keys):  # type: ignore[no-untyped-def]
+    """Put keys and values on their grids; key j begins at at + j stride. The sums begin at zero."""
+    dim, dp, length = spec.dim, padded(spec.dim, LANES), keys.scales.size
+    some_keys, some_values = np.zeros(LANES * dp), np.zeros(LANES * dp)
+    for j in range(length):
+        begin, lane = at + j * stride, j % LANES
+        integers = keys.integers[j * dp : j * dp + dp]
+        bits = spec.operand_bits
+        keys.scales[j] = pow2_64(quantise_row(saved.k[begin : begin + dim], ONE, bits, integers) - bits)
+        value = some_values[lane * dp : lane * dp + dp]
+        value_scale = pow2_64(quantise_row(saved.v[begin : begin + dim], ONE, OPERAND_BITS, value) - OPERAND_BITS)
+        for d in range(dim):
+            some_keys[lane * dp + d] = integers[d] * keys.scales[j]
+            some_values[lane * dp + d] *= value_scale
+        if lane == LANES - 1 or j == length - 1:
+            transpose_rows(some_keys, dim, keys.keys, j - lane, keys.row)
+            transpose_rows(some_values, dim, keys.values, j - lane, keys.row)
+    keys.largest_dk[:] = 0
+    keys.largest_dv[:] = 0
+    keys.dk[:] = 0.0
+    keys.dv[:] = 0.0
+
+
+@kernel
+def raise_maxima(x, factor, largest):  # type: ignore[no-untyped-def]
+    """largest[j] = max(largest[j], bits of |x[j] factor|)."""
+    for j in range(x.size):
+        largest[j] = max(largest[j], np.float64(x[j] * factor).view(np.int64) & MAGNITUDE64)
+
+
+@kernel
+def set_grids(largest, bits, up):  # type: ignore[no-untyped-def]
+    """2^(bits - exponent) of each key's terms."""
+    for j in range(largest.size):
+        up[j] = pow2_64(bits - exponent64(largest[j]))
+
+
+@kernel
+def key_sums(block, count, base, width, dim, terms, scale, up, rows, sums):  # type: ignore[no-untyped-def]
+    """sums[j] += sum_i terms[i, j] rows[i], the terms put on the keys' grids in place."""
+    dp, seen = padded(dim, LANES), block.tile_last.max() - base
+    here = up[base : base + width]
+    for i in range(count):
+        row, factor = terms[i * width : i * width + width], scale[i]
+        for j in range(width):
+            row[j] = np.rint(row[j] * factor * here[j])
+    for column in range(0, dp, COLUMNS):
+        for j in range(0, seen, ROWS):
+            columns = min(COLUMNS, dp - column)
+            add_rows(terms, j, 1, width, rows, column, dp, sums, (base + j) * dp + column, dp, count, columns)
+
+
+@kernel
+def store_keys(sums, up, at, stride, length, dim, out):  # type: ignore[no-untyped-def]
+    """Gradients of keys to their places in flat [R, L, Hk, D]; the bits of the largest magnitude."""
+    dp, worst = padded(dim, LANES), np.int32(0)
+    for j in range(length):
+        row, result = sums[j * dp : j * dp + dim], out[at + j * stride : at + j * stride + dim]
+        scale = 1.0 / up[j]
+        for d in range(dim):
+            x = round_to_f32_plus_zero(row[d] * scale)
+            result[d] = x
+            worst = max(worst, np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF))
+    return worst

@@ -1,0 +1,135 @@
+"""Exact attention by kernels: torch tensors on a CPU to flat NumPy arrays and back, over all threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.kernels import attention as forward_kernels
+from ppo_repro.kernels import attention_backward as backward_kernels
+from ppo_repro.kernels import pool
+from ppo_repro.kernels.attention_block import Spec
+from ppo_repro.kernels.attention_keys import Saved
+from ppo_repro.numerics.grid import folded_bits, operand_bits
+from ppo_repro.numerics.kv_cache import GridCache
+
+NOT_FINITE = "attention is not finite: weights or inputs have left the range of float32"
+_INFINITY_BITS = 0x7F800000
+_KEPT = 2**18  # weights, and as many score gradients: 4 MiB, about what a cache holds
+_BACKWARD_COST = 3.5  # times the forward; like all costs here, only to know how many threads are worth waking
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    """[R, H, L, D] as flat [R, L, H, D]: no copy of what transformers makes of a projection."""
+    if x.dtype != torch.float32:
+        raise TypeError(f"exact attention takes float32, not {x.dtype}")
+    return x.detach().transpose(1, 2).contiguous().numpy().reshape(-1)
+
+
+def _spec(q: Tensor, kv_heads: int, scaling: float, context: int) -> Spec:
+    heads, dim = q.shape[1], q.shape[3]
+    key_bits, query_bits = folded_bits(context), folded_bits(context * (heads // kv_heads))
+    return Spec(heads, kv_heads, dim, float(scaling), operand_bits(dim), key_bits, query_bits, _KEPT)
+
+
+def _in_parts(kernel: Callable[[int, int], int], rows: int, nanoseconds: float) -> None:
+    """Run a kernel that returns the bits of the largest magnitude it met; NumericsError if that is not finite."""
+
+    def part(begin: int, end: int) -> None:
+        if kernel(begin, end) >= _INFINITY_BITS:
+            raise NumericsError(NOT_FINITE)
+
+    pool.in_parts(part, rows, nanoseconds / rows)
+
+
+def _cost(spec: Spec, begin: np.ndarray, end: np.ndarray) -> float:
+    """Nanoseconds of a forward: two products and an exponential for every key that a query sees."""
+    return float(np.maximum(end - begin, 0).sum()) * spec.heads * (0.07 * spec.dim + 3.0)
+
+
+class _Attention(Function):
+    """As the reference in `attention`; the backward makes the weights again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scaling: float, context: int
+    ) -> Tensor:
+        (r, h, length, d), kv_heads = q.shape, k.shape[1]
+        spec, a, b = _spec(q, kv_heads, scaling, context), begin.numpy(), end.contiguous().numpy()
+        queries, keys, values = _flat(q), _flat(k), _flat(v)
+        out = torch.empty(r, length, h, d)
+        rows = (r * kv_heads, length * h // kv_heads)
+        top, total = torch.empty(rows), torch.empty(rows, dtype=torch.float64)
+        results = out.numpy().reshape(-1), top.numpy(), total.numpy()
+
+        def kernel(start: int, stop: int) -> int:
+            return int(forward_kernels.forward(start, stop, spec, queries, keys, values, a, b, *results))
+
+        _in_parts(kernel, rows[0], _cost(spec, a, b))
+        out = out.transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, top, total, begin, end)
+        ctx.spec = spec
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, top, total, begin, end = ctx.saved_tensors
+        spec, a, b = ctx.spec, begin.numpy(), end.contiguous().numpy()
+        saved = Saved(_flat(q), _flat(k), _flat(v), _flat(out), _flat(grad), top.numpy(), total.numpy())
+        gradients = [torch.empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v)]
+        results = [x.numpy().reshape(-1) for x in gradients]
+
+        def kernel(start: int, stop: int) -> int:
+            return int(backward_kernels.backward(start, stop, spec, saved, a, b, *results))
+
+        _in_parts(kernel, len(top), _BACKWARD_COST * _cost(spec, a, b))
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+        return dq, dk, dv, None, None, None, None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scaling: float, context: int) -> Tensor:
+    """softmax(q k^T scaling) v, query i of row r over keys begin[r, i]..end[r, i]-1; differentiable in q, k, v.
+
+    q [R, H, L, D], k and v [R, Hk, L, D] float32, begin and end [R, L] int64 -> [R, H, L, D] float32.
+    """
+    return _Attention.apply(q, k, v, begin, end, scaling, context)
+
+
+def attend_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: GridCache,
+    layer: int,
+    begin: Tensor,
+    end: Tensor,
+    scaling: float,
+    context: int,
+) -> Tensor:
+    """Store new keys and values where `cache` aims, then `attend` over positions begin..end-1 of each row's slot."""
+    assert cache.aimed is not None, "aim first"
+    (r, h, length, d), kv_heads = q.shape, k.shape[1]
+    spec, a, b = _spec(q, kv_heads, scaling, context), begin.numpy(), end.numpy()
+    slots, positions, valid = (
+        x.contiguous().numpy() for x in (cache.aimed.slots, cache.aimed.positions, cache.aimed.valid)
+    )
+    held = cache.keys[layer].numpy(), cache.values[layer].numpy(), cache.value_scales[layer].numpy()
+    queries, keys, values = _flat(q), _flat(k), _flat(v)
+    out = torch.empty(r, length, h, d)
+    result = out.numpy().reshape(-1)
+
+    def store(start: int, stop: int) -> None:
+        forward_kernels.store(start, stop, spec, slots, positions, valid, keys, values, *held)
+
+    def kernel(start: int, stop: int) -> int:
+        return int(forward_kernels.forward_cached(start, stop, spec, queries, slots, a, b, *held, result))
+
+    pool.in_parts(store, r, k.numel() / r * 2.0)
+    _in_parts(kernel, r * kv_heads, _cost(spec, a, b))
+    return out.transpose(1, 2)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ppo_repro.config import LayoutConfig, NumericsConfig, RunConfig, TinyModel
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.records.tables import unequal_bits
@@ -28,6 +29,7 @@ from ppo_repro.stages import sampling_of
 SEQUENCES = 24
 Mode = Literal["exact", "native"]
 CONTROL = "decode = full forward"
+Check = tuple[str, str, int, int]  # promise, condition, numbers compared, numbers that differ in any bit
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,22 @@ def _with(config: RunConfig, mode: Mode) -> RunConfig:
 
 
 def _generate(
-    config: RunConfig, prepared: Prepared, requests: Sequence[Request], slots: int, chunk: int
+    config: RunConfig, prepared: Prepared, requests: Sequence[Request], slots: int, chunk: int, prefix_cache: bool
 ) -> list[Completion]:
     policy, stop_ids, numerics = prepared.state.policy, prepared.engine.stop_ids, config.numerics
-    engine = TorchEngine(policy, stop_ids, numerics.mode, numerics.max_context, slots, chunk)
+    engine = TorchEngine(policy, stop_ids, numerics.mode, numerics.max_context, slots, chunk, prefix_cache)
     return engine.generate(requests, sampling_of(config))
 
 
 def _subject(config: RunConfig, mode: Mode) -> _Subject:
     config = _with(config, mode)
     prepared = prepare(config, lambda step, total, loss: None)
-    keys = sorted(prepared.task.prompt_ids)[:SEQUENCES]
-    requests = tuple(Request(prepared.task.prompt_ids[k], sample_seed(config.seed, 0, k, 0)) for k in keys)
-    return _Subject(config, prepared, requests, tuple(_generate(config, prepared, requests, SEQUENCES, 0)))
+    # two samples of each prompt, so that the prefix cache has something to find
+    keys = sorted(prepared.task.prompt_ids)[: SEQUENCES // 2]
+    requests = tuple(
+        Request(prepared.task.prompt_ids[k], sample_seed(config.seed, 0, k, index)) for k in keys for index in (0, 1)
+    )
+    return _Subject(config, prepared, requests, tuple(_generate(config, prepared, requests, SEQUENCES, 0, True)))
 
 
 def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
@@ -141,30 +146,41 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
     return after
 
 
-def _on_threads(threads: int, compute: Callable[[], Tensor]) -> Tensor:
-    previous = torch.get_num_threads()
-    torch.set_num_threads(threads)
+def _kinds(s: _Subject) -> tuple[str, ...]:
+    """The backends of this machine, the fastest last; native numerics have none."""
+    if s.config.numerics.mode == "native":
+        return ("eager",)
+    return tuple(name for name in backend.BACKENDS if name != "amx" or backend.has_amx())
+
+
+def _with_backend(s: _Subject, kind: str, threads: int, compute: Callable[[], Tensor]) -> Tensor:
+    """What `compute` gives under another backend and number of threads."""
+    usual = _kinds(s)[-1]
+    backend.use(kind if kind in _kinds(s) else usual, threads)
     try:
         return compute()
     finally:
-        torch.set_num_threads(previous)
+        backend.use(usual, 1)
 
 
-def _checks(s: _Subject) -> Iterator[tuple[str, str, int, int]]:
-    """(promise, condition, compared, unequal) of every promise."""
+def _rollout_checks(s: _Subject) -> Iterator[Check]:
     n = len(s.logprobs)
-    reference = _forward(s, "right", SEQUENCES)
 
-    def resample(slots: int, chunk: int) -> int:
-        return _differing(s.completions, _generate(s.config, s.prepared, s.requests, slots, chunk))
+    def resample(slots: int, chunk: int, prefix_cache: bool = True) -> int:
+        return _differing(s.completions, _generate(s.config, s.prepared, s.requests, slots, chunk, prefix_cache))
 
-    yield CONTROL, "right padding", n, unequal_bits(s.logprobs, reference)
     for slots in (1, 3, 16):
         yield "rollout slots", str(slots), n, resample(slots, 0)
     for chunk in (1, 3):
         yield "prefill chunk", str(chunk), n, resample(SEQUENCES, chunk)
-    turned = _generate(s.config, s.prepared, s.requests[::-1], 5, 0)[::-1]
+    yield "prefix cache", "off", n, resample(SEQUENCES, 0, False)
+    yield "prefix cache", "warm, 2 slots", n, resample(2, 0)
+    turned = _generate(s.config, s.prepared, s.requests[::-1], 5, 0, True)[::-1]
     yield "request order", "reversed, 5 slots", n, _differing(s.completions, turned)
+
+
+def _forward_checks(s: _Subject, reference: Tensor) -> Iterator[Check]:
+    n = len(s.logprobs)
     for padding, size in (("left", SEQUENCES), ("none", SEQUENCES), ("right", 1), ("left", 3)):
         condition = f"{padding} padding, {size} a batch"
         yield "forward layout", condition, n, unequal_bits(reference, _forward(s, padding, size))
@@ -172,21 +188,40 @@ def _checks(s: _Subject) -> Iterator[tuple[str, str, int, int]]:
     for padding, size in (("left", SEQUENCES), ("none", 5), ("right", 1)):
         condition = f"{padding} padding, {size} a batch"
         yield "value layout", condition, n, unequal_bits(values, _values(s, padding, size))
-    weights = _weights_after_step(s, "right", SEQUENCES)
+
+
+def _step_checks(s: _Subject, weights: Tensor) -> Iterator[Check]:
     for padding, size in (("left", 5), ("none", SEQUENCES), ("right", 1)):
         condition = f"{padding} padding, {size} a micro-batch"
         changed = _weights_after_step(s, padding, size)
         yield "optimizer step", condition, len(weights), unequal_bits(weights, changed)
-    threaded = _on_threads(2, lambda: _forward(s, "right", SEQUENCES))
-    yield "threads, forward", "2 instead of 1", n, unequal_bits(reference, threaded)
-    threaded = _on_threads(2, lambda: _weights_after_step(s, "right", SEQUENCES))
-    yield "threads, step", "2 instead of 1", len(weights), unequal_bits(weights, threaded)
+
+
+def _checks(s: _Subject) -> Iterator[Check]:
+    """(promise, condition, compared, unequal) of every promise."""
+    usual = _kinds(s)[-1]
+    n, reference = len(s.logprobs), _forward(s, "right", SEQUENCES)
+    weights = _weights_after_step(s, "right", SEQUENCES)
+    yield CONTROL, "right padding", n, unequal_bits(s.logprobs, reference)
+    yield from _rollout_checks(s)
+    yield from _forward_checks(s, reference)
+    yield from _step_checks(s, weights)
+    ways = [(usual, 2, "2 threads"), *((name, 1, f"{name} backend") for name in backend.BACKENDS)]
+    for kind, threads, condition in ways:
+        if kind == "amx" and not backend.has_amx():
+            continue
+        other = _with_backend(s, kind, threads, lambda: _forward(s, "right", SEQUENCES))
+        yield "forward", condition, n, unequal_bits(reference, other)
+        other = _with_backend(s, kind, threads, lambda: _weights_after_step(s, "right", SEQUENCES))
+        yield "optimizer step", condition, len(weights), unequal_bits(weights, other)
 
 
 def probe(config: RunConfig) -> list[Row]:
     """Check every promise for the model and prompts of `config`, in both modes."""
-    pairs = zip(_checks(_subject(config, "exact")), _checks(_subject(config, "native")), strict=True)
-    return [Row(*exact, native[3]) for exact, native in pairs]
+    # one mode after the other: the backend is chosen for the whole process
+    exact = list(_checks(_subject(config, "exact")))
+    native = list(_checks(_subject(config, "native")))
+    return [Row(*row, control[3]) for row, control in zip(exact, native, strict=True)]
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

@@ -1,0 +1,144 @@
+"""One run under every layout, backend, instruction set, number of processes and interruption: how many fingerprints?
+
+`python -m experiments.benchmarks.invariance` runs the five iterations of invariance.yaml once per condition, in
+exact and in native numerics, and prints the table. Exit status 1 if exact numerics give more than one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo_repro.config_yaml import load_config
+from ppo_repro.numerics import backend
+from ppo_repro.records import reader
+from ppo_repro.runs.progress import Silent
+from ppo_repro.runs.resume import resume
+from ppo_repro.runs.run import run, run_folder
+
+CONFIG = Path(__file__).with_name("invariance.yaml")
+ROOT = Path(__file__).resolve().parents[2]
+
+LAYOUTS: tuple[tuple[str, ...], ...] = (
+    ("rollout_slots=1",),
+    ("rollout_slots=5", "prefill_chunk=3"),
+    ("rollout_slots=32", "prefix_cache=false"),
+    ("rollout_slots=160", "prefill_chunk=1", "prefix_cache=true"),
+    ("forward_micro_batch=1", "update_micro_batch=1", "padding=left"),
+    ("forward_micro_batch=3", "update_micro_batch=3", "padding=none"),
+    ("padding=left",),
+    ("padding=none",),
+    ("gradient_checkpointing=true", "update_micro_batch=7"),
+    ("threads=2",),
+    ("threads=2", "padding=none", "rollout_slots=5", "update_micro_batch=3"),
+)
+# each takes instructions away from torch, MKL, NumPy or the kernels' compiler
+CAPS: tuple[dict[str, str], ...] = (
+    {"ATEN_CPU_CAPABILITY": "default", "NUMBA_CPU_NAME": "x86-64-v3"},
+    {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"},
+    {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "NUMBA_CPU_NAME": "generic"},
+    {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX2 FMA3"},
+)
+RANKS: tuple[tuple[int, str], ...] = ((2, "[]"), (2, "[3,1]"), (4, "[1,0,2,5]"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One condition: the fingerprint of the run and how many response tokens it has."""
+
+    condition: str
+    fingerprint: str
+    tokens: int
+
+
+def _outcome(condition: str, run_dir: Path) -> Outcome:
+    tokens = len(reader.read_tokens(run_dir, columns=["rollout_logprobs"]))
+    return Outcome(condition, reader.open_manifest(run_dir).fingerprint, tokens)
+
+
+def _layout(out: Path, mode: str, layout: Sequence[str]) -> Outcome:
+    overrides = [f"numerics.mode={mode}", *(f"layout.{part}" for part in layout)]
+    run_dir, _ = run(load_config(CONFIG, overrides), out, Silent())
+    return _outcome(" ".join(layout) or "as configured", run_dir)
+
+
+class _Interrupting(Silent):
+    """Ctrl-C after the third iteration."""
+
+    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+
+def _resumed(out: Path, mode: str) -> Outcome:
+    config = load_config(CONFIG, [f"numerics.mode={mode}", "checkpoints.every=2"])
+    with suppress(KeyboardInterrupt):
+        run(config, out, _Interrupting())
+    run_dir = run_folder(config, out)
+    resume(run_dir, Silent(), ["layout.padding=left", "layout.rollout_slots=7"])
+    return _outcome("interrupted after 3, resumed from 2, padding=left rollout_slots=7", run_dir)
+
+
+def _process(out: Path, mode: str, condition: str, environment: dict[str, str], ranks: int, shares: str) -> Outcome:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "ppo_repro", "run", str(CONFIG), "--out", str(out), "--json"]
+    sets = ["--set", f"numerics.mode={mode}", "--set", f"layout.rank_shares={shares}"]
+    done = subprocess.run(
+        [*command, *sets],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{condition}: {done.stderr.strip()[-500:]}")
+    return _outcome(condition, Path(json.loads(done.stdout)["run_dir"]))
+
+
+def outcomes(mode: str, folder: Path) -> Iterator[Outcome]:
+    """Run every condition of a numerics mode."""
+    layouts: list[tuple[str, ...]] = [(), *LAYOUTS]
+    if mode == "exact":
+        names = [name for name in backend.BACKENDS if name != "amx" or backend.has_amx()]
+        layouts += [(f"backend={name}",) for name in names]
+    for index, layout in enumerate(layouts):
+        yield _layout(folder / f"layout{index}", mode, layout)
+    yield _resumed(folder / "resumed", mode)
+    for index, cap in enumerate(CAPS):
+        condition = " ".join(f"{name}={value}" for name, value in cap.items())
+        yield _process(folder / f"cap{index}", mode, condition, cap, 1, "[]")
+    for ranks, shares in RANKS:
+        yield _process(folder / f"ranks{ranks}{shares}", mode, f"{ranks} processes, shares {shares}", {}, ranks, shares)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="how many fingerprints one run has under many conditions")
+    parser.add_argument("--mode", nargs="+", choices=["exact", "native"], default=["exact", "native"])
+    failed = False
+    for mode in parser.parse_args().mode:
+        with tempfile.TemporaryDirectory() as folder:
+            found = []
+            for outcome in outcomes(mode, Path(folder)):
+                print(
+                    f"{mode:<8}{outcome.fingerprint[:12]}  {outcome.tokens:>8,} tokens  {outcome.condition}", flush=True
+                )
+                found.append(outcome)
+        distinct = len({outcome.fingerprint for outcome in found})
+        compared = sum(outcome.tokens for outcome in found[1:])
+        print(
+            f"{mode}: {distinct} fingerprints in {len(found)} conditions, {compared:,} tokens compared with the first"
+        )
+        failed |= mode == "exact" and distinct > 1
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

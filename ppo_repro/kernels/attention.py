@@ -13,6 +13,7 @@ from ppo_repro.kernels.attention_block import (
     load_rows,
     make_block,
     padded,
+    panel_place,
     quantise_row,
     round_scores,
     score_tiles,
@@ -29,11 +30,10 @@ ONE = np.float32(1.0)
 
 
 class Keys(NamedTuple):
-    """What queries look at: flat arrays, each with an offset and a row length."""
+    """What queries look at: flat arrays, with the places where they begin."""
 
-    keys: np.ndarray  # [D, >= J + COLUMNS] grid numbers, transposed
-    keys_at: int
-    keys_row: int
+    panels: np.ndarray  # [J / COLUMNS, D, COLUMNS] grid numbers of keys
+    panels_at: int
     values: np.ndarray  # [J, padded D] grid integers
     values_at: int
     values_row: int
@@ -113,7 +113,7 @@ def attend_row(block, spec, keys, q, first, last, place, out, top, total):  # ty
     for start in range(0, top.size, BLOCK):
         count, base, width = load_block(block, start, spec, first, last, place)
         load_rows(block, count, q, np.float32(spec.scaling), spec.operand_bits, spec.dim, block.queries, block.scale)
-        score_tiles(block, base, width, block.queries, spec.dim, keys.keys, keys.keys_at, keys.keys_row, block.scores)
+        score_tiles(block, base, width, block.queries, spec.dim, keys.panels, keys.panels_at, block.scores)
         worst = max(worst, weigh_block(block, count, base, width, keys, spec.key_bits))
         sum_values(block, count, base, width, spec.dim, keys)
         worst = max(worst, store_block(block, count, spec.dim, out))
@@ -134,7 +134,7 @@ def load_keys(k, v, at, stride, spec, keys):  # type: ignore[no-untyped-def]
         for d in range(dim):
             row[d] *= scale
         if lane == LANES - 1 or j == keys.scales.size - 1:
-            transpose_rows(rows, dim, keys.keys, j - lane, keys.keys_row)
+            transpose_rows(rows, dim, keys.panels, panel_place(j - lane, dim))
         row = keys.values[j * dp : j * dp + dp]
         keys.scales[j] = pow2_64(quantise_row(v[begin : begin + dim], ONE, OPERAND_BITS, row) - OPERAND_BITS)
 
@@ -148,9 +148,7 @@ def forward(begin, end, spec, q, k, v, first, last, out, top, total):  # type: i
     """
     length, dim, dp = first.shape[1], spec.dim, padded(spec.dim, LANES)
     block, worst = make_block(dim, length), np.int32(0)
-    keys_row = padded(length, LANES) + COLUMNS
-    transposed, values, scales = np.empty(dim * keys_row), np.empty(length * dp), np.empty(length)
-    keys = Keys(transposed, 0, keys_row, values, 0, dp, scales)
+    keys = Keys(np.empty(padded(length, COLUMNS) * dim), 0, np.empty(length * dp), 0, dp, np.empty(length))
     for n in range(begin, end):
         r, head = n // spec.kv_heads, n % spec.kv_heads
         load_keys(k, v, (r * length * spec.kv_heads + head) * dim, spec.kv_heads * dim, spec, keys)
@@ -163,26 +161,18 @@ def forward(begin, end, spec, q, k, v, first, last, out, top, total):  # type: i
 def forward_cached(begin, end, spec, q, slots, first, last, keys, values, scales, out):  # type: ignore[no-untyped-def]
     """As `forward`, row r over what slot slots[r] holds.
 
-    keys [slots, Hk, D, columns >= context + COLUMNS] grid numbers, values [slots, Hk, context, padded D] grid
-    integers, scales [slots, Hk, context], float32.
+    keys [slots, Hk, context / COLUMNS, D, COLUMNS] grid numbers, values [slots, Hk, context, padded D] grid integers,
+    scales [slots, Hk, context], float32.
     """
     length, groups, dim = first.shape[1], spec.heads // spec.kv_heads, spec.dim
-    context, keys_row, values_row = values.shape[2], keys.shape[3], values.shape[3]
+    context, values_row = values.shape[2], values.shape[3]
     block, worst = make_block(dim, last.max()), np.int32(0)
     top, total = np.empty(length * groups, np.float32), np.empty(length * groups)
-    flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
+    panels, rows, panels_of_one = keys.reshape(-1), values.reshape(-1), keys.shape[2] * dim * COLUMNS
     for n in range(begin, end):
         r, head = n // spec.kv_heads, n % spec.kv_heads
         at = slots[r] * spec.kv_heads + head
-        held = Keys(
-            flat_keys,
-            at * dim * keys_row,
-            keys_row,
-            flat_values,
-            at * context * values_row,
-            values_row,
-            scales[slots[r], head],
-        )
+        held = Keys(panels, at * panels_of_one, rows, at * context * values_row, values_row, scales[slots[r], head])
         place = (r * length * spec.heads + head * groups) * dim
         worst = max(worst, attend_row(block, spec, held, q, first[r], last[r], place, out, top, total))
     return worst
@@ -202,7 +192,7 @@ def store(begin, end, spec, slots, positions, valid, k, v, keys, values, scales)
                 at = ((r * length + i) * spec.kv_heads + head) * dim
                 scale = pow2_64(quantise_row(k[at : at + dim], ONE, spec.operand_bits, row) - spec.operand_bits)
                 for d in range(dim):
-                    keys[slot, head, d, position] = row[d] * scale
+                    keys[slot, head, position // COLUMNS, d, position % COLUMNS] = row[d] * scale
                 scale = pow2_64(quantise_row(v[at : at + dim], ONE, OPERAND_BITS, row) - OPERAND_BITS)
                 for d in range(dim):
                     values[slot, head, position, d] = row[d]

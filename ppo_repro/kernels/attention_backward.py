@@ -82,8 +82,8 @@ def differentiate(sums, scale, top, total, products, products_scale, delta, roun
 @kernel
 def differentiate_block(block, count, base, width, spec, keys, gradient, top, total, weights, ds):  # type: ignore[no-untyped-def]
     """Softmax weights and gradients of the scores of a block over keys base..base+width-1, 0 where unseen."""
-    score_tiles(block, base, width, block.queries, spec.dim, keys.keys, 0, keys.row, weights)
-    score_tiles(block, base, width, gradient.rows, spec.dim, keys.values, 0, keys.row, ds)
+    score_tiles(block, base, width, block.queries, spec.dim, keys.keys, 0, weights)
+    score_tiles(block, base, width, gradient.rows, spec.dim, keys.values, 0, ds)
     for i in range(padded(count, ROWS)):
         first, last = block.first[i], block.last[i]
         weight_row, ds_row = weights[i * width : i * width + width], ds[i * width : i * width + width]

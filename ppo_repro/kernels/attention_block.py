@@ -78,7 +78,7 @@ def make_block(dim, keys):  # type: ignore[no-untyped-def]
 def load_block(block, start, spec, first, last, place):  # type: ignore[no-untyped-def]
     """Aim at queries `start` on of a row that see first..last-1 [L]; -> their number, first key, width of scores.
 
-    `place` is that of the group's first head at position 0. The width is a multiple of COLUMNS.
+    `place` is that of the group's first head at position 0. First key and width are multiples of COLUMNS.
     """
     groups = spec.heads // spec.kv_heads
     count = min(BLOCK, last.size * groups - start)
@@ -95,7 +95,8 @@ def load_block(block, start, spec, first, last, place):  # type: ignore[no-untyp
             block.tile_first[t] = min(block.tile_first[t], block.first[i])
             block.tile_last[t] = max(block.tile_last[t], block.last[i])
         low, high = min(low, block.tile_first[t]), max(high, block.tile_last[t])
-    return count, low, padded(max(high - low, 0), COLUMNS)
+    base = low // COLUMNS * COLUMNS
+    return count, base, padded(max(high - base, 0), COLUMNS)
 
 
 @kernel
@@ -123,25 +124,32 @@ def load_rows(block, count, x, factor, bits, dim, out, scale):  # type: ignore[n
 
 
 @kernel
-def transpose_rows(rows, dim, out, at, out_row):  # type: ignore[no-untyped-def]
-    """out[at + d out_row + i] = rows[i, d] for LANES rows of padded D."""
+def transpose_rows(rows, dim, out, at):  # type: ignore[no-untyped-def]
+    """out[at + d COLUMNS + i] = rows[i, d] for LANES rows of padded D."""
     dp = padded(dim, LANES)
     for d in range(dim):
         for i in range(LANES):
-            out[at + d * out_row + i] = rows[i * dp + d]
+            out[at + d * COLUMNS + i] = rows[i * dp + d]
 
 
 @kernel
-def score_tiles(block, base, width, a, dim, b, b_at, b_row, out):  # type: ignore[no-untyped-def]
-    """out[i, j] = sum_d a[i, d] b[d, base + j] wherever query i sees key base + j; elsewhere anything."""
+def panel_place(j, dim):  # type: ignore[no-untyped-def]
+    """Where key j begins in panels [J / COLUMNS, D, COLUMNS]; panels keep what a tile reads side by side."""
+    return j // COLUMNS * dim * COLUMNS + j % COLUMNS
+
+
+@kernel
+def score_tiles(block, base, width, a, dim, panels, panels_at, out):  # type: ignore[no-untyped-def]
+    """out[i, j] = sum_d a[i, d] b[base + j, d] wherever query i sees key base + j; elsewhere anything."""
     dp = padded(dim, LANES)
     for start in range(0, width, COLUMNS):
         for t in range(BLOCK // ROWS):
             first, last = block.tile_first[t] - base - start, block.tile_last[t] - base - start
             if first < COLUMNS and last > 0:
-                i = t * ROWS
-                at = b_at + base + start
-                set_rows(a, i * dp, dp, 1, b, at, b_row, out, i * width + start, width, dim, min(last, COLUMNS))
+                skip = max(first, 0) // LANES * LANES
+                at, to = panels_at + panel_place(base + start + skip, dim), t * ROWS * width + start + skip
+                wide = min(last, COLUMNS) - skip
+                set_rows(a, t * ROWS * dp, dp, 1, panels, at, COLUMNS, out, to, width, dim, wide)
 
 
 @exact_sum

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.kernels.attention_block import padded, quantise_row, transpose_rows
+from ppo_repro.kernels.attention_block import padded, panel_place, quantise_row, transpose_rows
 from ppo_repro.kernels.compile import kernel
 from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
 from ppo_repro.kernels.small_products import COLUMNS, LANES, ROWS, add_rows
@@ -29,27 +29,25 @@ class Saved(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values of one row and head, and what is summed for them over queries."""
+    """Keys and values of one row and head, and what is summed for them over queries; J ends with a panel."""
 
-    row: int  # length of a row of transposed keys and values
-    keys: np.ndarray  # [D, row] grid numbers, transposed
-    values: np.ndarray  # [D, row] grid numbers, transposed
+    keys: np.ndarray  # panels of grid numbers
+    values: np.ndarray  # panels of grid numbers
     integers: np.ndarray  # [J, padded D] of the keys
     scales: np.ndarray  # [J] of the keys
-    largest_dk: np.ndarray  # [row] bits of the largest term of a key's gradient
+    largest_dk: np.ndarray  # [J] bits of the largest term of a key's gradient
     largest_dv: np.ndarray
-    up_dk: np.ndarray  # [row] 2^(bits - exponent) of those terms' grid
+    up_dk: np.ndarray  # [J] 2^(bits - exponent) of those terms' grid
     up_dv: np.ndarray
-    dk: np.ndarray  # [row, padded D] sums
+    dk: np.ndarray  # [J, padded D] sums
     dv: np.ndarray
 
 
 @kernel
 def make_keys(length, dim):  # type: ignore[no-untyped-def]
     """Room for the keys of one row and head."""
-    row, dp = padded(length, LANES) + COLUMNS, padded(dim, LANES)
+    row, dp = padded(length, COLUMNS), padded(dim, LANES)
     return Keys(
-        row,
         np.empty(dim * row),
         np.empty(dim * row),
         np.empty(length * dp),
@@ -79,8 +77,8 @@ def load_keys(saved, at, stride, spec, keys):  # type: ignore[no-untyped-def]
             some_keys[lane * dp + d] = integers[d] * keys.scales[j]
             some_values[lane * dp + d] *= value_scale
         if lane == LANES - 1 or j == length - 1:
-            transpose_rows(some_keys, dim, keys.keys, j - lane, keys.row)
-            transpose_rows(some_values, dim, keys.values, j - lane, keys.row)
+            transpose_rows(some_keys, dim, keys.keys, panel_place(j - lane, dim))
+            transpose_rows(some_values, dim, keys.values, panel_place(j - lane, dim))
     keys.largest_dk[:] = 0
     keys.largest_dv[:] = 0
     keys.dk[:] = 0.0

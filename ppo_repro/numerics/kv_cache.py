@@ -26,7 +26,7 @@ class GridCache:
     """Keys and values of every layer in slots; a finished sequence gives its slot to the next.
 
     What a slot held before is never visible, because a query sees no key after its own position. Keys lie
-    transposed, and rows are longer than they need to be, so that kernels can read whole vectors of them.
+    transposed in panels of COLUMNS positions, and values in whole vectors, as the kernels read them.
     """
 
     def __init__(self, config: PretrainedConfig, slots: int, max_context: int, device: torch.device) -> None:
@@ -34,9 +34,9 @@ class GridCache:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         layers = range(config.num_hidden_layers)
         self.dim, self.max_context = dim, max_context
-        columns, padded_dim = max_context + COLUMNS, -(-dim // LANES) * LANES
+        panels, padded_dim = -(-max_context // COLUMNS), -(-dim // LANES) * LANES
         # keys: grid numbers A 2^(e - p); values: grid integers A, and their scales 2^(e - p)
-        self.keys = [torch.zeros(slots, heads, dim, columns, device=device) for _ in layers]
+        self.keys = [torch.zeros(slots, heads, panels, dim, COLUMNS, device=device) for _ in layers]
         self.values = [torch.zeros(slots, heads, max_context, padded_dim, device=device) for _ in layers]
         self.value_scales = [torch.zeros(slots, heads, max_context, device=device) for _ in layers]
         self.aimed: Aim | None = None
@@ -60,7 +60,7 @@ class GridCache:
         new_keys, new_values = keys.transpose(1, 2)[valid], values.transpose(1, 2)[valid]
         key_grid, key_scale = quantise(new_keys, operand_bits(self.dim))
         value_grid, value_scale = quantise(new_values, OPERAND_BITS)
-        self.keys[layer][rows, :, :, columns] = (key_grid * key_scale).to(torch.float32)
+        self.keys[layer][rows, :, columns // COLUMNS, :, columns % COLUMNS] = (key_grid * key_scale).to(torch.float32)
         self.values[layer][rows, :, columns, : self.dim] = value_grid.to(torch.float32)
         self.value_scales[layer][rows, :, columns] = value_scale[..., 0].to(torch.float32)
 
@@ -68,7 +68,8 @@ class GridCache:
         """What the aimed slots hold: keys and values [R, Hk, width, D], scales [R, Hk, width, 1], float64."""
         assert self.aimed is not None, "aim first"
         slots, width = self.aimed.slots, int(self.aimed.positions.max()) + 1
-        keys = self.keys[layer][slots, :, :, :width].transpose(-1, -2)
+        panels = self.keys[layer][slots, :, : -(-width // COLUMNS)]
+        keys = panels.transpose(-1, -2).flatten(2, 3)[:, :, :width]
         values = self.values[layer][slots, :, :width, : self.dim]
         scales = self.value_scales[layer][slots, :, :width, None]
         return keys.to(torch.float64), values.to(torch.float64), scales.to(torch.float64)
@@ -76,6 +77,7 @@ class GridCache:
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give slot `target` the first `length` positions of slot `source`."""
         for store in self.keys:
-            store[target, ..., :length] = store[source, ..., :length]
+            # the rest of the last panel is not visible before it is written
+            store[target, :, : -(-length // COLUMNS)] = store[source, :, : -(-length // COLUMNS)]
         for store in (*self.values, *self.value_scales):
             store[target, :, :length] = store[source, :, :length]

@@ -58,7 +58,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=1500)
+@settings(max_examples=300)
 @given(cases, st.integers(1, 3))
 def test_kernels_give_the_bits_of_the_reference(case: Case, threads: int) -> None:
     assert differences(case, threads) == 0
@@ -66,16 +66,16 @@ def test_kernels_give_the_bits_of_the_reference(case: Case, threads: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_kernels_give_the_bits_of_the_reference_in_20000_cases() -> None:
+def test_kernels_give_the_bits_of_the_reference_in_many_cases() -> None:
     finite = 0
-    for seed in range(20_000):
+    for seed in range(6_000):
         case = random_case(seed)
         assert differences(case, 1 + seed % 3) == 0, seed
         finite += outcome(case, 1) is not None
-    assert finite > 15_000
+    assert finite > 4_500
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(cases)
 def test_weights_that_are_not_kept_are_made_again_with_the_same_bits(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def cached(case: Case, cuts: list[int], threads: int) -> list[Tensor]:
     return [torch.cat(outs, 1), cache.keys[0], cache.values[0], cache.value_scales[0]]
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(cases, st.integers(1, 3), st.data())
 def test_cached_kernels_give_the_bits_of_the_reference_and_of_the_full_forward(
     case: Case, threads: int, data: st.DataObject

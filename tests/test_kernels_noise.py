@@ -45,7 +45,7 @@ cases = st.tuples(
 )
 
 
-@settings(max_examples=700)
+@settings(max_examples=200)
 @given(cases, threads)
 def test_kernels_sample_the_tokens_of_the_eager_code(case: Case, count: int) -> None:
     expected, found = both(lambda: samples(*case), count)
@@ -54,7 +54,7 @@ def test_kernels_sample_the_tokens_of_the_eager_code(case: Case, count: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=8000)
+@settings(max_examples=4000)
 @given(cases, threads)
 def test_kernels_sample_the_tokens_of_the_eager_code_in_many_cases(case: Case, count: int) -> None:
     expected, found = both(lambda: samples(*case), count)

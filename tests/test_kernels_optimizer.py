@@ -47,7 +47,7 @@ adamw_settings = st.builds(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(seeds, SIZES, st.sampled_from(KINDS), adamw_settings, threads)
 def test_kernels_equal_the_eager_code(seed: int, size: int, kind: str, optimizer: AdamWSettings, count: int) -> None:
     expected, found = both(lambda: steps(seed, size, kind, optimizer), count)
@@ -56,7 +56,7 @@ def test_kernels_equal_the_eager_code(seed: int, size: int, kind: str, optimizer
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=4000)
+@settings(max_examples=1500)
 @given(seeds, SIZES, st.sampled_from(KINDS), adamw_settings, threads)
 def test_kernels_equal_the_eager_code_in_many_cases(
     seed: int, size: int, kind: str, optimizer: AdamWSettings, count: int
@@ -65,7 +65,7 @@ def test_kernels_equal_the_eager_code_in_many_cases(
     assert expected == found
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(seeds, SIZES, st.integers(-200, 60), threads)
 def test_the_conversion_of_gradients_equals_the_eager_code(seed: int, size: int, exponent: int, count: int) -> None:
     rng = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def test_the_conversion_of_gradients_equals_the_eager_code(seed: int, size: int,
     assert expected == found
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(seeds, SIZES, st.sampled_from(KINDS), threads)
 def test_the_sum_of_squares_is_that_of_python_integers(seed: int, size: int, kind: str, count: int) -> None:
     x = values(kind, (size,), np.random.default_rng(seed))

@@ -57,14 +57,14 @@ def check_contraction(case: tuple[int, int, str], m: int, n: int, p: int, thread
         assert unequal(prepared.contract(x, w, 1, bias), expected + bias) == 0, name
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(cases, SIZES, SIZES, st.sampled_from([14, 20]), THREADS)
 def test_contractions_equal_integer_arithmetic(case: tuple[int, int, str], m: int, n: int, p: int, t: int) -> None:
     check_contraction(case, m, n, p, t)
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000)
+@settings(max_examples=6_000)
 @given(cases, st.integers(1, 6), st.integers(1, 6), st.sampled_from([14, 20]), THREADS)
 def test_contractions_equal_integer_arithmetic_many(case: tuple[int, int, str], m: int, n: int, p: int, t: int) -> None:
     check_contraction(case, m, n, p, t)
@@ -100,7 +100,7 @@ def check_gradient(case: tuple[int, int, str], n: int, k: int, bits: int, x_bits
         assert unequal(out, expected) == 0, name
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(cases, SIZES, SIZES, st.sampled_from([20, 22, 23, 26]), st.sampled_from([14, 20]), THREADS)
 def test_integer_gradients_equal_integer_arithmetic(
     case: tuple[int, int, str], n: int, k: int, bits: int, x_bits: int, t: int
@@ -109,7 +109,7 @@ def test_integer_gradients_equal_integer_arithmetic(
 
 
 @pytest.mark.slow
-@settings(max_examples=5_000)
+@settings(max_examples=2_000)
 @given(cases, st.integers(1, 6), st.integers(1, 6), st.sampled_from([20, 22, 26]), st.sampled_from([14, 20]), THREADS)
 def test_integer_gradients_equal_integer_arithmetic_many(
     case: tuple[int, int, str], n: int, k: int, bits: int, x_bits: int, t: int
@@ -128,7 +128,7 @@ def test_gradients_of_more_tokens_than_an_int32_sum_holds_are_exact() -> None:
         assert out.item() == -tokens * 4 * (2**20 - 1) ** 2, name
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(cases, SIZES)
 def test_row_exponents_are_those_of_the_definition(case: tuple[int, int, str], m: int) -> None:
     k, seed, stride = case

@@ -53,14 +53,14 @@ def check_norm(case: Case, rows: int, threads: int, offset: int | None) -> None:
 OFFSETS = st.sampled_from([None, -5, -4, 0, 4, 5])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(cases, st.integers(1, 40), st.integers(1, 3), OFFSETS)
 def test_the_norm_is_the_reference(case: Case, rows: int, threads: int, offset: int | None) -> None:
     check_norm(case, rows, threads, offset)
 
 
 @pytest.mark.slow
-@settings(max_examples=5_000)
+@settings(max_examples=1_500)
 @given(cases, st.integers(1, 8), st.integers(1, 3), OFFSETS)
 def test_the_norm_is_the_reference_many(case: Case, rows: int, threads: int, offset: int | None) -> None:
     check_norm(case, rows, threads, offset)
@@ -105,14 +105,14 @@ def check_silu(case: Case, rows: int, threads: int) -> None:
         assert unequal(got, expected) == 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(cases, st.integers(1, 40), st.integers(1, 3))
 def test_silu_is_the_reference(case: Case, rows: int, threads: int) -> None:
     check_silu(case, rows, threads)
 
 
 @pytest.mark.slow
-@settings(max_examples=5_000)
+@settings(max_examples=1_500)
 @given(cases, st.integers(1, 8), st.integers(1, 3))
 def test_silu_is_the_reference_many(case: Case, rows: int, threads: int) -> None:
     check_silu(case, rows, threads)
@@ -142,14 +142,14 @@ def check_rows(case: Case, rows: int, embedding: bool, offset: int | None) -> No
         assert unequal(got.sums["p"], expected.sums["p"]) == 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(cases, st.integers(1, 40), st.booleans(), OFFSETS)
 def test_sums_of_rows_are_the_reference(case: Case, rows: int, embedding: bool, offset: int | None) -> None:
     check_rows(case, rows, embedding, offset)
 
 
 @pytest.mark.slow
-@settings(max_examples=5_000)
+@settings(max_examples=1_500)
 @given(cases, st.integers(1, 12), st.booleans(), OFFSETS)
 def test_sums_of_rows_are_the_reference_many(case: Case, rows: int, embedding: bool, offset: int | None) -> None:
     check_rows(case, rows, embedding, offset)

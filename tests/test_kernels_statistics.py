@@ -61,7 +61,7 @@ cases = st.tuples(
 Case = tuple[int, int, int, str, str, float, bool]
 
 
-@settings(max_examples=700)
+@settings(max_examples=200)
 @given(cases, threads)
 def test_kernels_equal_the_eager_code(case: Case, count: int) -> None:
     expected, found = both(lambda: statistics(*case), count)
@@ -70,7 +70,7 @@ def test_kernels_equal_the_eager_code(case: Case, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=8000)
+@settings(max_examples=4000)
 @given(cases, threads)
 def test_kernels_equal_the_eager_code_in_many_cases(case: Case, count: int) -> None:
     expected, found = both(lambda: statistics(*case), count)

@@ -86,7 +86,9 @@ def _two_factors(scales: np.ndarray) -> np.ndarray:
 def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.ndarray:
     rows, columns = x.shape
     blocks = -(-columns // 16)
-    tiles = np.zeros(blocks * -(-rows // 64) * digits * TILE, np.int8)
+    size = blocks * -(-rows // 64) * digits * TILE
+    # terms beyond the last row are 0 in A; in B they may then be anything
+    tiles = np.zeros(size, np.int8) if is_a and rows % 64 else np.empty(size, np.int8)
     padded = np.zeros((-(-rows // 4) * 4, 2), np.float32)
     padded[:rows] = _two_factors(scales)
     flat = x.reshape(-1)

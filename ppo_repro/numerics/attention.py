@@ -57,8 +57,8 @@ class _Attention(Function):
         b, h, i, d = q.shape
         kv_heads, j = k.shape[1], k.shape[2]
         groups = h // kv_heads
-        qg = quantise((q * scaling).reshape(b, kv_heads, groups * i, d), operand_bits(d))
-        kg, vg = quantise(k, operand_bits(d)), quantise(v, OPERAND_BITS)
+        qg = quantise((q * scaling).reshape(b, kv_heads, groups * i, d), operand_bits(d), where="attention")
+        kg, vg = quantise(k, operand_bits(d), where="attention"), quantise(v, OPERAND_BITS, where="attention")
         mask = visible.expand(b, 1, i, j).repeat(1, 1, groups, 1)
         weights, out = _softmax_rows(qg, kg, vg, mask, context)
         ctx.save_for_backward(*qg, *kg, *vg, weights, out)
@@ -70,7 +70,7 @@ class _Attention(Function):
         q_int, q_scale, k_int, k_scale, v_int, v_scale, weights, out = ctx.saved_tensors
         q_shape, k_shape = ctx.shapes
         query_rows = grad.reshape(out.shape)
-        dg = quantise(query_rows, OPERAND_BITS)
+        dg = quantise(query_rows, OPERAND_BITS, where="the gradient of attention")
         og = quantise(out, OPERAND_BITS)
         dp = (dg[0] @ v_int.transpose(-1, -2)).mul_(dg[1]).mul_(v_scale.transpose(-1, -2))
         delta = (dg[0] * og[0]).sum(-1, keepdim=True) * dg[1] * og[1]
@@ -132,7 +132,8 @@ def attend_cached(
     keys, values, scales = cache.read(layer)
     r, h, length, d = q.shape
     groups = h // keys.shape[1]
-    queries = quantise((q * scaling).reshape(r, keys.shape[1], groups * length, d), operand_bits(d))
+    rows = (q * scaling).reshape(r, keys.shape[1], groups * length, d)
+    queries = quantise(rows, operand_bits(d), where="attention")
     mask = _mask(begin, end, keys.shape[2]).repeat(1, 1, groups, 1)
     one = torch.ones(1, 1, device=q.device, dtype=torch.float64)
     _, out = _softmax_rows(queries, (keys, one), (values, scales), mask, context)

@@ -58,8 +58,8 @@ class GridCache:
         valid, positions = self.aimed.valid, self.aimed.positions
         rows, columns = self.aimed.slots[:, None].expand_as(positions)[valid], positions[valid]
         new_keys, new_values = keys.transpose(1, 2)[valid], values.transpose(1, 2)[valid]
-        key_grid, key_scale = quantise(new_keys, operand_bits(self.dim))
-        value_grid, value_scale = quantise(new_values, OPERAND_BITS)
+        key_grid, key_scale = quantise(new_keys, operand_bits(self.dim), where="attention")
+        value_grid, value_scale = quantise(new_values, OPERAND_BITS, where="attention")
         self.keys[layer][rows, :, columns // COLUMNS, :, columns % COLUMNS] = (key_grid * key_scale).to(torch.float32)
         self.values[layer][rows, :, columns, : self.dim] = value_grid.to(torch.float32)
         self.value_scales[layer][rows, :, columns] = value_scale[..., 0].to(torch.float32)

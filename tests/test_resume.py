@@ -442,7 +442,7 @@ def test_sigterm_ends_a_run_like_ctrl_c(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_killed_again_and_again_at_random_times(long_run: Path, tmp_path: Path) -> None:
     """Each process is killed within the next iterations; each one works under another layout."""
     generator = random.Random(7)
@@ -473,33 +473,42 @@ def watch(event, arguments):
 sys.addaudithook(watch)
 """
 MOMENTS = [
-    ("open", "records/tokens/iteration=000007.parquet.tmp", 0, 6),
-    ("os.rename", "records/updates/iteration=000007.parquet", 1, 6),
+    ("open", "records/tokens/iteration=000004.parquet.tmp", 0, 4),
+    ("os.rename", "records/updates/iteration=000004.parquet", 1, 4),
     ("open", "checkpoints/reference.tmp", 0, 0),
     ("os.rename", "checkpoints/reference", 1, 0),
-    ("os.mkdir", "checkpoints/iteration-000003.tmp", 0, 0),
-    ("open", "iteration-000006.tmp/value_model.safetensors", 0, 3),
-    ("open", "iteration-000006.tmp/checkpoint.json", 0, 3),
-    ("os.rename", "checkpoints/iteration-000006", 1, 3),
-    ("os.rename", "checkpoints/iteration-000003.removed", 1, 9),
-    ("shutil.rmtree", "checkpoints/iteration-000003.removed", 0, 9),
-    ("os.rename", "checkpoints/final", 1, 24),
+    ("os.mkdir", "checkpoints/iteration-000002.tmp", 0, 0),
+    ("open", "iteration-000004.tmp/value_model.safetensors", 0, 2),
+    ("open", "iteration-000004.tmp/checkpoint.json", 0, 2),
+    ("os.rename", "checkpoints/iteration-000004", 1, 2),
+    ("os.rename", "checkpoints/iteration-000002.removed", 1, 6),
+    ("shutil.rmtree", "checkpoints/iteration-000002.removed", 0, 6),
+    ("os.rename", "checkpoints/final", 1, 6),
 ]
+SHORT = (
+    "ppo.iterations=6", "checkpoints.every=2", "model.warm_start_steps=0",
+    "rollout.prompts_per_iteration=8", "task.num_eval_prompts=4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(small_config(*SHORT), tmp_path_factory.mktemp("short"), Silent())[0]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("event", "path", "index", "start"), MOMENTS, ids=[f"{e} {p}" for e, p, _, _ in MOMENTS])
 def test_a_run_killed_while_it_writes(
-    long_run: Path, tmp_path: Path, event: str, path: str, index: int, start: int
+    short_run: Path, tmp_path: Path, event: str, path: str, index: int, start: int
 ) -> None:
     before = AT_EVENT.format(event=event, path=path, index=index)
-    process, run_dir = launch_run(tmp_path, *LONG, before=before)
-    process.communicate(timeout=200)
+    process, run_dir = launch_run(tmp_path, *SHORT, before=before)
+    process.communicate(timeout=600)
     assert process.returncode == -signal.SIGKILL, "it never came there"
     found = resume(run_dir, Silent(), OTHER_LAYOUT)
     assert found.start == start
-    require_as_uninterrupted(run_dir, long_run)
+    require_as_uninterrupted(run_dir, short_run)
     names = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
-    assert names == ["final", "iteration-000021", "iteration-000024", "reference"]
-    assert list(run_dir.rglob("*.removed")) == []
+    assert names == ["final", "iteration-000004", "iteration-000006", "reference"]
+    assert [p for p in run_dir.rglob("*") if p.suffix in {".tmp", ".removed"}] == []

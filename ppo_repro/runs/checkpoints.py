@@ -86,6 +86,7 @@ def begin(run_dir: Path, config: RunConfig, prepared: Prepared, start: Checkpoin
         checkpoint.restore(start, prepared.state)
     except ValueError as error:
         raise UserError(f"the checkpoint of iteration {start.iteration} does not fit the model: {error}") from error
+    _remove_old(run_dir, config.checkpoints.keep)
     return start.origin
 
 
@@ -93,10 +94,15 @@ def write(run_dir: Path, config: RunConfig, state: TrainState, chain: str, origi
     """Write a checkpoint of the state as it is, then remove all but the newest ones; UserError where that fails."""
     saved = checkpoint.take(state, chain, origin)
     checkpoint.save(saved, checkpoint_folder(run_dir, saved.iteration))
+    _remove_old(run_dir, config.checkpoints.keep)
+
+
+def _remove_old(run_dir: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what processes that were killed left behind."""
     try:
-        for _, folder in _checkpoints(run_dir)[: -config.checkpoints.keep]:
+        for _, folder in _checkpoints(run_dir)[:-keep]:
             remove_folder(folder)
-        for leftover in checkpoints_folder(run_dir).glob("iteration-*.*"):  # of a process that was killed
+        for leftover in checkpoints_folder(run_dir).glob("iteration-*.*"):
             shutil.rmtree(leftover)
     except OSError as error:
         raise UserError(f"{checkpoints_folder(run_dir)}: cannot be changed ({error.strerror})") from error

@@ -105,7 +105,7 @@ def store_block(block, count, dim, out):  # type: ignore[no-untyped-def]
 
 @kernel
 def attend_row(block, spec, keys, q, first, last, place, out, top, total):  # type: ignore[no-untyped-def]
-    """All queries of a row and key/value head; the bits of the largest magnitude among scores and results.
+    """All queries of a span and key/value head; the bits of the largest magnitude among scores and results.
 
     Also the largest score `top` and the sum of weights `total` of each query [L groups].
     """
@@ -123,43 +123,45 @@ def attend_row(block, spec, keys, q, first, last, place, out, top, total):  # ty
 
 
 @kernel
-def load_keys(k, v, at, stride, spec, keys):  # type: ignore[no-untyped-def]
-    """Put keys and values on their grids; key j begins at at + j stride of flat [R, L, Hk, D]."""
-    dim, dp, bits = spec.dim, padded(spec.dim, LANES), spec.operand_bits
+def load_keys(k, v, at, length, spec, keys):  # type: ignore[no-untyped-def]
+    """Put `length` keys and values of flat [.., Hk, D] on their grids, the first of which begins at `at`."""
+    dim, dp, bits, stride = spec.dim, padded(spec.dim, LANES), spec.operand_bits, spec.kv_heads * spec.dim
     rows = np.zeros(LANES * dp)
-    for j in range(keys.scales.size):
+    for j in range(length):
         begin, lane = at + j * stride, j % LANES
         row = rows[lane * dp : lane * dp + dp]
         scale = pow2_64(quantise_row(k[begin : begin + dim], ONE, bits, row) - bits)
         for d in range(dim):
             row[d] *= scale
-        if lane == LANES - 1 or j == keys.scales.size - 1:
+        if lane == LANES - 1 or j == length - 1:
             transpose_rows(rows, dim, keys.panels, panel_place(j - lane, dim))
         row = keys.values[j * dp : j * dp + dp]
         keys.scales[j] = pow2_64(quantise_row(v[begin : begin + dim], ONE, OPERAND_BITS, row) - OPERAND_BITS)
 
 
 @kernel
-def forward(begin, end, spec, q, k, v, first, last, out, top, total):  # type: ignore[no-untyped-def]
-    """Rows and key/value heads begin..end-1 of softmax(q k^T scaling) v; the bits of the largest magnitude met.
+def forward(begin, end, spec, spans, q, k, v, first, last, out, top, total):  # type: ignore[no-untyped-def]
+    """Spans and key/value heads begin..end-1 of softmax(q k^T scaling) v; the bits of the largest magnitude met.
 
-    q, out [R, L, H, D] and k, v [R, L, Hk, D] float32, flat; query i of row r sees keys first[r, i]..last[r, i]-1;
-    top float32 and total float64 [R Hk, L H / Hk] are for the backward.
+    q, out [R L, H, D] and k, v [R L, Hk, D] float32, flat; spans, first and last as `cut_spans` gives them; top
+    float32 and total float64 [Hk, R L H / Hk] are for the backward.
     """
-    length, dim, dp = first.shape[1], spec.dim, padded(spec.dim, LANES)
-    block, worst = make_block(dim, length), np.int32(0)
-    keys = Keys(np.empty(padded(length, COLUMNS) * dim), 0, np.empty(length * dp), 0, dp, np.empty(length))
+    dim, dp, groups = spec.dim, padded(spec.dim, LANES), spec.heads // spec.kv_heads
+    longest = (spans[:, 1] - spans[:, 0]).max()
+    block, worst = make_block(dim, longest), np.int32(0)
+    keys = Keys(np.empty(padded(longest, COLUMNS) * dim), 0, np.empty(longest * dp), 0, dp, np.empty(longest))
     for n in range(begin, end):
-        r, head = n // spec.kv_heads, n % spec.kv_heads
-        load_keys(k, v, (r * length * spec.kv_heads + head) * dim, spec.kv_heads * dim, spec, keys)
-        place = (r * length * spec.heads + head * (spec.heads // spec.kv_heads)) * dim
-        worst = max(worst, attend_row(block, spec, keys, q, first[r], last[r], place, out, top[n], total[n]))
+        head, (a, z) = n % spec.kv_heads, spans[n // spec.kv_heads]
+        load_keys(k, v, (a * spec.kv_heads + head) * dim, z - a, spec, keys)
+        tops, totals = top[head, a * groups : z * groups], total[head, a * groups : z * groups]
+        place = (a * spec.heads + head * groups) * dim
+        worst = max(worst, attend_row(block, spec, keys, q, first[a:z], last[a:z], place, out, tops, totals))
     return worst
 
 
 @kernel
 def forward_cached(begin, end, spec, q, slots, first, last, keys, values, scales, out):  # type: ignore[no-untyped-def]
-    """As `forward`, row r over what slot slots[r] holds.
+    """As `forward`, but row r, with first and last [R, L] positions, over what slot slots[r] holds.
 
     keys [slots, Hk, context / COLUMNS, D, COLUMNS] grid numbers, values [slots, Hk, context, padded D] grid integers,
     scales [slots, Hk, context], float32.

@@ -143,7 +143,7 @@ def query_gradients(block, count, base, width, spec, keys, gradient, weights, ds
 
 @kernel
 def score_room(block, spec, first, last):  # type: ignore[no-untyped-def]
-    """How many scores all blocks of a row and head have, and the most that one has."""
+    """How many scores all blocks of a span and head have, and the most that one has."""
     everything, most = 0, 0
     for start in range(0, last.size * spec.heads // spec.kv_heads, BLOCK):
         _, _, width = load_block(block, start, spec, first, last, 0)
@@ -153,7 +153,7 @@ def score_room(block, spec, first, last):  # type: ignore[no-untyped-def]
 
 @kernel
 def backward_row(block, gradient, spec, saved, keys, first, last, place, top, total, dq):  # type: ignore[no-untyped-def]
-    """dq of all queries of a row and head, and the sums of its keys; the bits of the largest magnitude of dq."""
+    """dq of all queries of a span and head, and the sums of its keys; the bits of the largest magnitude of dq."""
     worst, (everything, most) = np.int32(0), score_room(block, spec, first, last)
     keep, factor, dim = everything <= spec.kept, np.float32(spec.scaling), spec.dim
     weights, ds = np.empty(everything if keep else most), np.empty(everything if keep else most)
@@ -181,25 +181,20 @@ def backward_row(block, gradient, spec, saved, keys, first, last, place, top, to
 
 
 @kernel
-def backward(begin, end, spec, saved, first, last, dq, dk, dv):  # type: ignore[no-untyped-def]
-    """Rows and key/value heads begin..end-1 of the gradients, flat as q, k and v; the largest magnitude's bits.
-
-    Query i of row r sees keys first[r, i]..last[r, i]-1, as in `attention.forward`.
-    """
-    length, dim = first.shape[1], spec.dim
-    rows, worst = BLOCK * padded(dim, LANES), np.int32(0)
-    block, keys = make_block(dim, length), make_keys(length, dim)
-    ones, width = np.ones(BLOCK), padded(length, COLUMNS)
-    gradient = Gradient(np.zeros(rows), ones, np.zeros(rows), ones.copy(), ones.copy(), np.empty(BLOCK * width))
-    stride = spec.kv_heads * dim
+def backward(begin, end, spec, spans, saved, first, last, dq, dk, dv):  # type: ignore[no-untyped-def]
+    """Spans and key/value heads begin..end-1 of the gradients, flat as q, k and v; the largest magnitude's bits."""
+    dim, groups = spec.dim, spec.heads // spec.kv_heads
+    longest, rows, worst = (spans[:, 1] - spans[:, 0]).max(), BLOCK * padded(dim, LANES), np.int32(0)
+    block, keys = make_block(dim, longest), make_keys(longest, dim)
+    ones, folded = np.ones(BLOCK), np.empty(BLOCK * padded(longest, COLUMNS))
+    gradient = Gradient(np.zeros(rows), ones, np.zeros(rows), ones.copy(), ones.copy(), folded)
     for n in range(begin, end):
-        r, head = n // spec.kv_heads, n % spec.kv_heads
-        at = (r * length * spec.kv_heads + head) * dim
-        place = (r * length * spec.heads + head * (spec.heads // spec.kv_heads)) * dim
-        load_keys(saved, at, stride, spec, keys)
-        top, total = saved.top[n], saved.total[n]
-        grown = backward_row(block, gradient, spec, saved, keys, first[r], last[r], place, top, total, dq)
+        head, (a, z) = n % spec.kv_heads, spans[n // spec.kv_heads]
+        at, place = (a * spec.kv_heads + head) * dim, (a * spec.heads + head * groups) * dim
+        load_keys(saved, at, z - a, spec, keys)
+        tops, totals = saved.top[head, a * groups : z * groups], saved.total[head, a * groups : z * groups]
+        grown = backward_row(block, gradient, spec, saved, keys, first[a:z], last[a:z], place, tops, totals, dq)
         worst = max(worst, grown)
-        worst = max(worst, store_keys(keys.dk, keys.up_dk, at, stride, length, dim, dk))
-        worst = max(worst, store_keys(keys.dv, keys.up_dv, at, stride, length, dim, dv))
+        worst = max(worst, store_keys(keys.dk, keys.up_dk, at, z - a, spec, dk))
+        worst = max(worst, store_keys(keys.dv, keys.up_dv, at, z - a, spec, dv))
     return worst

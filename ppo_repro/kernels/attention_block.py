@@ -55,6 +55,35 @@ def padded(n, multiple):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def cut_spans(first, last, least):  # type: ignore[no-untyped-def]
+    """Cut rows of positions [R, L] that see keys first..last-1 into spans that see nothing outside of themselves.
+
+    Returns begin and end [S, 2] of spans in flat [R L], of at least `least` positions where there are as many,
+    and `first` and `last` [R L] counted from the begin of their span.
+    """
+    length, count = first.shape[1], first.size
+    closed = np.empty(count, np.bool_)
+    low = np.int64(count)
+    for p in range(count - 1, -1, -1):
+        r, i = p // length, p % length
+        low = min(low, r * length + first[r, i] if first[r, i] < last[r, i] else p)
+        closed[p] = low >= p
+    spans, own_first, own_last = np.empty((count, 2), np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64)
+    found, begin = 0, 0
+    for p in range(1, count + 1):
+        if p == count or (closed[p] and p - begin >= least):
+            spans[found, 0], spans[found, 1] = begin, p
+            found, begin = found + 1, p
+    for s in range(found):
+        for p in range(spans[s, 0], spans[s, 1]):
+            r, i = p // length, p % length
+            if first[r, i] < last[r, i]:
+                own_first[p] = r * length + first[r, i] - spans[s, 0]
+                own_last[p] = r * length + last[r, i] - spans[s, 0]
+    return spans[:found], own_first, own_last
+
+
+@kernel
 def make_block(dim, keys):  # type: ignore[no-untyped-def]
     """Room for a block of queries over up to `keys` keys."""
     tiles, width = BLOCK // ROWS, padded(keys, COLUMNS)

@@ -19,17 +19,17 @@ MAGNITUDE64 = 0x7FFFFFFFFFFFFFFF
 class Saved(NamedTuple):
     """What the forward was given and gave, and the gradient of its result: float32, flat."""
 
-    q: np.ndarray  # [R, L, H, D]
-    k: np.ndarray  # [R, L, Hk, D]
-    v: np.ndarray  # [R, L, Hk, D]
-    out: np.ndarray  # [R, L, H, D]
-    grad: np.ndarray  # [R, L, H, D]
-    top: np.ndarray  # [R Hk, L H / Hk]
-    total: np.ndarray  # [R Hk, L H / Hk] float64
+    q: np.ndarray  # [R L, H, D]
+    k: np.ndarray  # [R L, Hk, D]
+    v: np.ndarray  # [R L, Hk, D]
+    out: np.ndarray  # [R L, H, D]
+    grad: np.ndarray  # [R L, H, D]
+    top: np.ndarray  # [Hk, R L H / Hk]
+    total: np.ndarray  # [Hk, R L H / Hk] float64
 
 
 class Keys(NamedTuple):
-    """Keys and values of one row and head, and what is summed for them over queries; J ends with a panel."""
+    """Keys and values of one span and head, and what is summed for them over queries; J ends with a panel."""
 
     keys: np.ndarray  # panels of grid numbers
     values: np.ndarray  # panels of grid numbers
@@ -45,7 +45,7 @@ class Keys(NamedTuple):
 
 @kernel
 def make_keys(length, dim):  # type: ignore[no-untyped-def]
-    """Room for the keys of one row and head."""
+    """Room for the keys of one span and head."""
     row, dp = padded(length, COLUMNS), padded(dim, LANES)
     return Keys(
         np.empty(dim * row),
@@ -62,9 +62,9 @@ def make_keys(length, dim):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def load_keys(saved, at, stride, spec, keys):  # type: ignore[no-untyped-def]
-    """Put keys and values on their grids; key j begins at at + j stride. The sums begin at zero."""
-    dim, dp, length = spec.dim, padded(spec.dim, LANES), keys.scales.size
+def load_keys(saved, at, length, spec, keys):  # type: ignore[no-untyped-def]
+    """Put keys and values on their grids, the first of which begins at `at`. The sums begin at zero."""
+    dim, dp, stride = spec.dim, padded(spec.dim, LANES), spec.kv_heads * spec.dim
     some_keys, some_values = np.zeros(LANES * dp), np.zeros(LANES * dp)
     for j in range(length):
         begin, lane = at + j * stride, j % LANES
@@ -79,10 +79,11 @@ def load_keys(saved, at, stride, spec, keys):  # type: ignore[no-untyped-def]
         if lane == LANES - 1 or j == length - 1:
             transpose_rows(some_keys, dim, keys.keys, panel_place(j - lane, dim))
             transpose_rows(some_values, dim, keys.values, panel_place(j - lane, dim))
-    keys.largest_dk[:] = 0
-    keys.largest_dv[:] = 0
-    keys.dk[:] = 0.0
-    keys.dv[:] = 0.0
+    end = padded(length, COLUMNS)
+    keys.largest_dk[:end] = 0
+    keys.largest_dv[:end] = 0
+    keys.dk[: end * dp] = 0.0
+    keys.dv[: end * dp] = 0.0
 
 
 @kernel
@@ -115,9 +116,9 @@ def key_sums(block, count, base, width, dim, terms, scale, up, rows, sums):  # t
 
 
 @kernel
-def store_keys(sums, up, at, stride, length, dim, out):  # type: ignore[no-untyped-def]
-    """Gradients of keys to their places in flat [R, L, Hk, D]; the bits of the largest magnitude."""
-    dp, worst = padded(dim, LANES), np.int32(0)
+def store_keys(sums, up, at, length, spec, out):  # type: ignore[no-untyped-def]
+    """Gradients of keys to their places in flat [R L, Hk, D]; the bits of the largest magnitude."""
+    dim, dp, stride, worst = spec.dim, padded(spec.dim, LANES), spec.kv_heads * spec.dim, np.int32(0)
     for j in range(length):
         row, result = sums[j * dp : j * dp + dim], out[at + j * stride : at + j * stride + dim]
         scale = 1.0 / up[j]

@@ -14,7 +14,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.kernels import attention as forward_kernels
 from ppo_repro.kernels import attention_backward as backward_kernels
 from ppo_repro.kernels import pool
-from ppo_repro.kernels.attention_block import Spec
+from ppo_repro.kernels.attention_block import Spec, cut_spans
 from ppo_repro.kernels.attention_keys import Saved
 from ppo_repro.numerics.grid import folded_bits, operand_bits
 from ppo_repro.numerics.kv_cache import GridCache
@@ -22,6 +22,7 @@ from ppo_repro.numerics.kv_cache import GridCache
 NOT_FINITE = "attention is not finite: weights or inputs have left the range of float32"
 _INFINITY_BITS = 0x7F800000
 _KEPT = 2**18  # weights, and as many score gradients: 4 MiB, about what a cache holds
+_LEAST_SPAN = 64  # positions; fewer are not worth a block of queries of their own
 _BACKWARD_COST = 3.5  # times the forward; like all costs here, only to know how many threads are worth waking
 
 
@@ -61,34 +62,35 @@ class _Attention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scaling: float, context: int
     ) -> Tensor:
         (r, h, length, d), kv_heads = q.shape, k.shape[1]
-        spec, a, b = _spec(q, kv_heads, scaling, context), begin.numpy(), end.contiguous().numpy()
+        spec = _spec(q, kv_heads, scaling, context)
+        spans, first, last = cut_spans(begin.numpy(), end.numpy(), _LEAST_SPAN)
         queries, keys, values = _flat(q), _flat(k), _flat(v)
         out = torch.empty(r, length, h, d)
-        rows = (r * kv_heads, length * h // kv_heads)
-        top, total = torch.empty(rows), torch.empty(rows, dtype=torch.float64)
-        results = out.numpy().reshape(-1), top.numpy(), total.numpy()
+        top, total = (np.empty((kv_heads, r * length * h // kv_heads), dtype) for dtype in (np.float32, np.float64))
+        result = out.numpy().reshape(-1)
 
         def kernel(start: int, stop: int) -> int:
-            return int(forward_kernels.forward(start, stop, spec, queries, keys, values, a, b, *results))
+            arrays = queries, keys, values, first, last, result, top, total
+            return int(forward_kernels.forward(start, stop, spec, spans, *arrays))
 
-        _in_parts(kernel, rows[0], _cost(spec, a, b))
+        _in_parts(kernel, len(spans) * kv_heads, _cost(spec, first, last))
         out = out.transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, top, total, begin, end)
-        ctx.spec = spec
+        ctx.save_for_backward(q, k, v, out)
+        ctx.spec, ctx.spans, ctx.of_queries = spec, (spans, first, last), (top, total)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, top, total, begin, end = ctx.saved_tensors
-        spec, a, b = ctx.spec, begin.numpy(), end.contiguous().numpy()
-        saved = Saved(_flat(q), _flat(k), _flat(v), _flat(out), _flat(grad), top.numpy(), total.numpy())
+        q, k, v, out = ctx.saved_tensors
+        spec, (spans, first, last) = ctx.spec, ctx.spans
+        saved = Saved(_flat(q), _flat(k), _flat(v), _flat(out), _flat(grad), *ctx.of_queries)
         gradients = [torch.empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v)]
         results = [x.numpy().reshape(-1) for x in gradients]
 
         def kernel(start: int, stop: int) -> int:
-            return int(backward_kernels.backward(start, stop, spec, saved, a, b, *results))
+            return int(backward_kernels.backward(start, stop, spec, spans, saved, first, last, *results))
 
-        _in_parts(kernel, len(top), _BACKWARD_COST * _cost(spec, a, b))
+        _in_parts(kernel, len(spans) * spec.kv_heads, _BACKWARD_COST * _cost(spec, first, last))
         dq, dk, dv = (x.transpose(1, 2) for x in gradients)
         return dq, dk, dv, None, None, None, None
 

@@ -200,7 +200,7 @@ def trained(mode: str) -> tuple[nn.Module, Optimizer]:
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(torch.randn(p.shape, generator=seeded(p.dim())))
-    module = ExactLinear(layer) if mode == "exact" else layer
+    module = ExactLinear(layer, "layer") if mode == "exact" else layer
     return module, make_optimizer(module, SETTINGS, mode)
 
 

@@ -17,6 +17,7 @@ from ppo_repro.models.layout import TokenBatch
 from ppo_repro.models.networks import expand_kept, make_policy, policy_logits, value_predictions
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.models_for_tests import (
     ARCHITECTURES,
@@ -322,3 +323,18 @@ def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(slots: int,
 
 def test_a_prefix_taken_from_the_cache_shows_in_native_numerics() -> None:
     assert not all(same(generated("native", n, 0, False)[0], generated("native", n, 0, True)[0]) for n in (21, 5))
+
+
+def test_a_prefix_is_the_longest_that_a_slot_still_holds() -> None:
+    index = PrefixIndex()
+    assert index.longest([1, 2]) == (0, 0)
+    index.hold(3, [1, 2, 3, 4])
+    index.hold(5, [1, 2, 9])
+    assert index.longest([1, 2, 3, 7]) == (3, 3)
+    assert index.longest([1, 2, 9, 9]) == (5, 3)
+    assert index.longest([2, 1]) == (0, 0)
+    index.hold(3, [8])
+    assert index.longest([1, 2, 3, 7]) == (5, 2)
+    # an empty entry is a slot about to be overwritten
+    index.hold(5, ())
+    assert index.longest([1, 2, 3]) == (0, 0)

@@ -14,10 +14,10 @@ from ppo_repro.numerics.families import head_of, stock_masks, trunk_of
 from ppo_repro.numerics.kv_cache import GridCache
 from ppo_repro.rollout.cache import SlotCache
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
+from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.sampler import Sample, sample
 
 Cache = GridCache | SlotCache
-Held = dict[int, tuple[int, ...]]
 
 
 @dataclass
@@ -63,7 +63,7 @@ class TorchEngine:
         kind = GridCache if self.mode == "exact" else SlotCache
         cache = kind(self.policy.config, slots, self.max_context, self.policy.device)
         free = list(range(slots))
-        held: Held = {}  # tokens whose keys and values a slot holds
+        held = PrefixIndex()
         waiting = deque(enumerate(requests))
         active: list[_Active] = []
         done: dict[int, Completion] = {}
@@ -81,11 +81,11 @@ class TorchEngine:
                 if reason:
                     done[item.index] = _completion(item, reason)
                     free.append(item.slot)
-                    held[item.slot] = (*item.request.prompt_ids, *item.tokens[:-1])
+                    held.hold(item.slot, (*item.request.prompt_ids, *item.tokens[:-1]))
             active = [item for item in active if item.index not in done]
         return [done[index] for index in range(len(requests))]
 
-    def _admit(self, cache: Cache, held: Held, turn: list[_Active]) -> list[list[_Active]]:
+    def _admit(self, cache: Cache, held: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
         """Give prompts what the slots hold of them; returns those to prefill now, and their copies for after that."""
         leaders: dict[tuple[int, ...], _Active] = {}
         copies: list[_Active] = []
@@ -98,19 +98,16 @@ class TorchEngine:
             else:
                 self._take_over(cache, held, item)
                 leaders[prompt] = item
-            held[item.slot] = ()
+            held.hold(item.slot, ())
         return [list(leaders.values()), copies] if copies else [list(leaders.values())]
 
-    def _take_over(self, cache: Cache, held: Held, item: _Active) -> None:
+    def _take_over(self, cache: Cache, held: PrefixIndex, item: _Active) -> None:
         """Copy the longest prefix any slot holds; the last prompt token is always computed, for its logits."""
-        prompt = item.request.prompt_ids[:-1]
-        lengths = {slot: common_prefix(tokens, prompt) for slot, tokens in held.items()}
-        source = max(lengths, key=lengths.__getitem__, default=item.slot)
-        item.known = lengths.get(source, 0)
+        source, item.known = held.longest(item.request.prompt_ids[:-1])
         if item.known and source != item.slot:
             cache.copy_prefix(source, item.slot, item.known)
 
-    def _prefill(self, cache: Cache, held: Held, turn: list[_Active]) -> Tensor:
+    def _prefill(self, cache: Cache, held: PrefixIndex, turn: list[_Active]) -> Tensor:
         """Run what is not known of the prompts; logits [len(turn), V] after each prompt."""
         out = torch.empty(len(turn), self.policy.config.vocab_size)
         place = {item.index: row for row, item in enumerate(turn)}
@@ -120,7 +117,7 @@ class TorchEngine:
                     self._take_over(cache, held, item)
             for item, logits in self._chunks(cache, items):
                 out[place[item.index]] = logits
-                held[item.slot] = item.request.prompt_ids
+                held.hold(item.slot, item.request.prompt_ids)
         return out
 
     def _chunks(self, cache: Cache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
@@ -180,11 +177,6 @@ class TorchEngine:
         if item.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if len(item.tokens) == sampling.max_response_tokens else ""
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def within(positions: Tensor, window: int | None) -> Tensor:

@@ -3,7 +3,7 @@ VENV ?= .venv
 export VENV
 BIN = $(VENV)/bin
 
-.PHONY: setup run test test-slow lint
+.PHONY: setup run test test-slow test-long lint
 
 setup:  ## make the virtual environment and install the checkout into it
 	@.ci/setup.sh
@@ -18,6 +18,10 @@ test:  ## the quick tests; ARGS="-k name" goes to pytest
 test-slow:  ## the tests marked slow, and only those
 	@.ci/setup.sh test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
+
+test-long:  ## the tests marked long, and only those: half an hour and more
+	@.ci/setup.sh test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long $(ARGS)
 
 lint:  ## style, format and types; changes nothing
 	@.ci/setup.sh test dev

@@ -64,7 +64,7 @@ def test_kernels_give_the_bits_of_the_reference(case: Case, threads: int) -> Non
     assert differences(case, threads) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_kernels_give_the_bits_of_the_reference_in_many_cases() -> None:
     finite = 0

@@ -54,8 +54,8 @@ def test_kernels_equal_the_eager_code(seed: int, size: int, kind: str, optimizer
     assert expected == found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.long
+@pytest.mark.timeout(3000)
 @settings(max_examples=1500)
 @given(seeds, SIZES, st.sampled_from(KINDS), adamw_settings, threads)
 def test_kernels_equal_the_eager_code_in_many_cases(

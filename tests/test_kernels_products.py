@@ -63,7 +63,8 @@ def test_contractions_equal_integer_arithmetic(case: tuple[int, int, str], m: in
     check_contraction(case, m, n, p, t)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3000)
 @settings(max_examples=6_000)
 @given(cases, st.integers(1, 6), st.integers(1, 6), st.sampled_from([14, 20]), THREADS)
 def test_contractions_equal_integer_arithmetic_many(case: tuple[int, int, str], m: int, n: int, p: int, t: int) -> None:
@@ -108,7 +109,8 @@ def test_integer_gradients_equal_integer_arithmetic(
     check_gradient(case, n, k, bits, x_bits, t)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3000)
 @settings(max_examples=2_000)
 @given(cases, st.integers(1, 6), st.integers(1, 6), st.sampled_from([20, 22, 26]), st.sampled_from([14, 20]), THREADS)
 def test_integer_gradients_equal_integer_arithmetic_many(

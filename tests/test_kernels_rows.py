@@ -59,7 +59,8 @@ def test_the_norm_is_the_reference(case: Case, rows: int, threads: int, offset: 
     check_norm(case, rows, threads, offset)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3000)
 @settings(max_examples=1_500)
 @given(cases, st.integers(1, 8), st.integers(1, 3), OFFSETS)
 def test_the_norm_is_the_reference_many(case: Case, rows: int, threads: int, offset: int | None) -> None:
@@ -111,7 +112,8 @@ def test_silu_is_the_reference(case: Case, rows: int, threads: int) -> None:
     check_silu(case, rows, threads)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3000)
 @settings(max_examples=1_500)
 @given(cases, st.integers(1, 8), st.integers(1, 3))
 def test_silu_is_the_reference_many(case: Case, rows: int, threads: int) -> None:
@@ -148,7 +150,8 @@ def test_sums_of_rows_are_the_reference(case: Case, rows: int, embedding: bool, 
     check_rows(case, rows, embedding, offset)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3000)
 @settings(max_examples=1_500)
 @given(cases, st.integers(1, 12), st.booleans(), OFFSETS)
 def test_sums_of_rows_are_the_reference_many(case: Case, rows: int, embedding: bool, offset: int | None) -> None:

@@ -68,8 +68,8 @@ def test_kernels_equal_the_eager_code(case: Case, count: int) -> None:
     assert expected == found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.long
+@pytest.mark.timeout(3000)
 @settings(max_examples=4000)
 @given(cases, threads)
 def test_kernels_equal_the_eager_code_in_many_cases(case: Case, count: int) -> None:

@@ -52,7 +52,7 @@ RANKS: tuple[tuple[int, str], ...] = ((2, "[]"), (2, "[3,1]"), (4, "[1,0,2,5]"))
 
 @dataclass(frozen=True)
 class Outcome:
-    """One condition: the fingerprint of the run and how many response tokens it has."""
+    """One condition: the fingerprint of the run and its rows of tokens, those of every epoch included."""
 
     condition: str
     fingerprint: str
@@ -60,8 +60,9 @@ class Outcome:
 
 
 def _outcome(condition: str, run_dir: Path) -> Outcome:
-    tokens = len(reader.read_tokens(run_dir, columns=["rollout_logprobs"]))
-    return Outcome(condition, reader.open_manifest(run_dir).fingerprint, tokens)
+    rows = len(reader.read_tokens(run_dir, columns=["rollout_logprobs"]))
+    rows += len(reader.read_updates(run_dir, columns=["ratios"]))
+    return Outcome(condition, reader.open_manifest(run_dir).fingerprint, rows)
 
 
 def _layout(out: Path, mode: str, layout: Sequence[str]) -> Outcome:

@@ -207,7 +207,7 @@ def test_maxima_tell_the_largest_magnitude_by_its_bits() -> None:
 MACHINES = {"host": {}, "haswell": {"NUMBA_CPU_NAME": "haswell"}, "generic": {"NUMBA_CPU_NAME": "generic"}}
 REPORT = """
 from tests.attention_cases import digest
-print(digest(300))
+print(digest(200))
 from ppo_repro.kernels import attention, attention_backward, attention_block, attention_keys, tiles
 def asm(kernel):
     return kernel.inspect_asm(kernel.signatures[0])

@@ -208,14 +208,14 @@ MACHINES = {"host": {}, "haswell": {"NUMBA_CPU_NAME": "haswell"}, "generic": {"N
 REPORT = """
 from tests.attention_cases import digest
 print(digest(200))
-from ppo_repro.kernels import attention, attention_backward, attention_block, attention_keys, tiles
+from ppo_repro.kernels import attention, attention_backward, attention_block, attention_keys, small_products
 def asm(kernel):
     return kernel.inspect_asm(kernel.signatures[0])
 rounded = [attention_block.quantise_row, attention_block.round_scores, attention_block.weigh, attention.fold,
            attention.store_block, attention_backward.differentiate, attention_backward.fold_scores,
            attention_keys.raise_maxima, attention_keys.store_keys]
 print(sum("vfmadd" in asm(kernel) or "vfnmadd" in asm(kernel) or "vfmsub" in asm(kernel) for kernel in rounded))
-print("vfmadd" in asm(tiles.set_rows), "zmm" in asm(tiles.set_rows))
+print("vfmadd" in asm(small_products.set_rows), "zmm" in asm(small_products.set_rows))
 """
 
 

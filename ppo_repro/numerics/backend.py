@@ -7,6 +7,7 @@ products in float64 (`dgemm`) or in 8-bit integers on AMX tiles (`amx`).
 from __future__ import annotations
 
 import torch
+from numba.core import config as numba_config
 from torch import Tensor
 
 from ppo_repro.errors import UserError
@@ -18,8 +19,9 @@ _active = "eager"
 
 
 def has_amx() -> bool:
-    """Whether this CPU has AMX int8 tiles and the operating system lets this process use them."""
-    return bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+    """Whether this CPU has AMX int8 tiles, the system lets this process use them and kernels are compiled for it."""
+    compiled_for_another = numba_config.CPU_NAME not in (None, "host") or numba_config.CPU_FEATURES is not None
+    return not compiled_for_another and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
 def use(backend: str, threads: int) -> str:

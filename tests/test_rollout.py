@@ -166,9 +166,9 @@ class CountingEngine(TorchEngine):
         super().__init__(*arguments)
         self.started, self.passes = 0, []
 
-    def _prefill(self, cache: object, turn: list) -> Tensor:
+    def _prefill(self, cache: object, held: object, turn: list) -> Tensor:
         self.started += len(turn)
-        return super()._prefill(cache, turn)
+        return super()._prefill(cache, held, turn)
 
     def _decode(self, cache: object, turn: list) -> Tensor:
         assert len({item.slot for item in turn}) == len(turn)

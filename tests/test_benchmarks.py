@@ -1,0 +1,67 @@
+"""What the benchmarks compute beside times: floors, intervals, and the comparison of devices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.benchmarks import lean, learning, numerics
+from experiments.benchmarks.machine import Peaks
+from ppo_repro.models.layout import lay_out
+from ppo_repro.models.networks import make_policy, policy_logits
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_products_of_a_token_are_those_of_the_weight_matrices() -> None:
+    model = numerics.source(256)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
+    assert numerics.products(256) == matrices
+
+
+def test_floors_by_hand() -> None:
+    peak = Peaks(1, 1e9, 5e8, 2e9, 1e10)
+    weights = numerics.products(256)
+    assert numerics.floor_seconds(256, 2, "forward", 1e9, 4.0, peak) == weights * 2 * 96 / 1e9
+    assert numerics.floor_seconds(256, 2, "forward+backward", 1e9, 4.0, peak) == 3 * weights * 2 * 96 / 1e9
+    # one sequence, a fast processor: reading the weights 65 times takes longer than multiplying
+    assert numerics.floor_seconds(256, 1, "decode", 1e15, 4.0, peak) == weights * 4.0 * 65 / 1e10
+
+
+def test_the_interval_of_a_paired_difference_by_hand() -> None:
+    centre, low, high = learning.interval([1.0, 2.0, 3.0])
+    # t of 2 degrees of freedom at 97.5 % is 4.3027; the standard error is 1 / sqrt 3
+    assert centre == 2.0
+    assert (low, high) == (
+        pytest.approx(2.0 - 4.3027 / 3**0.5, rel=1e-4),
+        pytest.approx(2.0 + 4.3027 / 3**0.5, rel=1e-4),
+    )
+
+
+def test_the_lean_loop_computes_the_same_model() -> None:
+    model = numerics.source(256)
+    ids = torch.randint(0, numerics.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    rows = ids.tolist()
+    batch = lay_out([r[:1] for r in rows], [[*r[1:], 0] for r in rows], "right")
+    with torch.no_grad():
+        expected = policy_logits(make_policy(model, "native", 16), batch).view(2, 9, -1)
+        fast = lean.from_model(model, 16, False)
+        found = lean.forward(fast, ids, 0, None)
+        cache = [(torch.zeros(2, 2, 16, 64), torch.zeros(2, 2, 16, 64)) for _ in fast.layers]
+        steps = [lean.forward(fast, ids[:, t : t + 1], t, cache) for t in range(9)]
+    # float32 sums in another order
+    assert torch.allclose(found, expected, rtol=0, atol=2e-4)
+    assert torch.allclose(torch.cat(steps, 1), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_the_device_check_runs_on_the_cpu_and_refuses_what_is_not_there() -> None:
+    command = [sys.executable, "-m", "experiments.benchmarks.device", "--device"]
+    same = subprocess.run([*command, "cpu"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "DIFFERENT" not in same.stdout and same.stdout.endswith("exact numerics: the same bits\n")
+    absent = subprocess.run([*command, "nonsense"], capture_output=True, text=True, cwd=ROOT)
+    assert absent.returncode == 2 and absent.stderr.startswith("error: --device nonsense") and not absent.stdout

@@ -42,9 +42,9 @@ LAYOUTS: tuple[tuple[str, ...], ...] = (
 )
 # each takes instructions away from torch, MKL, NumPy or the kernels' compiler
 CAPS: tuple[dict[str, str], ...] = (
-    {"ATEN_CPU_CAPABILITY": "default", "NUMBA_CPU_NAME": "x86-64-v3"},
+    {"ATEN_CPU_CAPABILITY": "default", "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""},
     {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"},
-    {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "NUMBA_CPU_NAME": "generic"},
+    {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
     {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX2 FMA3"},
 )
 RANKS: tuple[tuple[int, str], ...] = ((2, "[]"), (2, "[3,1]"), (4, "[1,0,2,5]"))

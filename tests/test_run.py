@@ -13,9 +13,11 @@ import torch
 
 from analysis.parity import parity
 from ppo_repro.errors import UserError
+from ppo_repro.numerics import backend
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.writer import to_parquet
 from ppo_repro.runs.diff import first_difference
+from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import rerun, run
 from ppo_repro.runs.summary import summarise
@@ -199,3 +201,12 @@ def test_environment_and_config_are_recorded(exact_run: Path) -> None:
     assert environment["numerics_mode"] == "exact"
     iterations = reader.read_iterations(exact_run)
     assert pd.isna(iterations["eval_accuracy"]).tolist() == [False, True, False]
+
+
+def test_the_environment_names_what_computed() -> None:
+    def named(*overrides: str) -> str:
+        return str(describe_environment(small_config(*overrides), 1)["numerics_backend"])
+
+    assert named("layout.backend=eager") == "eager" and named("layout.backend=dgemm") == "dgemm"
+    assert named() == ("amx" if backend.has_amx() else "dgemm")
+    assert named("numerics.mode=native") == "stock torch"

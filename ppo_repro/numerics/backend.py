@@ -24,16 +24,22 @@ def has_amx() -> bool:
     return not compiled_for_another and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
-def use(backend: str, threads: int) -> str:
-    """Compute with `backend` (`auto`: the fastest this CPU has) on so many threads; returns its name.
-
-    Process-wide, as torch's own number of threads is. Raises UserError for `amx` on a CPU without it.
-    """
-    global _active
+def choose(backend: str) -> str:
+    """The backend that a name stands for here (`auto`: the fastest); UserError for `amx` on a CPU without it."""
     if backend == "auto":
-        backend = "amx" if has_amx() else "dgemm"
+        return "amx" if has_amx() else "dgemm"
     if backend == "amx" and not has_amx():
         raise UserError("layout.backend = amx: this CPU has no AMX int8 tiles; must be auto, dgemm or eager here")
+    return backend
+
+
+def use(backend: str, threads: int) -> str:
+    """Compute with `choose(backend)` on so many threads; returns its name.
+
+    Process-wide, as torch's own number of threads is.
+    """
+    global _active
+    backend = choose(backend)
     _active = backend
     pool.set_threads(threads)
     torch.set_num_threads(threads if backend == "eager" else 1)

@@ -17,8 +17,9 @@ import torch
 from ppo_repro import __version__
 from ppo_repro.config import RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.numerics import backend
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pandas", "pyarrow", "pydantic")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "pandas", "pyarrow", "pydantic")
 
 
 def _git(*arguments: str) -> str:
@@ -37,6 +38,7 @@ def _git(*arguments: str) -> str:
 def describe_environment(config: RunConfig, processes: int) -> dict[str, Any]:
     """Everything needed to understand why two runs might differ."""
     status = _git("status", "--porcelain")
+    exact = config.numerics.mode == "exact"
     return {
         "ppo_repro": __version__,
         "python": sys.version.split()[0],
@@ -49,7 +51,7 @@ def describe_environment(config: RunConfig, processes: int) -> dict[str, Any]:
         "processes": processes,
         "cores": os.cpu_count(),
         "numerics_mode": config.numerics.mode,
-        "numerics_backend": "eager reference, float64 matrix products",
+        "numerics_backend": backend.choose(config.layout.backend) if exact else "stock torch",
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(status),
     }

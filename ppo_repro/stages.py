@@ -111,7 +111,8 @@ def compute_rewards(config: RunConfig, task: Task, rollout: Rollout, forward: Fo
 def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass, rewards: Rewards) -> Advantages:
     """GAE, value targets, whitening over all tokens of the iteration."""
     ppo = config.ppo
-    raw = gae(rewards.rewards, forward.values, rollout.lengths, ppo.gamma, ppo.gae_lambda)
+    final_values = torch.zeros(len(rollout.lengths))
+    raw = gae(rewards.rewards, forward.values, rollout.lengths, final_values, ppo.gamma, ppo.gae_lambda)
     advantages = whiten(raw) if ppo.whiten_advantages else raw
     return Advantages(raw_advantages=raw, advantages=advantages, returns=raw + forward.values)
 

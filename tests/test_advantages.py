@@ -27,7 +27,7 @@ def run(batch: Sequences, gamma: float, gae_lambda: float) -> list[torch.Tensor]
     rewards = tensor([r for sequence in batch for r, _ in sequence])
     values = tensor([v for sequence in batch for _, v in sequence])
     lengths = [len(sequence) for sequence in batch]
-    found = gae(rewards, values, torch.tensor(lengths), gamma, gae_lambda)
+    found = gae(rewards, values, torch.tensor(lengths), torch.zeros(len(lengths)), gamma, gae_lambda)
     assert found.dtype == torch.float32
     return list(torch.split(found, lengths))
 

@@ -16,6 +16,7 @@ from ppo_repro.numerics import elementwise
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.losses import (
     CLIP_FLAGS,
+    Band,
     clip_flags,
     clipped_surrogate,
     clipped_value_loss,
@@ -25,6 +26,7 @@ from ppo_repro.ppo.losses import (
 from tests.float32 import SMALLEST_NORMAL, TINIEST, bits, finite, pairs_of_categoricals, tensor
 
 EPS = 0.2
+BAND = Band(EPS, EPS)
 LOW, HIGH = np.float32(1.0 - EPS), np.float32(1.0 + EPS)
 EDGES = [float(np.nextafter(b, d, dtype=np.float32)) for b in (LOW, HIGH) for d in (np.float32(0), b, np.float32(9))]
 ratio_values = st.one_of(st.sampled_from([0.0, TINIEST, 1.0, *EDGES]), finite(0.0, 3.0), finite(0.0, 1e38))
@@ -43,9 +45,9 @@ def gradient(loss: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(loss, x, torch.ones_like(loss))[0]
 
 
-def surrogate_gradient(ratios: Tensor, advantages: Tensor, clip_range: float = EPS) -> Tensor:
+def surrogate_gradient(ratios: Tensor, advantages: Tensor, band: Band = BAND) -> Tensor:
     ratios = ratios.clone().requires_grad_()
-    return gradient(clipped_surrogate(ratios, advantages, clip_range), ratios)
+    return gradient(clipped_surrogate(ratios, advantages, band), ratios)
 
 
 def binds(ratios: Tensor, advantages: Tensor) -> np.ndarray:
@@ -77,9 +79,9 @@ def binds(ratios: Tensor, advantages: Tensor) -> np.ndarray:
 )
 def test_surrogate_by_hand(advantage: float, ratio: float, loss: float, slope: float, flag: str) -> None:
     r, a = tensor([ratio]), tensor([advantage])
-    assert clipped_surrogate(r, a, 0.25).item() == loss
-    assert surrogate_gradient(r, a, 0.25).item() == slope
-    assert CLIP_FLAGS[clip_flags(r, a, 0.25).item()] == flag
+    assert clipped_surrogate(r, a, Band(0.25, 0.25)).item() == loss
+    assert surrogate_gradient(r, a, Band(0.25, 0.25)).item() == slope
+    assert CLIP_FLAGS[clip_flags(r, a, Band(0.25, 0.25)).item()] == flag
 
 
 @given(tokens)
@@ -87,7 +89,7 @@ def test_surrogate_is_its_definition_bit_for_bit(rows: list[tuple[float, float]]
     r, a = columns(rows)
     with np.errstate(over="ignore"):  # a huge ratio times a huge advantage is infinite on both sides
         expected = -np.minimum(r.numpy() * a.numpy(), np.clip(r.numpy(), LOW, HIGH) * a.numpy())
-    found = clipped_surrogate(r, a, EPS)
+    found = clipped_surrogate(r, a, BAND)
     assert found.dtype == torch.float32 and bits(found) == expected.view(np.int32).tolist()
 
 
@@ -104,7 +106,7 @@ def test_gradient_is_zero_where_the_clip_binds_and_unclipped_elsewhere(rows: lis
 @given(tokens)
 def test_flags_name_the_removed_gradients_and_all_of_the_band(rows: list[tuple[float, float]]) -> None:
     r, a = columns(rows)
-    flags = clip_flags(r, a, EPS)
+    flags = clip_flags(r, a, BAND)
     assert flags.dtype == torch.uint8
     names = [CLIP_FLAGS[i] for i in flags.tolist()]
     above, below = (r.numpy() > HIGH).tolist(), (r.numpy() < LOW).tolist()
@@ -118,16 +120,16 @@ def test_flags_name_the_removed_gradients_and_all_of_the_band(rows: list[tuple[f
 @given(tokens, st.sampled_from([0.5, 2.0, 3.0]))
 def test_flags_see_the_sign_of_the_advantage_alone(rows: list[tuple[float, float]], factor: float) -> None:
     r, a = columns([(r, a) for r, a in rows if abs(a) != TINIEST] or [(1.0, 1.0)])  # half of that one is zero
-    flags = clip_flags(r, a, EPS)
-    assert torch.equal(clip_flags(r, a * factor, EPS), flags)
+    flags = clip_flags(r, a, BAND)
+    assert torch.equal(clip_flags(r, a * factor, BAND), flags)
     mirror = {0: 0, 1: 3, 3: 1, 2: 4, 4: 2}  # clip_high <-> wrong_high, clip_low <-> wrong_low
-    assert clip_flags(r, -a, EPS).tolist() == [mirror[i] for i in flags.tolist()]
+    assert clip_flags(r, -a, BAND).tolist() == [mirror[i] for i in flags.tolist()]
 
 
 @given(tokens, st.floats(0.01, 0.98), st.floats(0.01, 0.98))
 def test_a_wider_band_removes_no_further_gradient(rows: list[tuple[float, float]], one: float, other: float) -> None:
     r, a = columns(rows)
-    narrow, wide = (clip_flags(r, a, eps) for eps in sorted((one, other)))
+    narrow, wide = (clip_flags(r, a, Band(eps, eps)) for eps in sorted((one, other)))
     assert bool(((wide == 0) | (wide == narrow)).all())
 
 
@@ -136,7 +138,8 @@ def test_equal_log_probs_give_a_ratio_of_exactly_one(logprobs: list[float]) -> N
     x = tensor([*logprobs, 0.0, -0.0, TINIEST, -TINIEST, -SMALLEST_NORMAL])
     assert bits(probability_ratios(x, x.clone())) == bits(torch.ones_like(x))
     assert torch.equal(
-        clip_flags(probability_ratios(x, x), torch.ones_like(x), 1e-6), torch.zeros(len(x), dtype=torch.uint8)
+        clip_flags(probability_ratios(x, x), torch.ones_like(x), Band(1e-6, 1e-6)),
+        torch.zeros(len(x), dtype=torch.uint8),
     )
 
 
@@ -235,7 +238,7 @@ def test_clipping_does_not_bound_the_ratio() -> None:
     for _ in range(40):
         optimizer.zero_grad()
         ratios = probability_ratios(torch.log_softmax(logits, 0)[:1], anchor)
-        clipped_surrogate(ratios, torch.ones(1), EPS).sum().backward()
+        clipped_surrogate(ratios, torch.ones(1), BAND).sum().backward()
         history.append((ratios.item(), logits.grad.abs().max().item()))
         optimizer.step()
     crossed = next(i for i, (ratio, _) in enumerate(history) if ratio > HIGH)

@@ -82,3 +82,9 @@ def exact_mean(values: Tensor) -> float:
     """Mean of a tensor: the exactly rounded sum, which no order changes, over the count. 0 elements give 0."""
     flat = values.detach().to(torch.float64).reshape(-1).tolist()
     return math.fsum(flat) / len(flat) if flat else 0.0
+
+
+def exact_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive runs of [N] values, `lengths` [B] with sum N -> [B] float64, each correctly rounded."""
+    parts = values.detach().to(torch.float64).split(lengths.tolist())
+    return torch.tensor([math.fsum(part.tolist()) for part in parts], dtype=torch.float64)

@@ -1,8 +1,9 @@
-"""Generalized advantage estimation and whitening on ragged tokens."""
+"""Advantages of ragged tokens: generalized estimation, group-relative scores, whitening."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,36 +11,58 @@ from torch import Tensor
 from ppo_repro.numerics.grid import exact_mean
 
 
-def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, gae_lambda: float) -> Tensor:
-    """A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, V after the last token 0.
+def gae(
+    rewards: Tensor, values: Tensor, lengths: Tensor, final_values: Tensor, gamma: float, gae_lambda: float
+) -> Tensor:
+    """A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. Schulman et al., 2016.
 
-    rewards, values [N] float32, lengths [B] int64 with sum N -> [N] float32. Every response is an episode
-    that ends with its last token, also at the length limit: its score is final. Schulman et al., 2016.
+    rewards, values [N] float32, lengths [B] int64 with sum N -> [N] float32. `final_values` [B] float32 is V
+    after the last step of each sequence: 0 where the episode ended there, the value of the next state where it
+    was only cut off. gae_lambda 0 is the one-step error, TD(0); 1 is the Monte Carlo return minus the value.
     """
     batch, longest = len(lengths), int(lengths.max())
     inside = torch.arange(longest) < lengths[:, None]
     r, v = torch.zeros(batch, longest), torch.zeros(batch, longest + 1)
     r[inside] = rewards
     v[:, :-1][inside] = values
+    v[torch.arange(batch), lengths] = final_values
     advantages, running = torch.zeros(batch, longest), torch.zeros(batch)
     decay = gamma * gae_lambda
     for t in range(longest - 1, -1, -1):
         delta = (r[:, t] + v[:, t + 1] * gamma) - v[:, t]
-        # past the end of a short response rewards and values are zero, and so is what runs on from there
-        running = delta + running * decay
+        # past the end of a short sequence nothing runs on
+        running = torch.where(inside[:, t], delta + running * decay, 0.0)
         advantages[:, t] = running
     return advantages[inside]
 
 
-def whiten(values: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8), var the population variance; both means are exactly rounded sums.
+def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale: bool) -> list[float]:
+    """(s_i - mean of its group) [/ (std of its group + 1e-6)], one per response. GRPO: Shao et al., 2024.
+
+    Population standard deviation. Without `scale` it is Dr. GRPO's (Liu et al., 2025). Sums are correctly
+    rounded, so the order within a group does not matter; a group of one gets 0.
+    """
+    members: dict[Hashable, list[float]] = {}
+    for score, group in zip(scores, groups, strict=True):
+        members.setdefault(group, []).append(score)
+    statistics = {}
+    for group, values in members.items():
+        mean = math.fsum(values) / len(values)
+        variance = math.fsum((x - mean) * (x - mean) for x in values) / len(values)
+        statistics[group] = (mean, math.sqrt(variance) + 1e-6 if scale else 1.0)
+    return [(s - statistics[g][0]) / statistics[g][1] for s, g in zip(scores, groups, strict=True)]
+
+
+def whiten(values: Tensor, shift: bool = True) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) [+ mean without `shift`], var the population variance, sums exactly rounded.
 
     [N] float32 -> [N] float32, independent of the order of the elements.
     """
     mean = exact_mean(values)
     centred = values.to(torch.float64) - mean
     scale = 1.0 / math.sqrt(exact_mean(centred * centred) + 1e-8)
-    return (centred * scale).to(torch.float32)
+    whitened = centred * scale
+    return (whitened if shift else whitened + mean).to(torch.float32)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:

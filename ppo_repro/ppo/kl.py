@@ -1,6 +1,7 @@
 """Estimators of a KL divergence from log-probs of sampled tokens. Schulman, "Approximating KL Divergence", 2020.
 
-All estimate KL(p || q) per token, in nats, from tokens drawn from p, given `log_ratio` = log p - log q.
+All take tokens drawn from p and `log_ratio` = log p - log q, and estimate, per token and in nats, KL(p || q)
+or, `reverse`, KL(q || p): with rho = q/p the mean under p of rho log rho.
 """
 
 from __future__ import annotations
@@ -10,32 +11,80 @@ from torch import Tensor
 
 from ppo_repro.numerics import elementwise
 
+ESTIMATORS = ("k1", "k2", "k3")
+_SERIES_TERMS = 16
+
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """log p - log q: unbiased, any sign. Shape and dtype of the input."""
+    """log p - log q: unbiased for KL(p || q), any sign. Shape and dtype of the input."""
     return log_ratio
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: never negative, biased at third order."""
+    """(log p - log q)^2 / 2: never negative, biased at third order, the same in both directions."""
     return log_ratio * log_ratio * 0.5
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p) = expm1(-x) + x for x = log p - log q: unbiased, never negative. Float64 result.
+    """rho - 1 - log rho = expm1(-x) + x for x = log p - log q: unbiased for KL(p || q), never negative. Float64.
 
     Small x use the power series: exp(-x) - 1 + x in floating point loses all digits there.
     """
     x = log_ratio.to(torch.float64)
     series = torch.full_like(x, 1.0)
     # x^2/2 (1 - x/3 (1 - x/4 (1 - x/5 ...)))
-    for n in range(16, 2, -1):
+    for n in range(_SERIES_TERMS, 2, -1):
         series = 1.0 - x * series / n
-    small = x * x * 0.5 * series
     large = elementwise.exp(-log_ratio.to(torch.float32)).to(torch.float64) - 1.0 + x
-    return torch.where(x.abs() <= 1.0, small, large.clamp(min=0.0))
+    return torch.where(x.abs() <= 1.0, x * x * 0.5 * series, large.clamp(min=0.0))
 
 
-def estimate(kind: str, log_ratio: Tensor) -> Tensor:
-    """The estimator called `kind` (k1, k2 or k3) as float32."""
-    return {"k1": k1, "k2": k2, "k3": k3}[kind](log_ratio).to(torch.float32)
+def reverse_k1(log_ratio: Tensor) -> Tensor:
+    """rho log rho for log rho = -x: unbiased for KL(q || p), any sign. Float64."""
+    x = log_ratio.to(torch.float64)
+    return elementwise.exp(-log_ratio.to(torch.float32)).to(torch.float64) * -x
+
+
+def reverse_k3(log_ratio: Tensor) -> Tensor:
+    """rho log rho - rho + 1 for log rho = -x: unbiased for KL(q || p), never negative. Float64.
+
+    It is rho times k3 of the exchanged ratio, which is how small x keep their digits.
+    """
+    rho = elementwise.exp(-log_ratio.to(torch.float32)).to(torch.float64)
+    return rho * k3(-log_ratio)
+
+
+def estimate(kind: str, log_ratio: Tensor, reverse: bool = False) -> Tensor:
+    """The estimator called `kind` (k1, k2 or k3) of KL(p || q), or `reverse` of KL(q || p), as float32."""
+    forward = {"k1": k1, "k2": k2, "k3": k3}
+    backward = {"k1": reverse_k1, "k2": k2, "k3": reverse_k3}
+    return (backward if reverse else forward)[kind](log_ratio).to(torch.float32)
+
+
+def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """The estimator of KL(new || reference) as a differentiable per-token loss, float32.
+
+    k1: log pi - log ref, whose gradient has mean zero under pi: as a loss it constrains nothing.
+    k2: half the square; its gradient, (log pi - log ref) grad log pi, is that of KL(pi || ref) on-policy.
+    k3: ref/pi - 1 - log(ref/pi); its gradient is that of KL(ref || pi). Tang and Munos, 2025.
+    """
+    x = new_logprobs - ref_logprobs
+    if kind == "k1":
+        return x
+    if kind == "k2":
+        return x * x * 0.5
+    return _K3.apply(x)
+
+
+class _K3(torch.autograd.Function):
+    """`k3` with its derivative, 1 - exp(-x)."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return k3(x).to(torch.float32)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad * (1.0 - elementwise.exp(-x))

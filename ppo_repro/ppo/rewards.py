@@ -1,9 +1,73 @@
-"""Per-token rewards: the KL penalty on every token, the score on the last one."""
+"""From scores of responses and KL estimates of tokens to per-token rewards."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from ppo_repro.numerics.grid import exact_sums
+
+PLACEMENTS = ("last", "word_ends", "uniform")
+CHARGES = ("token", "word", "length_normalized", "last_sum", "last_mean")
+
+
+def last_tokens(lengths: Tensor) -> Tensor:
+    """[B] int64 index of each response's last token."""
+    return torch.cumsum(lengths, 0) - 1
+
+
+def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Tokens of each word, in order, [W] int64; word_ids [N] count words within each response."""
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    begins = torch.ones(len(word_ids), dtype=torch.bool)
+    begins[1:] = (word_ids[1:] != word_ids[:-1]) | (sequence[1:] != sequence[:-1])
+    starts = torch.nonzero(begins)[:, 0]
+    return torch.diff(starts, append=torch.tensor([len(word_ids)]))
+
+
+def place_scores(scores: Tensor, lengths: Tensor, word_ids: Tensor, placement: str) -> Tensor:
+    """Scores [B] float64 on the tokens of their responses, [N] float64; each response's share adds up to its score.
+
+    last: all on the last token. word_ends: in equal parts on the last token of every word (`word_ids` [N]).
+    uniform: in equal parts on every token.
+    """
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    if placement == "uniform":
+        return (scores / lengths)[sequence]
+    out = torch.zeros(len(word_ids), dtype=torch.float64)
+    ends = last_tokens(lengths) if placement == "last" else last_tokens(word_lengths(word_ids, lengths))
+    share = scores / torch.bincount(sequence[ends], minlength=len(lengths))
+    out[ends] = share[sequence[ends]]
+    return out
+
+
+def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charge: str) -> Tensor:
+    """Where KL penalties [N] float32 of the tokens are charged, [N] float32.
+
+    token: each on its own token. word: the sum of a word on its last token. length_normalized: each divided by
+    the length of its response, so that a response pays its mean. last_sum, last_mean: sum or mean of a response
+    on its last token.
+    """
+    if charge == "token":
+        return penalties
+    if charge == "length_normalized":
+        return penalties / torch.repeat_interleave(lengths, lengths).to(torch.float32)
+    groups = word_lengths(word_ids, lengths) if charge == "word" else lengths
+    sums = exact_sums(penalties, groups)
+    charged = torch.zeros_like(penalties)
+    charged[last_tokens(groups)] = (sums / groups if charge == "last_mean" else sums).to(torch.float32)
+    return charged
+
+
+def shaping_rewards(potentials: Tensor, lengths: Tensor, gamma: float) -> Tensor:
+    """gamma Phi(s_{t+1}) - Phi(s_t) on every token, [N] float64; Phi after the last token is 0. Ng et al., 1999.
+
+    potentials [N] float64 is Phi before each token. The discounted sum over a response is -Phi(s_0) whatever the
+    response says, so no optimal policy changes.
+    """
+    following = torch.cat([potentials[1:], torch.zeros(1, dtype=torch.float64)])
+    following[last_tokens(lengths)] = 0.0
+    return following * gamma - potentials
 
 
 def token_rewards(scores: Tensor, kl_penalties: Tensor, lengths: Tensor) -> Tensor:
@@ -12,6 +76,6 @@ def token_rewards(scores: Tensor, kl_penalties: Tensor, lengths: Tensor) -> Tens
     scores [B], kl_penalties [N] float32, lengths [B] int64 with sum N -> [N] float32.
     """
     rewards = -kl_penalties
-    last = torch.cumsum(lengths, 0) - 1
+    last = last_tokens(lengths)
     rewards[last] = rewards[last] + scores.to(torch.float32)
     return rewards

@@ -118,7 +118,7 @@ def _policy_step(
         eligible = expand_kept(rollout.kept_tokens[m.tokens], logits.shape[-1])
         logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
         ratios = losses.probability_ratios(logprobs, anchor[m.tokens])
-        surrogate = losses.clipped_surrogate(ratios, advantages[m.tokens], ppo.clip_range)
+        surrogate = losses.clipped_surrogate(ratios, advantages[m.tokens], losses.Band(ppo.clip_range, ppo.clip_range))
         return surrogate - entropies * ppo.entropy_coef, (logprobs, ratios, entropies)
 
     backward, seen = _collector(work, losses_of)
@@ -155,7 +155,7 @@ def _step(
     value = _value_step(state, work, forward.values, advantages.returns, config)
 
     tokens = work.tokens
-    flags = losses.clip_flags(policy.ratios, advantages.advantages[tokens], ppo.clip_range)
+    flags = losses.clip_flags(policy.ratios, advantages.advantages[tokens], losses.Band(ppo.clip_range, ppo.clip_range))
     value_clipped = losses.value_clip_binds(
         value.new_values, forward.values[tokens], advantages.returns[tokens], ppo.value_clip_range
     )

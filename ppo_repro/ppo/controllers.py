@@ -1,0 +1,34 @@
+"""Rules that move a coefficient between iterations, each a pure function of the old one and what was measured."""
+
+from __future__ import annotations
+
+
+def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int, horizon: int) -> float:
+    """beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon), n the sequences of the iteration. Ziegler et al., 2019.
+
+    `kl` and `target_kl` are KL(policy || reference) per sequence, nats: summed over tokens, mean over sequences.
+    """
+    error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
+    return kl_coef * (1.0 + error * sequences / horizon)
+
+
+def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float) -> float:
+    """beta / 2 if KL < target / 1.5, 2 beta if KL > 1.5 target. Schulman et al., 2017, section 4.
+
+    `kl` is KL(old || new) after the update, per token, nats.
+    """
+    if kl < target_kl / 1.5:
+        return penalty_coef / 2.0
+    return penalty_coef * 2.0 if kl > 1.5 * target_kl else penalty_coef
+
+
+def adaptive_clip_range(clip_range: float, kl: float, target_kl: float, smallest: float, largest: float) -> float:
+    """eps / 2 if KL > 1.5 target, 2 eps if KL < target / 1.5, kept in [smallest, largest].
+
+    Without bounds repeated doubling makes 1 - eps negative, and nothing is clipped from below any more.
+    """
+    if kl > 1.5 * target_kl:
+        clip_range *= 0.5
+    elif kl < target_kl / 1.5:
+        clip_range *= 2.0
+    return min(max(clip_range, smallest), largest)

@@ -1,0 +1,27 @@
+"""Learning-rate factors by iteration."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ppo_repro.numerics.elementwise import cos_sin
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def rate_factor(schedule: str, iteration: int, iterations: int, warmup_iterations: int) -> float:
+    """Factor on the learning rate in `iteration` (from 0): a linear rise, then the schedule.
+
+    Rise over w iterations: (i + 1) / (w + 1). Then with u = (i - w) / (iterations - w): constant 1, linear 1 - u,
+    cosine (1 + cos(pi u)) / 2. The cosine is the elementwise law's: the C library's is not the same everywhere.
+    """
+    if iteration < warmup_iterations:
+        return (iteration + 1) / (warmup_iterations + 1)
+    u = (iteration - warmup_iterations) / (iterations - warmup_iterations)
+    if schedule == "linear":
+        return 1.0 - u
+    if schedule == "cosine":
+        return (1.0 + cos_sin(torch.tensor([u * math.pi], dtype=torch.float64))[0].item()) / 2.0
+    return 1.0

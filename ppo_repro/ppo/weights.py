@@ -1,0 +1,46 @@
+"""What each token's loss counts: how losses are reduced, and corrections for tokens another policy sampled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppo_repro.numerics import elementwise
+from ppo_repro.numerics.grid import exact_sums
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
+
+
+def loss_weights(aggregation: str, lengths: Tensor) -> Tensor:
+    """Weight of each token of a minibatch of sequences of `lengths` [S] int64 -> [M] float32, M their sum.
+
+    token_mean: 1 / M. sequence_mean: 1 / (S length), the mean over sequences of their token means.
+    sequence_sum: 1 / S, the mean over sequences of their token sums.
+    """
+    count, total = len(lengths), int(lengths.sum())
+    by_sequence = {
+        "token_mean": torch.full((count,), 1.0 / total, dtype=torch.float64),
+        "sequence_mean": 1.0 / (lengths.to(torch.float64) * count),
+        "sequence_sum": torch.full((count,), 1.0 / count, dtype=torch.float64),
+    }[aggregation]
+    return torch.repeat_interleave(by_sequence.to(torch.float32), lengths)
+
+
+def importance_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, cap: float, masked: bool, by_sequence: bool
+) -> Tensor:
+    """min(w, cap), or `masked` w where 1/cap <= w <= cap and 0 elsewhere; w = pi_old / pi_rollout. [N] float32.
+
+    Truncated (TIS, Yao et al., 2025) and masked importance sampling against a sampler that is not the policy
+    that is trained. `by_sequence`: w of a token is the product over its whole response. Exactly 1 where the
+    two agree.
+    """
+    log_ratio = old_logprobs - rollout_logprobs
+    if by_sequence:
+        sums = exact_sums(log_ratio, lengths).to(torch.float32)
+        log_ratio = torch.repeat_interleave(sums, lengths)
+    weights = elementwise.exp(log_ratio)
+    bound = torch.tensor(cap, dtype=torch.float32)
+    if not masked:
+        return torch.minimum(weights, bound)
+    return torch.where((weights <= bound) & (weights >= 1.0 / bound), weights, 0.0)

@@ -1,7 +1,8 @@
 """One frozen type per stage of an iteration. Holding a value proves that its stage has run.
 
 Letters: B sequences (responses), N response tokens of all sequences one after the other without
-padding, V vocabulary. Log-probabilities and entropies are in nats. Nothing here is ever None.
+padding, V vocabulary. Log-probabilities and entropies are in nats. A field is None only where the
+configuration has no such thing, which its comment says.
 """
 
 from __future__ import annotations
@@ -25,6 +26,18 @@ class Prompts:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Per token of one response; `char_start[t] == char_end[t]` for a token without text of its own."""
+
+    char_start: list[int]
+    char_end: list[int]
+    byte_start: list[int]
+    byte_end: list[int]
+    word_id: list[int]
+    sub_idx: list[int]
+
+
+@dataclass(frozen=True)
 class Rollout:
     """What the engine sampled. A token's log-prob is that of the distribution it was drawn from."""
 
@@ -37,6 +50,7 @@ class Rollout:
     is_forced: Tensor  # [N] bool, put there by the engine instead of sampled
     finish_reasons: tuple[str, ...]  # [B] "stop" or "length"
     responses: tuple[str, ...]  # [B] decoded text without special tokens
+    places: tuple[Spans, ...]  # [B] where each token's text lies in the response
 
     def starts(self) -> Tensor:
         """[B] int64 index of each sequence's first token in the [N] fields."""
@@ -45,6 +59,10 @@ class Rollout:
     def sequence_of_token(self) -> Tensor:
         """[N] int64 sequence each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+
+    def word_ids(self) -> Tensor:
+        """[N] int64 word of each token, counted within its response."""
+        return torch.tensor([word for place in self.places for word in place.word_id], dtype=torch.int64)
 
     def tokens_of(self, sequences: Tensor) -> Tensor:
         """Indices into the [N] fields of the tokens of `sequences`, in the given order."""
@@ -59,52 +77,69 @@ class ForwardPass:
     old_logprobs: Tensor  # [N] float32
     ref_logprobs: Tensor  # [N] float32
     ref_kl: Tensor  # [N] float32, KL(policy || reference) over the whole distribution at that position
-    values: Tensor  # [N] float32, expected return before the token
+    reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy) likewise; None unless it is charged
     entropies: Tensor  # [N] float32
     prob_sq_sums: Tensor  # [N] float32, sum over the vocabulary of the squared probabilities
+    values: Tensor | None  # [N] float32, expected return before the token; None without a value model
+    final_values: Tensor  # [B] float32, the same after the last token where a cut response is bootstrapped, else 0
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Verifier scores and what the KL penalty leaves of them."""
+    """Scores, and what the KL penalty, placement and shaping make of them."""
 
     scores: Tensor  # [B] float64
+    score_parts: tuple[tuple[float, ...], ...]  # [B] unweighted value of every reward term
     is_correct: Tensor  # [B] bool, the response equals the expected answer and ended by itself
-    kl_penalties: Tensor  # [N] float32, kl_coef times the KL estimate
-    rewards: Tensor  # [N] float32, score at the last token minus the penalty
+    kl_penalties: Tensor  # [N] float32, kl_coef times the KL estimate, where it is charged; 0 if in no reward
+    rewards: Tensor  # [N] float32, what the advantages are made of
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """Generalized advantage estimates and the value targets."""
+    """Advantages and the value targets."""
 
     raw_advantages: Tensor  # [N] float32
     advantages: Tensor  # [N] float32, whitened if configured
-    returns: Tensor  # [N] float32, raw_advantages + values
+    returns: Tensor | None  # [N] float32, raw_advantages + values; None without a value model
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """One optimizer step of the policy and what it saw before it. M tokens in the minibatch."""
+
+    new_logprobs: Tensor  # [M] float32
+    ratios: Tensor  # [M] float32, exp(new_logprobs - anchor)
+    clip_flags: Tensor  # [M] uint8, index into ppo.losses.CLIP_FLAGS
+    new_entropies: Tensor  # [M] float32
+    loss: float  # all terms, weighted as configured
+    entropy: float  # token mean
+    approx_kl: float  # KL(anchor || new), k3, token mean
+    clip_fraction: float  # tokens whose policy gradient the clip removed
+    grad_norm: float
+    gradient_redos: int
+
+
+@dataclass(frozen=True)
+class ValueUpdate:
+    """One optimizer step of the value model and what it saw before it."""
+
+    new_values: Tensor  # [M] float32
+    clipped: Tensor  # [M] bool, the clipped branch decided the value loss
+    loss: float
+    clip_fraction: float
+    grad_norm: float | None  # None where the value head shares the policy's step
+    gradient_redos: int
 
 
 @dataclass(frozen=True)
 class MinibatchUpdate:
-    """One optimizer step of policy and value model, and what it saw. M tokens in the minibatch."""
+    """One minibatch. M tokens in it."""
 
     epoch: int
     minibatch: int
     tokens: Tensor  # [M] int64 index into the [N] fields
-    new_logprobs: Tensor  # [M] float32, before this step
-    ratios: Tensor  # [M] float32, exp(new_logprobs - anchor)
-    clip_flags: Tensor  # [M] uint8, index into ppo.losses.CLIP_FLAGS
-    new_values: Tensor  # [M] float32
-    value_clipped: Tensor  # [M] bool, the clipped branch decided the value loss
-    new_entropies: Tensor  # [M] float32
-    policy_loss: float
-    value_loss: float
-    entropy: float
-    approx_kl: float  # KL(anchor || new), k3, token mean
-    clip_fraction: float  # tokens whose policy gradient the clip removed
-    value_clip_fraction: float
-    grad_norm: float
-    value_grad_norm: float
-    gradient_redos: int
-    value_gradient_redos: int
+    policy: PolicyUpdate | None  # None where its epochs are over or it rests after too much KL
+    value: ValueUpdate | None  # None where its epochs are over or there is no value model
     policy_digest: str  # weights after the step
-    value_digest: str
+    value_digest: str | None  # None without a value model

@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Count = Annotated[int, Field(ge=1)]
-Index = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from ppo_repro.config_algorithm import (
+    AdaptiveClipObjective,
+    AdvantagesConfig,
+    GaeAdvantages,
+    KLConfig,
+    KLInReward,
+    LoraConfig,
+    PenaltyObjective,
+    PPOConfig,
+    RewardConfig,
+    SeparateValue,
+    TrainedRewardModel,
+    ValueConfig,
+)
+from ppo_repro.config_section import Count, Fraction, Index, Positive, Section, with_usual
 
-
-class Section(BaseModel):
-    """A frozen group of fields; an unknown field or a value of another type is refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+# what a group of fields is when it does not say: (group, field, value)
+USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
 
 
 class TinyModel(Section):
@@ -63,9 +70,6 @@ class ArithmeticTask(Section):
     kind: Literal["arithmetic"] = Field(description="Generate the prompts here.")
     max_operand: Count = Field(description="Operands are drawn from 0 to this number, both included.")
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
-    reward: str = Field(
-        "exact_match", description="`exact_match`, or `FILE.py:FUNCTION` called with prompt, response, answer."
-    )
 
 
 class JsonlTask(Section):
@@ -74,9 +78,6 @@ class JsonlTask(Section):
     kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
     path: str = Field(min_length=1, description="The JSON Lines file.")
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
-    reward: str = Field(
-        "exact_match", description="`exact_match`, or `FILE.py:FUNCTION` called with prompt, response, answer."
-    )
     chat_template: bool = Field(
         False, description="Render each prompt as a user turn with the tokenizer's chat template."
     )
@@ -93,34 +94,6 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."
     )
-
-
-class PPOConfig(Section):
-    """The PPO update."""
-
-    iterations: Count = Field(description="Rollout-update cycles.")
-    epochs: Count = Field(description="Passes over each rollout.")
-    minibatch_size: Count = Field(description="Sequences per optimizer step; divides the rollout.")
-    ratio_anchor: Literal["rollout", "old"] = Field(
-        "rollout", description="Denominator of the ratio: the sampler's log-probs or the recomputed ones."
-    )
-    clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Clip range epsilon of the policy ratio.")
-    value_clip_range: Positive = Field(0.2, description="Clip range of the value around its old prediction.")
-    entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
-    kl_coef: NonNegative = Field(0.05, description="Weight of the per-token KL penalty in the reward.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1", description="Estimator of KL(policy || reference) from the sampled token."
-    )
-    gamma: Fraction = Field(1.0, description="Discount per token.")
-    gae_lambda: Fraction = Field(0.95, description="GAE trace decay.")
-    whiten_advantages: bool = Field(True, description="Shift and scale advantages to mean 0, variance 1.")
-    learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
-    value_learning_rate: NonNegative = Field(description="AdamW learning rate of the value model.")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW first-moment decay.")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW second-moment decay.")
-    adam_eps: Positive = Field(1e-8, description="AdamW denominator offset.")
-    weight_decay: NonNegative = Field(0.0, description="AdamW decoupled weight decay.")
-    max_grad_norm: Positive = Field(1.0, description="Gradients are scaled down to this global norm.")
 
 
 class EvaluationConfig(Section):
@@ -190,7 +163,14 @@ class RunConfig(Section):
     model: TinyModel | ModelFolder = Field(discriminator="kind")
     task: ArithmeticTask | JsonlTask = Field(discriminator="kind")
     rollout: RolloutConfig
+    reward: RewardConfig = RewardConfig()
+    kl: KLConfig = KLInReward()
+    advantages: AdvantagesConfig = GaeAdvantages()
+    value: ValueConfig
     ppo: PPOConfig
+    lora: LoraConfig | None = Field(
+        None, description="Train low-rank adapters instead of all weights; null: all weights."
+    )
     evaluation: EvaluationConfig = EvaluationConfig()
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
@@ -200,22 +180,15 @@ class RunConfig(Section):
     def sequences_per_iteration(self) -> int:
         return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
 
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_variants(cls, tree: Any) -> Any:
+        return with_usual(tree, USUAL)
+
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        if self.sequences_per_iteration % self.ppo.minibatch_size:
-            raise ValueError(
-                f"ppo.minibatch_size = {self.ppo.minibatch_size} must divide the "
-                f"{self.sequences_per_iteration} sequences of an iteration "
-                "(rollout.prompts_per_iteration x rollout.samples_per_prompt)"
-            )
-        native = self.numerics.mode == "native"
-        if native and (self.numerics.operand_bits != 20 or self.layout.backend != "auto"):
-            raise ValueError("numerics.operand_bits and layout.backend need numerics.mode = exact")
-        if self.rollout.max_response_tokens >= self.numerics.max_context:
-            raise ValueError(
-                f"rollout.max_response_tokens = {self.rollout.max_response_tokens} must be smaller than "
-                f"numerics.max_context = {self.numerics.max_context}"
-            )
+        for broken in (_sizes, _numerics, _algorithm, _value):
+            broken(self)
         if isinstance(self.model, TinyModel) and isinstance(self.task, JsonlTask) and self.task.chat_template:
             raise ValueError("task.chat_template needs model.kind = folder: the tiny tokenizer has no template")
         return self
@@ -227,3 +200,64 @@ class RunConfig(Section):
     def digest(self) -> str:
         """First 12 hex digits of the SHA-256 of the canonical JSON."""
         return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
+
+
+def _sizes(config: RunConfig) -> None:
+    if config.sequences_per_iteration % config.ppo.minibatch_size:
+        raise ValueError(
+            f"ppo.minibatch_size = {config.ppo.minibatch_size} must divide the "
+            f"{config.sequences_per_iteration} sequences of an iteration "
+            "(rollout.prompts_per_iteration x rollout.samples_per_prompt)"
+        )
+    if config.ppo.warmup_iterations >= config.ppo.iterations:
+        raise ValueError(
+            f"ppo.warmup_iterations = {config.ppo.warmup_iterations} must be smaller than "
+            f"ppo.iterations = {config.ppo.iterations}"
+        )
+
+
+def _numerics(config: RunConfig) -> None:
+    native = config.numerics.mode == "native"
+    if native and (config.numerics.operand_bits != 20 or config.layout.backend != "auto"):
+        raise ValueError("numerics.operand_bits and layout.backend need numerics.mode = exact")
+    if config.rollout.max_response_tokens >= config.numerics.max_context:
+        raise ValueError(
+            f"rollout.max_response_tokens = {config.rollout.max_response_tokens} must be smaller than "
+            f"numerics.max_context = {config.numerics.max_context}"
+        )
+
+
+def _algorithm(config: RunConfig) -> None:
+    ppo = config.ppo
+    if ppo.importance_weights is not None and ppo.ratio_anchor != "old":
+        raise ValueError("ppo.importance_weights needs ppo.ratio_anchor = old: with rollout the ratio corrects already")
+    adaptive = isinstance(ppo.objective, AdaptiveClipObjective) or (
+        isinstance(ppo.objective, PenaltyObjective) and ppo.objective.target_kl is not None
+    )
+    if adaptive and ppo.epochs == 1 and ppo.minibatch_size == config.sequences_per_iteration:
+        raise ValueError("ppo.objective.target_kl needs more than one optimizer step per iteration to see a KL")
+    if config.advantages.kind == "group" and config.rollout.samples_per_prompt == 1:
+        raise ValueError("advantages.kind = group needs rollout.samples_per_prompt of at least 2")
+
+
+def _value(config: RunConfig) -> None:
+    if (config.advantages.kind == "gae") == (config.value.kind == "none"):
+        raise ValueError("advantages.kind = gae needs a value model, and group has no use for one: value.kind = none")
+    if config.value.kind == "head" and config.lora is not None:
+        raise ValueError("value.kind = head needs the whole trunk to be trained; remove lora or take kind separate")
+    if isinstance(config.value, SeparateValue) and config.value.init == "reward_model" and config.reward.model is None:
+        raise ValueError("value.init = reward_model needs a term of kind model or trained_model in reward.terms")
+    trained = isinstance(config.reward.model, TrainedRewardModel)
+    if trained and not isinstance(config.task, ArithmeticTask):
+        raise ValueError(
+            "reward.terms of kind trained_model need task.kind = arithmetic, whose wrong answers are known"
+        )
+    if config.advantages.kind == "group":
+        idle = [
+            name
+            for name, default in (("placement", "last"), ("potential", None), ("whiten", "none"))
+            if getattr(config.reward, name) != default
+        ]
+        if idle or isinstance(config.kl, KLInReward):
+            field = f"reward.{idle[0]}" if idle else "kl.placement = reward"
+            raise ValueError(f"{field} acts on per-token rewards, which advantages.kind = group does not use")

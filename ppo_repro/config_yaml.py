@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from ppo_repro.config import JsonlTask, ModelFolder, RunConfig
+from ppo_repro.config_algorithm import FunctionReward, RewardModelFolder
 from ppo_repro.errors import UserError
 
 
@@ -96,14 +98,42 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
     def absolute(path: str) -> str:
         return str(Path(path).absolute())
 
-    model, task = config.model, config.task
+    model, task, reward = config.model, config.task, config.reward
     if isinstance(model, ModelFolder):
         model = model.model_copy(update={"path": absolute(model.path)})
     if isinstance(task, JsonlTask):
         task = task.model_copy(update={"path": absolute(task.path)})
-    if task.reward != "exact_match":
-        task = task.model_copy(update={"reward": absolute(task.reward)})
-    return config.model_copy(update={"model": model, "task": task})
+    terms = tuple(
+        term.model_copy(update={"path": absolute(term.path)})
+        if isinstance(term, FunctionReward | RewardModelFolder)
+        else term
+        for term in reward.terms
+    )
+    potential = None if reward.potential is None else absolute(reward.potential)
+    reward = reward.model_copy(update={"terms": terms, "potential": potential})
+    return config.model_copy(update={"model": model, "task": task, "reward": reward})
+
+
+# the words by which the variants of a field are chosen
+VARIANTS = {
+    "model": ("tiny", "folder"),
+    "task": ("arithmetic", "jsonl"),
+    "kl": ("reward", "loss", "none"),
+    "controller": ("fixed", "adaptive"),
+    "advantages": ("gae", "group"),
+    "value": ("separate", "head", "none"),
+    "objective": ("clip", "adaptive_clip", "kl_penalty", "unclipped", "policy_gradient"),
+    "terms": ("exact_match", "format", "length", "function", "model", "trained_model"),
+}
+
+
+def _field(steps: list[str]) -> str:
+    """The last name of a path; places in a list do not count."""
+    return next((step for step in reversed(steps) if not step.isdigit()), "")
+
+
+def _chooser(error: ErrorDetails) -> str:
+    return str(error["ctx"]["discriminator"]).strip("'")
 
 
 def describe(error: ValidationError, source: str) -> str:
@@ -111,16 +141,16 @@ def describe(error: ValidationError, source: str) -> str:
     first, *rest = error.errors(include_url=False)
     steps = [str(step) for step in first["loc"]]
     # pydantic names the chosen variant of a union in the path; users do not write it
-    path = ".".join(s for i, s in enumerate(steps) if not (i == 1 and s in {"tiny", "folder", "arithmetic", "jsonl"}))
+    path = ".".join(s for i, s in enumerate(steps) if not (i and s in VARIANTS.get(_field(steps[:i]), ())))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         text = f"{path}: missing; add it"
     elif first["type"] == "extra_forbidden":
         text = f"{path}: unknown field; remove it or correct its name"
     elif first["type"] == "union_tag_invalid":
-        text = f"{path}.kind = {first['ctx']['tag']!r}: must be one of {first['ctx']['expected_tags']}"
+        text = f"{path}.{_chooser(first)} = {first['ctx']['tag']!r}: must be one of {first['ctx']['expected_tags']}"
     elif first["type"] == "union_tag_not_found":
-        text = f"{path}.kind: missing; add it"
+        text = f"{path}.{_chooser(first)}: missing; add it"
     elif not path:
         text = message
     elif isinstance(first["input"], dict):

@@ -10,6 +10,7 @@ from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Rewards,
 from ppo_repro.config import RunConfig
 from ppo_repro.models.scoring import score_rollout
 from ppo_repro.models.state import TrainState
+from ppo_repro.ppo.controllers import Controls
 from ppo_repro.ppo.update import update
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
@@ -20,6 +21,7 @@ from ppo_repro.stages import (
     compute_advantages,
     compute_rewards,
     evaluate,
+    next_controls,
     roll_out,
 )
 
@@ -30,6 +32,7 @@ class Iteration:
 
     index: int
     evaluation: Evaluation | None  # None where not due
+    controls: Controls  # those in force during this iteration
     rollout: Rollout
     forward: ForwardPass
     rewards: Rewards
@@ -54,14 +57,16 @@ def ppo_iterations(
         rollout = roll_out(config, task, engine, prompts, ranks)
         clock.lap("rollout")
         forward = score_rollout(state, rollout, config, ranks)
-        rewards = compute_rewards(config, task, rollout, forward, ranks)
+        rewards = compute_rewards(config, task, rollout, forward, state.controls.kl_coef, ranks)
         advantages = compute_advantages(config, rollout, forward, rewards)
         clock.lap("forward")
         updates = tuple(update(state, rollout, forward, advantages, config, ranks))
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("update")
+        controls = state.controls
+        state.controls = next_controls(config, controls, forward, advantages, updates, len(rollout.lengths))
         state.iteration += 1
-        yield Iteration(index, evaluation, rollout, forward, rewards, advantages, updates, clock.seconds)
+        yield Iteration(index, evaluation, controls, rollout, forward, rewards, advantages, updates, clock.seconds)
 
 
 class Clock:

@@ -58,13 +58,17 @@ def make_value_model(
 ) -> ValueModel:
     """A value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
     trunk = make_policy(trunk_of(source), mode, max_context, bits)
-    size = source.config.hidden_size
+    return ValueModel(trunk, make_value_head(source.config.hidden_size, mode, seed, bits))
+
+
+def make_value_head(size: int, mode: str, seed: int, bits: int = OPERAND_BITS) -> nn.Module:
+    """A scalar head on hidden states of `size`: weights bell-shaped, std 0.1 / sqrt(H), bias 0."""
     head = nn.Linear(size, 1)
     draws = bell(size, "value head", seed) * (0.1 / math.sqrt(size))
     with torch.no_grad():
         head.weight.copy_(torch.from_numpy(draws)[None, :])
         head.bias.zero_()
-    return ValueModel(trunk, ExactLinear(head, "value head", bits) if mode == "exact" else head)
+    return ExactLinear(head, "value head", bits) if mode == "exact" else head
 
 
 def checkpoint_gradients(model: nn.Module) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+
 import torch
 from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, Rollout
 from ppo_repro.config import RunConfig
-from ppo_repro.models.layout import TokenBatch, micro_batches
-from ppo_repro.models.networks import expand_kept, hidden_states, value_predictions
+from ppo_repro.config_algorithm import GaeAdvantages, KLInReward
+from ppo_repro.models.layout import MicroBatch, TokenBatch, lay_out, micro_batches
+from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import score
+from ppo_repro.numerics.logprobs import kl_divergence, score
+from ppo_repro.ppo.controllers import ReturnStatistics
 from ppo_repro.ranks import Ranks
 
 LOGITS_AT_ONCE = 1 << 24
@@ -24,31 +27,79 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     Each rank scores its own sequences and gets all scores.
     """
     mine = torch.tensor(ranks.mine(len(rollout.lengths), config.layout.rank_shares), dtype=torch.int64)
-    parts: list[tuple[Tensor, ...]] = []
-    for m in micro_batches(rollout, mine, config.layout.forward_micro_batch, config.layout.padding):
-        statistics = _distributions(state, m.batch, rollout.kept_tokens[m.tokens], config)
-        parts.append((*statistics, value_predictions(state.value_model, m.batch)))
-    old, ref, ref_kl, entropies, prob_sq_sums, values = (
-        torch.cat(column) for column in zip(*ranks.gather(parts), strict=True)
+    work = micro_batches(rollout, mine, config.layout.forward_micro_batch, config.layout.padding)
+    parts = ranks.gather([_score(state, m, rollout, config) for m in work])
+    old, ref, ref_kl, entropies, prob_sq_sums, reverse, values = (
+        torch.cat(column) for column in zip(*parts, strict=True)
     )
     return ForwardPass(
         old_logprobs=old,
         ref_logprobs=ref,
         ref_kl=ref_kl,
-        values=values,
+        reverse_ref_kl=reverse if _charges_reverse(config) else None,
         entropies=entropies,
         prob_sq_sums=prob_sq_sums,
+        values=None if state.value_model is None else values,
+        final_values=_final_values(state, rollout, mine, config, ranks),
     )
 
 
-def _distributions(state: TrainState, batch: TokenBatch, kept: Tensor, config: RunConfig) -> tuple[Tensor, ...]:
-    """(old log-probs, ref log-probs, KL(policy || reference), entropies, sums of squares), [n] each.
+def _charges_reverse(config: RunConfig) -> bool:
+    kl = config.kl
+    return isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy"
 
-    Only so many rows of the vocabulary are held at once that they stay a moderate size.
+
+def in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
+    """V = mean + scale times what the value model predicts, float32; the prediction itself without statistics."""
+    return predictions * returns.scale + returns.mean if returns.count else predictions
+
+
+def _values(value_model: ValueModel, hidden: Tensor, state: TrainState) -> Tensor:
+    return in_reward_units(value_model.head(hidden)[:, 0], state.controls.returns)
+
+
+def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
+    trunk, value_model = trunk_of(state.policy), state.value_model
+    hidden = hidden_states(trunk, m.batch)
+    statistics = _distributions(state, m.batch, hidden, rollout.kept_tokens[m.tokens], config)
+    if value_model is None:
+        return *statistics, torch.empty(0)
+    own = hidden if value_model.trunk is trunk else hidden_states(value_model.trunk, m.batch)
+    return *statistics, _values(value_model, own, state)
+
+
+def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: RunConfig, ranks: Ranks) -> Tensor:
+    """[B] float32: V after the last token of responses that were cut, where they are bootstrapped; 0 elsewhere."""
+    found = torch.zeros(len(rollout.lengths))
+    advantages = config.advantages
+    if state.value_model is None or not isinstance(advantages, GaeAdvantages) or advantages.truncation == "terminal":
+        return found
+    cut = [i for i in mine.tolist() if rollout.finish_reasons[i] == "length"]
+    responses = torch.split(rollout.response_ids, rollout.lengths.tolist())
+    values: list[float] = []
+    size = config.layout.forward_micro_batch or max(1, len(cut))
+    for start in range(0, len(cut), size):
+        chunk = cut[start : start + size]
+        sequences = [(*rollout.prompts.prompt_ids[i], *responses[i].tolist()) for i in chunk]
+        # one more token behind each sequence: it is no input, and its predictor is the last real token
+        batch = lay_out(sequences, [(0,)] * len(sequences), config.layout.padding)
+        values += _values(state.value_model, hidden_states(state.value_model.trunk, batch), state).tolist()
+    for index, value in ranks.gather(list(zip(cut, values, strict=True))):
+        found[index] = value
+    return found
+
+
+def _distributions(
+    state: TrainState, batch: TokenBatch, hidden: Tensor, kept: Tensor, config: RunConfig
+) -> tuple[Tensor, ...]:
+    """(old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy)), [n] each.
+
+    The last one is empty unless it is charged. Only so many rows of the vocabulary are held at once that they
+    stay a moderate size.
     """
     mode, temperature = config.numerics.mode, config.rollout.temperature
     policy, reference = state.policy, state.reference
-    hidden, ref_hidden = hidden_states(trunk_of(policy), batch), hidden_states(trunk_of(reference), batch)
+    ref_hidden = hidden_states(trunk_of(reference), batch)
     head, ref_head = head_of(policy), head_of(reference)
     vocab_size = policy.config.vocab_size
     parts: list[tuple[Tensor, ...]] = []
@@ -56,5 +107,8 @@ def _distributions(state: TrainState, batch: TokenBatch, kept: Tensor, config: R
         logits, ref_logits = head(hidden[rows]), ref_head(ref_hidden[rows])
         targets, eligible = batch.targets[rows], expand_kept(kept[rows], vocab_size)
         s = score(logits, ref_logits, targets, temperature, eligible, mode)
-        parts.append((s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums))
+        reverse = torch.empty(0)
+        if _charges_reverse(config):
+            reverse = kl_divergence(ref_logits, logits, temperature, eligible)
+        parts.append((s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse))
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics.optimizer import Optimizer
+from ppo_repro.ppo.controllers import Controls
 
 
 @dataclass
@@ -15,8 +17,16 @@ class TrainState:
     """Everything an update changes, and the reference it does not."""
 
     policy: PreTrainedModel
-    value_model: ValueModel
+    value_model: ValueModel | None  # None for advantages without one
     reference: PreTrainedModel  # frozen
-    policy_optimizer: Optimizer
-    value_optimizer: Optimizer
+    policy_optimizer: Optimizer  # of the value head too, where it sits on the policy's trunk
+    value_optimizer: Optimizer | None  # None without a value model of its own
+    controls: Controls
     iteration: int = 0
+
+    def value_parameters(self) -> dict[str, Tensor]:
+        """What the value model has beyond the policy: all of it, or the head on the policy's trunk."""
+        if self.value_model is None:
+            return {}
+        module = self.value_model if self.value_optimizer is not None else self.value_model.head
+        return dict(module.named_parameters())

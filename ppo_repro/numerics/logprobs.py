@@ -111,6 +111,39 @@ def kl_divergence(p_logits: Tensor, q_logits: Tensor, temperature: float, eligib
     return expectation(p, difference)[:, 0].to(torch.float32)
 
 
+class _Divergence(Function):
+    """`kl_divergence` with its derivative in the first distribution: p_v (log p_v - log q_v - KL)."""
+
+    @staticmethod
+    def forward(ctx: Any, scaled: Tensor, q_scaled: Tensor, eligible: Tensor | None) -> Tensor:
+        p, q = distribution(scaled, eligible), distribution(q_scaled, eligible)
+        log_p = p.shifted.to(torch.float64) - p.log_total
+        log_q = q.shifted.to(torch.float64) - q.log_total
+        difference = torch.where(p.masses > 0, log_p - log_q, 0.0)
+        divergence = expectation(p, difference)
+        ctx.save_for_backward(p.masses / p.total, difference, divergence)
+        return divergence[:, 0].to(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        p, difference, divergence = ctx.saved_tensors
+        d = p * (difference - divergence) * grad.to(torch.float64)[:, None]
+        return d.to(torch.float32), None, None
+
+
+def kl_loss(logits: Tensor, ref_logits: Tensor, temperature: float, eligible: Tensor | None, mode: str) -> Tensor:
+    """KL(p || reference) over the eligible tokens, float32 [n], nats, differentiable in `logits`. Shapes as above."""
+    if mode == "exact":
+        return _Divergence.apply(logits / temperature, ref_logits / temperature, eligible)
+    scaled, ref_scaled = logits / temperature, ref_logits / temperature
+    if eligible is not None:
+        scaled, ref_scaled = (x.masked_fill(~eligible, float("-inf")) for x in (scaled, ref_scaled))
+    log_p, log_q = scaled.log_softmax(-1), ref_scaled.log_softmax(-1)
+    # minus infinity in both is no difference
+    difference = torch.where(torch.isneginf(log_p), 0.0, log_p - log_q)
+    return (log_p.exp() * difference).sum(-1)
+
+
 @dataclass(frozen=True)
 class Scores:
     """Two distributions at n tokens that were sampled from the first. float32 [n] each."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
+from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, PolicyUpdate, Rollout, ValueUpdate
 from ppo_repro.config import RunConfig
+from ppo_repro.config_algorithm import SeparateValue
 from ppo_repro.models.layout import MicroBatch, input_tokens, micro_batches
-from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.grid import exact_mean
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import StepReport, weights_digest
+from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
 from ppo_repro.ppo import kl, losses
+from ppo_repro.ppo.objective import Objective, PolicyLoss, ValueLoss, make_objective
+from ppo_repro.ppo.schedules import rate_factor
+from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.ranks import Ranks
 from ppo_repro.seeding import permutation
 
@@ -29,10 +32,11 @@ def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int
 
 @dataclass(frozen=True)
 class _Work:
-    """One minibatch: the part of this rank laid out, and the size of the whole."""
+    """One minibatch: the part of this rank laid out, and what concerns the whole."""
 
     mine: list[MicroBatch]
     tokens: Tensor  # [M] int64, of all ranks
+    weights: Tensor  # [N] float32, what each token's loss counts; 0 outside the minibatch
     input_tokens: int  # of all ranks, prompts included
     ranks: Ranks
 
@@ -41,33 +45,38 @@ def _share_out(rollout: Rollout, sequences: Tensor, config: RunConfig, ranks: Ra
     layout = config.layout
     mine = sequences[torch.tensor(ranks.mine(len(sequences), layout.rank_shares), dtype=torch.int64)]
     work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding)
-    return _Work(work, rollout.tokens_of(sequences), input_tokens(rollout, sequences), ranks)
+    tokens = rollout.tokens_of(sequences)
+    weights = torch.zeros(len(rollout.response_ids))
+    weights[tokens] = loss_weights(config.ppo.aggregation, rollout.lengths[sequences])
+    return _Work(work, tokens, weights, input_tokens(rollout, sequences), ranks)
 
 
-def _collector(
-    work: _Work,
-    losses_of: Callable[[MicroBatch], tuple[Tensor, tuple[Tensor, ...]]],
-) -> tuple[Callable[[], None], list[tuple[Tensor, ...]]]:
-    """A backward pass that may be repeated, and what its last run saw: (loss, *columns) per micro-batch.
+Columns = tuple[Tensor, ...]
 
-    Losses are not reduced in autograd: each token is seeded with 1/M, M the tokens of the minibatch on all ranks.
+
+def _step(
+    optimizer: Optimizer, work: _Work, losses_of: Callable[[MicroBatch], tuple[Tensor, Columns]]
+) -> tuple[StepReport, list[Tensor]]:
+    """One optimizer step, and the columns its last backward pass saw, over the whole minibatch, [M] each.
+
+    Losses are not reduced in autograd: each token is seeded with its weight.
     """
-    total = len(work.tokens)
-    seen: list[tuple[Tensor, ...]] = []
+    seen: list[Columns] = []
 
     def backward() -> None:
         seen.clear()
         for m in work.mine:
             loss, columns = losses_of(m)
-            torch.autograd.backward(loss, torch.full_like(loss, 1.0 / total))
-            seen.append((loss.detach(), *(c.detach() for c in columns)))
+            torch.autograd.backward(loss, work.weights[m.tokens])
+            seen.append(tuple(c.detach() for c in columns))
 
-    return backward, seen
+    report = optimizer.step(backward, work.input_tokens, work.ranks)
+    return report, [torch.cat(parts) for parts in zip(*work.ranks.gather(seen), strict=True)]
 
 
-def _columns(seen: list[tuple[Tensor, ...]], ranks: Ranks) -> list[Tensor]:
-    """The columns over the whole minibatch, [M] each."""
-    return [torch.cat(parts) for parts in zip(*ranks.gather(seen), strict=True)]
+def _total(values: Tensor, work: _Work) -> float:
+    """The weighted sum of a minibatch's per-token losses, correctly rounded."""
+    return math.fsum((values.to(torch.float64) * work.weights[work.tokens].to(torch.float64)).tolist())
 
 
 def update(
@@ -78,108 +87,104 @@ def update(
     config: RunConfig,
     ranks: Ranks,
 ) -> Iterator[MinibatchUpdate]:
-    """All optimizer steps of one iteration, in order; changes the weights in `state`, on every rank alike."""
-    ppo = config.ppo
-    for epoch in range(ppo.epochs):
+    """All optimizer steps of one iteration, in order; changes the weights in `state`, on every rank alike.
+
+    Policy and value model have epochs of their own, on the same minibatches. After a minibatch with more KL
+    than `early_stop_kl` the policy takes no further step; a head on its trunk rests with it.
+    """
+    ppo, value = config.ppo, config.value
+    value_epochs = ppo.epochs if not isinstance(value, SeparateValue) or value.epochs is None else value.epochs
+    objective = make_objective(state, rollout, forward, advantages, config)
+    _set_learning_rates(state, config)
+    rests = False
+    for epoch in range(max(ppo.epochs, value_epochs)):
         parts = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
         for index, sequences in enumerate(parts):
+            moves_policy = epoch < ppo.epochs and not rests
+            moves_value = state.value_optimizer is not None and epoch < value_epochs
+            if not (moves_policy or moves_value):
+                return
             work = _share_out(rollout, sequences, config, ranks)
-            yield _step(state, rollout, forward, advantages, config, epoch, index, work)
+            shared = moves_policy and objective.value is not None and state.value_optimizer is None
+            policy = value_update = None
+            if shared:
+                policy, value_update = _joint_step(state, work, objective)
+            elif moves_policy:
+                policy = _policy_step(state, work, objective)
+            if moves_value:
+                value_update = _value_step(state, work, objective)
+            if policy is not None and ppo.early_stop_kl is not None:
+                rests = rests or policy.approx_kl > ppo.early_stop_kl
+            yield MinibatchUpdate(epoch, index, work.tokens, policy, value_update, *_digests(state))
 
 
-@dataclass(frozen=True)
-class _PolicyStep:
-    """A step of the policy and its per-token view before it, [M] each."""
-
-    report: StepReport
-    losses: Tensor
-    new_logprobs: Tensor
-    ratios: Tensor
-    entropies: Tensor
-
-
-@dataclass(frozen=True)
-class _ValueStep:
-    """A step of the value model and its per-token view before it, [M] each."""
-
-    report: StepReport
-    losses: Tensor
-    new_values: Tensor
-
-
-def _policy_step(
-    state: TrainState, work: _Work, rollout: Rollout, anchor: Tensor, advantages: Tensor, config: RunConfig
-) -> _PolicyStep:
-    """Clipped surrogate minus the entropy bonus on one minibatch."""
-    ppo, temperature, mode = config.ppo, config.rollout.temperature, config.numerics.mode
-
-    def losses_of(m: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        logits = policy_logits(state.policy, m.batch)
-        eligible = expand_kept(rollout.kept_tokens[m.tokens], logits.shape[-1])
-        logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
-        ratios = losses.probability_ratios(logprobs, anchor[m.tokens])
-        surrogate = losses.clipped_surrogate(ratios, advantages[m.tokens], losses.Band(ppo.clip_range, ppo.clip_range))
-        return surrogate - entropies * ppo.entropy_coef, (logprobs, ratios, entropies)
-
-    backward, seen = _collector(work, losses_of)
-    report = state.policy_optimizer.step(backward, work.input_tokens, work.ranks)
-    return _PolicyStep(report, *_columns(seen, work.ranks))
-
-
-def _value_step(state: TrainState, work: _Work, old_values: Tensor, returns: Tensor, config: RunConfig) -> _ValueStep:
-    """Clipped squared error on one minibatch."""
-
-    def losses_of(m: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        values = value_predictions(state.value_model, m.batch)
-        clip_range = config.ppo.value_clip_range
-        return losses.clipped_value_loss(values, old_values[m.tokens], returns[m.tokens], clip_range), (values,)
-
-    backward, seen = _collector(work, losses_of)
-    report = state.value_optimizer.step(backward, work.input_tokens, work.ranks)
-    return _ValueStep(report, *_columns(seen, work.ranks))
-
-
-def _step(
-    state: TrainState,
-    rollout: Rollout,
-    forward: ForwardPass,
-    advantages: Advantages,
-    config: RunConfig,
-    epoch: int,
-    minibatch: int,
-    work: _Work,
-) -> MinibatchUpdate:
+def learning_rates(config: RunConfig, iteration: int) -> tuple[float, float | None]:
+    """Of policy and value model in an iteration; None where there is no value model of its own."""
     ppo = config.ppo
-    anchor = rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs
-    policy = _policy_step(state, work, rollout, anchor, advantages.advantages, config)
-    value = _value_step(state, work, forward.values, advantages.returns, config)
+    factor = rate_factor(ppo.schedule, iteration, ppo.iterations, ppo.warmup_iterations)
+    value = config.value.learning_rate * factor if isinstance(config.value, SeparateValue) else None
+    return ppo.learning_rate * factor, value
 
+
+def _set_learning_rates(state: TrainState, config: RunConfig) -> None:
+    policy, value = learning_rates(config, state.iteration)
+    state.policy_optimizer.settings = replace(state.policy_optimizer.settings, learning_rate=policy)
+    if state.value_optimizer is not None and value is not None:
+        state.value_optimizer.settings = replace(state.value_optimizer.settings, learning_rate=value)
+
+
+def _digests(state: TrainState) -> tuple[str, str | None]:
+    value = None if state.value_model is None else weights_digest(state.value_parameters().items())
+    return weights_digest(state.policy.named_parameters()), value
+
+
+def _policy_step(state: TrainState, work: _Work, objective: Objective) -> PolicyUpdate:
+    report, columns = _step(state.policy_optimizer, work, objective.policy.of)
+    return _policy_update(report, columns, work, objective.policy)
+
+
+def _value_step(state: TrainState, work: _Work, objective: Objective) -> ValueUpdate:
+    assert state.value_optimizer is not None and objective.value is not None
+    report, columns = _step(state.value_optimizer, work, objective.value.of)
+    return _value_update(report.grad_norm, report.redos, columns, work, objective.value)
+
+
+def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[PolicyUpdate, ValueUpdate]:
+    """One step on the policy's losses and, from the same hidden states, those of the value head."""
+    assert objective.value is not None
+    report, columns = _step(state.policy_optimizer, work, objective.joint)
+    policy = _policy_update(report, columns[:-2], work, objective.policy)
+    return policy, _value_update(None, 0, columns[-2:], work, objective.value)
+
+
+def _policy_update(report: StepReport, columns: list[Tensor], work: _Work, policy: PolicyLoss) -> PolicyUpdate:
+    losses_seen, new_logprobs, ratios, entropies = columns
     tokens = work.tokens
-    flags = losses.clip_flags(policy.ratios, advantages.advantages[tokens], losses.Band(ppo.clip_range, ppo.clip_range))
-    value_clipped = losses.value_clip_binds(
-        value.new_values, forward.values[tokens], advantages.returns[tokens], ppo.value_clip_range
-    )
-    binding = (flags == losses.CLIP_FLAGS.index("clip_high")) | (flags == losses.CLIP_FLAGS.index("clip_low"))
-    return MinibatchUpdate(
-        epoch=epoch,
-        minibatch=minibatch,
-        tokens=tokens,
-        new_logprobs=policy.new_logprobs,
-        ratios=policy.ratios,
+    flags = policy.flags(ratios, tokens)
+    return PolicyUpdate(
+        new_logprobs=new_logprobs,
+        ratios=ratios,
         clip_flags=flags,
-        new_values=value.new_values,
-        value_clipped=value_clipped,
-        new_entropies=policy.entropies,
-        policy_loss=exact_mean(policy.losses),
-        value_loss=exact_mean(value.losses),
-        entropy=exact_mean(policy.entropies),
-        approx_kl=exact_mean(kl.k3(anchor[tokens] - policy.new_logprobs)),
-        clip_fraction=exact_mean(binding),
-        value_clip_fraction=exact_mean(value_clipped),
-        grad_norm=policy.report.grad_norm,
-        value_grad_norm=value.report.grad_norm,
-        gradient_redos=policy.report.redos,
-        value_gradient_redos=value.report.redos,
-        policy_digest=weights_digest(state.policy.named_parameters()),
-        value_digest=weights_digest(state.value_model.named_parameters()),
+        new_entropies=entropies,
+        loss=_total(losses_seen, work),
+        entropy=exact_mean(entropies),
+        approx_kl=exact_mean(kl.k3(policy.anchor[tokens] - new_logprobs)),
+        clip_fraction=exact_mean(losses.removes_gradient(flags)),
+        grad_norm=report.grad_norm,
+        gradient_redos=report.redos,
+    )
+
+
+def _value_update(
+    grad_norm: float | None, redos: int, columns: list[Tensor], work: _Work, value: ValueLoss
+) -> ValueUpdate:
+    losses_seen, new_values = columns
+    clipped = value.clips(new_values, work.tokens)
+    return ValueUpdate(
+        new_values=new_values,
+        clipped=clipped,
+        loss=_total(losses_seen, work),
+        clip_fraction=exact_mean(clipped),
+        grad_norm=grad_norm,
+        gradient_redos=redos,
     )

@@ -53,7 +53,7 @@ def read_recorded(run_dir: Path, found: Manifest, table: schema.Table, iteration
 
 
 def to_frame(columns: Sequence[schema.Column], parts: Sequence[pa.Table]) -> pd.DataFrame:
-    """The tables one after the other, bits kept; null becomes NaN, raises ValueError where there is none."""
+    """The tables one after the other, bits kept; null becomes NaN, of a text None; raises ValueError where there is none."""
     rows = sum(part.num_rows for part in parts)
     series = {column.name: _to_series(column, parts) for column in columns}
     return pd.DataFrame(series, index=pd.RangeIndex(rows), columns=[column.name for column in columns])
@@ -140,7 +140,7 @@ def _read(
 def _to_series(column: schema.Column, parts: Sequence[pa.Table]) -> Any:
     chunks = [chunk for part in parts for chunk in part.column(column.name).chunks]
     joined = pa.chunked_array(chunks, digests.ARROW_TYPES[column.kind])
-    if column.kind in ("string", "list<int32>"):
+    if column.kind == "string" or column.kind in digests.LISTS:
         return joined.to_pandas()
     if joined.null_count and column.kind not in ("float32", "float64"):
         raise ValueError(f"column {column.name}: pandas has no null for {column.kind}")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column. `kind` is int32, int64, float32, float64, bool, string or list<int32>."""
+    """One column. `kind` is int32, int64, float32, float64, bool, string, list<int32> or list<float64>."""
 
     name: str
     kind: str
@@ -56,9 +56,10 @@ SEQUENCES = Table(
         Column("prompt_length", "int32", "tokens", "Length of prompt_ids."),
         Column("response_length", "int32", "tokens", "Length of response_ids."),
         Column("finish_reason", "string", "", "`stop` after an end token, `length` at the limit."),
-        Column("scores", "float64", "", "What the reward function returned."),
+        Column("scores", "float64", "", "Weighted sum of the reward terms, after the rule for a missing end token."),
+        Column("score_parts", "list<float64>", "", "Unweighted value of each reward term, in the order of the configuration."),
         Column("is_correct", "bool", "", "Response equals the answer and ended by itself."),
-        Column("kl_penalty_sum", "float64", "", "Sum of kl_penalties over the response."),
+        Column("kl_penalty_sum", "float64", "reward", "Sum of kl_penalties over the response."),
         Column("reward_sum", "float64", "", "Sum of rewards over the response."),
     ),
 )
@@ -85,12 +86,12 @@ TOKENS = Table(
         Column("entropies", "float32", "nats", "Entropy of the policy at this position."),
         Column("prob_sq_sums", "float32", "", "Sum of squared probabilities of the policy."),
         Column("ref_kl", "float32", "nats", "KL(policy || reference) over the whole distribution."),
-        Column("values", "float32", "reward", "Value model before the token."),
-        Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate of this token."),
-        Column("rewards", "float32", "reward", "Score at the last token minus kl_penalties."),
-        Column("raw_advantages", "float32", "reward", "Generalized advantage estimate."),
+        Column("values", "float32", "reward", "Value model before the token; null without one.", nullable=True),
+        Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate, where it is charged; 0 if in no reward."),
+        Column("rewards", "float32", "reward", "What the advantages are made of: score as placed, shaping, minus kl_penalties, whitened if configured."),
+        Column("raw_advantages", "float32", "reward", "Generalized advantage estimate, or the group-relative score."),
         Column("advantages", "float32", "", "Advantage used in the loss."),
-        Column("returns", "float32", "reward", "Value target, raw_advantages + values."),
+        Column("returns", "float32", "reward", "Value target, raw_advantages + values; null without a value model.", nullable=True),
         Column("is_forced", "bool", "", "Put there by the engine instead of sampled."),
     ),
 )
@@ -105,12 +106,12 @@ UPDATES = Table(
         _MINIBATCH,
         _SEQUENCE,
         _POSITION,
-        Column("new_logprobs", "float32", "nats", "Log-prob under the policy before this step."),
-        Column("ratios", "float32", "", "exp(new_logprobs - anchor); the anchor is in the configuration."),
-        Column("clip_flag", "string", "", "none, clip_high, clip_low (gradient zero), wrong_high or wrong_low (outside the band, gradient kept)."),
-        Column("new_values", "float32", "reward", "Value model before this step."),
+        Column("new_logprobs", "float32", "nats", "Log-prob under the policy before this step; null where it takes none.", nullable=True),
+        Column("ratios", "float32", "", "exp(new_logprobs - anchor), the anchor as configured; null where the policy takes no step.", nullable=True),
+        Column("clip_flag", "string", "", "none; clip_high, clip_low, clip_dual (gradient zero); wrong_high, wrong_low (outside the band, gradient kept); null where the policy takes no step.", nullable=True),
+        Column("new_values", "float32", "reward", "Value model before this step; null where it takes none.", nullable=True),
         Column("value_clipped", "bool", "", "The clipped branch decided the value loss."),
-        Column("new_entropies", "float32", "nats", "Entropy of the policy before this step."),
+        Column("new_entropies", "float32", "nats", "Entropy of the policy before this step; null where it takes none.", nullable=True),
     ),
 )
 
@@ -123,20 +124,20 @@ STEPS = Table(
         _EPOCH,
         _MINIBATCH,
         Column("tokens", "int32", "tokens", "Response tokens in the minibatch."),
-        Column("policy_loss", "float64", "", "Clipped surrogate minus the entropy bonus, token mean."),
-        Column("value_loss", "float64", "", "Clipped squared error times one half, token mean."),
-        Column("entropy", "float64", "nats", "Entropy before the step, token mean."),
-        Column("approx_kl", "float64", "nats", "KL(anchor || new) by k3, token mean."),
-        Column("clip_fraction", "float64", "", "Share of tokens whose policy gradient the clip removed."),
-        Column("value_clip_fraction", "float64", "", "Share of tokens whose value loss the clip decided."),
-        Column("grad_norm", "float64", "", "Global gradient norm of the policy before clipping."),
-        Column("value_grad_norm", "float64", "", "The same of the value model."),
-        Column("learning_rate", "float64", "", "Policy learning rate of this step."),
-        Column("value_learning_rate", "float64", "", "Value learning rate of this step."),
+        Column("policy_loss", "float64", "", "All terms of the policy's loss, aggregated as configured; null where the policy takes no step.", nullable=True),
+        Column("value_loss", "float64", "", "Squared error times one half, clipped if configured, aggregated likewise; null without a step.", nullable=True),
+        Column("entropy", "float64", "nats", "Entropy before the step, token mean; null without a step.", nullable=True),
+        Column("approx_kl", "float64", "nats", "KL(anchor || new) by k3, token mean; null without a step.", nullable=True),
+        Column("clip_fraction", "float64", "", "Share of tokens whose policy gradient the clip removed; null without a step.", nullable=True),
+        Column("value_clip_fraction", "float64", "", "Share of tokens whose value loss the clip decided; null without a step.", nullable=True),
+        Column("grad_norm", "float64", "", "Global gradient norm of the policy (and of a value head on its trunk) before clipping; null without a step.", nullable=True),
+        Column("value_grad_norm", "float64", "", "The same of a value model of its own; null without a step.", nullable=True),
+        Column("learning_rate", "float64", "", "Policy learning rate of this iteration."),
+        Column("value_learning_rate", "float64", "", "Value learning rate of this iteration; null without a value model of its own.", nullable=True),
         Column("gradient_redos", "int32", "count", "Backward passes repeated because a gradient left its grid (exact numerics)."),
         Column("value_gradient_redos", "int32", "count", "The same of the value model."),
         Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
-        Column("value_digest", "string", "", "Digest of the value weights after the step."),
+        Column("value_digest", "string", "", "Digest of the value weights, or of the value head, after the step; null without one.", nullable=True),
     ),
 )
 
@@ -154,7 +155,12 @@ ITERATIONS = Table(
         Column("response_length_mean", "float64", "tokens", "Mean response length."),
         Column("truncated_fraction", "float64", "", "Share of responses cut at the length limit."),
         Column("entropy", "float64", "nats", "Entropy before the update, token mean."),
-        Column("kl_coef", "float64", "", "Weight of the KL penalty."),
+        Column("kl_coef", "float64", "", "Weight of the KL penalty or term; 0 without one."),
+        Column("clip_range", "float64", "", "Adaptive clip range in force; null where it is fixed or there is none.", nullable=True),
+        Column("penalty_coef", "float64", "", "Weight of KL(anchor || new) in PPO-Penalty; null for other objectives.", nullable=True),
+        Column("return_mean", "float64", "reward", "What predicted values are shifted by; null unless returns are normalised.", nullable=True),
+        Column("return_scale", "float64", "reward", "What predicted values are scaled by; null unless returns are normalised.", nullable=True),
+        Column("policy_steps", "int32", "count", "Optimizer steps the policy took; fewer than planned after an early stop."),
         Column("ref_kl_per_token", "float64", "nats", "KL(policy || reference), exact, token mean."),
         Column("ref_kl_per_sequence", "float64", "nats", "The same summed over each response, mean over responses."),
         Column("explained_variance", "float64", "", "1 - Var(returns - values) / Var(returns); null where the returns do not vary.", nullable=True),
@@ -162,7 +168,7 @@ ITERATIONS = Table(
         Column("max_abs_old_rollout", "float64", "nats", "Largest |old - rollout| log-prob difference."),
         Column("first_minibatch_tokens", "int64", "tokens", "Tokens of the first minibatch of the update."),
         Column("unequal_first_ratios", "int64", "tokens", "Tokens of the first minibatch whose ratio is not exactly 1."),
-        Column("unequal_values", "int64", "tokens", "Tokens of the first minibatch whose recomputed value differs in any bit."),
+        Column("unequal_values", "int64", "tokens", "Tokens of the first minibatch whose recomputed value differs in any bit; 0 without a value model."),
         Column("eval_accuracy", "float64", "", "Greedy accuracy on held-out prompts before this update; null where not evaluated.", nullable=True),
         Column("eval_score", "float64", "", "Mean score of the same responses.", nullable=True),
         Column("seconds_rollout", "float64", "s", "Wall time of sampling.", in_fingerprint=False),

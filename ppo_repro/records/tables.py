@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.config import RunConfig
+from ppo_repro.config_algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.loop import Iteration
-from ppo_repro.numerics.grid import exact_mean
+from ppo_repro.numerics.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import CLIP_FLAGS
+from ppo_repro.ppo.update import learning_rates
 from ppo_repro.records import schema
-from ppo_repro.records.writer import to_arrow
-from ppo_repro.stages import Task
-from ppo_repro.tasks.tokenizer import spans
+from ppo_repro.records.writer import WithNulls, to_arrow
 
 Columns = dict[str, Any]
 
@@ -28,11 +28,11 @@ def unequal_bits(a: Tensor, b: Tensor) -> int:
     return int((a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)).sum())
 
 
-def iteration_tables(item: Iteration, task: Task, config: RunConfig) -> dict[str, pa.Table]:
+def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
     """All five tables of one iteration."""
     columns = {
         "sequences": _sequences(item),
-        "tokens": _tokens(item, task),
+        "tokens": _tokens(item),
         "updates": _updates(item),
         "steps": _steps(item, config),
         "iterations": _iteration(item, config),
@@ -48,8 +48,9 @@ def _positions(lengths: Tensor) -> Tensor:
     return torch.cat([torch.arange(int(n)) for n in lengths])
 
 
-def _per_sequence(values: Tensor, lengths: Tensor) -> list[float]:
-    return [exact_mean(part) * len(part) for part in torch.split(values, lengths.tolist())]
+def _or_null(values: Tensor | None, count: int) -> WithNulls:
+    present = np.full(count, values is not None)
+    return WithNulls(torch.zeros(count).numpy() if values is None else values.numpy(), present)
 
 
 def _sequences(item: Iteration) -> Columns:
@@ -71,31 +72,33 @@ def _sequences(item: Iteration) -> Columns:
         "response_length": _int32(lengths),
         "finish_reason": list(rollout.finish_reasons),
         "scores": rewards.scores.numpy(),
+        "score_parts": [np.array(parts) for parts in rewards.score_parts],
         "is_correct": rewards.is_correct.numpy(),
-        "kl_penalty_sum": _per_sequence(rewards.kl_penalties, lengths),
-        "reward_sum": _per_sequence(rewards.rewards, lengths),
+        "kl_penalty_sum": exact_sums(rewards.kl_penalties, lengths).numpy(),
+        "reward_sum": exact_sums(rewards.rewards, lengths).numpy(),
     }
 
 
-def _tokens(item: Iteration, task: Task) -> Columns:
+def _tokens(item: Iteration) -> Columns:
     rollout, forward, rewards, advantages = item.rollout, item.forward, item.rewards, item.advantages
-    ids = torch.split(rollout.response_ids, rollout.lengths.tolist())
-    places = [spans(task.tokenizer, part.tolist(), text) for part, text in zip(ids, rollout.responses, strict=True)]
+    count = len(rollout.response_ids)
     text_columns = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
     columns: Columns = {
-        "iteration": np.full(len(rollout.response_ids), item.index, np.int32),
+        "iteration": np.full(count, item.index, np.int32),
         "sequence": _int32(rollout.sequence_of_token()),
         "position": _int32(_positions(rollout.lengths)),
         "token_id": _int32(rollout.response_ids),
         "is_forced": rollout.is_forced.numpy(),
+        "values": _or_null(forward.values, count),
+        "returns": _or_null(advantages.returns, count),
     }
     for name in text_columns:
-        columns[name] = _int32([value for place in places for value in getattr(place, name)])
+        columns[name] = _int32([value for place in rollout.places for value in getattr(place, name)])
     for stage, names in (
         (rollout, ("rollout_logprobs", "log_kept_mass")),
-        (forward, ("old_logprobs", "ref_logprobs", "ref_kl", "values", "entropies", "prob_sq_sums")),
+        (forward, ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")),
         (rewards, ("kl_penalties", "rewards")),
-        (advantages, ("raw_advantages", "advantages", "returns")),
+        (advantages, ("raw_advantages", "advantages")),
     ):
         for name in names:
             columns[name] = getattr(stage, name).numpy()
@@ -104,74 +107,122 @@ def _tokens(item: Iteration, task: Task) -> Columns:
 
 def _updates(item: Iteration) -> Columns:
     sequence, position = item.rollout.sequence_of_token(), _positions(item.rollout.lengths)
+    tokens = torch.cat([u.tokens for u in item.updates])
 
-    def cat(column: Any) -> Tensor:
-        return torch.cat([column(u) for u in item.updates])
-
-    def constant(name: str) -> np.ndarray:
+    def of_minibatch(name: str) -> np.ndarray:
         return np.concatenate([np.full(len(u.tokens), getattr(u, name), np.int32) for u in item.updates])
 
-    tokens = cat(lambda u: u.tokens)
+    def of_step(part: str, name: str) -> WithNulls:
+        """A per-token column of the policy's or the value model's steps; null where there was none."""
+        columns = [_seen(u, part, name) for u in item.updates]
+        values = [torch.zeros(len(u.tokens)) if c is None else c for u, c in zip(item.updates, columns, strict=True)]
+        present = [np.full(len(u.tokens), c is not None) for u, c in zip(item.updates, columns, strict=True)]
+        return WithNulls(torch.cat(values).numpy(), np.concatenate(present))
+
+    flags: list[str | None] = []
+    for u in item.updates:
+        flags += [None] * len(u.tokens) if u.policy is None else [CLIP_FLAGS[i] for i in u.policy.clip_flags.tolist()]
+    clipped = [
+        torch.zeros(len(u.tokens), dtype=torch.bool) if u.value is None else u.value.clipped for u in item.updates
+    ]
     return {
         "iteration": np.full(len(tokens), item.index, np.int32),
-        "epoch": constant("epoch"),
-        "minibatch": constant("minibatch"),
+        "epoch": of_minibatch("epoch"),
+        "minibatch": of_minibatch("minibatch"),
         "sequence": _int32(sequence[tokens]),
         "position": _int32(position[tokens]),
-        "new_logprobs": cat(lambda u: u.new_logprobs).numpy(),
-        "ratios": cat(lambda u: u.ratios).numpy(),
-        "clip_flag": [CLIP_FLAGS[i] for i in cat(lambda u: u.clip_flags).tolist()],
-        "new_values": cat(lambda u: u.new_values).numpy(),
-        "value_clipped": cat(lambda u: u.value_clipped).numpy(),
-        "new_entropies": cat(lambda u: u.new_entropies).numpy(),
+        "new_logprobs": of_step("policy", "new_logprobs"),
+        "ratios": of_step("policy", "ratios"),
+        "clip_flag": flags,
+        "new_values": of_step("value", "new_values"),
+        "value_clipped": torch.cat(clipped).numpy(),
+        "new_entropies": of_step("policy", "new_entropies"),
     }
+
+
+def _seen(update: MinibatchUpdate, part: str, name: str) -> Any:
+    """A field of the policy's or the value model's step; None without a step."""
+    step = getattr(update, part)
+    return None if step is None else getattr(step, name)
 
 
 def _steps(item: Iteration, config: RunConfig) -> Columns:
-    def column(name: str) -> list[Any]:
-        return [getattr(u, name) for u in item.updates]
+    def of(part: str, name: str) -> list[Any]:
+        return [_seen(u, part, name) for u in item.updates]
 
-    means = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction")
-    copied = (*means, "grad_norm", "value_grad_norm", "policy_digest", "value_digest")
     count = len(item.updates)
+    learning_rate, value_learning_rate = learning_rates(config, item.index)
     return {
         "iteration": np.full(count, item.index, np.int32),
+        "epoch": _int32([u.epoch for u in item.updates]),
+        "minibatch": _int32([u.minibatch for u in item.updates]),
         "tokens": _int32([len(u.tokens) for u in item.updates]),
-        "learning_rate": [config.ppo.learning_rate] * count,
-        "value_learning_rate": [config.ppo.value_learning_rate] * count,
-        **{name: column(name) for name in copied},
-        **{name: _int32(column(name)) for name in ("epoch", "minibatch", "gradient_redos", "value_gradient_redos")},
+        "policy_loss": of("policy", "loss"),
+        "value_loss": of("value", "loss"),
+        **{name: of("policy", name) for name in ("entropy", "approx_kl", "clip_fraction", "grad_norm")},
+        "value_clip_fraction": of("value", "clip_fraction"),
+        "value_grad_norm": of("value", "grad_norm"),
+        "learning_rate": [learning_rate] * count,
+        "value_learning_rate": [value_learning_rate] * count,
+        "gradient_redos": _int32([redos or 0 for redos in of("policy", "gradient_redos")]),
+        "value_gradient_redos": _int32([redos or 0 for redos in of("value", "gradient_redos")]),
+        "policy_digest": [u.policy_digest for u in item.updates],
+        "value_digest": [u.value_digest for u in item.updates],
     }
 
 
-def first_minibatch(item: Iteration) -> MinibatchUpdate:
-    """The minibatch that is seen before any optimizer step of the iteration."""
-    return item.updates[0]
+def _controls(item: Iteration, config: RunConfig) -> dict[str, Any]:
+    """The coefficients in force; None where the configuration has no such thing."""
+    controls, objective = item.controls, config.ppo.objective
+    normalised = not isinstance(config.value, NoValue) and config.value.normalize_returns
+    returns = controls.returns
+    return {
+        "kl_coef": controls.kl_coef,
+        "clip_range": controls.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
+        "penalty_coef": controls.penalty_coef if isinstance(objective, PenaltyObjective) else None,
+        "return_mean": returns.mean if normalised else None,
+        "return_scale": returns.scale if normalised else None,
+    }
+
+
+def _first_minibatch(item: Iteration) -> dict[str, Any]:
+    """What is seen before any optimizer step of the iteration: nothing may differ from the forward pass."""
+    first = item.updates[0]
+    assert first.policy is not None
+    old_values = item.forward.values
+    unequal = 0
+    if old_values is not None and first.value is not None:
+        unequal = unequal_bits(first.value.new_values, old_values[first.tokens])
+    return {
+        "first_minibatch_tokens": len(first.tokens),
+        "unequal_first_ratios": unequal_bits(first.policy.ratios, torch.ones_like(first.policy.ratios)),
+        "unequal_values": unequal,
+    }
 
 
 def _iteration(item: Iteration, config: RunConfig) -> Columns:
     rollout, forward, rewards = item.rollout, item.forward, item.rewards
-    first, evaluation = first_minibatch(item), item.evaluation
-    ones = torch.ones_like(first.ratios)
+    evaluation, returns = item.evaluation, item.advantages.returns
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
-    total_reward = _per_sequence(rewards.rewards, rollout.lengths)
+    total_reward = exact_sums(rewards.rewards, rollout.lengths)
     ref_kl = exact_mean(forward.ref_kl)
+    explained = None
+    if forward.values is not None and returns is not None:
+        explained = explained_variance(forward.values, returns)
     row: dict[str, Any] = {
         "score_mean": exact_mean(rewards.scores),
         "accuracy": exact_mean(rewards.is_correct),
-        "reward_mean": exact_mean(torch.tensor(total_reward, dtype=torch.float64)),
+        "reward_mean": exact_mean(total_reward),
         "response_length_mean": tokens / count,
         "truncated_fraction": rollout.finish_reasons.count("length") / count,
         "entropy": exact_mean(forward.entropies),
-        "kl_coef": config.ppo.kl_coef,
+        **_controls(item, config),
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,
-        "explained_variance": explained_variance(forward.values, item.advantages.returns),
+        "explained_variance": explained,
         "unequal_old_rollout_logprobs": unequal_bits(forward.old_logprobs, rollout.rollout_logprobs),
         "max_abs_old_rollout": float((forward.old_logprobs - rollout.rollout_logprobs).abs().max()),
-        "first_minibatch_tokens": len(first.tokens),
-        "unequal_first_ratios": unequal_bits(first.ratios, ones),
-        "unequal_values": unequal_bits(first.new_values, forward.values[first.tokens]),
+        **_first_minibatch(item),
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
@@ -180,5 +231,6 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "iteration": _int32([item.index]),
         "sequences": _int32([count]),
         "tokens": _int32([tokens]),
+        "policy_steps": _int32([sum(u.policy is not None for u in item.updates)]),
         **{name: [value] for name, value in row.items()},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -28,6 +29,14 @@ _SCALARS: dict[str, tuple[type, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class WithNulls:
+    """An array of a nullable column: its values, and where they are there."""
+
+    values: npt.NDArray[Any]
+    present: npt.NDArray[np.bool_]
+
+
 def arrow_schema(table: schema.Table) -> pa.Schema:
     """The Arrow schema of a table, units and descriptions in the field metadata."""
     fields = [
@@ -48,7 +57,7 @@ def arrow_schema(table: schema.Table) -> pa.Schema:
     return pa.schema(fields, metadata=about)
 
 
-def to_arrow(table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any]]) -> pa.Table:
+def to_arrow(table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | WithNulls]) -> pa.Table:
     """Build the table from a copy of exactly its columns; raises ValueError naming table and column."""
     names = [column.name for column in table.columns]
     for name in [*names, *columns]:
@@ -204,14 +213,16 @@ def _check_table(table: schema.Table, data: pa.Table, iteration: int) -> None:
 
 def _to_array(column: schema.Column, values: Any) -> pa.Array | pa.ChunkedArray:
     if column.kind in _SCALARS:
+        if isinstance(values, WithNulls):
+            return _with_nulls(column, values)
         if isinstance(values, np.ndarray):
             return _from_numpy(column, values)
         return _from_scalars(column, values)
+    if column.kind == "string":
+        _require_items(values, (str, NoneType) if column.nullable else (str,), column)
+        return pa.array(values, pa.string())
     if column.nullable:
         raise ValueError(f"a nullable {column.kind} cannot be recorded")
-    if column.kind == "string":
-        _require_items(values, (str,), column)
-        return pa.array(values, pa.string())
     return _from_lists(column, values)
 
 
@@ -226,6 +237,16 @@ def _from_numpy(column: schema.Column, values: npt.NDArray[Any]) -> pa.Array:
     return pa.array(copied, digests.ARROW_TYPES[column.kind], from_pandas=False)
 
 
+def _with_nulls(column: schema.Column, values: WithNulls) -> pa.Array:
+    if not column.nullable:
+        raise ValueError("is not nullable")
+    if values.present.dtype != np.bool_ or values.present.shape != values.values.shape:
+        raise ValueError(f"says of {values.present.shape} values whether they are there, and has {values.values.shape}")
+    plain = _from_numpy(column, values.values)
+    validity = pa.array(values.present, pa.bool_()).buffers()[1]
+    return pa.Array.from_buffers(plain.type, len(plain), [validity, plain.buffers()[1]])
+
+
 def _from_scalars(column: schema.Column, values: Any) -> pa.Array:
     allowed = _SCALARS[column.kind]
     _require_items(values, (*allowed, NoneType) if column.nullable else allowed, column)
@@ -236,17 +257,19 @@ def _from_scalars(column: schema.Column, values: Any) -> pa.Array:
 
 def _from_lists(column: schema.Column, values: Any) -> pa.Array:
     _require_items(values, (np.ndarray, list, tuple), column)
+    kind = column.kind.removeprefix("list<").removesuffix(">")
+    dtype = np.dtype(kind)
     rows = []
     for value in values:
         if not isinstance(value, np.ndarray):
-            _require_items(value, _SCALARS["int32"], column)
-            value = np.array(value, dtype=np.int32)
-        if type(value) is not np.ndarray or value.dtype != np.int32 or value.ndim != 1:
-            raise ValueError(f"holds {value.dtype} of shape {value.shape} where int32 lists belong")
+            _require_items(value, _SCALARS[kind], column)
+            value = np.array(value, dtype=dtype)
+        if type(value) is not np.ndarray or value.dtype != dtype or value.ndim != 1:
+            raise ValueError(f"holds {value.dtype} of shape {value.shape} where {kind} lists belong")
         rows.append(value)
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
-    flat = np.concatenate([np.empty(0, dtype=np.int32), *rows])
+    flat = np.concatenate([np.empty(0, dtype=dtype), *rows])
     return pa.LargeListArray.from_arrays(offsets, flat).cast(digests.ARROW_TYPES[column.kind])
 
 

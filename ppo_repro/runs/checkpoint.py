@@ -25,15 +25,17 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.gradients import GRADIENT_BITS, HEADROOM
 from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.optimizer import OptimizerState, copy_named
+from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.runs.folder import whole_folder
 
-FORMAT = 1
+FORMAT = 2
 # what a gradient grid means: a checkpoint of other numbers would continue as another run
 NUMBERS = f"operands of {OPERAND_BITS} bits, gradients of {GRADIENT_BITS}, headroom {HEADROOM}"
 INDEX_NAME = "checkpoint.json"
 _DAMAGED = "the checkpoint was changed or damaged"
 _POLICY, _VALUE_MODEL = "policy.safetensors", "value_model.safetensors"
 _POLICY_OPTIMIZER, _VALUE_OPTIMIZER = "policy_optimizer.safetensors", "value_optimizer.safetensors"
+NOTHING = OptimizerState({}, {}, {}, {}, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class Checkpoint:
     iteration: int
     chain: str  # of the recorded iterations up to here
     policy: Mapping[str, Tensor]
-    value_model: Mapping[str, Tensor]
+    value_model: Mapping[str, Tensor]  # of a head on the policy's trunk the head alone; empty without a value model
     policy_optimizer: OptimizerState
-    value_optimizer: OptimizerState
+    value_optimizer: OptimizerState  # empty without a value model of its own
+    controls: Controls
     origin: Origin
 
 
@@ -68,6 +71,17 @@ class _OptimizerEntry(_Entry):
     beta2_power: str
 
 
+class _ControlsEntry(_Entry):
+    """Numbers as float.hex."""
+
+    kl_coef: str
+    clip_range: str
+    penalty_coef: str
+    return_count: int
+    return_mean: str
+    return_squares: str
+
+
 class _Index(_Entry):
     """Content of checkpoint.json, its own digest left out."""
 
@@ -80,6 +94,7 @@ class _Index(_Entry):
     reference: dict[str, str]
     policy_optimizer: _OptimizerEntry
     value_optimizer: _OptimizerEntry
+    controls: _ControlsEntry
     files: dict[str, str]
 
 
@@ -93,9 +108,10 @@ def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
         iteration=state.iteration,
         chain=chain,
         policy=_weights(state.policy),
-        value_model=_weights(state.value_model),
+        value_model={name: parameter.detach() for name, parameter in state.value_parameters().items()},
         policy_optimizer=state.policy_optimizer.state(),
-        value_optimizer=state.value_optimizer.state(),
+        value_optimizer=NOTHING if state.value_optimizer is None else state.value_optimizer.state(),
+        controls=state.controls,
         origin=origin,
     )
 
@@ -103,9 +119,13 @@ def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
 def restore(saved: Checkpoint, state: TrainState) -> None:
     """Make `state`, fresh from the same configuration, the one the checkpoint was taken of; ValueError if it cannot."""
     copy_named(_weights(state.policy), saved.policy)
-    copy_named(_weights(state.value_model), saved.value_model)
+    copy_named({name: parameter.detach() for name, parameter in state.value_parameters().items()}, saved.value_model)
     state.policy_optimizer.load(saved.policy_optimizer)
-    state.value_optimizer.load(saved.value_optimizer)
+    if state.value_optimizer is not None:
+        state.value_optimizer.load(saved.value_optimizer)
+    elif saved.value_optimizer != NOTHING:
+        raise ValueError("it has an optimizer of a value model, which the configuration has not")
+    state.controls = saved.controls
     state.iteration = saved.iteration
 
 
@@ -134,6 +154,7 @@ def save(saved: Checkpoint, folder: Path) -> None:
             reference=dict(saved.origin.reference),
             policy_optimizer=_entry(saved.policy_optimizer),
             value_optimizer=_entry(saved.value_optimizer),
+            controls=_controls_entry(saved.controls),
             files=files,
         )
         (temporary / INDEX_NAME).write_text(_sealed(index.model_dump()), encoding="utf-8")
@@ -160,6 +181,7 @@ def _assemble(index: _Index, tensors: Mapping[str, Mapping[str, Tensor]]) -> Che
         value_model=tensors[_VALUE_MODEL],
         policy_optimizer=_optimizer_state(index.policy_optimizer, tensors[_POLICY_OPTIMIZER]),
         value_optimizer=_optimizer_state(index.value_optimizer, tensors[_VALUE_OPTIMIZER]),
+        controls=_controls(index.controls),
         origin=Origin(index.task, index.reference),
     )
 
@@ -230,3 +252,21 @@ def _optimizer_state(entry: _OptimizerEntry, tensors: Mapping[str, Tensor]) -> O
 
     powers = float.fromhex(entry.beta1_power), float.fromhex(entry.beta2_power)
     return OptimizerState(of("first"), of("second"), entry.grids, entry.steps, *powers)
+
+
+def _controls_entry(controls: Controls) -> _ControlsEntry:
+    returns = controls.returns
+    return _ControlsEntry(
+        kl_coef=controls.kl_coef.hex(),
+        clip_range=controls.clip_range.hex(),
+        penalty_coef=controls.penalty_coef.hex(),
+        return_count=returns.count,
+        return_mean=returns.mean.hex(),
+        return_squares=returns.squares.hex(),
+    )
+
+
+def _controls(entry: _ControlsEntry) -> Controls:
+    number = float.fromhex
+    returns = ReturnStatistics(entry.return_count, number(entry.return_mean), number(entry.return_squares))
+    return Controls(number(entry.kl_coef), number(entry.clip_range), number(entry.penalty_coef), returns)

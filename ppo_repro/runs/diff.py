@@ -163,21 +163,21 @@ def _final_digest(final: Final, name: str) -> str | None:
 def _unequal(kind: str, left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     if kind == "string":
         values = pc.not_equal(pc.fill_null(left, ""), pc.fill_null(right, "")).to_numpy()
-    elif kind == "list<int32>":
-        values = _unequal_lists(left, right)
+    elif kind in digests.LISTS:
+        values = _unequal_lists(kind, left, right)
     else:
         values = digests.raw_values(kind, left) != digests.raw_values(kind, right)
     validity = left.is_valid().to_numpy() != right.is_valid().to_numpy()
     return np.asarray(values, dtype=np.bool_) | np.asarray(validity, dtype=np.bool_)
 
 
-def _unequal_lists(left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+def _unequal_lists(kind: str, left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     left_lengths, right_lengths = digests.list_lengths(left), digests.list_lengths(right)
     unequal = left_lengths != right_lengths
     # only lists of one length have elements side by side
     rows = np.flatnonzero(~unequal)
     elements = [
-        digests.raw_values("int32", pc.list_flatten(column))[np.repeat(~unequal, lengths)]
+        digests.raw_values(kind.removeprefix("list<").removesuffix(">"), pc.list_flatten(column))[np.repeat(~unequal, lengths)]
         for column, lengths in ((left, left_lengths), (right, right_lengths))
     ]
     owners = np.repeat(rows, left_lengths[rows])
@@ -186,7 +186,7 @@ def _unequal_lists(left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray
 
 
 def _cell_bits(kind: str, column: pa.ChunkedArray, row: int) -> str:
-    if kind in ("bool", "string", "list<int32>") or not column[row].is_valid:
+    if kind in ("bool", "string", *digests.LISTS) or not column[row].is_valid:
         return ""
     value = digests.raw_values(kind, column.slice(row, 1))
     return f"{int(value[0]):0{2 * value.dtype.itemsize}x}"

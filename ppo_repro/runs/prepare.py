@@ -6,22 +6,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from ppo_repro.config import JsonlTask, ModelFolder, RunConfig, TinyModel
+from ppo_repro.config_algorithm import NoValue, SeparateValue, ValueHead
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files, load_folder, stop_ids
-from ppo_repro.models.networks import checkpoint_gradients, freeze, make_policy, make_value_model
+from ppo_repro.models.networks import (
+    ValueModel,
+    checkpoint_gradients,
+    freeze,
+    make_policy,
+    make_value_head,
+    make_value_model,
+)
+from ppo_repro.models.reward_model import RewardModel, value_model_from
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import warm_start
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.stages import Task
+from ppo_repro.stages import Task, first_controls
 from ppo_repro.tasks.problems import Split, encode_all, encoder, load_problems
-from ppo_repro.tasks.rewards import load_reward, reward_file
+from ppo_repro.tasks.rewards import Judge, load_judge, reward_files
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
 
@@ -44,8 +55,7 @@ def run_inputs(config: RunConfig) -> list[Path]:
 def task_inputs(config: RunConfig) -> list[Path]:
     """Those of them that are not of the model: prompts and reward."""
     files = [Path(config.task.path)] if isinstance(config.task, JsonlTask) else []
-    reward = reward_file(config.task.reward)
-    return files if reward is None else [*files, reward]
+    return [*files, *reward_files(config.reward)]
 
 
 def _source(
@@ -62,11 +72,61 @@ def _source(
     return model, tokenizer
 
 
-def prepare_task(config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Task:
-    """Encode and check every prompt; load the reward."""
+def prepare_task(
+    config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, source: PreTrainedModel, judge: Judge
+) -> Task:
+    """Encode and check every prompt; make or load the reward model."""
     chat = isinstance(config.task, JsonlTask) and config.task.chat_template
+    vocab_size = source.config.vocab_size
     ids = encode_all([*problems.train, *problems.held_out], encoder(tokenizer, chat), config, vocab_size)
-    return Task(problems, ids, load_reward(config.task.reward), tokenizer)
+    return Task(problems, ids, judge, None, tokenizer)
+
+
+def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
+    ppo = config.ppo
+    return AdamWSettings(
+        learning_rate, ppo.adam_beta1, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
+    )
+
+
+def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> TrainState:
+    """Policy, value model and reference as they start, with their optimizers."""
+    mode, max_context, bits = config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits
+    policy = make_policy(source, mode, max_context, bits)
+    reference = freeze(make_policy(source, mode, max_context, bits))
+    value_model = _value_model(config, source, policy, task.reward_model)
+    if config.layout.gradient_checkpointing:
+        checkpoint_gradients(policy)
+        if isinstance(config.value, SeparateValue) and value_model is not None:
+            checkpoint_gradients(value_model)
+    trained: nn.Module = policy
+    if isinstance(config.value, ValueHead) and value_model is not None:
+        trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
+    value_optimizer = None
+    if isinstance(config.value, SeparateValue) and value_model is not None:
+        value_optimizer = make_optimizer(value_model, _adamw(config, config.value.learning_rate), mode, bits)
+    return TrainState(
+        policy=policy,
+        value_model=value_model,
+        reference=reference,
+        policy_optimizer=make_optimizer(trained, _adamw(config, config.ppo.learning_rate), mode, bits),
+        value_optimizer=value_optimizer,
+        controls=first_controls(config),
+    )
+
+
+def _value_model(
+    config: RunConfig, source: PreTrainedModel, policy: PreTrainedModel, reward_model: RewardModel | None
+) -> ValueModel | None:
+    mode, max_context, bits = config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits
+    if isinstance(config.value, NoValue):
+        return None
+    if isinstance(config.value, ValueHead):
+        return ValueModel(trunk_of(policy), make_value_head(source.config.hidden_size, mode, config.seed, bits))
+    if config.value.init == "reward_model":
+        assert reward_model is not None
+        return value_model_from(reward_model)
+    return make_value_model(source, mode, max_context, config.seed, bits)
 
 
 def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path | None = None) -> Prepared:
@@ -77,37 +137,18 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
     """
     backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
     disable_progress_bar()  # the run shows its own
-    load_reward(config.task.reward)  # before the minutes that a warm start takes
+    judge = load_judge(config.reward)  # before the minutes that a warm start takes
     problems = load_problems(config.task, config.seed)
     if start_folder is None:
         source, tokenizer = _source(config, problems, progress)
     else:
         source, tokenizer = load_folder(start_folder)
-    task = prepare_task(config, problems, tokenizer, source.config.vocab_size)
+    task = prepare_task(config, problems, tokenizer, source, judge)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context
-    bits = config.numerics.operand_bits
-    policy = make_policy(source, mode, max_context, bits)
-    value_model = make_value_model(source, mode, max_context, config.seed, bits)
-    reference = freeze(make_policy(source, mode, max_context, bits))
-    if config.layout.gradient_checkpointing:
-        checkpoint_gradients(policy)
-        checkpoint_gradients(value_model)
-    ppo = config.ppo
-
-    def settings(learning_rate: float) -> AdamWSettings:
-        return AdamWSettings(
-            learning_rate, ppo.adam_beta1, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
-        )
-
-    state = TrainState(
-        policy=policy,
-        value_model=value_model,
-        reference=reference,
-        policy_optimizer=make_optimizer(policy, settings(ppo.learning_rate), mode, bits),
-        value_optimizer=make_optimizer(value_model, settings(ppo.value_learning_rate), mode, bits),
-    )
+    state = _state(config, source, task)
+    policy = state.policy
     engine = TorchEngine(
         policy,
         stop_ids(source, tokenizer),

@@ -1,17 +1,59 @@
-"""Verifiers: from a response to a score."""
+"""From a response to its score: rule-based verifiers, the user's Python, a reward model's opinion."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 
+from ppo_repro.config_algorithm import (
+    ExactMatch,
+    FormatReward,
+    FunctionReward,
+    LengthReward,
+    RewardConfig,
+    RewardTerm,
+)
 from ppo_repro.errors import UserError
 
 UserReward = Callable[[str, str, str], float]
+
+# thoughts, then the answer, each in tags of its own and nothing outside them. DeepSeek-AI, 2025, table 1.
+_FORMAT = re.compile(r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.S)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Some responses with what is needed to judge them, one entry each."""
+
+    prompts: Sequence[str]
+    responses: Sequence[str]
+    answers: Sequence[str]
+    finished: Sequence[bool]  # ended by itself
+    lengths: Sequence[int]  # tokens, end token included
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the reward says of some responses, one entry each."""
+
+    scores: list[float]
+    parts: list[list[float]]  # the unweighted value of each term
+    correct: list[bool]
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The reward of a configuration, its functions loaded."""
+
+    config: RewardConfig
+    functions: tuple[UserReward | None, ...]  # one entry per term
+    potential: UserReward | None
 
 
 def matches(response: str, answer: str) -> bool:
@@ -19,39 +61,56 @@ def matches(response: str, answer: str) -> bool:
     return response.strip() == answer.strip()
 
 
-def _parse(reward: str) -> tuple[Path, str]:
+def formatted_answer(response: str) -> str | None:
+    """What stands between the answer tags of `<think>..</think><answer>..</answer>`; None in any other form."""
+    found = _FORMAT.fullmatch(response)
+    return None if found is None else found.group(1)
+
+
+def _parse(field: str, function: str) -> tuple[Path, str]:
     """File and function of `FILE.py:FUNCTION`; UserError if it is not of that form or there is no such file."""
-    file, colon, name = reward.rpartition(":")
+    file, colon, name = function.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f"task.reward = {reward!r}: must be exact_match or FILE.py:FUNCTION")
+        raise UserError(f"{field} = {function!r}: must be FILE.py:FUNCTION")
     if not Path(file).is_file():
-        raise UserError(f"task.reward = {reward!r}: there is no file {file}")
+        raise UserError(f"{field} = {function!r}: there is no file {file}")
     return Path(file), name
 
 
-def reward_file(reward: str) -> Path | None:
-    """The Python file of a `FILE.py:FUNCTION` reward, None for `exact_match`; UserError as for `load_reward`."""
-    return None if reward == "exact_match" else _parse(reward)[0]
+def _named(config: RewardConfig) -> list[tuple[str, str]]:
+    """(field, FILE.py:FUNCTION) of every function a reward names."""
+    terms = [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, FunctionReward)]
+    return terms if config.potential is None else [*terms, ("reward.potential", config.potential)]
 
 
-def load_reward(reward: str) -> UserReward | None:
-    """The user's reward function, or None for `exact_match`. UserError names what is wrong with it."""
-    if reward == "exact_match":
-        return None
-    file, name = _parse(reward)
-    spec = importlib.util.spec_from_file_location("ppo_repro_user_reward", file)
+def reward_files(config: RewardConfig) -> list[Path]:
+    """The Python files of a reward; UserError as for `load_judge`."""
+    return [_parse(field, function)[0] for field, function in _named(config)]
+
+
+def _load(field: str, function: str) -> UserReward:
+    file, name = _parse(field, function)
+    module_name = "ppo_repro_user_" + re.sub(r"\W", "_", field)
+    spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        raise UserError(f"task.reward = {reward!r}: {file} is not a Python file")
+        raise UserError(f"{field} = {function!r}: {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses in the user's file look their module up here
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file raises is the user's to see
-        raise UserError(f"task.reward: {file} fails to load ({type(error).__name__}: {error})") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"task.reward = {reward!r}: {file} has no function {name}")
-    return function
+        raise UserError(f"{field}: {file} fails to load ({type(error).__name__}: {error})") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UserError(f"{field} = {function!r}: {file} has no function {name}")
+    return found
+
+
+def load_judge(config: RewardConfig) -> Judge:
+    """The reward with the user's functions loaded; UserError names what is wrong with them."""
+    loaded = {field: _load(field, function) for field, function in _named(config)}
+    functions = tuple(loaded.get(f"reward.terms.{i}.path") for i in range(len(config.terms)))
+    return Judge(config, functions, loaded.get("reward.potential"))
 
 
 def _is_finite_number(value: object) -> bool:
@@ -61,32 +120,65 @@ def _is_finite_number(value: object) -> bool:
         return False
 
 
-def score(
-    reward: UserReward | None,
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    answers: Sequence[str],
-    finished: Sequence[bool],
-) -> tuple[list[float], list[bool]]:
-    """Scores and correctness of some responses.
+def _ask(field: str, function: UserReward, prompt: str, response: str, answer: str) -> float:
+    try:
+        value = function(prompt, response, answer)
+    except Exception as error:  # whatever the user's function raises is the user's to see
+        raise UserError(f"{field}: the function raised {type(error).__name__}: {error}; prompt {prompt!r}") from error
+    if not _is_finite_number(value):
+        raise UserError(f"{field}: the function returned {value!r} for prompt {prompt!r}; must be a finite number")
+    return float(value)
 
-    A response is correct if it matches the answer and ended by itself. `exact_match` scores 1 for correct
-    and 0 otherwise. UserError if a user's function raises or returns anything but a finite number.
+
+def _form(config: FormatReward, response: str, answer: str) -> float:
+    inner = formatted_answer(response)
+    return 0.0 if inner is None else 1.0 + config.answer_weight * matches(inner, answer)
+
+
+def _values(index: int, term: RewardTerm, judge: Judge, samples: Samples, model_scores: Sequence[float]) -> list[float]:
+    """One term's unweighted value of every response."""
+    function = judge.functions[index]
+    if isinstance(term, ExactMatch):
+        rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
+        return [float(done and matches(response, answer)) for response, answer, done in rows]
+    if isinstance(term, FormatReward):
+        return [_form(term, r, a) for r, a in zip(samples.responses, samples.answers, strict=True)]
+    if isinstance(term, LengthReward):
+        return [-abs(length - term.target) / term.target for length in samples.lengths]
+    if function is not None:
+        rows = zip(samples.prompts, samples.responses, samples.answers, strict=True)
+        return [_ask(f"reward.terms.{index}", function, *row) for row in rows]
+    return list(model_scores)
+
+
+def _is_correct(config: RewardConfig, response: str, answer: str) -> bool:
+    inner = formatted_answer(response) if any(isinstance(t, FormatReward) for t in config.terms) else None
+    return matches(response if inner is None else inner, answer)
+
+
+def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float]) -> Judgement:
+    """score = sum of weight times value over the terms; then what is said of responses without an end token.
+
+    `model_scores` are the reward model's, one per response, empty without one. A response is correct if it (or
+    what it puts between answer tags, where a format is rewarded) equals the answer and it ended by itself.
+    UserError if a user's function raises or returns anything but a finite number.
     """
-    correct = [done and matches(r, a) for r, a, done in zip(responses, answers, finished, strict=True)]
-    if reward is None:
-        return [float(c) for c in correct], correct
-    scores = []
-    for prompt, response, answer in zip(prompts, responses, answers, strict=True):
-        try:
-            value = reward(prompt, response, answer)
-        except Exception as error:  # whatever the user's function raises is the user's to see
-            raise UserError(
-                f"task.reward: the function raised {type(error).__name__}: {error}; prompt {prompt!r}"
-            ) from error
-        if not _is_finite_number(value):
-            raise UserError(
-                f"task.reward: the function returned {value!r} for prompt {prompt!r}; must be a finite number"
-            )
-        scores.append(float(value))
-    return scores, correct
+    config = judge.config
+    columns = [_values(i, term, judge, samples, model_scores) for i, term in enumerate(config.terms)]
+    parts = [list(row) for row in zip(*columns, strict=True)]
+    scores = [math.fsum(t.weight * v for t, v in zip(config.terms, row, strict=True)) for row in parts]
+    rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
+    correct = [done and _is_correct(config, response, answer) for response, answer, done in rows]
+    for index, done in enumerate(samples.finished):
+        if not done and config.missing_eos_score is not None:
+            scores[index] = config.missing_eos_score
+        elif not done:
+            scores[index] -= config.missing_eos_penalty
+    return Judgement(scores, parts, correct)
+
+
+def potentials(judge: Judge, prompt: str, response: str, answer: str, char_starts: Sequence[int]) -> list[float]:
+    """Phi before each token: the user's potential of the text of the response so far; 0 without one."""
+    if judge.potential is None:
+        return [0.0] * len(char_starts)
+    return [_ask("reward.potential", judge.potential, prompt, response[:start], answer) for start in char_starts]

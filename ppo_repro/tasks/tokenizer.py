@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ppo_repro.buffers import Spans
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -26,18 +27,6 @@ def train_bpe(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of a response without special tokens, exactly as the tokens spell it."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Per token of one response; `char_start[t] == char_end[t]` for a token without text of its own."""
-
-    char_start: list[int]
-    char_end: list[int]
-    byte_start: list[int]
-    byte_end: list[int]
-    word_id: list[int]
-    sub_idx: list[int]
 
 
 def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:

@@ -1,0 +1,190 @@
+"""From a micro-batch to its per-token losses: the configured objective applied to the networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_repro.buffers import Advantages, ForwardPass, Rollout
+from ppo_repro.config import RunConfig
+from ppo_repro.config_algorithm import (
+    AdaptiveClipObjective,
+    ClipObjective,
+    KLInLoss,
+    NoValue,
+    PenaltyObjective,
+    PolicyGradientObjective,
+    ValueHead,
+)
+from ppo_repro.models.layout import MicroBatch
+from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states, policy_logits
+from ppo_repro.models.scoring import in_reward_units
+from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.logprobs import kl_loss, token_statistics
+from ppo_repro.ppo import kl, losses
+from ppo_repro.ppo.controllers import ReturnStatistics
+from ppo_repro.ppo.weights import importance_weights
+
+Seen = tuple[Tensor, tuple[Tensor, ...]]  # per-token loss, columns that describe it
+
+
+def band_of(config: RunConfig, clip_range: float) -> losses.Band | None:
+    """The trusted ratios of the configured objective; `clip_range` is the adaptive one's. None without a clip."""
+    objective = config.ppo.objective
+    if isinstance(objective, ClipObjective):
+        high = objective.clip_range if objective.clip_range_high is None else objective.clip_range_high
+        return losses.Band(objective.clip_range, high, objective.dual_clip)
+    return losses.Band(clip_range, clip_range) if isinstance(objective, AdaptiveClipObjective) else None
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Surrogate minus entropy bonus plus KL term, per token."""
+
+    state: TrainState
+    rollout: Rollout
+    anchor: Tensor  # [N] denominator of the ratio, log
+    ref_logprobs: Tensor  # [N]
+    advantages: Tensor  # [N]
+    weights: Tensor | None  # [N] importance weights
+    band: losses.Band | None
+    config: RunConfig
+
+    def of(self, m: MicroBatch) -> Seen:
+        """(loss, (loss, new log-probs, ratios, entropies)) from a forward pass of the policy."""
+        return self.of_logits(m, policy_logits(self.state.policy, m.batch))
+
+    def of_logits(self, m: MicroBatch, logits: Tensor) -> Seen:
+        config, tokens = self.config, m.tokens
+        temperature, mode = config.rollout.temperature, config.numerics.mode
+        eligible = expand_kept(self.rollout.kept_tokens[tokens], logits.shape[-1])
+        logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
+        ratios = losses.probability_ratios(logprobs, self.anchor[tokens])
+        loss = self._surrogate(logprobs, ratios, tokens)
+        if self.weights is not None:
+            loss = loss * self.weights[tokens]
+        loss = loss - entropies * config.ppo.entropy_coef
+        if isinstance(config.kl, KLInLoss):
+            loss = loss + self._divergence(m, logits, logprobs, eligible) * self.state.controls.kl_coef
+        return loss, (loss, logprobs, ratios, entropies)
+
+    def _surrogate(self, logprobs: Tensor, ratios: Tensor, tokens: Tensor) -> Tensor:
+        advantages, objective = self.advantages[tokens], self.config.ppo.objective
+        if self.band is not None:
+            return losses.clipped_surrogate(ratios, advantages, self.band)
+        if isinstance(objective, PolicyGradientObjective):
+            return losses.policy_gradient(logprobs, advantages)
+        if isinstance(objective, PenaltyObjective):
+            log_ratios = logprobs - self.anchor[tokens]
+            return losses.penalised_surrogate(ratios, log_ratios, advantages, self.state.controls.penalty_coef)
+        return losses.unclipped_surrogate(ratios, advantages)
+
+    def _divergence(self, m: MicroBatch, logits: Tensor, logprobs: Tensor, eligible: Tensor | None) -> Tensor:
+        """KL(policy || reference) per token, differentiable."""
+        assert isinstance(self.config.kl, KLInLoss)
+        if self.config.kl.estimator != "exact":
+            return kl.loss(self.config.kl.estimator, logprobs, self.ref_logprobs[m.tokens])
+        with torch.no_grad():
+            ref_logits = policy_logits(self.state.reference, m.batch)
+        return kl_loss(logits, ref_logits, self.config.rollout.temperature, eligible, self.config.numerics.mode)
+
+    def flags(self, ratios: Tensor, tokens: Tensor) -> Tensor:
+        """Index into CLIP_FLAGS of each token; all `none` without a clip."""
+        if self.band is None:
+            return torch.zeros(ratios.shape, dtype=torch.uint8)
+        return losses.clip_flags(ratios, self.advantages[tokens], self.band)
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Squared error of the value model, plain or clipped, per token.
+
+    Values and returns are in reward units. Where returns are normalised by a scale s, the loss is the squared
+    error in units of s and the clip range counts those too.
+    """
+
+    value_model: ValueModel
+    old_values: Tensor  # [N]
+    returns: Tensor  # [N]
+    clip_range: float | None  # in reward units
+    statistics: ReturnStatistics
+
+    def of(self, m: MicroBatch) -> Seen:
+        """(loss, (loss, new values)) from a forward pass of the value model."""
+        return self.of_hidden(m, hidden_states(self.value_model.trunk, m.batch))
+
+    def of_hidden(self, m: MicroBatch, hidden: Tensor) -> Seen:
+        values = in_reward_units(self.value_model.head(hidden)[:, 0], self.statistics)
+        returns = self.returns[m.tokens]
+        if self.clip_range is None:
+            loss = losses.value_loss(values, returns)
+        else:
+            loss = losses.clipped_value_loss(values, self.old_values[m.tokens], returns, self.clip_range)
+        if self.statistics.count:
+            loss = loss * (1.0 / (self.statistics.scale * self.statistics.scale))
+        return loss, (loss, values)
+
+    def clips(self, new_values: Tensor, tokens: Tensor) -> Tensor:
+        """Where the clipped branch decides the loss. Bool [M]."""
+        if self.clip_range is None:
+            return torch.zeros(new_values.shape, dtype=torch.bool)
+        return losses.value_clip_binds(new_values, self.old_values[tokens], self.returns[tokens], self.clip_range)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The losses of one iteration."""
+
+    policy: PolicyLoss
+    value: ValueLoss | None  # None without a value model
+    value_coef: float  # of a value head on the policy's trunk
+
+    def joint(self, m: MicroBatch) -> Seen:
+        """Policy loss plus value_coef times value loss, both from one pass of the shared trunk."""
+        assert self.value is not None
+        policy = self.policy.state.policy
+        hidden = hidden_states(trunk_of(policy), m.batch)
+        policy_loss, policy_columns = self.policy.of_logits(m, head_of(policy)(hidden))
+        value_loss, value_columns = self.value.of_hidden(m, hidden)
+        return policy_loss + value_loss * self.value_coef, (*policy_columns, *value_columns)
+
+
+def make_objective(
+    state: TrainState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: RunConfig
+) -> Objective:
+    """What one iteration's update minimises."""
+    ppo, value = config.ppo, config.value
+    policy = PolicyLoss(
+        state,
+        rollout,
+        rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs,
+        forward.ref_logprobs,
+        advantages.advantages,
+        _importance_weights(rollout, forward, config),
+        band_of(config, state.controls.clip_range),
+        config,
+    )
+    if isinstance(value, NoValue):
+        return Objective(policy, None, 0.0)
+    assert state.value_model is not None and forward.values is not None and advantages.returns is not None
+    statistics = state.controls.returns
+    clip_range = None if value.clip_range is None else value.clip_range * statistics.scale
+    value_loss = ValueLoss(state.value_model, forward.values, advantages.returns, clip_range, statistics)
+    return Objective(policy, value_loss, value.value_coef if isinstance(value, ValueHead) else 0.0)
+
+
+def _importance_weights(rollout: Rollout, forward: ForwardPass, config: RunConfig) -> Tensor | None:
+    chosen = config.ppo.importance_weights
+    if chosen is None:
+        return None
+    return importance_weights(
+        forward.old_logprobs,
+        rollout.rollout_logprobs,
+        rollout.lengths,
+        chosen.cap,
+        masked=chosen.kind == "masked",
+        by_sequence=chosen.level == "sequence",
+    )

@@ -1,0 +1,222 @@
+"""Optimizer steps on preference pairs, and the two models trained with them: a reward model, a policy by DPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.config import LayoutConfig, NumericsConfig
+from ppo_repro.models.layout import lay_out
+from ppo_repro.models.networks import policy_logits, sequence_scores
+from ppo_repro.models.reward_model import reward_scores
+from ppo_repro.numerics.grid import exact_mean
+from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer, weights_digest
+from ppo_repro.ppo.preferences import (
+    bradley_terry_losses,
+    dpo_losses,
+    dpo_margins,
+    preference_accuracy,
+    sequence_logprobs,
+)
+from ppo_repro.reward_config import RewardModelTraining
+from ppo_repro.seeding import permutation
+from ppo_repro.tasks.preferences import Preference, check_pairs, chosen_sequences, rejected_sequences
+
+Progress = Callable[[int, int, float], None]  # step, last step, loss
+LossesOf = Callable[[list[int]], tuple[Tensor, Tensor]]  # indices of pairs -> losses and margins, [m] each
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """In which order pairs are seen, and how many at once."""
+
+    epochs: int
+    minibatch_size: int  # pairs per optimizer step; the last one of an epoch may have fewer
+    micro_batch: int  # pairs per backward pass, 0 for the minibatch; shows in no result of exact numerics
+    seed: int
+
+    def minibatches(self, count: int, epoch: int) -> list[list[int]]:
+        """A shuffle of 0..count-1 of its own for every epoch, cut into minibatches."""
+        order = permutation(count, "preference minibatches", self.seed, epoch).tolist()
+        return [order[i : i + self.minibatch_size] for i in range(0, count, self.minibatch_size)]
+
+    def steps(self, count: int) -> int:
+        """Optimizer steps of all epochs."""
+        return self.epochs * -(-count // self.minibatch_size)
+
+
+@dataclass(frozen=True)
+class PreferenceStep:
+    """One optimizer step and what it saw before it."""
+
+    epoch: int
+    minibatch: int
+    pairs: int
+    loss: float  # nats, mean over pairs
+    margin: float  # mean over pairs
+    accuracy: float  # ties count one half
+    grad_norm: float
+    gradient_redos: int
+    digest: str  # weights after the step
+
+
+def pairs_at_once(sequences: int) -> int:
+    """Pairs of a micro-batch of so many sequences: two of them are one pair, and 0 stays 0."""
+    return max(1, sequences // 2) if sequences else 0
+
+
+def _chunks(items: Sequence[int], size: int) -> list[list[int]]:
+    return [list(items[i : i + (size or len(items))]) for i in range(0, len(items), size or len(items))]
+
+
+def preference_steps(
+    model: PreTrainedModel, optimizer: Optimizer, pairs: Sequence[Preference], schedule: Schedule, losses_of: LossesOf
+) -> Iterator[PreferenceStep]:
+    """Train `model` in place on the mean loss of each minibatch of pairs.
+
+    Losses are not reduced in autograd: each pair is seeded with 1 / P, P the pairs of the minibatch.
+    """
+    for epoch in range(schedule.epochs):
+        for index, chosen in enumerate(schedule.minibatches(len(pairs), epoch)):
+            seen: list[tuple[Tensor, Tensor]] = []
+
+            def backward(chosen: list[int] = chosen, seen: list[tuple[Tensor, Tensor]] = seen) -> None:
+                seen.clear()
+                for chunk in _chunks(chosen, schedule.micro_batch):
+                    losses, margins = losses_of(chunk)
+                    torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(chosen)))
+                    seen.append((losses.detach(), margins.detach()))
+
+            report = optimizer.step(backward, sum(pairs[i].input_tokens for i in chosen))
+            losses, margins = (torch.cat(parts) for parts in zip(*seen, strict=True))
+            yield PreferenceStep(
+                epoch=epoch,
+                minibatch=index,
+                pairs=len(chosen),
+                loss=exact_mean(losses),
+                margin=exact_mean(margins),
+                accuracy=preference_accuracy(margins),
+                grad_norm=report.grad_norm,
+                gradient_redos=report.redos,
+                digest=weights_digest(model.named_parameters()),
+            )
+
+
+@dataclass(frozen=True)
+class RewardTraining:
+    """What the training of a reward model did; accuracies on pairs it was not trained on."""
+
+    accuracy_before: float
+    accuracy_after: float
+    steps: tuple[PreferenceStep, ...]
+
+
+def reward_margins(model: PreTrainedModel, pairs: Sequence[Preference], layout: LayoutConfig) -> Tensor:
+    """Score of the preferred response minus that of the other one, float32 [P]."""
+    chosen, rejected = (
+        reward_scores(model, sequences, layout.padding, layout.forward_micro_batch)
+        for sequences in (chosen_sequences(pairs), rejected_sequences(pairs))
+    )
+    return chosen - rejected
+
+
+def train_reward_model(
+    model: PreTrainedModel,
+    pairs: Sequence[Preference],
+    eval_pairs: Sequence[Preference],
+    settings: RewardModelTraining,
+    numerics: NumericsConfig,
+    layout: LayoutConfig,
+    seed: int,
+    progress: Progress,
+) -> RewardTraining:
+    """Train `model`, as `make_reward_model` gives it, in place on the Bradley-Terry loss with AdamW.
+
+    AdamW as in the warm start, without weight decay. `progress(step, last step, loss)` after each step, nats per
+    pair. UserError where a pair does not fit the model.
+    """
+    check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
+    adamw = AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0)
+    optimizer = make_optimizer(model, adamw, numerics.mode, numerics.operand_bits)
+    micro_batch = pairs_at_once(layout.update_micro_batch)
+    schedule = Schedule(settings.epochs, settings.minibatch_size, micro_batch, seed)
+
+    def losses_of(chunk: list[int]) -> tuple[Tensor, Tensor]:
+        some = [pairs[i] for i in chunk]
+        sequences = [*chosen_sequences(some), *rejected_sequences(some)]
+        chosen, rejected = sequence_scores(model, sequences, layout.padding)[:, 0].split(len(some))
+        return bradley_terry_losses(chosen, rejected), chosen - rejected
+
+    before = preference_accuracy(reward_margins(model, eval_pairs, layout))
+    steps: list[PreferenceStep] = []
+    for step in preference_steps(model, optimizer, pairs, schedule, losses_of):
+        steps.append(step)
+        progress(len(steps), schedule.steps(len(pairs)), step.loss)
+    return RewardTraining(before, preference_accuracy(reward_margins(model, eval_pairs, layout)), tuple(steps))
+
+
+@dataclass(frozen=True)
+class PairLogprobs:
+    """log pi(y | x) of both responses of each pair, nats, float64 [P] each."""
+
+    chosen: Tensor
+    rejected: Tensor
+
+    def of(self, pairs: Sequence[int]) -> PairLogprobs:
+        """Those of some pairs, by index."""
+        index = torch.tensor(pairs, dtype=torch.int64)
+        return PairLogprobs(self.chosen[index], self.rejected[index])
+
+
+def _pair_logprobs(
+    policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, padding: str
+) -> PairLogprobs:
+    """In one forward pass, differentiable; of the whole distribution softmax(logits / temperature)."""
+    responses = [*(p.chosen_ids for p in pairs), *(p.rejected_ids for p in pairs)]
+    batch = lay_out([p.prompt_ids for p in pairs] * 2, responses, padding)
+    logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)
+    sums = sequence_logprobs(logprobs, torch.tensor([len(response) for response in responses]))
+    return PairLogprobs(*sums.split(len(pairs)))
+
+
+@torch.no_grad()
+def pair_logprobs(
+    policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, layout: LayoutConfig
+) -> PairLogprobs:
+    """Log-probs of all pairs, `layout.forward_micro_batch` sequences at a time."""
+    parts = [
+        _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, layout.padding)
+        for chunk in _chunks(range(len(pairs)), pairs_at_once(layout.forward_micro_batch))
+    ]
+    return PairLogprobs(torch.cat([p.chosen for p in parts]), torch.cat([p.rejected for p in parts]))
+
+
+def margins_of(policy: PairLogprobs, reference: PairLogprobs, beta: float) -> Tensor:
+    """Differences of implicit rewards, float64 [P]; positive where the preferred response gained more."""
+    return dpo_margins(policy.chosen, policy.rejected, reference.chosen, reference.rejected, beta)
+
+
+def dpo_steps(
+    policy: PreTrainedModel,
+    optimizer: Optimizer,
+    pairs: Sequence[Preference],
+    reference: PairLogprobs,
+    beta: float,
+    temperature: float,
+    schedule: Schedule,
+    mode: str,
+    padding: str,
+) -> Iterator[PreferenceStep]:
+    """Train `policy` in place by DPO; `reference` are the frozen model's log-probs of `pairs`, computed once."""
+
+    def losses_of(chunk: list[int]) -> tuple[Tensor, Tensor]:
+        found = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding)
+        margins = margins_of(found, reference.of(chunk), beta)
+        return dpo_losses(margins), margins
+
+    return preference_steps(policy, optimizer, pairs, schedule, losses_of)

@@ -1,0 +1,148 @@
+"""A reward model: a transformers sequence classifier with one label, read at the last token of prompt + response.
+
+In exact numerics a score depends on its own sequence alone, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ppo_repro.errors import UserError
+from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
+from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, trunk_of
+from ppo_repro.numerics.grid import OPERAND_BITS
+from ppo_repro.numerics.layers import ExactLinear
+from ppo_repro.runs.folder import whole_folder
+from ppo_repro.seeding import bell
+
+CLASSIFIER_OF = dict(zip(CAUSAL_MODELS, CLASSIFIERS, strict=True))
+
+
+def _head_of(classifier: PreTrainedModel) -> nn.Linear:
+    """The scalar head: weight [1, H], no bias in any family."""
+    return cast(nn.Linear, classifier.score)
+
+
+def make_reward_model(
+    source: PreTrainedModel, mode: str, max_context: int, seed: int, bits: int = OPERAND_BITS
+) -> PreTrainedModel:
+    """A reward model whose trunk starts as that of the causal model; its head is bell-shaped, std 0.1 / sqrt(H).
+
+    `source` is an unmodified float32 model. UserError where its family has no classifier or is not covered.
+    """
+    if type(source) not in CLASSIFIER_OF:
+        known = ", ".join(c.__name__ for c in CAUSAL_MODELS)
+        raise UserError(f"a reward model cannot be made from {type(source).__name__}; must be one of {known}")
+    config = copy.deepcopy(source.config)
+    config.num_labels = 1
+    model = CLASSIFIER_OF[type(source)](config)
+    trunk_of(model).load_state_dict(trunk_of(source).state_dict())
+    size = source.config.hidden_size
+    draws = bell(size, "reward head", seed) * (0.1 / math.sqrt(size))
+    with torch.no_grad():
+        _head_of(model).weight.copy_(torch.from_numpy(draws)[None, :])
+    return make_policy(model, mode, max_context, bits)
+
+
+def load_reward_model(
+    folder: Path, mode: str, max_context: int, bits: int = OPERAND_BITS
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Reward model and tokenizer of a transformers folder, without code from it and without the network.
+
+    UserError where the class is not one of `CLASSIFIERS`, there is more than one label, or it cannot be read.
+    """
+    where = f"reward model {folder}"
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{where}: must be a transformers model folder; there is no config.json in it")
+    known = ", ".join(c.__name__ for c in CLASSIFIERS)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        architecture = (config.architectures or ["unknown"])[0]
+        if architecture not in {c.__name__ for c in CLASSIFIERS}:
+            raise UserError(f"{where}: architecture {architecture}; must be one of {known}")
+        if config.num_labels != 1:
+            raise UserError(f"{where}: num_labels = {config.num_labels}; a reward model has exactly 1")
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        if type(model) not in CLASSIFIERS:  # model_type and architectures of the folder disagree
+            raise UserError(f"{where}: loads as {type(model).__name__}; must be one of {known}")
+        if report["missing_keys"]:  # transformers would fill them with random numbers
+            raise UserError(f"{where}: has no tensor {sorted(report['missing_keys'])[0]}; save the model again")
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{where}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+    for name in ("is_local", "local_files_only"):  # how it was read would be saved with it
+        tokenizer.init_kwargs.pop(name, None)
+    return make_policy(model.eval(), mode, max_context, bits), tokenizer
+
+
+def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> None:
+    """Raise UserError unless every token id means the same to both: responses are scored as ids, never as text."""
+    ours, theirs = policy.get_vocab(), reward.get_vocab()
+    if ours != theirs:
+        token = min(set(ours.items()) ^ set(theirs.items()))[0]
+        raise UserError(
+            f"the reward model has another tokenizer than the policy: token {token!r} is {ours.get(token)} in the "
+            f"policy's and {theirs.get(token)} in the reward model's; use models of one tokenizer"
+        )
+
+
+def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A folder that AutoModelForSequenceClassification reads; whole or not at all. UserError where that fails.
+
+    The stock forward scores the last token that is not `pad_token_id`: it differs where that is the end token.
+    """
+    with whole_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+
+@torch.no_grad()
+def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, micro_batch: int) -> Tensor:
+    """Score of each prompt + response at its last token, float32 [B]; `micro_batch` at a time, 0 for all at once.
+
+    In exact numerics bit for bit the same for every padding, micro-batch and order. ValueError on an empty sequence.
+    """
+    if not all(len(sequence) for sequence in sequences):
+        raise ValueError("an empty sequence has no last token")
+    size = micro_batch or len(sequences) or 1
+    chunks = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+    return torch.cat([torch.empty(0), *(sequence_scores(model, chunk, padding)[:, 0] for chunk in chunks)])
+
+
+def value_model_from(
+    reward_model: PreTrainedModel, mode: str, max_context: int, bits: int = OPERAND_BITS
+) -> ValueModel:
+    """A value model that starts as the reward model, trunk and head: V after the last token is the reward's score.
+
+    Its head has a bias, which starts at 0. Parameters are copies. Ouyang et al., 2022, section 3.5.
+    """
+    stock = type(reward_model)(copy.deepcopy(reward_model.config))
+    stock.load_state_dict(reward_model.state_dict())
+    weight = _head_of(stock).weight
+    head = nn.Linear(weight.shape[1], 1)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.zero_()
+    trunk = make_policy(trunk_of(stock), mode, max_context, bits)
+    return ValueModel(trunk, ExactLinear(head, "value head", bits) if mode == "exact" else head)

@@ -1,0 +1,173 @@
+"""Preference pairs: made by a rule from a task whose answers are known, or found in a recorded run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ppo_repro.errors import UserError
+from ppo_repro.records import reader
+from ppo_repro.seeding import permutation, words
+from ppo_repro.tasks.problems import Problem
+from ppo_repro.tasks.tokenizer import decode
+
+MISTAKES = ("digit", "truncated", "too_long")
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two responses to one prompt, the first of which is preferred; end tokens included where there are any."""
+
+    prompt_key: str
+    prompt_ids: Ids
+    chosen_ids: Ids
+    rejected_ids: Ids
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens of both sequences, the prompt counted twice."""
+        return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
+
+
+def chosen_sequences(pairs: Sequence[Preference]) -> list[Ids]:
+    """Prompt + preferred response of each pair."""
+    return [pair.prompt_ids + pair.chosen_ids for pair in pairs]
+
+
+def rejected_sequences(pairs: Sequence[Preference]) -> list[Ids]:
+    """Prompt + the other response of each pair."""
+    return [pair.prompt_ids + pair.rejected_ids for pair in pairs]
+
+
+def check_pairs(pairs: Sequence[Preference], vocab_size: int, max_context: int) -> None:
+    """Raise UserError naming the first pair that a model of this vocabulary and context cannot read."""
+    for pair in pairs:
+        for ids in (*chosen_sequences([pair]), *rejected_sequences([pair])):
+            where = f"preference pair of prompt {pair.prompt_key!r}"
+            if len(ids) > max_context:
+                raise UserError(f"{where}: has {len(ids)} tokens; numerics.max_context = {max_context}; raise it")
+            if not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise UserError(
+                    f"{where}: has a token outside 0..{vocab_size - 1}; use a model and pairs of one tokenizer"
+                )
+
+
+def wrong_answer(answer: str, digits: str, draws: Sequence[int]) -> str:
+    """A wrong answer: one digit exchanged, the last digit missing, or one digit too many, each in one third of cases.
+
+    `digits` are those that may be put in, at least two of them; `draws` three random words: which mistake, where,
+    which digit.
+    """
+    mistake, place = MISTAKES[draws[0] % len(MISTAKES)], draws[1] % len(answer)
+    if mistake == "truncated":
+        return answer[:-1]
+    if mistake == "too_long":
+        return answer + digits[draws[2] % len(digits)]
+    others = [d for d in digits if d != answer[place]]
+    return answer[:place] + others[draws[2] % len(others)] + answer[place + 1 :]
+
+
+def _digits_of(problems: Sequence[Problem]) -> str:
+    """The digits that occur in the answers; UserError unless all answers are numbers and there are two digits."""
+    for problem in problems:
+        if not (problem.answer.isascii() and problem.answer.isdecimal()):
+            raise UserError(
+                f"prompt {problem.key!r}: its answer {problem.answer!r} is no number; the rule for wrong answers "
+                "knows digits only; use pairs of a recorded run"
+            )
+    digits = "".join(sorted({digit for problem in problems for digit in problem.answer}))
+    if len(digits) < 2:
+        raise UserError(f"the answers have one digit only ({digits!r}); wrong ones cannot be made from it")
+    return digits
+
+
+def _response(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
+    """The tokens of a response that ends by itself; UserError where the tokenizer cannot spell it."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if decode(tokenizer, ids) != text or tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer cannot spell the response {text!r} with an end token; use another model")
+    return (*ids, tokenizer.eos_token_id)
+
+
+def _drawn(problems: Sequence[Problem], count: int, seed: int) -> Iterator[tuple[Problem, int]]:
+    """`count` problems and how often each was drawn before: a fresh shuffle each time all have been drawn."""
+    for epoch in range(-(-count // len(problems))):
+        order = permutation(len(problems), "preference prompts", seed, epoch)
+        for index in order[: count - epoch * len(problems)]:
+            yield problems[index], epoch
+
+
+def pairs_by_rule(
+    problems: Sequence[Problem],
+    prompt_ids: Mapping[str, Ids],
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    label_noise: float,
+    seed: int,
+) -> list[Preference]:
+    """`count` pairs: the right answer is preferred to a `wrong_answer`; with probability `label_noise` the other way.
+
+    A pair is a function of seed, prompt key and how often the prompt came before. With noise p a Bradley-Terry
+    model has a finite optimum, score differences of log((1 - p) / p). UserError where answers are not numbers.
+    """
+    digits = _digits_of(problems)
+    pairs = []
+    for problem, repeat in _drawn(problems, count, seed):
+        *draws, noise = words(4, "preference", seed, problem.key, repeat).tolist()
+        right = _response(tokenizer, problem.answer)
+        wrong = _response(tokenizer, wrong_answer(problem.answer, digits, draws))
+        # the upper 53 bits as a fraction in [0, 1)
+        swapped = (noise >> 11) * 2.0**-53 < label_noise
+        chosen, rejected = (wrong, right) if swapped else (right, wrong)
+        pairs.append(Preference(problem.key, prompt_ids[problem.key], chosen, rejected))
+    return pairs
+
+
+def _ids(values: Any) -> Ids:
+    return tuple(int(value) for value in values)
+
+
+def pairs_from_run(run_dir: Path, iterations: int = 0) -> list[Preference]:
+    """Every two responses of one iteration to one prompt with different scores, the higher score preferred.
+
+    From the first `iterations` iterations, 0 for all, in the order of the records; equal pairs of one prompt and
+    iteration count once. UserError where the run is damaged, incomplete, too short or has no such pair.
+    """
+    recorded = len(reader.open_manifest(run_dir).iterations)
+    if iterations > recorded:
+        raise UserError(f"iterations = {iterations}: {run_dir} has {recorded}; choose at most that many")
+    columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
+    rows = reader.read_sequences(run_dir, columns=columns, iterations=range(iterations or recorded))
+    pairs: dict[tuple[str, Preference], None] = {}  # in the order in which they are found
+    for (iteration, key), group in rows.groupby(["iteration", "prompt_key"], sort=False):
+        entries = [(_ids(ids), float(score)) for ids, score in zip(group["response_ids"], group["scores"], strict=True)]
+        prompt = _ids(group["prompt_ids"].iloc[0])
+        for chosen, high in entries:
+            for rejected, low in entries:
+                if high > low:
+                    pairs[(str(iteration), Preference(str(key), prompt, chosen, rejected))] = None
+    if not pairs:
+        raise UserError(
+            f"{run_dir}: has no two responses to one prompt with different scores in one iteration; "
+            "record a run with rollout.samples_per_prompt of 2 or more"
+        )
+    return [pair for _, pair in pairs]
+
+
+def hold_out(
+    pairs: Sequence[Preference], num_eval_prompts: int, seed: int
+) -> tuple[list[Preference], list[Preference]]:
+    """(training pairs, held-out pairs): all pairs of `num_eval_prompts` prompts, by key and seed, are held out."""
+    keys = sorted({pair.prompt_key for pair in pairs})
+    if num_eval_prompts >= len(keys):
+        raise UserError(
+            f"num_eval_prompts = {num_eval_prompts}: the pairs are of {len(keys)} prompts; leave some to train on"
+        )
+    held = {keys[i] for i in permutation(len(keys), "held-out pairs", seed)[:num_eval_prompts]}
+    return [p for p in pairs if p.prompt_key not in held], [p for p in pairs if p.prompt_key in held]

@@ -284,17 +284,24 @@ class RewardModelFolder(Section):
     path: str = Field(min_length=1, description="Folder with config.json and safetensors.")
 
 
-class TrainedRewardModel(Section):
-    """A reward model made here: the policy's trunk, trained on preference pairs of a known rule before PPO."""
+class RewardModelTraining(Section):
+    """Pairs made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
+
+    num_pairs: Count = Field(description="Preference pairs to train on, made from training prompts.")
+    num_eval_pairs: Count = Field(256, description="Pairs from held-out prompts, without label noise, to judge it by.")
+    label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.0, description="Probability that a training pair prefers the wrong answer."
+    )
+    epochs: Count = Field(1, description="Passes over the pairs.")
+    minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
+    learning_rate: Positive = Field(description="AdamW learning rate.")
+
+
+class TrainedRewardModel(RewardModelTraining):
+    """A reward model made here before PPO: the policy's trunk, trained on pairs of a right and a wrong answer."""
 
     kind: Literal["trained_model"]
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
-    pairs: Count = Field(description="Preference pairs: the answer against a wrong one.")
-    held_out_pairs: Count = Field(64, description="Further pairs on which its accuracy is measured.")
-    label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(0.0, description="Share of pairs turned round.")
-    steps: Count = Field(description="Bradley-Terry training steps.")
-    batch_size: Count = Field(description="Pairs per step.")
-    learning_rate: Positive = Field(description="AdamW learning rate.")
 
 
 RewardTerm = Annotated[

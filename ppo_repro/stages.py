@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Prompts, Rewards, Rollout
 from ppo_repro.config import RunConfig
@@ -23,7 +23,7 @@ from ppo_repro.config_algorithm import (
     NoValue,
     PenaltyObjective,
 )
-from ppo_repro.models.reward_model import RewardModel, reward_scores
+from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import gae, group_advantages, whiten
 from ppo_repro.ppo.controllers import (
@@ -49,7 +49,7 @@ class Task:
     problems: Split
     prompt_ids: dict[str, tuple[int, ...]]  # by problem key
     judge: Judge
-    reward_model: RewardModel | None  # frozen; None where no term of the reward is one
+    reward_model: PreTrainedModel | None  # frozen; None where no term of the reward is one
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -230,9 +230,7 @@ def next_controls(
     controller = FixedController() if isinstance(config.kl, NoKL) else config.kl.controller
     if isinstance(controller, AdaptiveController):
         per_sequence = math.fsum(forward.ref_kl.tolist()) / sequences
-        coef = adaptive_kl_coef(
-            controls.kl_coef, per_sequence, controller.target_kl, sequences, controller.horizon
-        )
+        coef = adaptive_kl_coef(controls.kl_coef, per_sequence, controller.target_kl, sequences, controller.horizon)
         controls = replace(controls, kl_coef=coef)
     objective = config.ppo.objective
     if isinstance(objective, AdaptiveClipObjective):

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.config import LayoutConfig, NumericsConfig
+from ppo_repro.config_algorithm import RewardModelTraining
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
@@ -23,7 +24,6 @@ from ppo_repro.ppo.preferences import (
     preference_accuracy,
     sequence_logprobs,
 )
-from ppo_repro.reward_config import RewardModelTraining
 from ppo_repro.seeding import permutation
 from ppo_repro.tasks.preferences import Preference, check_pairs, chosen_sequences, rejected_sequences
 

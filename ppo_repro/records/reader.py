@@ -53,7 +53,7 @@ def read_recorded(run_dir: Path, found: Manifest, table: schema.Table, iteration
 
 
 def to_frame(columns: Sequence[schema.Column], parts: Sequence[pa.Table]) -> pd.DataFrame:
-    """The tables one after the other, bits kept; null becomes NaN, of a text None; raises ValueError where there is none."""
+    """The tables one after the other, bits kept; null becomes NaN or None; raises ValueError where there is none."""
     rows = sum(part.num_rows for part in parts)
     series = {column.name: _to_series(column, parts) for column in columns}
     return pd.DataFrame(series, index=pd.RangeIndex(rows), columns=[column.name for column in columns])

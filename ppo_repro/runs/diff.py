@@ -177,7 +177,9 @@ def _unequal_lists(kind: str, left: pa.ChunkedArray, right: pa.ChunkedArray) -> 
     # only lists of one length have elements side by side
     rows = np.flatnonzero(~unequal)
     elements = [
-        digests.raw_values(kind.removeprefix("list<").removesuffix(">"), pc.list_flatten(column))[np.repeat(~unequal, lengths)]
+        digests.raw_values(kind.removeprefix("list<").removesuffix(">"), pc.list_flatten(column))[
+            np.repeat(~unequal, lengths)
+        ]
         for column, lengths in ((left, left_lengths), (right, right_lengths))
     ]
     owners = np.repeat(rows, left_lengths[rows])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from ppo_repro.config import JsonlTask, ModelFolder, RunConfig, TinyModel
-from ppo_repro.config_algorithm import NoValue, SeparateValue, ValueHead
+from ppo_repro.config_algorithm import NoValue, RewardModelFolder, SeparateValue, ValueHead
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files, load_folder, stop_ids
 from ppo_repro.models.networks import (
@@ -22,7 +22,13 @@ from ppo_repro.models.networks import (
     make_value_head,
     make_value_model,
 )
-from ppo_repro.models.reward_model import RewardModel, value_model_from
+from ppo_repro.models.preference_training import RewardTraining, train_reward_model
+from ppo_repro.models.reward_model import (
+    load_reward_model,
+    make_reward_model,
+    require_same_tokens,
+    value_model_from,
+)
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import warm_start
@@ -31,6 +37,7 @@ from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.stages import Task, first_controls
+from ppo_repro.tasks.preferences import pairs_by_rule
 from ppo_repro.tasks.problems import Split, encode_all, encoder, load_problems
 from ppo_repro.tasks.rewards import Judge, load_judge, reward_files
 
@@ -44,6 +51,7 @@ class Prepared:
     task: Task
     state: TrainState
     engine: TorchEngine
+    reward_training: RewardTraining | None  # None unless a reward model was trained here
 
 
 def run_inputs(config: RunConfig) -> list[Path]:
@@ -73,13 +81,48 @@ def _source(
 
 
 def prepare_task(
-    config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, source: PreTrainedModel, judge: Judge
-) -> Task:
-    """Encode and check every prompt; make or load the reward model."""
+    config: RunConfig,
+    problems: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    source: PreTrainedModel,
+    judge: Judge,
+    progress: WarmStartProgress,
+) -> tuple[Task, RewardTraining | None]:
+    """Encode and check every prompt; load the reward model, or make it and say how that went."""
     chat = isinstance(config.task, JsonlTask) and config.task.chat_template
     vocab_size = source.config.vocab_size
     ids = encode_all([*problems.train, *problems.held_out], encoder(tokenizer, chat), config, vocab_size)
-    return Task(problems, ids, judge, None, tokenizer)
+    reward_model, training = _reward_model(config, problems, ids, tokenizer, source, progress)
+    return Task(problems, ids, judge, reward_model, tokenizer), training
+
+
+def _reward_model(
+    config: RunConfig,
+    problems: Split,
+    prompt_ids: Mapping[str, tuple[int, ...]],
+    tokenizer: PreTrainedTokenizerBase,
+    source: PreTrainedModel,
+    progress: WarmStartProgress,
+) -> tuple[PreTrainedModel | None, RewardTraining | None]:
+    term, numerics = config.reward.model, config.numerics
+    if term is None:
+        return None, None
+    if isinstance(term, RewardModelFolder):
+        loaded, its_tokenizer = load_reward_model(
+            Path(term.path), numerics.mode, numerics.max_context, numerics.operand_bits
+        )
+        require_same_tokens(tokenizer, its_tokenizer)
+        return freeze(loaded), None
+    model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed, numerics.operand_bits)
+    pairs, eval_pairs = (
+        pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
+        for some, count, noise in (
+            (problems.train, term.num_pairs, term.label_noise),
+            (problems.held_out, term.num_eval_pairs, 0.0),
+        )
+    )
+    training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
+    return freeze(model), training
 
 
 def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
@@ -116,7 +159,7 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> TrainState
 
 
 def _value_model(
-    config: RunConfig, source: PreTrainedModel, policy: PreTrainedModel, reward_model: RewardModel | None
+    config: RunConfig, source: PreTrainedModel, policy: PreTrainedModel, reward_model: PreTrainedModel | None
 ) -> ValueModel | None:
     mode, max_context, bits = config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits
     if isinstance(config.value, NoValue):
@@ -125,7 +168,7 @@ def _value_model(
         return ValueModel(trunk_of(policy), make_value_head(source.config.hidden_size, mode, config.seed, bits))
     if config.value.init == "reward_model":
         assert reward_model is not None
-        return value_model_from(reward_model)
+        return value_model_from(reward_model, mode, max_context, bits)
     return make_value_model(source, mode, max_context, config.seed, bits)
 
 
@@ -143,7 +186,7 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
         source, tokenizer = _source(config, problems, progress)
     else:
         source, tokenizer = load_folder(start_folder)
-    task = prepare_task(config, problems, tokenizer, source, judge)
+    task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context
@@ -158,4 +201,4 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
         config.layout.prefill_chunk,
         config.layout.prefix_cache,
     )
-    return Prepared(task, state, engine)
+    return Prepared(task, state, engine, reward_training)

@@ -27,7 +27,7 @@ from ppo_repro.runs.environment import describe_environment, file_digests
 from ppo_repro.runs.folder import only_writer
 from ppo_repro.runs.prepare import Prepared, prepare, run_inputs
 from ppo_repro.runs.progress import Watcher
-from ppo_repro.stages import evaluate
+from ppo_repro.stages import evaluate, last_kl
 
 Final = dict[str, float | int | str]
 
@@ -41,14 +41,14 @@ def _iterate(
     config: RunConfig, prepared: Prepared, watcher: Watcher, ranks: Ranks
 ) -> Iterator[tuple[Iteration, dict[str, pa.Table]]]:
     for item in ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ranks):
-        yield item, iteration_tables(item, prepared.task, config)
+        yield item, iteration_tables(item, config)
         rewards = item.rewards
         watcher.iteration(
             item.index + 1,
             config.ppo.iterations,
             exact_mean(rewards.scores),
             exact_mean(rewards.is_correct),
-            item.updates[-1].approx_kl,
+            last_kl(item.updates),
         )
 
 
@@ -64,20 +64,23 @@ def _prepare(
     ranks.require_same("configuration", config.digest())
     ranks.require_same("input files", sorted(inputs.values()))
     prepared = prepare(config, warm_start, start_folder)
-    models = prepared.state.policy, prepared.state.value_model
-    ranks.require_same("initial weights", [weights_digest(model.named_parameters()) for model in models])
+    weights = prepared.state.policy.named_parameters(), prepared.state.value_parameters().items()
+    ranks.require_same("initial weights", [weights_digest(parameters) for parameters in weights])
     return prepared
 
 
 def _final_results(config: RunConfig, prepared: Prepared, ranks: Ranks) -> Final:
     evaluation = evaluate(config, prepared.task, prepared.engine, ranks)
+    training = prepared.reward_training
+    judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
     return {
+        **judged,
         "eval_accuracy": evaluation.accuracy,
         "eval_score": evaluation.score,
         # the reference is what the policy was before the first step
         "initial_policy_digest": weights_digest(prepared.state.reference.named_parameters()),
         "policy_digest": weights_digest(prepared.state.policy.named_parameters()),
-        "value_digest": weights_digest(prepared.state.value_model.named_parameters()),
+        "value_digest": weights_digest(prepared.state.value_parameters().items()),
     }
 
 

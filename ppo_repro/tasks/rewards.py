@@ -24,7 +24,9 @@ from ppo_repro.errors import UserError
 UserReward = Callable[[str, str, str], float]
 
 # thoughts, then the answer, each in tags of its own and nothing outside them. DeepSeek-AI, 2025, table 1.
-_FORMAT = re.compile(r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.S)
+_FORMAT = re.compile(
+    r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.S
+)
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,8 @@ def _values(index: int, term: RewardTerm, judge: Judge, samples: Samples, model_
     if isinstance(term, LengthReward):
         return [-abs(length - term.target) / term.target for length in samples.lengths]
     if function is not None:
-        rows = zip(samples.prompts, samples.responses, samples.answers, strict=True)
-        return [_ask(f"reward.terms.{index}", function, *row) for row in rows]
+        asked = zip(samples.prompts, samples.responses, samples.answers, strict=True)
+        return [_ask(f"reward.terms.{index}", function, *texts) for texts in asked]
     return list(model_scores)
 
 

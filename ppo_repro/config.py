@@ -20,11 +20,10 @@ from ppo_repro.config_algorithm import (
     LoraConfig,
     PenaltyObjective,
     PPOConfig,
-    RewardConfig,
     SeparateValue,
-    TrainedRewardModel,
     ValueConfig,
 )
+from ppo_repro.config_reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config_section import Count, Fraction, Index, Positive, Section, with_usual
 
 # what a group of fields is when it does not say: (group, field, value)

@@ -9,10 +9,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config_section import Count, Finite, Fraction, Index, NonNegative, Positive, Section, with_usual
+from ppo_repro.config_section import (
+    Count,
+    Fraction,
+    Index,
+    NonNegative,
+    Positive,
+    Section,
+    Whitening,
+    with_usual,
+)
 
 ClipBound = Annotated[float, Field(gt=0, lt=1)]
-Whitening = Literal["none", "scale", "full"]
 
 
 class ClipObjective(Section):
@@ -241,106 +249,6 @@ class PPOConfig(Section):
     @classmethod
     def _usual_objective(cls, tree: Any) -> Any:
         return with_usual(tree, (("objective", "kind", "clip"),))
-
-
-class ExactMatch(Section):
-    """1 if the response equals the answer and ended by itself, 0 otherwise."""
-
-    kind: Literal["exact_match"] = "exact_match"
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
-
-
-class FormatReward(Section):
-    """Format and answer in the manner of R1: `<think>...</think><answer>...</answer>`."""
-
-    kind: Literal["format"]
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
-    answer_weight: Finite = Field(
-        1.0, description="1 for the form plus this much if the text between the answer tags is the answer."
-    )
-
-
-class LengthReward(Section):
-    """-|tokens - target| / target: 0 at the wanted length."""
-
-    kind: Literal["length"]
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
-    target: Count = Field(description="Wanted length of a response, tokens, end token included.")
-
-
-class FunctionReward(Section):
-    """A function of the user's, called with prompt, response and answer."""
-
-    kind: Literal["function"]
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
-    path: str = Field(min_length=1, description="`FILE.py:FUNCTION`.")
-
-
-class RewardModelFolder(Section):
-    """A transformers sequence classifier with one label, with the policy's tokenizer."""
-
-    kind: Literal["model"]
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
-    path: str = Field(min_length=1, description="Folder with config.json and safetensors.")
-
-
-class RewardModelTraining(Section):
-    """Pairs made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
-
-    num_pairs: Count = Field(description="Preference pairs to train on, made from training prompts.")
-    num_eval_pairs: Count = Field(256, description="Pairs from held-out prompts, without label noise, to judge it by.")
-    label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.0, description="Probability that a training pair prefers the wrong answer."
-    )
-    epochs: Count = Field(1, description="Passes over the pairs.")
-    minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
-    learning_rate: Positive = Field(description="AdamW learning rate.")
-
-
-class TrainedRewardModel(RewardModelTraining):
-    """A reward model made here before PPO: the policy's trunk, trained on pairs of a right and a wrong answer."""
-
-    kind: Literal["trained_model"]
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
-
-
-RewardTerm = Annotated[
-    ExactMatch | FormatReward | LengthReward | FunctionReward | RewardModelFolder | TrainedRewardModel,
-    Field(discriminator="kind"),
-]
-
-
-class RewardConfig(Section):
-    """What a response is worth, and on which of its tokens."""
-
-    terms: Annotated[tuple[RewardTerm, ...], Field(min_length=1, strict=False)] = Field(
-        (ExactMatch(),), description="The score is the weighted sum of these."
-    )
-    placement: Literal["last", "word_ends", "uniform"] = Field(
-        "last", description="The score on the last token, in equal parts at the ends of words, or on every token."
-    )
-    potential: str | None = Field(
-        None, description="`FILE.py:FUNCTION` of prompt, response so far, answer: potential-based shaping; null: none."
-    )
-    missing_eos_penalty: NonNegative = Field(0.0, description="Subtracted from scores of responses cut at the limit.")
-    missing_eos_score: Finite | None = Field(None, description="Score of responses cut at the limit; null: their own.")
-    whiten: Whitening = Field(
-        "none", description="Per-token rewards, KL penalty included: `scale` to variance 1, `full` also to mean 0."
-    )
-
-    @model_validator(mode="after")
-    def _one_of_each(self) -> Self:
-        if self.missing_eos_score is not None and self.missing_eos_penalty:
-            raise ValueError("missing_eos_penalty and missing_eos_score cannot both be given; keep one")
-        models = [t for t in self.terms if isinstance(t, RewardModelFolder | TrainedRewardModel)]
-        if len(models) > 1:
-            raise ValueError("terms may hold one reward model; keep one of kind model or trained_model")
-        return self
-
-    @property
-    def model(self) -> RewardModelFolder | TrainedRewardModel | None:
-        """The term that is a reward model, if there is one."""
-        return next((t for t in self.terms if isinstance(t, RewardModelFolder | TrainedRewardModel)), None)
 
 
 class LoraConfig(Section):

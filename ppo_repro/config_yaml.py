@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ppo_repro.config import JsonlTask, ModelFolder, RunConfig
-from ppo_repro.config_algorithm import FunctionReward, RewardModelFolder
+from ppo_repro.config_reward import FunctionReward, RewardModelFolder
 from ppo_repro.errors import UserError
 
 
@@ -78,7 +78,7 @@ def parse_yaml(text: str) -> Any:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not path:
-        raise UserError(f"--set {override}: must be FIELD=VALUE, for example --set ppo.clip_range=0.1")
+        raise UserError(f"--set {override}: must be FIELD=VALUE, for example --set ppo.learning_rate=1e-4")
     node = tree
     *parents, leaf = path.split(".")
     for name in parents:

@@ -65,6 +65,8 @@ def hard_values(kind: str) -> Any:
         return TEXTS
     if kind == "list<int32>":
         return [[], INT32S, [0], [], [1, 2, 3]]
+    if kind == "list<float64>":
+        return [hard_values("float64"), np.empty(0), np.array([-0.0])]
     return {"int32": np.array(INT32S, np.int32), "int64": np.array(INT64S), "bool": np.array([True, False])}[kind]
 
 
@@ -80,6 +82,8 @@ def values_of(kind: str) -> st.SearchStrategy[Any]:
         return st.lists(st.text(st.characters(codec="utf-8")))
     if kind == "list<int32>":
         return st.lists(st.lists(int32))
+    if kind == "list<float64>":
+        return st.lists(values_of("float64"))
     if kind == "bool":
         return st.lists(st.booleans()).map(lambda values: np.array(values, dtype=bool))
     dtype = np.dtype(kind)

@@ -59,14 +59,14 @@ def test_words_that_look_like_other_things_stay_words(word: str) -> None:
 
 
 def test_no_is_not_a_boolean(tmp_path: Path) -> None:
-    assert "valid boolean" in refusal("ppo.whiten_advantages=no")
-    assert "ppo.whiten_advantages = 'no'" in refusal("ppo.whiten_advantages=no")
-    assert small_config("ppo.whiten_advantages=false").ppo.whiten_advantages is False
+    assert "valid boolean" in refusal("layout.prefix_cache=no")
+    assert "layout.prefix_cache = 'no'" in refusal("layout.prefix_cache=no")
+    assert small_config("layout.prefix_cache=false").layout.prefix_cache is False
     assert small_config("experiment=no").experiment == "no"
 
 
 def test_an_integer_will_do_for_a_number_and_means_the_same() -> None:
-    assert small_config("ppo.gamma=1").canonical_json() == small_config("ppo.gamma=1.0").canonical_json()
+    assert small_config("advantages.gamma=1").canonical_json() == small_config("advantages.gamma=1.0").canonical_json()
 
 
 def test_a_repeated_field_is_refused(tmp_path: Path) -> None:
@@ -107,12 +107,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         ("colour=red", "colour: unknown field; remove it or correct its name"),
         ("task.chat_template=true", "task.chat_template: unknown field; remove it or correct its name"),
         ("model.path=x", "model.path: unknown field; remove it or correct its name"),
-        ("ppo.clip_range=wide", "ppo.clip_range = 'wide': input should be a valid number"),
+        ("ppo.objective.clip_range=wide", "ppo.objective.clip_range = 'wide': input should be a valid number"),
         ("ppo.epochs=1.5", "ppo.epochs = 1.5: input should be a valid integer"),
         ("ppo.epochs=true", "ppo.epochs = True: input should be a valid integer"),
         ("ppo.epochs=", "ppo.epochs = None: input should be a valid integer"),
         ("ppo.epochs=0", "ppo.epochs = 0: input should be greater than or equal to 1"),
-        ("ppo.clip_range=1", "ppo.clip_range = 1"),
+        ("ppo.objective.clip_range=1", "ppo.objective.clip_range = 1"),
         ("rollout.top_p=0", "rollout.top_p = 0: input should be greater than 0"),
         ("seed=-1", "seed = -1: input should be greater than or equal to 0"),
         ("seed=9223372036854775808", "seed = 9223372036854775808: input should be less than"),
@@ -139,7 +139,7 @@ def test_a_missing_field_is_named(path: str) -> None:
 
 
 def test_further_mistakes_are_counted() -> None:
-    assert refusal("ppo.epochs=0", "ppo.gamma=2", "seed=-1").endswith("(and 2 more)")
+    assert refusal("ppo.epochs=0", "advantages.gamma=2", "seed=-1").endswith("(and 2 more)")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_tiny_model_has_no_chat_template() -> None:
 
 @pytest.mark.parametrize("override", ["ppo.epochs", "=3", "", "ppo"])
 def test_an_override_without_field_or_value_is_refused(override: str) -> None:
-    assert refusal(override) == f"--set {override}: must be FIELD=VALUE, for example --set ppo.clip_range=0.1"
+    assert refusal(override) == f"--set {override}: must be FIELD=VALUE, for example --set ppo.learning_rate=1e-4"
 
 
 def test_a_bad_override_is_quoted() -> None:

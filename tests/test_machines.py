@@ -56,7 +56,7 @@ def test_native_fingerprints_change_with_the_instruction_set(native_run: Path, t
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_hundred_thousand_tokens_of_every_epoch_without_learning(tmp_path: Path) -> None:
-    still = ["ppo.learning_rate=0", "ppo.value_learning_rate=0"]
+    still = ["ppo.learning_rate=0", "value.learning_rate=0"]
     found = parity(run(load_config(QUICKSTART, still), tmp_path, Silent())[0])
     assert found.tokens >= 100_000 and found.update_rows == 2 * found.tokens
     assert found.unequal_old_rollout_logprobs == 0
@@ -67,7 +67,7 @@ def test_a_hundred_thousand_tokens_of_every_epoch_without_learning(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_native_fails_over_a_hundred_thousand_tokens(tmp_path: Path) -> None:
-    still = ["ppo.learning_rate=0", "ppo.value_learning_rate=0", "numerics.mode=native"]
+    still = ["ppo.learning_rate=0", "value.learning_rate=0", "numerics.mode=native"]
     found = parity(run(load_config(QUICKSTART, still), tmp_path, Silent())[0])
     assert found.tokens >= 100_000
     assert found.unequal_old_rollout_logprobs > found.tokens // 20

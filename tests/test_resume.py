@@ -286,7 +286,7 @@ def test_what_cannot_be_resumed_is_one_line_and_changes_nothing(cli: Cli, exact:
         ([tmp_path / "edited"], "config.yaml: is not the configuration the run was started with"),
         ([tmp_path / "nowhere"], "no such folder"),
         ([tmp_path / "empty"], "holds no manifest.json"),
-        ([run_dir, "--set", "ppo.clip_range=0.1"], "may change layout fields only"),
+        ([run_dir, "--set", "ppo.objective.clip_range=0.1"], "may change layout fields only"),
         ([run_dir, "--set", "layout.threads=none"], "layout.threads = 'none'"),
     ]
     for arguments, said in mistakes:
@@ -432,7 +432,14 @@ def test_sigterm_ends_a_run_like_ctrl_c(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(SIGTERM_AT_CALL_100)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        code, _, err = cli("run", SMALL, "--out", tmp_path, "--set", f"task.reward={tmp_path}/reward.py:score")
+        code, _, err = cli(
+            "run",
+            SMALL,
+            "--out",
+            tmp_path,
+            "--set",
+            f"reward.terms=[{{kind: function, path: '{tmp_path}/reward.py:score'}}]",
+        )
     finally:
         signal.signal(signal.SIGTERM, before)
     assert code == 143 and "Traceback" not in err

@@ -53,7 +53,7 @@ def test_the_run_counted_what_the_records_hold(which: str, request: pytest.Fixtu
 
 
 def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> None:
-    config = small_config("ppo.learning_rate=0", "ppo.value_learning_rate=0", "ppo.epochs=3", "ppo.iterations=2")
+    config = small_config("ppo.learning_rate=0", "value.learning_rate=0", "ppo.epochs=3", "ppo.iterations=2")
     found = parity(run(config, tmp_path, Silent())[0])
     assert found.update_rows == 3 * found.tokens
     assert found.unequal_ratios == 0
@@ -61,7 +61,7 @@ def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> N
 
 
 def test_without_learning_native_ratios_still_differ_from_one(tmp_path: Path) -> None:
-    config = small_config("ppo.learning_rate=0", "ppo.value_learning_rate=0", "numerics.mode=native")
+    config = small_config("ppo.learning_rate=0", "value.learning_rate=0", "numerics.mode=native")
     assert parity(run(config, tmp_path, Silent())[0]).unequal_ratios > 0
 
 
@@ -89,7 +89,7 @@ def test_a_native_rerun_under_another_layout_is_not(native_run: Path) -> None:
 
 def test_a_rerun_refuses_to_change_anything_but_the_layout(exact_run: Path) -> None:
     with pytest.raises(UserError, match="layout fields only"):
-        rerun(exact_run, Silent(), ["ppo.clip_range=0.1"])
+        rerun(exact_run, Silent(), ["ppo.objective.clip_range=0.1"])
 
 
 LAYOUTS = [

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.config import ArithmeticTask, JsonlTask
+from ppo_repro.config_reward import RewardConfig
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.problems import (
     Problem,
@@ -23,7 +24,18 @@ from ppo_repro.tasks.problems import (
     read_jsonl,
     split,
 )
-from ppo_repro.tasks.rewards import load_reward, matches, reward_file, score
+from ppo_repro.tasks.rewards import (
+    Judge,
+    Judgement,
+    Samples,
+    UserReward,
+    formatted_answer,
+    judge_samples,
+    load_judge,
+    matches,
+    potentials,
+    reward_files,
+)
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.runs_for_tests import small_config
 
@@ -185,9 +197,92 @@ def test_a_match_ignores_surrounding_white_space_alone(response: str, answer: st
     assert matches(response, answer) is expected
 
 
+def config_of(*terms: dict[str, Any], **other: Any) -> RewardConfig:
+    return RewardConfig.model_validate({"terms": terms or ({"kind": "exact_match"},), **other})
+
+
+def judged(judge: Judge, rows: list[tuple[str, str, str, bool]], model_scores: list[float] | None = None) -> Judgement:
+    """Of (prompt, response, answer, finished) each; a response has as many tokens as characters."""
+    prompts, responses, answers, finished = (list(column) for column in zip(*rows, strict=True))
+    samples = Samples(prompts, responses, answers, finished, [len(r) for r in responses])
+    return judge_samples(judge, samples, model_scores or [])
+
+
+def calling(function: UserReward) -> Judge:
+    """A reward that is one function."""
+    return Judge(config_of({"kind": "function", "path": "r.py:f"}), (function,), None)
+
+
 def test_exact_match_needs_the_answer_and_an_end() -> None:
-    found = score(None, ["p"] * 4, ["12", "12", "13", "13"], ["12"] * 4, [True, False, True, False])
-    assert found == ([1.0, 0.0, 0.0, 0.0], [True, False, False, False])
+    rows = [("p", "12", "12", True), ("p", "12", "12", False), ("p", "13", "12", True), ("p", "13", "12", False)]
+    found = judged(load_judge(config_of()), rows)
+    assert found == Judgement([1.0, 0.0, 0.0, 0.0], [[1.0], [0.0], [0.0], [0.0]], [True, False, False, False])
+
+
+def test_terms_are_weighted_and_recorded_unweighted() -> None:
+    # exact 1, format 0; length |2 - 4| / 4 = 0.5; 2 * 1 + 3 * 0 - 10 * 0.5
+    terms = ({"kind": "exact_match", "weight": 2.0}, {"kind": "format", "weight": 3.0})
+    judge = load_judge(config_of(*terms, {"kind": "length", "weight": 10.0, "target": 4}))
+    found = judged(judge, [("p", "12", "12", True)])
+    assert found.scores == [-3.0] and found.parts == [[1.0, 0.0, -0.5]]
+
+
+GOOD = "<think>7+5</think> <answer>12</answer>"
+
+
+@pytest.mark.parametrize(
+    ("response", "inner"),
+    [
+        (GOOD, "12"),
+        (f" {GOOD}\n", "12"),
+        ("<think></think><answer></answer>", ""),
+        ("<think>a\nb</think>\n<answer> 1\n2 </answer>", " 1\n2 "),
+        (f"so {GOOD}", None),
+        (f"{GOOD} so", None),
+        (f"{GOOD}{GOOD}", None),
+        ("<answer>12</answer>", None),
+        ("<think>7</think>", None),
+        ("<think><think>7</think></think><answer>12</answer>", None),
+        ("<think>7</think><answer><answer>12</answer></answer>", None),
+        ("<answer>12</answer><think>7</think>", None),
+        ("<think>7</think><answer>12", None),
+        ("", None),
+    ],
+)
+def test_the_format_is_thoughts_then_answer_and_nothing_else(response: str, inner: str | None) -> None:
+    assert formatted_answer(response) == inner
+
+
+def test_a_format_pays_for_the_form_and_for_the_answer_in_it() -> None:
+    judge = load_judge(config_of({"kind": "format", "answer_weight": 3.0}))
+    wrong, bare = GOOD.replace("12", "13"), "12"
+    found = judged(judge, [("p", GOOD, "12", True), ("p", wrong, "12", True), ("p", bare, "12", True)])
+    assert found.scores == [4.0, 1.0, 0.0]
+    assert found.correct == [True, False, True], "without the form the response itself is compared"
+
+
+def test_responses_without_an_end_are_charged_or_given_a_score() -> None:
+    rows = [("p", "12", "12", False), ("p", "12", "12", True)]
+    term = {"kind": "length", "target": 4}
+    assert judged(load_judge(config_of(term)), rows).scores == [-0.5, -0.5]
+    assert judged(load_judge(config_of(term, missing_eos_penalty=2.0)), rows).scores == [-2.5, -0.5]
+    assert judged(load_judge(config_of(term, missing_eos_score=-1.0)), rows).scores == [-1.0, -0.5]
+    with pytest.raises(ValueError, match="missing_eos_penalty and missing_eos_score cannot both be given"):
+        config_of(term, missing_eos_score=-1.0, missing_eos_penalty=1.0)
+
+
+def test_a_reward_model_is_one_term_among_others() -> None:
+    judge = load_judge(config_of({"kind": "model", "path": "m", "weight": 0.5}, {"kind": "exact_match"}))
+    found = judged(judge, [("p", "12", "12", True), ("p", "1", "12", True)], [4.0, -2.0])
+    assert found.scores == [3.0, -1.0] and found.parts == [[4.0, 1.0], [-2.0, 0.0]]
+
+
+def test_a_potential_sees_the_response_so_far(tmp_path: Path) -> None:
+    path = user_file(tmp_path, "def f(prompt, response, answer):\n    return len(prompt) + 10 * len(response)")
+    judge = load_judge(config_of(potential=path))
+    assert reward_files(judge.config) == [tmp_path / "r.py"]
+    assert potentials(judge, "ab", "xyz", "", [0, 2, 3]) == [2.0, 22.0, 32.0]
+    assert potentials(load_judge(config_of()), "ab", "xyz", "", [0, 2, 3]) == [0.0, 0.0, 0.0]
 
 
 def user_file(tmp_path: Path, text: str, name: str = "f") -> str:
@@ -195,40 +290,56 @@ def user_file(tmp_path: Path, text: str, name: str = "f") -> str:
     return f"{tmp_path / 'r.py'}:{name}"
 
 
+def function_of(path: str) -> RewardConfig:
+    return config_of({"kind": "function", "path": path})
+
+
 def test_a_user_reward_is_called_with_prompt_response_and_answer(tmp_path: Path) -> None:
-    reward = user_file(
-        tmp_path, "def f(prompt, response, answer):\n    return len(prompt) + 10 * len(response) - len(answer)"
+    config = function_of(
+        user_file(
+            tmp_path, "def f(prompt, response, answer):\n    return len(prompt) + 10 * len(response) - len(answer)"
+        )
     )
-    assert reward_file(reward) == tmp_path / "r.py"
-    scores, correct = score(load_reward(reward), ["ab", "a"], ["", "x"], ["xyz", "x"], [True, True])
-    assert scores == [-1.0, 10.0] and all(type(s) is float for s in scores)
-    assert correct == [False, True], "correctness is a match, whatever the reward says"
+    assert reward_files(config) == [tmp_path / "r.py"]
+    found = judged(load_judge(config), [("ab", "", "xyz", True), ("a", "x", "x", True)])
+    assert found.scores == [-1.0, 10.0] and all(type(s) is float for s in found.scores)
+    assert found.correct == [False, True], "correctness is a match, whatever the reward says"
 
 
 def test_exact_match_has_no_file() -> None:
-    assert load_reward("exact_match") is None and reward_file("exact_match") is None
+    assert reward_files(config_of()) == [] and load_judge(config_of()).functions == (None,)
+
+
+def test_two_functions_of_one_name_are_two(tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "r.py").write_text(f"def f(*_): return {value}")
+    terms = [{"kind": "function", "path": f"{tmp_path}/{name}/r.py:f"} for name in ("a", "b")]
+    assert judged(load_judge(config_of(*terms)), [("p", "r", "a", True)]).parts == [[1.0, 2.0]]
 
 
 def test_a_user_file_may_hold_dataclasses_with_postponed_annotations(tmp_path: Path) -> None:
     text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     text += "@dataclass\nclass Score:\n    value: float\ndef f(*_): return Score(0.5).value\n"
-    assert score(load_reward(user_file(tmp_path, text)), ["p"], ["r"], ["a"], [True])[0] == [0.5]
+    assert judged(load_judge(function_of(user_file(tmp_path, text))), [("p", "r", "a", True)]).scores == [0.5]
 
 
 @pytest.mark.parametrize("reward", ["exact", "r.py", "r.py:", "r.txt:f", "r.py:1f", ":f", "r.py:f.g"])
 def test_a_reward_of_another_form_is_refused(reward: str) -> None:
-    for use in (load_reward, reward_file):
-        with pytest.raises(UserError, match=r"must be exact_match or FILE\.py:FUNCTION"):
-            use(reward)
+    for use in (load_judge, reward_files):
+        with pytest.raises(UserError, match=r"reward\.terms\.0\.path = .*: must be FILE\.py:FUNCTION"):
+            use(function_of(reward))
+        with pytest.raises(UserError, match=r"reward\.potential = .*: must be FILE\.py:FUNCTION"):
+            use(config_of(potential=reward))
 
 
 def test_a_user_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no file .*absent\.py"):
-        load_reward(f"{tmp_path / 'absent.py'}:f")
+        load_judge(function_of(f"{tmp_path / 'absent.py'}:f"))
     with pytest.raises(UserError, match=r"r\.py has no function g"):
-        load_reward(user_file(tmp_path, "def f(*_): return 1.0", "g"))
+        load_judge(function_of(user_file(tmp_path, "def f(*_): return 1.0", "g")))
     with pytest.raises(UserError, match=r"has no function f"):
-        load_reward(user_file(tmp_path, "f = 3  # not a function"))
+        load_judge(function_of(user_file(tmp_path, "f = 3  # not a function")))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +352,7 @@ def test_a_user_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 )
 def test_a_user_file_that_fails_to_load_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(UserError, match=rf"r\.py fails to load \({reason}: "):
-        load_reward(user_file(tmp_path, text))
+        load_judge(function_of(user_file(tmp_path, text)))
 
 
 def test_a_user_function_that_raises_is_named_with_its_prompt() -> None:
@@ -249,7 +360,7 @@ def test_a_user_function_that_raises_is_named_with_its_prompt() -> None:
         return {"a": 1.0}[prompt]
 
     with pytest.raises(UserError, match="the function raised KeyError: 'b'; prompt 'b'"):
-        score(reward, ["a", "b"], ["", ""], ["", ""], [True, True])
+        judged(calling(reward), [("a", "", "", True), ("b", "", "", True)])
 
 
 @pytest.mark.parametrize(
@@ -257,9 +368,4 @@ def test_a_user_function_that_raises_is_named_with_its_prompt() -> None:
 )
 def test_a_user_function_must_return_a_finite_number(value: Any) -> None:
     with pytest.raises(UserError, match="for prompt 'a'; must be a finite number"):
-        score(lambda *_: value, ["a"], ["r"], ["x"], [True])
-
-
-@pytest.mark.parametrize("value", [0, -3, 2.5, 1e300, 10**300])
-def test_a_user_function_may_return_any_finite_number(value: float) -> None:
-    assert score(lambda *_: value, ["a"], ["r"], ["x"], [False]) == ([float(value)], [False])
+        judged(calling(lambda *_: value), [("a", "r", "x", True)])

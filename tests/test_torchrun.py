@@ -144,7 +144,9 @@ def test_a_reward_that_fails_later_ends_every_rank(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "left = [30]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0)\n"
     )
-    ended = cli_ranks(2, "run", TINY, "--out", tmp_path, "--set", f"task.reward={tmp_path}/r.py:r")
+    ended = cli_ranks(
+        2, "run", TINY, "--out", tmp_path, "--set", f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]"
+    )
     assert [e.code for e in ended] == [2, 2]
     assert len(ended[0].errors) == 1 and "ZeroDivisionError" in ended[0].errors[0]
     run_dir = next(tmp_path.rglob("manifest.json")).parent

@@ -30,7 +30,7 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
         (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.run_id in capsys.readouterr().out and found.info.status == "FINISHED"
     assert found.data.tags["fingerprint"] == manifest.load(exact_run).fingerprint
-    assert found.data.params["ppo.clip_range"] == "0.2"
+    assert found.data.params["ppo.objective.clip_range"] == "0.2"
     iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
     history = client.get_metric_history(found.info.run_id, "iteration/reward_mean")
     assert [m.value for m in history] == iterations["reward_mean"].tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.config import LayoutConfig, NumericsConfig
-from ppo_repro.config_algorithm import RewardModelTraining
+from ppo_repro.config_reward import RewardModelTraining
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores

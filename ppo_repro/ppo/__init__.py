@@ -1,1 +1,1 @@
-"""PPO's mathematics on tensors and numbers; only `update` knows models and optimizers."""
+"""PPO's mathematics on tensors and numbers; only `objective` and `update` know configuration and models."""

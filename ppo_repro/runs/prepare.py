@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from ppo_repro.config import JsonlTask, ModelFolder, RunConfig, TinyModel
-from ppo_repro.config_algorithm import NoValue, RewardModelFolder, SeparateValue, ValueHead
+from ppo_repro.config_algorithm import NoValue, SeparateValue, ValueHead
+from ppo_repro.config_reward import RewardModelFolder
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files, load_folder, stop_ids
 from ppo_repro.models.networks import (

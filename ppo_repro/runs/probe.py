@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.config import LayoutConfig, NumericsConfig, RunConfig, TinyModel
-from ppo_repro.config_algorithm import TrainedRewardModel
+from ppo_repro.config_reward import TrainedRewardModel
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
 from ppo_repro.numerics import backend

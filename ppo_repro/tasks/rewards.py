@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 
-from ppo_repro.config_algorithm import (
+from ppo_repro.config_reward import (
     ExactMatch,
     FormatReward,
     FunctionReward,

@@ -1,4 +1,4 @@
-"""Does exactness cost learning? The quickstart in exact and in native numerics, over seeds.
+"""Does exactness cost learning? The quickstart's PPO in exact and in native numerics from the same weights, over seeds.
 
 `python -m experiments.benchmarks.learning` prints held-out accuracy and the mean score of the last ten
 iterations for each seed and mode, and the paired difference with a 95 % Student interval.
@@ -23,9 +23,17 @@ QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"
 LAST = 10  # iterations
 
 
-def learnt(seed: int, mode: str, out: Path) -> tuple[float, float, float, float]:
+def warm_started(seed: int, out: Path) -> Path:
+    """Folder of the policy that the quickstart's warm start makes: both modes go on from the same weights."""
+    still = ["ppo.iterations=1", "ppo.learning_rate=0", "value.learning_rate=0"]
+    run_dir, _ = run(load_config(QUICKSTART, [f"seed={seed}", *still]), out, Silent())
+    return run_dir / "checkpoints" / "final"
+
+
+def learnt(seed: int, mode: str, policy: Path, out: Path) -> tuple[float, float, float, float]:
     """(accuracy before, accuracy after, mean score of the last iterations, wall seconds) of one run."""
-    run_dir, seconds = run(load_config(QUICKSTART, [f"seed={seed}", f"numerics.mode={mode}"]), out, Silent())
+    overrides = [f"seed={seed}", f"numerics.mode={mode}", f"model={{kind: folder, path: '{policy}'}}"]
+    run_dir, seconds = run(load_config(QUICKSTART, overrides), out, Silent())
     iterations = reader.read_iterations(run_dir)
     after = float(reader.open_manifest(run_dir).final["eval_accuracy"])
     before = float(iterations["eval_accuracy"].iloc[0])
@@ -46,8 +54,9 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
+            policy = warm_started(seed, Path(folder))
             for mode in ("exact", "native"):
-                before, after, score, seconds = found[seed, mode] = learnt(seed, mode, Path(folder))
+                before, after, score, seconds = found[seed, mode] = learnt(seed, mode, policy, Path(folder))
                 print(
                     f"seed {seed} {mode:<7} accuracy {before:.3f} -> {after:.3f}, "
                     f"score of the last {LAST} iterations {score:.3f}, {seconds:.0f} s",

@@ -50,11 +50,13 @@ def parity(run_dir: Path | str) -> Parity:
     rollout, old = _float32(tokens, "rollout_logprobs"), _float32(tokens, "old_logprobs")
 
     def ratios(frame: pd.DataFrame) -> int:
-        found = _float32(frame, "ratios")
+        # null where the policy took no step
+        found = _float32(frame[frame["ratios"].notna()], "ratios")
         return unequal_bits(found, np.ones_like(found))
 
     def values(frame: pd.DataFrame) -> int:
-        return unequal_bits(_float32(frame, "new_values"), _float32(frame, "values"))
+        seen = frame[frame["new_values"].notna()]
+        return unequal_bits(_float32(seen, "new_values"), _float32(seen, "values"))
 
     return Parity(
         tokens=len(tokens),

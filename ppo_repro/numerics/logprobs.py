@@ -90,8 +90,9 @@ def token_statistics(
     if eligible is not None:
         scaled = scaled.masked_fill(~eligible, float("-inf"))
     log_p = scaled.log_softmax(-1)
-    p = log_p.exp()
-    entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    # minus infinity times a gradient of zero would be no number
+    finite = log_p if eligible is None else log_p.masked_fill(~eligible, 0.0)
+    entropy = -(log_p.exp() * finite).sum(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
 
@@ -139,8 +140,9 @@ def kl_loss(logits: Tensor, ref_logits: Tensor, temperature: float, eligible: Te
     if eligible is not None:
         scaled, ref_scaled = (x.masked_fill(~eligible, float("-inf")) for x in (scaled, ref_scaled))
     log_p, log_q = scaled.log_softmax(-1), ref_scaled.log_softmax(-1)
-    # minus infinity in both is no difference
-    difference = torch.where(torch.isneginf(log_p), 0.0, log_p - log_q)
+    difference = log_p - log_q
+    if eligible is not None:  # minus infinity in both
+        difference = log_p.masked_fill(~eligible, 0.0) - log_q.masked_fill(~eligible, 0.0)
     return (log_p.exp() * difference).sum(-1)
 
 

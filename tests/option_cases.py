@@ -65,7 +65,10 @@ FACTORS: dict[str, list[tuple[str, ...]]] = {
         ("ppo.ratio_anchor=old", "ppo.importance_weights={kind: masked, level: sequence}"),
     ],
     "sampling": [(), ("rollout.temperature=0.7", "rollout.top_p=0.9"), ("rollout.top_k=4",)],
-    "memory": [(), ("layout.gradient_checkpointing=true",), ],
+    "memory": [
+        (),
+        ("layout.gradient_checkpointing=true",),
+    ],
 }
 
 NAMES = tuple(FACTORS)
@@ -100,7 +103,7 @@ def _possible(chosen: dict[int, int]) -> bool:
 
 
 def _completions(fixed: dict[int, int], wanted: set[tuple[int, int, int, int]]) -> Choice | None:
-    """The choice with the given options that, option by option, meets most of the wanted pairs; None if there is none."""
+    """The choice with the given options that, option by option, meets most wanted pairs; None if there is none."""
     chosen = dict(fixed)
     for factor in range(len(NAMES)):
         if factor in chosen:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.ppo.advantages import explained_variance, gae, whiten
+from ppo_repro.ppo.advantages import explained_variance, gae, group_advantages, whiten
 from ppo_repro.ppo.rewards import token_rewards
 from tests.float32 import bits, finite, lists, tensor
 
@@ -194,3 +194,61 @@ def test_rewards_conserve_score_minus_penalties_and_only_the_last_token_is_score
         # the score and the last sum are each rounded to float32 once; scores may be too small for float32
         tolerance = 2.0**-24 * (2 * abs(score) + abs(row[-1])) + 2.0**-149
         assert abs(math.fsum(rewards.tolist()) - (score - math.fsum(row))) <= tolerance * 1.001 + 1e-13
+
+
+def test_a_cut_response_is_bootstrapped_by_hand() -> None:
+    # gamma = lambda = 1/2, rewards 0 and 1, values 1 and 2, then 4 where it was cut
+    # delta = (0 + 2/2 - 1, 1 + 4/2 - 2) = (0, 1); A_1 = 1, A_0 = 0 + 1/4
+    found = gae(tensor([0.0, 1.0]), tensor([1.0, 2.0]), torch.tensor([2]), tensor([4.0]), 0.5, 0.5)
+    assert found.tolist() == [0.25, 1.0]
+    ended = gae(tensor([0.0, 1.0]), tensor([1.0, 2.0]), torch.tensor([2]), tensor([0.0]), 0.5, 0.5)
+    assert ended.tolist() == [-0.25, -1.0], "calling a cut an end makes the last token look bad"
+
+
+@given(whole_sequences, st.lists(whole, min_size=5, max_size=5), st.sampled_from([0.5, 1.0]))
+def test_a_final_value_is_a_reward_of_gamma_times_it(batch: Sequences, finals: list[float], gamma: float) -> None:
+    lengths = torch.tensor([len(sequence) for sequence in batch])
+    rewards = tensor([r for sequence in batch for r, _ in sequence])
+    values = tensor([v for sequence in batch for _, v in sequence])
+    final = tensor(finals[: len(batch)])
+    found = gae(rewards, values, lengths, final, gamma, 0.5)
+    paid = rewards.clone()
+    paid[torch.cumsum(lengths, 0) - 1] += final * gamma
+    assert torch.equal(found, gae(paid, values, lengths, torch.zeros(len(batch)), gamma, 0.5))
+
+
+def test_group_advantages_by_hand() -> None:
+    scores, groups = [1.0, 0.0, 5.0, 1.0, 0.0], ["a", "a", "b", "a", "a"]
+    # group a: mean 1/2, deviation 1/2; b is alone
+    assert group_advantages(scores, groups, scale=False) == [0.5, -0.5, 0.0, 0.5, -0.5]
+    scaled = 0.5 / (0.5 + 1e-6)
+    assert group_advantages(scores, groups, scale=True) == [scaled, -scaled, 0.0, scaled, -scaled]
+    assert group_advantages([3.0, 3.0], ["a", "a"], scale=True) == [0.0, 0.0], "nothing to prefer, nothing learnt"
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.sampled_from("abc")), min_size=1, max_size=12), st.booleans())
+def test_group_advantages_sum_to_zero_and_see_no_order(rows: list[tuple[int, str]], scale: bool) -> None:
+    scores, groups = [float(s) for s, _ in rows], [g for _, g in rows]
+    found = group_advantages(scores, groups, scale)
+    for group in set(groups):
+        # float64: each is rounded once, of at most 10 in size
+        assert abs(math.fsum(a for a, g in zip(found, groups, strict=True) if g == group)) < 1e-13 / (
+            1e-6 if scale else 1
+        )
+    assert group_advantages(scores[::-1], groups[::-1], scale) == found[::-1]
+
+
+@given(st.lists(st.integers(-1000, 1000), min_size=2, max_size=30))
+def test_scaling_without_shift_keeps_the_mean(numbers: list[int]) -> None:
+    x = tensor([float(n) for n in numbers])
+    scaled, whitened = whiten(x, shift=False).to(torch.float64), whiten(x).to(torch.float64)
+    mean = math.fsum(numbers) / len(numbers)
+    # two float32 roundings of numbers of that size
+    assert (scaled - whitened).tolist() == pytest.approx([mean] * len(numbers), abs=2.0**-22 * (abs(mean) + 6))
+
+
+def test_normalising_rewards_to_mean_zero_changes_what_length_is_worth() -> None:
+    """Why reward whitening keeps the mean: shifted, every further token of a good response costs or pays something."""
+    rewards = tensor([0.0, 0.0, 0.0, 4.0])
+    assert whiten(rewards, shift=False)[0].item() != 0 or whiten(rewards)[0].item() < 0
+    assert whiten(rewards)[:3].tolist() == [whiten(rewards)[0].item()] * 3 and whiten(rewards)[0].item() < 0

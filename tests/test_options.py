@@ -17,7 +17,12 @@ from tests.option_cases import FACTORS, NAMES, TINY, Choice, overrides, pairwise
 CASES = pairwise()
 # the same work cut up in another way
 OTHER_LAYOUT = (
-    *("layout.rollout_slots=2", "layout.prefill_chunk=2", "layout.forward_micro_batch=2", "layout.update_micro_batch=1"),
+    *(
+        "layout.rollout_slots=2",
+        "layout.prefill_chunk=2",
+        "layout.forward_micro_batch=2",
+        "layout.update_micro_batch=1",
+    ),
     *("layout.padding=left", "layout.threads=2", "layout.prefix_cache=false"),
 )
 

@@ -73,7 +73,12 @@ def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         return x
     if kind == "k2":
         return x * x * 0.5
-    return _K3.apply(x)
+    return k3_loss(x)
+
+
+def k3_loss(log_ratio: Tensor) -> Tensor:
+    """`k3` as a differentiable float32 loss; its derivative is exactly 0 where the log-ratio is."""
+    return _K3.apply(log_ratio)
 
 
 class _K3(torch.autograd.Function):

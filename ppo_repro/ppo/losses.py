@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics.elementwise import Exp
+from ppo_repro.ppo.kl import k3_loss
 
 # disjoint: in the band; outside it with the gradient removed; outside it with the gradient kept; beyond the dual clip
 CLIP_FLAGS = ("none", "clip_high", "clip_low", "wrong_high", "wrong_low", "clip_dual")
@@ -77,7 +78,7 @@ def penalised_surrogate(ratios: Tensor, log_ratios: Tensor, advantages: Tensor, 
     The penalty estimates KL(anchor || new) without bias from tokens drawn from the anchor (k3). Its gradient
     in log pi_new, beta (r - 1), is that of the divergence in expectation and zero before the first step.
     """
-    return unclipped_surrogate(ratios, advantages) + ((ratios - 1.0) - log_ratios) * penalty_coef
+    return unclipped_surrogate(ratios, advantages) + k3_loss(-log_ratios) * penalty_coef
 
 
 def policy_gradient(new_logprobs: Tensor, advantages: Tensor) -> Tensor:

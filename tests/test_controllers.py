@@ -1,0 +1,112 @@
+"""Coefficients that move between iterations, and learning-rate schedules: by hand and by definition."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from statistics import fmean, pstdev
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_repro.ppo.controllers import (
+    ReturnStatistics,
+    adaptive_clip_range,
+    adaptive_kl_coef,
+    adaptive_penalty_coef,
+)
+from ppo_repro.ppo.schedules import SCHEDULES, rate_factor
+
+positive = st.floats(1e-6, 1e6)
+
+
+def test_the_adaptive_kl_coefficient_by_hand() -> None:
+    # error +0.1 over 100 of 1000 responses: 2 (1 + 0.1 * 0.1)
+    assert adaptive_kl_coef(2.0, 6.6, 6.0, 100, 1000) == pytest.approx(2.02, rel=1e-12)
+    # clipped to +-0.2
+    assert adaptive_kl_coef(2.0, 600.0, 6.0, 100, 1000) == pytest.approx(2.04, rel=1e-12)
+    assert adaptive_kl_coef(2.0, 0.0, 6.0, 100, 1000) == pytest.approx(1.96, rel=1e-12)
+    assert adaptive_kl_coef(2.0, 6.0, 6.0, 100, 1000) == 2.0
+
+
+@given(positive, st.floats(0, 1e6), positive, st.integers(1, 1000), st.integers(1000, 10**6))
+def test_the_kl_coefficient_moves_against_the_error_and_slowly(
+    coef: float, kl: float, target: float, sequences: int, horizon: int
+) -> None:
+    found = adaptive_kl_coef(coef, kl, target, sequences, horizon)
+    assert (found > coef) <= (kl > target) and (found < coef) <= (kl < target)
+    assert abs(found / coef - 1) <= 0.2 * sequences / horizon * (1 + 1e-9) + 1e-15
+
+
+def test_the_controller_in_a_loop_reaches_its_target() -> None:
+    """A policy whose KL is inverse in the coefficient; the rule must settle where KL is the target."""
+    coef = 0.05
+    for _ in range(3000):
+        coef = adaptive_kl_coef(coef, 2.0 / coef, 6.0, 64, 1000)
+    assert 2.0 / coef == pytest.approx(6.0, rel=1e-6)
+
+
+def test_the_penalty_rule_by_hand() -> None:
+    assert [adaptive_penalty_coef(1.0, kl, 0.03) for kl in (0.0, 0.0199, 0.0201, 0.0449, 0.0451)] == [0.5, 0.5, 1, 1, 2]
+
+
+def test_the_clip_range_rule_by_hand() -> None:
+    found = [adaptive_clip_range(0.2, kl, 0.03, 0.05, 0.5) for kl in (0.0, 0.0199, 0.0201, 0.0449, 0.0451)]
+    assert found == [0.4, 0.4, 0.2, 0.2, 0.1]
+
+
+@given(st.lists(st.floats(0, 1), max_size=60))
+def test_the_clip_range_stays_in_its_bounds(kls: list[float]) -> None:
+    clip_range = 0.2
+    for kl in kls:
+        clip_range = adaptive_clip_range(clip_range, kl, 0.01, 0.02, 0.5)
+        assert 0.02 <= clip_range <= 0.5
+
+
+def test_a_clip_range_without_bounds_stops_clipping_from_below() -> None:
+    """Wrong claim: "if KL < target / 1.5, double epsilon", without a bound: three quiet iterations are enough."""
+    clip_range = 0.2
+    for _ in range(3):
+        clip_range = adaptive_clip_range(clip_range, 0.0, 0.01, 0.0, math.inf)
+    assert clip_range == 1.6 and 1.0 - clip_range < 0, "no ratio is below a negative bound"
+
+
+returns = st.lists(st.integers(-1000, 1000).map(lambda n: n / 8), min_size=1, max_size=20)
+
+
+@given(st.lists(returns, min_size=1, max_size=5))
+def test_return_statistics_are_those_of_all_returns_together(parts: list[list[float]]) -> None:
+    found = ReturnStatistics()
+    assert (found.mean, found.scale) == (0.0, 1.0), "before there are any, values are in their own units"
+    for part in parts:
+        found = found.joined(part)
+    everything = [x for part in parts for x in part]
+    # a few float64 roundings per update, of numbers up to 125
+    assert found.count == len(everything)
+    assert found.mean == pytest.approx(fmean(everything), abs=1e-11)
+    assert found.scale == pytest.approx(max(pstdev(everything), 1e-4), rel=1e-9, abs=1e-9)
+
+
+@given(returns, st.randoms(use_true_random=False))
+def test_return_statistics_do_not_see_the_order_within_an_iteration(part: list[float], random) -> None:
+    shuffled = random.sample(part, len(part))
+    assert ReturnStatistics().joined(part) == ReturnStatistics().joined(shuffled)
+
+
+def test_schedules_by_hand() -> None:
+    assert [rate_factor("constant", i, 4, 0) for i in range(4)] == [1.0] * 4
+    assert [rate_factor("linear", i, 4, 0) for i in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    cosine = [rate_factor("cosine", i, 4, 0) for i in range(4)]
+    root = math.sqrt(0.5)
+    assert cosine == pytest.approx([1.0, (1 + root) / 2, 0.5, (1 - root) / 2], abs=1e-15)
+    assert [rate_factor("linear", i, 6, 2) for i in range(6)] == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25])
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(2, 50), st.data())
+def test_rates_rise_then_never_rise_again(schedule: str, iterations: int, data) -> None:
+    warmup = data.draw(st.integers(0, iterations - 1))
+    found = [rate_factor(schedule, i, iterations, warmup) for i in range(iterations)]
+    assert found[:warmup] == [float(Fraction(i + 1, warmup + 1)) for i in range(warmup)]
+    assert found[warmup] == 1.0 and all(0 < x <= 1 for x in found)
+    assert all(a >= b for a, b in zip(found[warmup:], found[warmup + 1 :], strict=False))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ppo_repro.config import JsonlTask, ModelFolder, RunConfig
+from ppo_repro.config_dpo import DPOConfig
 from ppo_repro.config_reward import FunctionReward, RewardModelFolder
+from ppo_repro.config_section import Section
 from ppo_repro.errors import UserError
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
@@ -161,18 +165,23 @@ def describe(error: ValidationError, source: str) -> str:
     return f"{source}: {text}{more}"
 
 
-def build_config(tree: Any, source: str) -> RunConfig:
-    """Validate a parsed tree; raises UserError naming field, value and what is allowed."""
+def validated(kind: type[Model], tree: Any, source: str) -> Model:
+    """A parsed tree as a model; raises UserError naming field, value and what is allowed."""
     if not isinstance(tree, dict):
         raise UserError(f"{source}: must be a mapping of fields, found {type(tree).__name__}")
     try:
-        return RunConfig.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
         raise UserError(describe(error, source)) from error
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
+def build_config(tree: Any, source: str) -> RunConfig:
+    """The configuration of a run from a parsed tree; raises UserError as `validated` does."""
+    return validated(RunConfig, tree, source)
+
+
+def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
+    """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -186,9 +195,20 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if isinstance(tree, dict):
         for override in overrides:
             _apply_override(tree, override)
-    return _absolute_paths(build_config(tree, str(path)))
+    return tree
 
 
-def dump_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to an equal config."""
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
+    return _absolute_paths(build_config(read_tree(path, overrides), str(path)))
+
+
+def load_config_dpo(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
+    """The same for a DPO configuration."""
+    config = validated(DPOConfig, read_tree(path, overrides), str(path))
+    return config.model_copy(update={"run": str(Path(config.run).absolute())})
+
+
+def dump_yaml(config: Section) -> str:
+    """The resolved configuration as YAML that reads back to an equal config."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -33,7 +33,8 @@ STATED: dict[str, dict[str, object]] = {
     "book_trl": {
         "ppo.learning_rate": 1.5e-6, "sequences_per_iteration": 128, "ppo.minibatch_size": 16, "ppo.epochs": 4,
         "advantages.gamma": 1.0, "advantages.gae_lambda": 0.95, "ppo.objective.clip_range": 0.2,
-        "value.clip_range": 0.2, "value.value_coef": 0.1, "kl.kl_coef": 0.05, "kl.controller.target_kl": 6.0, "reward.whiten": "scale",
+        "value.clip_range": 0.2, "value.value_coef": 0.1, "kl.kl_coef": 0.05, "kl.controller.target_kl": 6.0,
+        "reward.whiten": "scale",
         "ppo.max_grad_norm": 1.0, "rollout.temperature": 0.7, "rollout.top_p": 0.9,
     },
     "recontextualizing": {

@@ -169,7 +169,7 @@ class PairLogprobs:
 
     def of(self, pairs: Sequence[int]) -> PairLogprobs:
         """Those of some pairs, by index."""
-        index = torch.tensor(pairs, dtype=torch.int64)
+        index = torch.tensor(list(pairs), dtype=torch.int64)
         return PairLogprobs(self.chosen[index], self.rejected[index])
 
 

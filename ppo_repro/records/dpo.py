@@ -1,0 +1,133 @@
+"""What a DPO training leaves on disk: two tables and a manifest with their digests. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ppo_repro.errors import UserError
+from ppo_repro.records import digests, manifest, reader, writer
+from ppo_repro.records.manifest import TableEntry
+from ppo_repro.records.schema import Column, Table
+
+FORMAT = 1
+
+PAIRS = Table(
+    "dpo_pairs",
+    "one row per preference pair",
+    ("pair",),
+    (
+        Column("pair", "int32", "index", "Training pairs first, then held-out ones."),
+        Column("held_out", "bool", "", "Not trained on."),
+        Column("prompt_key", "string", "", "Stable name of the prompt in its task."),
+        Column("prompt_ids", "list<int32>", "token id", "Prompt tokens."),
+        Column("chosen_ids", "list<int32>", "token id", "Preferred response, end token included."),
+        Column("rejected_ids", "list<int32>", "token id", "The other response."),
+        Column("ref_chosen_logprobs", "float64", "nats", "Log-prob of the preferred response under the reference."),
+        Column("ref_rejected_logprobs", "float64", "nats", "The same of the other response."),
+        Column("chosen_logprobs", "float64", "nats", "Log-prob of the preferred response under the trained policy."),
+        Column("rejected_logprobs", "float64", "nats", "The same of the other response."),
+        Column("margins", "float64", "reward", "Difference of the implicit rewards after training."),
+    ),
+)
+STEPS = Table(
+    "dpo_steps",
+    "one row per optimizer step",
+    ("epoch", "minibatch"),
+    (
+        Column("epoch", "int32", "index", "Pass over the pairs, from 0."),
+        Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0."),
+        Column("pairs", "int32", "count", "Pairs in the minibatch."),
+        Column("loss", "float64", "nats", "DPO loss before the step, mean over pairs."),
+        Column("margin", "float64", "reward", "Difference of the implicit rewards before the step, mean over pairs."),
+        Column("accuracy", "float64", "", "Share of pairs with a positive margin; one half for a margin of 0."),
+        Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
+        Column("gradient_redos", "int32", "count", "Backward passes repeated because a gradient left its grid."),
+        Column("digest", "string", "", "Digest of the policy weights after the step."),
+    ),
+)
+TABLES = (PAIRS, STEPS)
+
+
+class DPOManifest(BaseModel):
+    """Digests of the tables and the final results; `fingerprint` follows from both."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: int
+    config_digest: str
+    run_fingerprint: str  # of the recorded run the pairs are from
+    tables: dict[str, TableEntry]
+    final: dict[str, float | int | str]
+    fingerprint: str
+
+
+def _fingerprint(tables: Mapping[str, TableEntry], final: Mapping[str, float | int | str]) -> str:
+    links = digests.chain(digests.FINGERPRINT_SEED, {name: entry.digest for name, entry in tables.items()})
+    return digests.chain(links, {name: digests.scalar_digest(value) for name, value in final.items()})
+
+
+def table_path(folder: Path, name: str) -> Path:
+    """Where a table lies."""
+    return folder / "records" / f"{name}.parquet"
+
+
+def write(
+    folder: Path,
+    config_digest: str,
+    run_fingerprint: str,
+    columns: Mapping[str, Mapping[str, Any]],
+    final: Mapping[str, float | int | str],
+) -> DPOManifest:
+    """Write both tables and the manifest into `folder`; ValueError on columns that do not belong there."""
+    (folder / "records").mkdir()
+    entries = {}
+    for table in TABLES:
+        data = writer.to_arrow(table, columns[table.name])
+        entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
+        manifest.atomic_write(table_path(folder, table.name), writer.to_parquet(table, data))
+    made = DPOManifest(
+        format=FORMAT,
+        config_digest=config_digest,
+        run_fingerprint=run_fingerprint,
+        tables=entries,
+        final=dict(final),
+        fingerprint=_fingerprint(entries, final),
+    )
+    manifest.atomic_write(folder / manifest.FILE_NAME, (made.model_dump_json(indent=1) + "\n").encode())
+    return made
+
+
+def load(folder: Path) -> DPOManifest:
+    """The manifest of a DPO folder; UserError where it is missing, damaged or of another format."""
+    path = folder / manifest.FILE_NAME
+    try:
+        found = DPOManifest.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise UserError(f"{path}: is not the manifest of a DPO training; give the folder of one") from error
+    if found.format != FORMAT:
+        raise UserError(f"{path}: format = {found.format}; this ppo_repro reads {FORMAT}")
+    if found.fingerprint != _fingerprint(found.tables, found.final):
+        raise UserError(f"{path}: fingerprint does not follow from the digests; the manifest was changed or damaged")
+    return found
+
+
+def read_table(folder: Path, name: str) -> pd.DataFrame:
+    """`dpo_pairs` or `dpo_steps`, checked against the manifest; UserError where it is missing or damaged."""
+    table = next(t for t in TABLES if t.name == name)
+    entry, path = load(folder).tables[name], table_path(folder, name)
+    try:
+        data = pq.read_table(BytesIO(path.read_bytes()))
+        same = digests.table_digest(table, data) == entry.digest and data.num_rows == entry.rows
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+    if not same:
+        raise UserError(f"{path}: does not match the manifest; the file was changed or damaged")
+    return reader.to_frame(table.columns, [data])

@@ -65,10 +65,7 @@ FACTORS: dict[str, list[tuple[str, ...]]] = {
         ("ppo.ratio_anchor=old", "ppo.importance_weights={kind: masked, level: sequence}"),
     ],
     "sampling": [(), ("rollout.temperature=0.7", "rollout.top_p=0.9"), ("rollout.top_k=4",)],
-    "memory": [
-        (),
-        ("layout.gradient_checkpointing=true",),
-    ],
+    "memory": [(), ("layout.gradient_checkpointing=true",), ("lora={rank: 2, alpha: 4.0}",)],
 }
 
 NAMES = tuple(FACTORS)

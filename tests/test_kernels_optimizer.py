@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ppo_repro.errors import NumericsError
 from ppo_repro.kernels import optimizer as kernels
 from ppo_repro.numerics import gradients
-from ppo_repro.numerics.optimizer import AdamWSettings, ExactOptimizer, NativeOptimizer, exact_norm, weights_digest
+from ppo_repro.numerics.adamw import AdamWSettings, ExactAdamW, NativeAdamW, exact_norm
+from ppo_repro.numerics.optimizer import ExactOptimizer, weights_digest
 from tests.kernels_for_tests import KINDS, both, seeds, threads, using, values
 from tests.models_for_tests import unequal
 from tests.test_optimizer import backward_of, linear_model
@@ -28,11 +29,11 @@ def steps(seed: int, size: int, kind: str, optimizer: AdamWSettings) -> list[Ten
     model = nn.Linear(size, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(values(kind if rng.random() < 0.5 else "normal", (1, size), rng)))
-    adamw, norms = ExactOptimizer(model, optimizer), []
+    adamw, norms = ExactAdamW({"weight": model.weight}), []
     for _ in range(3):
         gradient = torch.from_numpy(values(kind, (1, size), rng))
         norms.append(exact_norm([gradient, model.weight.detach()]))
-        adamw._apply({"weight": gradient}, norms[-1])
+        adamw.apply(optimizer, {"weight": gradient}, norms[-1])
     return [model.weight, adamw.first["weight"], adamw.second["weight"], torch.tensor(norms, dtype=torch.float64)]
 
 
@@ -110,19 +111,18 @@ def test_kernels_are_as_accurate_as_float64() -> None:
 
 
 def test_stock_adamw_differs() -> None:
-    weights = []
-    for make in (ExactOptimizer, NativeOptimizer):
+    weights, step = [], AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, math.inf)
+    for exact in (True, False):
         model = nn.Linear(1000, 1, bias=False)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             model.weight.copy_(torch.randn(1, 1000, generator=generator))
         model.weight.grad = torch.randn(1, 1000, generator=generator)
-        optimizer = make(model, AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, math.inf))
         with using("dgemm"):
-            if isinstance(optimizer, ExactOptimizer):
-                optimizer._apply({"weight": model.weight.grad}, 1.0)
+            if exact:
+                ExactAdamW({"weight": model.weight}).apply(step, {"weight": model.weight.grad}, 1.0)
             else:
-                optimizer.adamw.step()
+                NativeAdamW({"weight": model.weight}, step).apply(step)
         weights.append(model.weight.detach())
     assert unequal(*weights) > 10
     # two float32 implementations of one step of 1e-2

@@ -32,10 +32,14 @@ class _Conv1D(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), (weight, bias) = ctx.saved_tensors, ctx.parameters
         dy = grad.reshape(-1, grad.shape[-1])
-        dx = ctx.prepared.contract(dy, weight, 1).view(ctx.shape)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = ctx.prepared.contract(dy, weight, 1).view(ctx.shape)
         if ctx.accumulator is not None:
-            ctx.accumulator.add_linear(weight, rows, dy, transposed=True)
-            ctx.accumulator.add_rows(bias, dy)
+            if ctx.needs_input_grad[1]:
+                ctx.accumulator.add_linear(weight, rows, dy, transposed=True)
+            if ctx.needs_input_grad[2]:
+                ctx.accumulator.add_rows(bias, dy)
         return dx, None, None, None, None
 
 

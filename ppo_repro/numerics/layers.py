@@ -18,7 +18,9 @@ from ppo_repro.numerics.silu import SiLU
 
 
 class ExactModule(nn.Module):
-    """A lowered layer. `accumulator` takes its parameter gradients; frozen models have none.
+    """A lowered layer. `accumulator` takes its parameter gradients; a layer with no parameter to train has none.
+
+    A linear layer may have its bias frozen, or its weight (`requires_grad`); other layers are trained whole or not.
 
     The autograd functions keep parameters as they are, not through `save_for_backward`: recomputed layers get
     other tensor objects from there, and the accumulator knows a parameter by its identity.
@@ -53,8 +55,9 @@ class _Linear(Function):
         if ctx.needs_input_grad[0]:
             dx = ctx.prepared.contract(dy, weight, 0).view(ctx.shape)
         if ctx.accumulator is not None:
-            ctx.accumulator.add_linear(weight, rows, dy)
-            if bias is not None:
+            if ctx.needs_input_grad[1]:
+                ctx.accumulator.add_linear(weight, rows, dy)
+            if ctx.needs_input_grad[2]:
                 ctx.accumulator.add_rows(bias, dy)
         return dx, None, None, None, None
 

@@ -152,7 +152,13 @@ def is_exact(model: PreTrainedModel) -> bool:
 
 
 def attach(module: nn.Module, accumulator: GradientAccumulator) -> None:
-    """Send the parameter gradients of every lowered layer in `module` to `accumulator`."""
-    for layer in module.modules():
+    """Send the gradients of what is trained in `module` to `accumulator`; a layer that is frozen gets none.
+
+    Raises ValueError where a parameter is to be trained (`requires_grad`) and the accumulator does not know it.
+    """
+    for name, layer in module.named_modules():
         if isinstance(layer, ExactModule):
-            layer.accumulator = accumulator
+            trained = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+            if any(id(p) not in accumulator.names for p in trained):
+                raise ValueError(f"layer '{name}' has a parameter to train whose gradient nobody collects")
+            layer.accumulator = accumulator if trained else None

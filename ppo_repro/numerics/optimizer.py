@@ -3,55 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels import optimizer as kernels
-from ppo_repro.numerics import backend, elementwise
+from ppo_repro.numerics.adamw import AdamWSettings, ExactAdamW, NativeAdamW, OptimizerState, exact_norm
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.lowering import attach
 from ppo_repro.ranks import ALONE, Ranks
 
-NORM_BITS = 26  # of a gradient's largest element in the norm
 MAX_REDOS = 8  # a calibrated grid fits after one redo; more means gradients that cannot be reproduced
-
-
-@dataclass(frozen=True)
-class AdamWSettings:
-    """AdamW of Loshchilov and Hutter, 2019, and the global norm its gradients are clipped to."""
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    max_grad_norm: float
 
 
 @dataclass(frozen=True)
 class StepReport:
     grad_norm: float  # before clipping
     redos: int
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """What one step leaves for the next, beside the weights; by parameter name."""
-
-    first: Mapping[str, Tensor]  # AdamW first moments, float32
-    second: Mapping[str, Tensor]  # second moments
-    grids: Mapping[str, int]  # exact numerics: exponent of each gradient's grid; empty in native
-    steps: Mapping[str, int]  # native numerics: steps each parameter has taken; empty in exact
-    beta1_power: float  # exact numerics: beta1 multiplied by itself once per step; 1 in native
-    beta2_power: float
 
 
 class Optimizer(Protocol):
@@ -74,20 +46,6 @@ class Optimizer(Protocol):
         ...
 
 
-def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy every bit of `values` into `targets`; ValueError unless names, shapes and types are the same."""
-    if set(targets) != set(values):
-        strangers = ", ".join(sorted(set(targets) ^ set(values)))
-        raise ValueError(f"these tensors are on one side only: {strangers}")
-    for name, target in targets.items():
-        value = values[name]
-        if (value.shape, value.dtype) != (target.shape, target.dtype):
-            found, expected = f"{value.dtype} {list(value.shape)}", f"{target.dtype} {list(target.shape)}"
-            raise ValueError(f"tensor {name} is {found}, expected {expected}")
-        with torch.no_grad():
-            target.copy_(value)
-
-
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """First 16 hex digits of the SHA-256 over names and raw bits of the parameters, in the given order."""
     digest = hashlib.sha256()
@@ -97,53 +55,21 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _flat(x: Tensor) -> np.ndarray:
-    """The elements of a contiguous CPU tensor as an array that shares its memory."""
-    return x.detach().view(-1).numpy()
+def collect(
+    accumulator: GradientAccumulator, backward: Callable[[], None], tokens: int, ranks: Ranks
+) -> tuple[dict[str, Tensor], int]:
+    """The float32 gradients of a minibatch over all ranks, and how often the pass was done again.
 
-
-def _sum_of_squares(gradient: Tensor, shift: int) -> int:
-    integers = (gradient.to(torch.float64).reshape(-1) * elementwise.pow2(torch.tensor([shift]))).round_()
-    integers = integers.to(torch.int64)
-    high = integers >> 13
-    low = integers - (high << 13)
-    return (int((high * high).sum()) << 26) + (int((high * low).sum()) << 14) + int((low * low).sum())
-
-
-def exact_norm(gradients: Iterable[Tensor]) -> float:
-    """sqrt(sum g^2) over all elements, from exact integer sums; independent of any order.
-
-    Each tensor is put on a grid of 26 bits below its largest element; squares are summed as two 13-bit
-    halves in int64, then joined as Python integers.
+    UserError where so many tokens could leave int64, NumericsError where no pass agrees with the one before.
     """
-    parts: list[tuple[int, int]] = []
-    for gradient in gradients:
-        fused = backend.has_kernels(gradient)
-        largest = kernels.largest(_flat(gradient)) if fused else float(gradient.abs().amax())
-        if not math.isfinite(largest):
-            raise NumericsError("a gradient is not finite; lower the learning rate")
-        if largest == 0.0:
-            continue
-        shift = NORM_BITS - math.frexp(largest)[1]
-        square = kernels.sum_of_squares(_flat(gradient), shift) if fused else _sum_of_squares(gradient, shift)
-        parts.append((square, -2 * shift))
-    if not parts:
-        return 0.0
-    unit = min(exponent for _, exponent in parts)
-    total = sum(square << (exponent - unit) for square, exponent in parts)
-    # an even number of extra bits keeps the root's unit a power of two
-    extra = max(0, 128 - total.bit_length())
-    extra += (extra + unit) % 2
-    return math.ldexp(math.isqrt(total << extra), (unit - extra) // 2)
-
-
-def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, c: kernels.StepConstants) -> None:
-    g = gradient * c.clip
-    first.mul_(c.beta1).add_(g * c.rest1)
-    second.mul_(c.beta2).add_((g * g).mul_(c.rest2))
-    denominator = (elementwise.sqrt(second) / c.second_scale) + c.eps
-    parameter.mul_(c.decay)
-    parameter.sub_((first / denominator).mul_(c.step_size))
+    assert_no_wrap(tokens, accumulator.total_bits)
+    for redos in range(MAX_REDOS):
+        accumulator.begin()
+        backward()
+        gradients = accumulator.finish(ranks)
+        if gradients is not None:
+            return gradients, redos
+    raise NumericsError("a gradient changes every time it is computed; the backward pass is not reproducible")
 
 
 class ExactOptimizer:
@@ -151,63 +77,36 @@ class ExactOptimizer:
 
     def __init__(self, module: nn.Module, settings: AdamWSettings, operand_bits: int = OPERAND_BITS) -> None:
         self.settings = settings
-        self.parameters = dict(module.named_parameters())
-        self.accumulator = GradientAccumulator(self.parameters.items(), operand_bits)
+        self.adamw = ExactAdamW(dict(module.named_parameters()))
+        self.accumulator = GradientAccumulator(self.adamw.parameters.items(), operand_bits)
         attach(module, self.accumulator)
-        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        # powers of beta by repeated multiplication: the C library's pow is not the same everywhere
-        self.beta1_power = self.beta2_power = 1.0
 
     def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
-        assert_no_wrap(tokens, self.accumulator.total_bits)
-        for redos in range(MAX_REDOS):
-            self.accumulator.begin()
-            backward()
-            gradients = self.accumulator.finish(ranks)
-            if gradients is not None:
-                norm = exact_norm(gradients.values())
-                self._apply(gradients, norm)
-                return StepReport(norm, redos)
-        raise NumericsError("a gradient changes every time it is computed; the backward pass is not reproducible")
-
-    @torch.no_grad()
-    def _apply(self, gradients: dict[str, Tensor], norm: float) -> None:
-        s = self.settings
-        self.beta1_power *= s.beta1
-        self.beta2_power *= s.beta2
-        constants = kernels.StepConstants(
-            clip=min(1.0, s.max_grad_norm / (norm + 1e-6)),
-            beta1=s.beta1,
-            rest1=1.0 - s.beta1,
-            beta2=s.beta2,
-            rest2=1.0 - s.beta2,
-            second_scale=math.sqrt(1.0 - self.beta2_power),
-            eps=s.eps,
-            decay=1.0 - s.learning_rate * s.weight_decay,
-            step_size=s.learning_rate / (1.0 - self.beta1_power),
-        )
-        for name, parameter in self.parameters.items():
-            tensors = (parameter, gradients[name], self.first[name], self.second[name])
-            if backend.has_kernels(parameter):
-                parameters, gradient, first, second = (_flat(t) for t in tensors)
-                kernels.adamw(parameters, gradient, first, second, constants)
-                # whoever keeps something made from the weights looks at this counter
-                torch.autograd.graph.increment_version(parameter)
-            else:
-                _adamw(*tensors, constants)
+        gradients, redos = collect(self.accumulator, backward, tokens, ranks)
+        norm = exact_norm(gradients.values())
+        self.adamw.apply(self.settings, gradients, norm)
+        return StepReport(norm, redos)
 
     def state(self) -> OptimizerState:
-        grids = dict(self.accumulator.grids)
-        return OptimizerState(self.first, self.second, grids, {}, self.beta1_power, self.beta2_power)
+        return self.adamw.state(self.accumulator.grids)
 
     def load(self, state: OptimizerState) -> None:
-        if state.steps or not set(state.grids) <= set(self.parameters):
+        if state.steps or state.factors or not set(state.grids) <= set(self.adamw.parameters):
             raise ValueError("the optimizer state is not of this module in exact numerics")
-        copy_named(self.first, state.first)
-        copy_named(self.second, state.second)
+        self.adamw.load(state)
         self.accumulator.grids = dict(state.grids)
-        self.beta1_power, self.beta2_power = state.beta1_power, state.beta2_power
+
+
+def collect_native(parameters: Sequence[Tensor], backward: Callable[[], None], ranks: Ranks) -> None:
+    """Run `backward` and leave the sum over all ranks in `grad` of the parameters."""
+    for parameter in parameters:
+        parameter.grad = None
+    backward()
+    if ranks.size > 1:
+        for parameter in parameters:
+            if parameter.grad is None:  # of a rank without sequences
+                parameter.grad = torch.zeros_like(parameter)
+        ranks.add_up([p.grad for p in parameters if p.grad is not None])
 
 
 class NativeOptimizer:
@@ -215,48 +114,19 @@ class NativeOptimizer:
 
     def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
         self.settings = settings
-        self.parameters = dict(module.named_parameters())
-        self.adamw = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self.adamw = NativeAdamW(dict(module.named_parameters()), settings)
 
     def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
-        self.adamw.zero_grad(set_to_none=True)
-        backward()
-        if ranks.size > 1:
-            for parameter in self.parameters.values():
-                if parameter.grad is None:  # of a rank without sequences
-                    parameter.grad = torch.zeros_like(parameter)
-            ranks.add_up([p.grad for p in self.parameters.values() if p.grad is not None])
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm))
-        if not math.isfinite(norm):
-            raise NumericsError("the gradient norm is not finite; lower the learning rate")
-        for group in self.adamw.param_groups:
-            group["lr"] = self.settings.learning_rate
-        self.adamw.step()
-        return StepReport(norm, 0)
+        collect_native(list(self.adamw.parameters.values()), backward, ranks)
+        return StepReport(self.adamw.apply(self.settings), 0)
 
     def state(self) -> OptimizerState:
-        # a parameter that never had a gradient has no state
-        held = {name: self.adamw.state[p] for name, p in self.parameters.items() if p in self.adamw.state}
-        first = {name: moments["exp_avg"] for name, moments in held.items()}
-        second = {name: moments["exp_avg_sq"] for name, moments in held.items()}
-        return OptimizerState(first, second, {}, {name: int(m["step"]) for name, m in held.items()}, 1.0, 1.0)
+        return self.adamw.state()
 
     def load(self, state: OptimizerState) -> None:
-        if state.grids or not set(state.steps) <= set(self.parameters):
-            raise ValueError("the optimizer state is not of this module in native numerics")
-        names = list(state.steps)
-        first, second = ({name: torch.zeros_like(self.parameters[name]) for name in names} for _ in range(2))
-        copy_named(first, state.first)
-        copy_named(second, state.second)
-        for name, steps in state.steps.items():
-            moments = {"step": torch.tensor(float(steps)), "exp_avg": first[name], "exp_avg_sq": second[name]}
-            self.adamw.state[self.parameters[name]] = moments
+        if state.factors:
+            raise ValueError("the optimizer state is that of a low-rank adapter")
+        self.adamw.load(state)
 
 
 def make_optimizer(

@@ -22,9 +22,9 @@ from ppo_repro import __version__
 from ppo_repro.config_yaml import describe
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.adamw import OptimizerState, copy_named
 from ppo_repro.numerics.gradients import GRADIENT_BITS, HEADROOM
 from ppo_repro.numerics.grid import OPERAND_BITS
-from ppo_repro.numerics.optimizer import OptimizerState, copy_named
 from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.runs.folder import whole_folder
 
@@ -233,7 +233,7 @@ def _read_index(path: Path) -> _Index:
 
 
 def _moments(state: OptimizerState) -> dict[str, Tensor]:
-    named = {"first": state.first, "second": state.second}
+    named = {"first": state.first, "second": state.second, "factors": state.factors}
     return {f"{moment}/{name}": tensor for moment, tensors in named.items() for name, tensor in tensors.items()}
 
 
@@ -251,7 +251,7 @@ def _optimizer_state(entry: _OptimizerEntry, tensors: Mapping[str, Tensor]) -> O
         return {n.removeprefix(moment + "/"): t for n, t in tensors.items() if n.startswith(moment + "/")}
 
     powers = float.fromhex(entry.beta1_power), float.fromhex(entry.beta2_power)
-    return OptimizerState(of("first"), of("second"), entry.grids, entry.steps, *powers)
+    return OptimizerState(of("first"), of("second"), entry.grids, entry.steps, *powers, of("factors"))
 
 
 def _controls_entry(controls: Controls) -> _ControlsEntry:

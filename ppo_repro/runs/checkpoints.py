@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when they are due, where they lie, which are kept, which one a run goes on from."""
+"""The checkpoints of one run: when they are due, where they lie, which are kept, which one a run goes on from; what it ends with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.config import RunConfig
+from ppo_repro.config import ModelFolder, RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.models.adapter_folder import save_adapter
+from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.models.state import TrainState
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint
@@ -24,7 +26,7 @@ _NAME = re.compile(r"iteration-(\d{6,})")
 
 
 def checkpoints_folder(run_dir: Path) -> Path:
-    """Where the checkpoints, the reference and at the end the trained policy lie."""
+    """Where the checkpoints, the reference and at the end the trained models lie."""
     return run_dir / "checkpoints"
 
 
@@ -63,6 +65,22 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     with whole_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+
+
+def save_final(run_dir: Path, config: RunConfig, prepared: Prepared) -> None:
+    """The trained policy, beside it its adapter in peft's format and a reward model that was made here."""
+    folder, tokenizer = final_folder(run_dir), prepared.task.tokenizer
+    save_model(prepared.state.policy, tokenizer, folder)
+    if prepared.lora is not None:
+        base = folder.with_name("base")
+        if isinstance(config.model, ModelFolder):
+            base = Path(config.model.path)
+        else:
+            save_model(prepared.state.reference, tokenizer, base)
+        with whole_folder(folder.with_name("adapter")) as temporary:
+            save_adapter(prepared.lora, temporary, str(base))
+    if prepared.reward_training is not None and prepared.task.reward_model is not None:
+        save_reward_model(prepared.task.reward_model, tokenizer, folder.with_name("reward_model"))
 
 
 def save_reference(run_dir: Path, prepared: Prepared) -> dict[str, str]:

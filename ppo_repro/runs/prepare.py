@@ -15,6 +15,7 @@ from ppo_repro.config_algorithm import NoValue, SeparateValue, ValueHead
 from ppo_repro.config_reward import RewardModelFolder
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files, load_folder, stop_ids
+from ppo_repro.models.lora import Lora, add_lora, make_lora_optimizer
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,
@@ -53,6 +54,7 @@ class Prepared:
     state: TrainState
     engine: TorchEngine
     reward_training: RewardTraining | None  # None unless a reward model was trained here
+    lora: Lora | None  # None where all weights of the policy are trained
 
 
 def run_inputs(config: RunConfig) -> list[Path]:
@@ -133,8 +135,8 @@ def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
     )
 
 
-def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> TrainState:
-    """Policy, value model and reference as they start, with their optimizers."""
+def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[TrainState, Lora | None]:
+    """Policy, value model and reference as they start, with their optimizers; the policy's adapter if it has one."""
     mode, max_context, bits = config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits
     policy = make_policy(source, mode, max_context, bits)
     reference = freeze(make_policy(source, mode, max_context, bits))
@@ -149,14 +151,22 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> TrainState
     value_optimizer = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
         value_optimizer = make_optimizer(value_model, _adamw(config, config.value.learning_rate), mode, bits)
-    return TrainState(
+    lora, settings = None, _adamw(config, config.ppo.learning_rate)
+    if config.lora is not None:
+        lora = add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.target_modules, config.seed)
+    state = TrainState(
         policy=policy,
         value_model=value_model,
         reference=reference,
-        policy_optimizer=make_optimizer(trained, _adamw(config, config.ppo.learning_rate), mode, bits),
+        policy_optimizer=(
+            make_optimizer(trained, settings, mode, bits)
+            if lora is None
+            else make_lora_optimizer(policy, lora, settings, bits)
+        ),
         value_optimizer=value_optimizer,
         controls=first_controls(config),
     )
+    return state, lora
 
 
 def _value_model(
@@ -191,7 +201,7 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context
-    state = _state(config, source, task)
+    state, lora = _state(config, source, task)
     policy = state.policy
     engine = TorchEngine(
         policy,
@@ -202,4 +212,4 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
         config.layout.prefill_chunk,
         config.layout.prefix_cache,
     )
-    return Prepared(task, state, engine, reward_training)
+    return Prepared(task, state, engine, reward_training, lora)

@@ -153,7 +153,7 @@ def execute(
         for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
             seconds[phase] = seconds.get(phase, 0.0) + spent
     final = _final_results(config, prepared, ranks)
-    checkpoints.save_model(prepared.state.policy, prepared.task.tokenizer, checkpoints.final_folder(run_dir))
+    checkpoints.save_final(run_dir, config, prepared)
     writer.finish(run_dir, current, final)
     seconds["total"] = time.perf_counter() - started
     return seconds

@@ -1,0 +1,243 @@
+"""Low-rank adapters whose policy is one matrix per layer, so that sampler and trainer still agree on every bit.
+
+The model always holds merged weights W' = W + s B A (see `numerics.low_rank`), and every forward pass uses them. A
+backward pass collects the gradient of W' as for a model that is trained whole; the optimizer turns it into those of
+A and B, steps on A and B alone, and merges again. That saves optimizer moments and the size of what is saved, not
+the memory of gradients. Hu et al., 2022.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ppo_repro.errors import UserError
+from ppo_repro.numerics import low_rank
+from ppo_repro.numerics.adamw import AdamWSettings, ExactAdamW, NativeAdamW, OptimizerState, copy_named, exact_norm
+from ppo_repro.numerics.family_layers import ExactConv1D
+from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.grid import OPERAND_BITS
+from ppo_repro.numerics.layers import ExactLinear
+from ppo_repro.numerics.lowering import attach, is_exact
+from ppo_repro.numerics.optimizer import Optimizer, StepReport, collect, collect_native
+from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.seeding import words
+
+_LINEAR = (nn.Linear, ExactLinear)
+_TRANSPOSED = (Conv1D, ExactConv1D)  # weight [K, N]
+_UNIFORM_BITS = 24
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A linear layer of K inputs and N outputs. All float32; `weight` is what the forward pass uses."""
+
+    weight: nn.Parameter  # W' as the layer holds it: [N, K], or [K, N] where `transposed`
+    base: Tensor  # W, [N, K]
+    a: Tensor  # [r, K]
+    b: Tensor  # [N, r]
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapter of a model; by the name of the layer."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]  # ends of layer names
+    layers: dict[str, AdaptedLayer]
+    exact: bool
+
+    @property
+    def scale(self) -> float:
+        """s = alpha / r."""
+        return self.alpha / self.rank
+
+    def factors(self) -> dict[str, Tensor]:
+        """The live A and B of every layer."""
+        return {
+            f"{name}.lora_{which}.weight": tensor
+            for name, layer in self.layers.items()
+            for which, tensor in (("A", layer.a), ("B", layer.b))
+        }
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Make the model's weights those of the factors."""
+        merged_of = low_rank.merge if self.exact else low_rank.merge_native
+        for layer in self.layers.values():
+            merged = merged_of(layer.base, layer.a, layer.b, self.scale)
+            layer.weight.copy_(merged.t() if layer.transposed else merged)
+
+    def factor_gradients(self, gradient_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Gradients of all factors from those of the merged weights, in the shape of the layer's weight."""
+        gradients_of = low_rank.factor_gradients if self.exact else low_rank.factor_gradients_native
+        found: dict[str, Tensor] = {}
+        for name, layer in self.layers.items():
+            gradient = gradient_of(name)
+            whole = gradient.t() if layer.transposed else gradient
+            pair = gradients_of(whole, layer.a, layer.b, self.scale)
+            found[f"{name}.lora_A.weight"], found[f"{name}.lora_B.weight"] = pair
+        return found
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The linear layers of attention and MLP by name: all but the output head, whose weight may be the embedding."""
+    head = model.get_output_embeddings()
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, (*_LINEAR, *_TRANSPOSED)) and layer is not head
+    }
+
+
+def choose_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict[str, nn.Module]:
+    """The linear layers whose name is a target or ends in `.target`; all where `target_modules` is empty.
+
+    UserError names a target that no such layer has.
+    """
+    layers = linear_layers(model)
+    if not target_modules:
+        return layers
+    for target in target_modules:
+        if not any(_ends_in(name, target) for name in layers):
+            choices = ", ".join(_ends(layers))
+            raise UserError(
+                f"lora.target_modules: {target!r} names no layer that can be adapted; choose from {choices}"
+            )
+    return {n: layer for n, layer in layers.items() if any(_ends_in(n, target) for target in target_modules)}
+
+
+def _ends_in(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def _ends(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
+    """A [r, K] float32, uniform on 2^24 evenly spaced values in (-1/sqrt(K), 1/sqrt(K)); a function of seed and name.
+
+    That is the distribution of peft: `kaiming_uniform_` with a = sqrt(5).
+    """
+    integers = (words(rank * columns, "lora A", seed, name) >> np.uint64(64 - _UNIFORM_BITS)).astype(np.int64)
+    centred = (2 * integers + 1 - (1 << _UNIFORM_BITS)).astype(np.float64)
+    return torch.from_numpy(centred * (2.0**-_UNIFORM_BITS / math.sqrt(columns))).to(torch.float32).view(rank, columns)
+
+
+def add_lora(model: PreTrainedModel, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> Lora:
+    """Adapt linear layers of a model as `make_policy` returns it; everything else is frozen from now on.
+
+    `target_modules` are ends of layer names, as in peft; empty for all linear layers of attention and MLP. A is
+    drawn as `initial_a` says and B is zero, so no weight changes. UserError names a target that matches nothing.
+    """
+    chosen = choose_layers(model, target_modules)
+    factors = {}
+    for name, layer in chosen.items():
+        rows, columns = shape_of(layer)
+        factors[name] = initial_a(rank, columns, seed, name), torch.zeros(rows, rank)
+    return attach_factors(model, rank, alpha, tuple(target_modules) or _ends(chosen), factors)
+
+
+def attach_factors(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: float,
+    target_modules: tuple[str, ...],
+    factors: dict[str, tuple[Tensor, Tensor]],
+) -> Lora:
+    """Adapt the named layers with the given (A, B), merge, and freeze every other parameter."""
+    chosen = linear_layers(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    layers = {}
+    for name, (a, b) in factors.items():
+        transposed = isinstance(chosen[name], _TRANSPOSED)
+        weight = chosen[name].get_parameter("weight")
+        weight.requires_grad_(True)
+        held = weight.detach().t() if transposed else weight.detach()
+        layers[name] = AdaptedLayer(weight, held.clone(memory_format=torch.contiguous_format), a, b, transposed)
+    lora = Lora(rank, alpha, target_modules, layers, is_exact(model))
+    lora.merge()
+    return lora
+
+
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer."""
+    first, second = layer.get_parameter("weight").shape
+    return (second, first) if isinstance(layer, _TRANSPOSED) else (first, second)
+
+
+class ExactLoraOptimizer:
+    """The integer gradients of the merged weights, exact sums down to the factors, AdamW on those by the law."""
+
+    def __init__(self, model: PreTrainedModel, lora: Lora, settings: AdamWSettings, operand_bits: int) -> None:
+        self.settings, self.lora = settings, lora
+        self.accumulator = GradientAccumulator(((n, x.weight) for n, x in lora.layers.items()), operand_bits)
+        attach(model, self.accumulator)
+        self.adamw = ExactAdamW(lora.factors())
+
+    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+        merged, redos = collect(self.accumulator, backward, tokens, ranks)
+        gradients = self.lora.factor_gradients(merged.__getitem__)
+        norm = exact_norm(gradients.values())
+        self.adamw.apply(self.settings, gradients, norm)
+        self.lora.merge()
+        return StepReport(norm, redos)
+
+    def state(self) -> OptimizerState:
+        return replace(self.adamw.state(self.accumulator.grids), factors=self.lora.factors())
+
+    def load(self, state: OptimizerState) -> None:
+        if state.steps or not set(state.grids) <= set(self.lora.layers):
+            raise ValueError("the optimizer state is not of this adapter in exact numerics")
+        copy_named(self.lora.factors(), state.factors)
+        self.adamw.load(state)
+        self.accumulator.grids = dict(state.grids)
+        self.lora.merge()
+
+
+class NativeLoraOptimizer:
+    """The same in stock torch: autograd's gradients of the merged weights, float products, torch's AdamW."""
+
+    def __init__(self, lora: Lora, settings: AdamWSettings) -> None:
+        self.settings, self.lora = settings, lora
+        self.adamw = NativeAdamW(lora.factors(), settings)
+
+    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+        weights = {name: layer.weight for name, layer in self.lora.layers.items()}
+        collect_native(list(weights.values()), backward, ranks)
+        merged = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
+        for name, gradient in self.lora.factor_gradients(merged.__getitem__).items():
+            self.adamw.parameters[name].grad = gradient
+        norm = self.adamw.apply(self.settings)
+        self.lora.merge()
+        return StepReport(norm, 0)
+
+    def state(self) -> OptimizerState:
+        return replace(self.adamw.state(), factors=self.lora.factors())
+
+    def load(self, state: OptimizerState) -> None:
+        if set(state.factors) != set(self.adamw.parameters):
+            raise ValueError("the optimizer state is not of this adapter")
+        copy_named(self.lora.factors(), state.factors)
+        self.adamw.load(state)
+        self.lora.merge()
+
+
+def make_lora_optimizer(
+    model: PreTrainedModel, lora: Lora, settings: AdamWSettings, operand_bits: int = OPERAND_BITS
+) -> Optimizer:
+    """The optimizer of an adapter in the numerics its model is in."""
+    if lora.exact:
+        return ExactLoraOptimizer(model, lora, settings, operand_bits)
+    return NativeLoraOptimizer(lora, settings)

@@ -1,0 +1,192 @@
+"""The global norm of gradients and AdamW, by the elementwise law and by stock torch, and what they keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.kernels import optimizer as kernels
+from ppo_repro.numerics import backend, elementwise
+
+NORM_BITS = 26  # of a gradient's largest element in the norm
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """AdamW of Loshchilov and Hutter, 2019, and the global norm its gradients are clipped to."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What one step leaves for the next, beside the weights; by parameter name."""
+
+    first: Mapping[str, Tensor]  # AdamW first moments, float32
+    second: Mapping[str, Tensor]  # second moments
+    grids: Mapping[str, int]  # exact numerics: exponent of each gradient's grid; empty in native
+    steps: Mapping[str, int]  # native numerics: steps each parameter has taken; empty in exact
+    beta1_power: float  # exact numerics: beta1 multiplied by itself once per step; 1 in native
+    beta2_power: float
+    factors: Mapping[str, Tensor] = field(default_factory=dict)  # of low-rank adapters
+
+
+def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy every bit of `values` into `targets`; ValueError unless names, shapes and types are the same."""
+    if set(targets) != set(values):
+        strangers = ", ".join(sorted(set(targets) ^ set(values)))
+        raise ValueError(f"these tensors are on one side only: {strangers}")
+    for name, target in targets.items():
+        value = values[name]
+        if (value.shape, value.dtype) != (target.shape, target.dtype):
+            found, expected = f"{value.dtype} {list(value.shape)}", f"{target.dtype} {list(target.shape)}"
+            raise ValueError(f"tensor {name} is {found}, expected {expected}")
+        with torch.no_grad():
+            target.copy_(value)
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    """The elements of a contiguous CPU tensor as an array that shares its memory."""
+    return x.detach().view(-1).numpy()
+
+
+def _sum_of_squares(gradient: Tensor, shift: int) -> int:
+    integers = (gradient.to(torch.float64).reshape(-1) * elementwise.pow2(torch.tensor([shift]))).round_()
+    integers = integers.to(torch.int64)
+    high = integers >> 13
+    low = integers - (high << 13)
+    return (int((high * high).sum()) << 26) + (int((high * low).sum()) << 14) + int((low * low).sum())
+
+
+def exact_norm(gradients: Iterable[Tensor]) -> float:
+    """sqrt(sum g^2) over all elements, from exact integer sums; independent of any order.
+
+    Each tensor is put on a grid of 26 bits below its largest element; squares are summed as two 13-bit
+    halves in int64, then joined as Python integers.
+    """
+    parts: list[tuple[int, int]] = []
+    for gradient in gradients:
+        fused = backend.has_kernels(gradient)
+        largest = kernels.largest(_flat(gradient)) if fused else float(gradient.abs().amax())
+        if not math.isfinite(largest):
+            raise NumericsError("a gradient is not finite; lower the learning rate")
+        if largest == 0.0:
+            continue
+        shift = NORM_BITS - math.frexp(largest)[1]
+        square = kernels.sum_of_squares(_flat(gradient), shift) if fused else _sum_of_squares(gradient, shift)
+        parts.append((square, -2 * shift))
+    if not parts:
+        return 0.0
+    unit = min(exponent for _, exponent in parts)
+    total = sum(square << (exponent - unit) for square, exponent in parts)
+    # an even number of extra bits keeps the root's unit a power of two
+    extra = max(0, 128 - total.bit_length())
+    extra += (extra + unit) % 2
+    return math.ldexp(math.isqrt(total << extra), (unit - extra) // 2)
+
+
+def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, c: kernels.StepConstants) -> None:
+    g = gradient * c.clip
+    first.mul_(c.beta1).add_(g * c.rest1)
+    second.mul_(c.beta2).add_((g * g).mul_(c.rest2))
+    denominator = (elementwise.sqrt(second) / c.second_scale) + c.eps
+    parameter.mul_(c.decay)
+    parameter.sub_((first / denominator).mul_(c.step_size))
+
+
+class ExactAdamW:
+    """AdamW by the elementwise law on some parameters, and what it keeps between steps."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = dict(parameters)
+        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        # powers of beta by repeated multiplication: the C library's pow is not the same everywhere
+        self.beta1_power = self.beta2_power = 1.0
+
+    @torch.no_grad()
+    def apply(self, s: AdamWSettings, gradients: Mapping[str, Tensor], norm: float) -> None:
+        """One step with gradients of global norm `norm`, scaled down to `max_grad_norm`."""
+        self.beta1_power *= s.beta1
+        self.beta2_power *= s.beta2
+        constants = kernels.StepConstants(
+            clip=min(1.0, s.max_grad_norm / (norm + 1e-6)),
+            beta1=s.beta1,
+            rest1=1.0 - s.beta1,
+            beta2=s.beta2,
+            rest2=1.0 - s.beta2,
+            second_scale=math.sqrt(1.0 - self.beta2_power),
+            eps=s.eps,
+            decay=1.0 - s.learning_rate * s.weight_decay,
+            step_size=s.learning_rate / (1.0 - self.beta1_power),
+        )
+        for name, parameter in self.parameters.items():
+            tensors = (parameter, gradients[name], self.first[name], self.second[name])
+            if backend.has_kernels(parameter):
+                parameters, gradient, first, second = (_flat(t) for t in tensors)
+                kernels.adamw(parameters, gradient, first, second, constants)
+                # whoever keeps something made from the weights looks at this counter
+                torch.autograd.graph.increment_version(parameter)
+            else:
+                _adamw(*tensors, constants)
+
+    def state(self, grids: Mapping[str, int]) -> OptimizerState:
+        return OptimizerState(self.first, self.second, dict(grids), {}, self.beta1_power, self.beta2_power)
+
+    def load(self, state: OptimizerState) -> None:
+        copy_named(self.first, state.first)
+        copy_named(self.second, state.second)
+        self.beta1_power, self.beta2_power = state.beta1_power, state.beta2_power
+
+
+class NativeAdamW:
+    """clip_grad_norm_ and torch.optim.AdamW on some parameters with float gradients in `grad`."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
+        self.parameters = dict(parameters)
+        self.adamw = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+
+    def apply(self, settings: AdamWSettings) -> float:
+        """One step; returns the global norm before clipping. NumericsError if it is not finite."""
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), settings.max_grad_norm))
+        if not math.isfinite(norm):
+            raise NumericsError("the gradient norm is not finite; lower the learning rate")
+        for group in self.adamw.param_groups:
+            group["lr"] = settings.learning_rate
+        self.adamw.step()
+        return norm
+
+    def state(self) -> OptimizerState:
+        # a parameter that never had a gradient has no state
+        held = {name: self.adamw.state[p] for name, p in self.parameters.items() if p in self.adamw.state}
+        first = {name: moments["exp_avg"] for name, moments in held.items()}
+        second = {name: moments["exp_avg_sq"] for name, moments in held.items()}
+        return OptimizerState(first, second, {}, {name: int(m["step"]) for name, m in held.items()}, 1.0, 1.0)
+
+    def load(self, state: OptimizerState) -> None:
+        if state.grids or not set(state.steps) <= set(self.parameters):
+            raise ValueError("the optimizer state is not of this module in native numerics")
+        names = list(state.steps)
+        first, second = ({name: torch.zeros_like(self.parameters[name]) for name in names} for _ in range(2))
+        copy_named(first, state.first)
+        copy_named(second, state.second)
+        for name, steps in state.steps.items():
+            moments = {"step": torch.tensor(float(steps)), "exp_avg": first[name], "exp_avg_sq": second[name]}
+            self.adamw.state[self.parameters[name]] = moments

@@ -1,0 +1,47 @@
+"""A weight and its low-rank adapter: one merged matrix that every forward pass uses, and the gradients of its factors.
+
+W' = W + s B A, A [r, K], B [N, r]. Hu et al., 2022. The usual form computes x W^T + s (x A^T) B^T while training and
+merges for generating, which rounds in two ways; here the merged matrix is the only one there is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppo_repro.numerics.grid import contract, operand_bits, quantise
+
+
+def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W' = fl32(W + s sum_j B[n, j] A[j, k]), the sum exact on the grids of B's rows and A's columns.
+
+    base [N, K], a [r, K], b [N, r] float32 -> [N, K] float32. Where the sum is zero it is W to the bit, the sign of
+    zero too. Raises NumericsError where a factor is not finite.
+    """
+    bits = operand_bits(len(a))
+    (rows, row_scale), (columns, column_scale) = quantise(b, bits), quantise(a.t(), bits)
+    product = (rows @ columns.t()).mul_(row_scale).mul_(column_scale.t())
+    merged = (base.to(torch.float64) + product * scale).to(torch.float32)
+    return torch.where(product == 0, base, merged)
+
+
+def factor_gradients(gradient: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """dA = s B^T dW' and dB = s dW' A^T, each sum exact; gradient [N, K] -> float32 [r, K], [N, r].
+
+    A function of dW' alone, so it depends on the layout of the work no more than dW' does.
+    """
+    rows, columns = gradient.shape
+    in_rows, in_columns = operand_bits(rows), operand_bits(columns)
+    d_a = contract(quantise(b.t(), in_rows), quantise(gradient.t(), in_rows))
+    d_b = contract(quantise(gradient, in_columns), quantise(a, in_columns))
+    return d_a * scale, d_b * scale
+
+
+def merge_native(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """`merge` in stock torch."""
+    return base + (b @ a) * scale
+
+
+def factor_gradients_native(gradient: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`factor_gradients` in stock torch."""
+    return (b.t() @ gradient) * scale, (gradient @ a.t()) * scale

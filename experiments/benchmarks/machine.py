@@ -50,5 +50,5 @@ def measure(threads: int) -> Peaks:
     if backend.has_amx():
         backend.use("amx", threads)
         packed, y = amx.pack(b.t().contiguous().numpy(), 20, along_rows=True), np.empty((m, n), np.float32)
-        exact = work / seconds(lambda: amx.contract(a.numpy(), packed, amx.NO_BIAS, y), 15)
+        exact = work / seconds(lambda: amx.contract(amx.quantise_rows(a.numpy(), packed.p), packed, amx.NO_BIAS, y), 15)
     return Peaks(threads, float32, float64, exact, bandwidth)

@@ -226,23 +226,44 @@ def padded_bias(bias: np.ndarray) -> np.ndarray:
 NO_BIAS = np.empty(0, np.float32)
 
 
-def contract(x: np.ndarray, packed: Packed, bias: np.ndarray, y: np.ndarray) -> bool:
-    """y = fl32(sum of x w on their grids) + 0 [+ bias]; x [M, terms], y [M, columns] float32, C-contiguous.
+@dataclass(frozen=True)
+class Quantised:
+    """The A operand of contractions: [rows, terms] on grids of `p` bits."""
 
-    Returns False, with y undefined, if x or w holds an infinity or NaN.
-    """
-    rows, digits = len(x), packed.digits
-    blocks, row_blocks, column_blocks = -(-packed.terms // 64), -(-rows // 16), -(-packed.columns // 16)
+    tiles: np.ndarray
+    scales: np.ndarray
+    rows: int
+    terms: int
+    p: int
+    finite: bool
+
+
+def quantise_rows(x: np.ndarray, p: int) -> Quantised:
+    """Put the rows of float32 x [M, terms], C-contiguous, on grids of p bits."""
+    rows, terms = x.shape
+    digits = digits_for(p)
+    blocks, row_blocks = -(-terms // 64), -(-rows // 16)
     a, scales = np.empty(row_blocks * blocks * digits * TILE, np.int8), np.empty(row_blocks * 16)
     flat, bits = _flat(x)
-    finite: list[bool] = [packed.finite]
+    finite: list[bool] = []
     in_parts(
-        lambda i, j: finite.append(_quantise_rows(flat, bits, packed.terms, packed.p, digits, i, j, a, scales)),
-        rows,
-        0.3 * packed.terms,
+        lambda i, j: finite.append(_quantise_rows(flat, bits, terms, p, digits, i, j, a, scales)), rows, 0.3 * terms
     )
-    if not all(finite):
+    return Quantised(a, scales, rows, terms, p, all(finite))
+
+
+def contract(x: Quantised, packed: Packed, bias: np.ndarray, y: np.ndarray) -> bool:
+    """y = fl32(sum of x w on their grids) + 0 [+ bias]; y [M, columns] float32, C-contiguous.
+
+    Returns False, with y undefined, if x or w holds an infinity or NaN. ValueError unless both have the same
+    terms and grids.
+    """
+    if (x.terms, x.p) != (packed.terms, packed.p):
+        raise ValueError(f"{x.terms} terms of {x.p} bits times {packed.terms} of {packed.p}")
+    if not (x.finite and packed.finite):
         return False
+    rows, digits, a, scales = x.rows, packed.digits, x.tiles, x.scales
+    blocks, row_blocks, column_blocks = -(-packed.terms // 64), -(-rows // 16), -(-packed.columns // 16)
     palette, out = _CONFIGURATIONS[min(16, rows)], y.reshape(-1)
     tile_time = blocks * 6.0 * digits * digits + 200.0
 

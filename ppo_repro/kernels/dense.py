@@ -24,6 +24,14 @@ class Dense:
     finite: bool
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a layer, [T, K] float64 integers of at most 2^bits."""
+
+    integers: torch.Tensor
+    bits: int
+
+
 def prepare(w: np.ndarray, p: int) -> Dense:
     """Grid values of w [columns, terms] float32, C-contiguous, along its rows."""
     values = np.empty(w.shape)
@@ -31,36 +39,48 @@ def prepare(w: np.ndarray, p: int) -> Dense:
     return Dense(torch.from_numpy(values), p, finite)
 
 
-def contract(x: np.ndarray, weight: Dense, bias: np.ndarray, y: np.ndarray) -> bool:
+def prepare_rows(x: np.ndarray, p: int) -> Dense:
+    """Grid values of the inputs x [M, terms] float32, C-contiguous, along their rows."""
+    values = np.empty(x.shape)
+    finite: list[bool] = []
+    in_parts(lambda i, j: finite.append(grid_values(x[i:j], p, values[i:j])), len(x), 1.0 * x.shape[1])
+    return Dense(torch.from_numpy(values), p, all(finite))
+
+
+def contract(x: Dense, weight: Dense, bias: np.ndarray, y: np.ndarray) -> bool:
     """y = fl32(sum of x w on their grids) + 0 [+ bias]; x [M, terms], y [M, columns] float32, C-contiguous.
 
-    Returns False, with y undefined, if x or w holds an infinity or NaN.
+    Returns False, with y undefined, if x or w holds an infinity or NaN. ValueError unless their grids are the same.
     """
+    if x.p != weight.p:
+        raise ValueError(f"grids of {x.p} bits times grids of {weight.p}")
+    if not (x.finite and weight.finite):
+        return False
     columns, terms = weight.values.shape
-    finite: list[bool] = [weight.finite]
 
     def run(first: int, last: int) -> None:
-        rows = np.empty((last - first, terms))
-        finite.append(grid_values(x[first:last], weight.p, rows))
-        total = torch.mm(torch.from_numpy(rows), weight.values.t())
+        total = torch.mm(x.values[first:last], weight.values.t())
         round_rows(total.numpy(), bias, y[first:last])
 
-    in_parts(run, len(x), 0.02 * terms * columns)
-    return all(finite)
+    in_parts(run, len(x.values), 0.02 * terms * columns)
+    return True
 
 
-def accumulate(
-    grad: np.ndarray, up: np.ndarray, bits: int, x: np.ndarray, x_up: np.ndarray, x_bits: int, sums: np.ndarray
-) -> None:
-    """sums[n, k] += sum_t rne(grad[t, n] up[t]) rne(x[t, k] x_up[t]), exactly; see gradient.accumulate.
+def pack_inputs(x: np.ndarray, x_up: np.ndarray, x_bits: int) -> Inputs:
+    """rne(x[t, k] x_up[t]), at most 2^x_bits; x [T, K] float32, x_up [T] float64, C-contiguous."""
+    return Inputs(torch.from_numpy(scaled(x, x_up)), x_bits)
+
+
+def accumulate(grad: np.ndarray, up: np.ndarray, bits: int, x: Inputs, sums: np.ndarray) -> None:
+    """sums[n, k] += sum_t rne(grad[t, n] up[t]) x[t, k], exactly; see gradient.accumulate.
 
     So many tokens at a time that their sum stays below 2^53.
     """
-    chunk = 1 << (53 - bits - x_bits)
-    for start in range(0, len(x), chunk):
+    chunk = 1 << (53 - bits - x.bits)
+    for start in range(0, len(grad), chunk):
         rows = slice(start, start + chunk)
         z = torch.from_numpy(scaled(grad[rows], up[rows]))
-        operand = torch.from_numpy(scaled(x[rows], x_up[rows]))
+        operand = x.integers[rows]
 
         def run(first: int, last: int) -> None:
             total = torch.mm(z[:, first:last].t(), operand)  # noqa: B023

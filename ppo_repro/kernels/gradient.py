@@ -5,6 +5,8 @@ I[n, k] += sum_t Z[t, n] X[t, k] with Z = rne(dy 2^up_t), X = rne(x 2^(p - e_t))
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ppo_repro.kernels.amx import MAX_TERMS, digits_for
@@ -96,20 +98,32 @@ def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.nd
     return tiles
 
 
-def accumulate(
-    grad: np.ndarray, up: np.ndarray, bits: int, x: np.ndarray, x_up: np.ndarray, x_bits: int, sums: np.ndarray
-) -> None:
-    """sums[n, k] += sum_t rne(grad[t, n] up[t]) rne(x[t, k] x_up[t]), exactly.
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a layer as B operand, `MAX_TERMS` tokens at a time."""
 
-    grad [T, N], x [T, K] float32, up and x_up [T] float64, sums [N, K] int64, all C-contiguous. The integers
-    are at most 2^bits <= 2^26 and 2^x_bits <= 2^20 in magnitude.
+    parts: tuple[np.ndarray, ...]
+    digits: int
+
+
+def pack_inputs(x: np.ndarray, x_up: np.ndarray, x_bits: int) -> Inputs:
+    """rne(x[t, k] x_up[t]), at most 2^x_bits <= 2^20; x [T, K] float32, x_up [T] float64, C-contiguous."""
+    digits = digits_for(x_bits)
+    starts = range(0, len(x), MAX_TERMS)
+    return Inputs(tuple(_packed(x[i : i + MAX_TERMS], digits, False, x_up[i : i + MAX_TERMS]) for i in starts), digits)
+
+
+def accumulate(grad: np.ndarray, up: np.ndarray, bits: int, x: Inputs, sums: np.ndarray) -> None:
+    """sums[n, k] += sum_t rne(grad[t, n] up[t]) x[t, k], exactly.
+
+    grad [T, N] float32, up [T] float64, sums [N, K] int64, all C-contiguous. The integers of grad are at most
+    2^bits <= 2^26 in magnitude.
     """
-    for start in range(0, len(x), MAX_TERMS):
-        rows = slice(start, start + MAX_TERMS)
-        a_digits, b_digits = 3 if bits <= THREE_DIGIT_BITS else 4, digits_for(x_bits)
+    a_digits, b_digits = 3 if bits <= THREE_DIGIT_BITS else 4, x.digits
+    for part, b in enumerate(x.parts):
+        rows = slice(part * MAX_TERMS, (part + 1) * MAX_TERMS)
         a = _packed(grad[rows], a_digits, True, up[rows])
-        b = _packed(x[rows], b_digits, False, x_up[rows])
-        blocks, (n, k), flat = -(-len(x[rows]) // 64), sums.shape, sums.reshape(-1)
+        blocks, (n, k), flat = -(-len(grad[rows]) // 64), sums.shape, sums.reshape(-1)
         in_parts(
             lambda i, j: _accumulate(a, b, blocks, a_digits, b_digits, _PALETTE, i, j, n, k, flat),  # noqa: B023
             -(-n // 16),

@@ -18,7 +18,7 @@ from ppo_repro.kernels.optimizer import to_float32
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.elementwise import pow2
 from ppo_repro.numerics.grid import MIN_EXPONENT, OPERAND_BITS, ceil_log2
-from ppo_repro.numerics.products import NOTHING, add_integer_rows, add_products, row_exponents
+from ppo_repro.numerics.products import NOTHING, add_integer_rows, add_products, input_exponents, row_exponents
 from ppo_repro.ranks import ALONE, Ranks
 
 GRADIENT_BITS = 26  # bits of a quantised output gradient
@@ -80,7 +80,7 @@ class GradientAccumulator:
         Z = rne(grad 2^(ex - E - h + zb)) with ex the exponent of x's row; integers sum_t Z X.
         """
         name = self.names[id(weight)]
-        x_exponents, grad_exponents = row_exponents(x), row_exponents(grad)
+        x_exponents, grad_exponents = input_exponents(x), row_exponents(grad)
         if x_exponents is None or grad_exponents is None:
             raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
         live = (x_exponents != NOTHING) & (grad_exponents != NOTHING)

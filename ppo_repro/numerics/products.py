@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,28 @@ NOTHING = int(rows.NOTHING)
 def array(x: Tensor) -> np.ndarray:
     """A contiguous CPU tensor as an array, without a copy where it already is one."""
     return x.detach().contiguous().numpy()
+
+
+class _Prepared:
+    """What was last made of a tensor: layers that share an input, as queries, keys and values do, prepare it once.
+
+    The tensor is kept until the next one, so that no other can have its address.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._key: tuple[object, ...] = ()
+        self._made: Any = None
+
+    def of(self, x: Tensor, kind: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        """What `make` gives, unless the last call was for the same unchanged numbers and kind."""
+        key = (x.data_ptr(), x._version, tuple(x.shape), x.stride(), *kind)
+        if self._tensor is None or key != self._key:
+            self._made, self._tensor, self._key = make(), x.detach(), key
+        return self._made
+
+
+_contracted, _measured, _accumulated = _Prepared(), _Prepared(), _Prepared()
 
 
 class Weight:
@@ -65,10 +88,13 @@ class Weight:
             return y if bias is None else y + bias
         y = torch.empty(len(x), weight.shape[1 - dim])
         added = amx.NO_BIAS if bias is None else array(bias)
+        p = prepared.p
         if kind == "amx":
-            finite = amx.contract(array(x), prepared, amx.padded_bias(added), y.numpy())
+            operand = _contracted.of(x, ("amx", p), lambda: amx.quantise_rows(array(x), p))
+            finite = amx.contract(operand, prepared, amx.padded_bias(added), y.numpy())
         else:
-            finite = dense.contract(array(x), prepared, added, y.numpy())
+            rows = _contracted.of(x, ("dgemm", p), lambda: dense.prepare_rows(array(x), p))
+            finite = dense.contract(rows, prepared, added, y.numpy())
         if not finite:
             raise NumericsError(f"the input or the weight of {self.name} is not finite")
         return y
@@ -85,6 +111,12 @@ def row_exponents(x: Tensor) -> Tensor | None:
     return exponent(largest).masked_fill_(largest == 0, NOTHING)
 
 
+def input_exponents(x: Tensor) -> Tensor | None:
+    """`row_exponents` of the inputs of a layer, found once where several layers share them."""
+    found: Tensor | None = _measured.of(x, (backend.active(),), lambda: row_exponents(x))
+    return found
+
+
 def add_products(grad: Tensor, up: Tensor, bits: int, x: Tensor, x_up: Tensor, x_bits: int, out: Tensor) -> None:
     """out[n, k] += sum_t rne(grad[t, n] up[t]) rne(x[t, k] x_up[t]), exactly, in int64.
 
@@ -92,8 +124,10 @@ def add_products(grad: Tensor, up: Tensor, bits: int, x: Tensor, x_up: Tensor, x
     2^x_bits.
     """
     if backend.has_kernels(grad):
-        accumulate = gradient.accumulate if backend.active() == "amx" else dense.accumulate
-        accumulate(array(grad), array(up), bits, array(x), array(x_up), x_bits, out.numpy())
+        kind = backend.active()
+        kernels = gradient if kind == "amx" else dense
+        inputs = _accumulated.of(x, (kind, x_bits), lambda: kernels.pack_inputs(array(x), array(x_up), x_bits))
+        kernels.accumulate(array(grad), array(up), bits, inputs, out.numpy())
         return
     z = (grad.to(torch.float64) * up[:, None]).round_()
     integers = (x.to(torch.float64) * x_up[:, None]).round_()

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when they are due, where they lie, which are kept, which one a run goes on from; what it ends with."""
+"""The checkpoints of one run: when due, where they lie, which are kept, where a run goes on, what it ends with."""
 
 from __future__ import annotations
 

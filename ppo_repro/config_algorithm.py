@@ -26,7 +26,7 @@ ClipBound = Annotated[float, Field(gt=0, lt=1)]
 class ClipObjective(Section):
     """The clipped surrogate of PPO, with clip-higher and dual clip."""
 
-    kind: Literal["clip"] = "clip"
+    kind: Literal["clip"] = Field("clip", description="Clip the ratio within fixed bounds.")
     clip_range: ClipBound = Field(0.2, description="Ratios below 1 - clip_range are not pushed further down.")
     clip_range_high: Positive | None = Field(
         None, description="Ratios above 1 + clip_range_high are not pushed further up; null: the same as clip_range."
@@ -46,7 +46,7 @@ class ClipObjective(Section):
 class AdaptiveClipObjective(Section):
     """The clipped surrogate with a clip range that follows KL(anchor || new)."""
 
-    kind: Literal["adaptive_clip"]
+    kind: Literal["adaptive_clip"] = Field(description="Clip the ratio within bounds that follow the KL.")
     clip_range: ClipBound = Field(0.2, description="Clip range of the first iteration, on both sides.")
     target_kl: Positive = Field(description="Halve above 1.5 times this, double below it / 1.5; nats per token.")
     clip_range_min: ClipBound = Field(0.02, description="The clip range is never smaller.")
@@ -65,8 +65,8 @@ class AdaptiveClipObjective(Section):
 class PenaltyObjective(Section):
     """PPO-Penalty: the unclipped surrogate minus beta KL(anchor || new)."""
 
-    kind: Literal["kl_penalty"]
-    penalty_coef: Positive = Field(1.0, description="beta of the first iteration.")
+    kind: Literal["kl_penalty"] = Field(description="Penalise the KL instead of clipping.")
+    penalty_coef: Positive = Field(1.0, description="Weight beta of the first iteration.")
     target_kl: Positive | None = Field(
         None, description="Halve beta below this / 1.5, double it above 1.5 times this; nats per token; null: fixed."
     )
@@ -75,13 +75,13 @@ class PenaltyObjective(Section):
 class UnclippedObjective(Section):
     """The importance-sampled surrogate without any bound, L_CPI."""
 
-    kind: Literal["unclipped"]
+    kind: Literal["unclipped"] = Field(description="Neither clip nor penalise.")
 
 
 class PolicyGradientObjective(Section):
     """REINFORCE with a baseline: log pi times advantage, no ratio."""
 
-    kind: Literal["policy_gradient"]
+    kind: Literal["policy_gradient"] = Field(description="Use no ratio.")
 
 
 Objective = Annotated[
@@ -93,15 +93,17 @@ Objective = Annotated[
 class ImportanceWeights(Section):
     """Correction of a sampler that is not the policy that is trained: pi_old / pi_rollout on every token's loss."""
 
-    kind: Literal["truncated", "masked"] = Field(description="min(w, cap), or 0 where w is outside [1/cap, cap].")
-    level: Literal["token", "sequence"] = Field("token", description="w of the token, or of its whole response.")
+    kind: Literal["truncated", "masked"] = Field(
+        description="Either min(w, cap), or 0 where w is outside [1/cap, cap]."
+    )
+    level: Literal["token", "sequence"] = Field("token", description="Weight w of the token, or of its whole response.")
     cap: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(2.0, description="Largest weight.")
 
 
 class GaeAdvantages(Section):
     """Generalized advantage estimation from the value model; 0 is TD(0), 1 is Monte Carlo minus the value."""
 
-    kind: Literal["gae"] = "gae"
+    kind: Literal["gae"] = Field("gae", description="Estimate advantages per token with a value model.")
     gamma: Fraction = Field(1.0, description="Discount per token.")
     gae_lambda: Fraction = Field(0.95, description="GAE trace decay.")
     truncation: Literal["terminal", "bootstrap"] = Field(
@@ -112,10 +114,10 @@ class GaeAdvantages(Section):
 
 
 class GroupAdvantages(Section):
-    """GRPO: the score relative to the other responses to the same prompt. Needs no value model."""
+    """GRPO, without `scale` Dr. GRPO: the score relative to the other responses to its prompt. No value model."""
 
-    kind: Literal["group"]
-    scale: bool = Field(True, description="Divide by the group's standard deviation; false is Dr. GRPO.")
+    kind: Literal["group"] = Field(description="Compare the responses to a prompt with each other.")
+    scale: bool = Field(True, description="Divide by the group's standard deviation; false: only subtract its mean.")
 
 
 AdvantagesConfig = Annotated[GaeAdvantages | GroupAdvantages, Field(discriminator="kind")]
@@ -124,7 +126,7 @@ AdvantagesConfig = Annotated[GaeAdvantages | GroupAdvantages, Field(discriminato
 class SeparateValue(Section):
     """A value model with a trunk and an optimizer of its own."""
 
-    kind: Literal["separate"] = "separate"
+    kind: Literal["separate"] = Field("separate", description="Train a value model of its own.")
     init: Literal["policy", "reward_model"] = Field("policy", description="What its trunk starts as.")
     learning_rate: NonNegative = Field(description="AdamW learning rate.")
     epochs: Count | None = Field(None, description="Passes over each rollout; null: as many as ppo.epochs.")
@@ -139,7 +141,7 @@ class SeparateValue(Section):
 class ValueHead(Section):
     """A scalar head on the policy's trunk, trained in the same step."""
 
-    kind: Literal["head"]
+    kind: Literal["head"] = Field(description="Put the value on the policy's trunk.")
     value_coef: Positive = Field(0.1, description="Weight of the value loss beside the policy's.")
     clip_range: Positive | None = Field(
         0.2, description="Clip range of the value around its old prediction; null: plain squared error."
@@ -152,7 +154,7 @@ class ValueHead(Section):
 class NoValue(Section):
     """No value model: for group advantages."""
 
-    kind: Literal["none"]
+    kind: Literal["none"] = Field(description="Predict no values.")
 
 
 ValueConfig = Annotated[SeparateValue | ValueHead | NoValue, Field(discriminator="kind")]
@@ -161,13 +163,13 @@ ValueConfig = Annotated[SeparateValue | ValueHead | NoValue, Field(discriminator
 class FixedController(Section):
     """kl_coef stays."""
 
-    kind: Literal["fixed"] = "fixed"
+    kind: Literal["fixed"] = Field("fixed", description="Keep kl_coef.")
 
 
 class AdaptiveController(Section):
     """kl_coef follows KL(policy || reference) per response. Ziegler et al., 2019."""
 
-    kind: Literal["adaptive"]
+    kind: Literal["adaptive"] = Field(description="Move kl_coef towards a wanted KL.")
     target_kl: Positive = Field(description="Wanted KL, summed over each response, mean over responses, nats.")
     horizon: Count = Field(10000, description="Responses over which kl_coef may change by 20 % at most.")
 
@@ -178,7 +180,7 @@ Controller = Annotated[FixedController | AdaptiveController, Field(discriminator
 class KLInReward(Section):
     """KL between policy and reference, estimated before the update and subtracted from the rewards."""
 
-    placement: Literal["reward"] = "reward"
+    placement: Literal["reward"] = Field("reward", description="Charge the KL in the rewards.")
     kl_coef: NonNegative = Field(0.05, description="Weight of the penalty.")
     estimator: Literal["k1", "k2", "k3", "exact"] = Field(
         "k1", description="From the sampled token, or `exact` over the whole distribution at its position."
@@ -195,7 +197,7 @@ class KLInReward(Section):
 class KLInLoss(Section):
     """KL(policy || reference) as a term of the loss."""
 
-    placement: Literal["loss"]
+    placement: Literal["loss"] = Field(description="Add the KL to the loss.")
     kl_coef: NonNegative = Field(0.05, description="Weight of the term.")
     estimator: Literal["k1", "k2", "k3", "exact"] = Field(
         "k3", description="Differentiated as written; k1 has no expected gradient; `exact` is over the vocabulary."
@@ -206,7 +208,7 @@ class KLInLoss(Section):
 class NoKL(Section):
     """No KL penalty; the divergence is recorded all the same."""
 
-    placement: Literal["none"]
+    placement: Literal["none"] = Field(description="Charge no KL.")
 
 
 KLConfig = Annotated[KLInReward | KLInLoss | NoKL, Field(discriminator="placement")]

@@ -12,14 +12,14 @@ from ppo_repro.config_section import Count, Finite, NonNegative, Positive, Secti
 class ExactMatch(Section):
     """1 if the response equals the answer and ended by itself, 0 otherwise."""
 
-    kind: Literal["exact_match"] = "exact_match"
+    kind: Literal["exact_match"] = Field("exact_match", description="Compare the response with the answer.")
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
 
 
 class FormatReward(Section):
     """Format and answer in the manner of R1: `<think>...</think><answer>...</answer>`."""
 
-    kind: Literal["format"]
+    kind: Literal["format"] = Field(description="Check the form, and the answer inside it.")
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
     answer_weight: Finite = Field(
         1.0, description="1 for the form plus this much if the text between the answer tags is the answer."
@@ -29,7 +29,7 @@ class FormatReward(Section):
 class LengthReward(Section):
     """-|tokens - target| / target: 0 at the wanted length."""
 
-    kind: Literal["length"]
+    kind: Literal["length"] = Field(description="Prefer responses of a wanted length.")
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
     target: Count = Field(description="Wanted length of a response, tokens, end token included.")
 
@@ -37,7 +37,7 @@ class LengthReward(Section):
 class FunctionReward(Section):
     """A function of the user's, called with prompt, response and answer."""
 
-    kind: Literal["function"]
+    kind: Literal["function"] = Field(description="Call a Python function.")
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
     path: str = Field(min_length=1, description="`FILE.py:FUNCTION`.")
 
@@ -45,7 +45,7 @@ class FunctionReward(Section):
 class RewardModelFolder(Section):
     """A transformers sequence classifier with one label, with the policy's tokenizer."""
 
-    kind: Literal["model"]
+    kind: Literal["model"] = Field(description="Load a reward model from a local folder.")
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
     path: str = Field(min_length=1, description="Folder with config.json and safetensors.")
 
@@ -66,7 +66,7 @@ class RewardModelTraining(Section):
 class TrainedRewardModel(RewardModelTraining):
     """A reward model made here before PPO: the policy's trunk, trained on pairs of a right and a wrong answer."""
 
-    kind: Literal["trained_model"]
+    kind: Literal["trained_model"] = Field(description="Train a reward model here.")
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
 
 
@@ -79,7 +79,7 @@ RewardTerm = Annotated[
 class RewardConfig(Section):
     """What a response is worth, and on which of its tokens."""
 
-    terms: Annotated[tuple[RewardTerm, ...], Field(min_length=1, strict=False)] = Field(
+    terms: Annotated[tuple[RewardTerm, ...], Field(strict=False)] = Field(
         (ExactMatch(),), description="The score is the weighted sum of these."
     )
     placement: Literal["last", "word_ends", "uniform"] = Field(
@@ -96,6 +96,8 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
+        if not self.terms:  # a smallest length would count a wrong entry as a second mistake
+            raise ValueError("terms must hold at least one; leave the field out for exact_match")
         if self.missing_eos_score is not None and self.missing_eos_penalty:
             raise ValueError("missing_eos_penalty and missing_eos_score cannot both be given; keep one")
         models = [t for t in self.terms if isinstance(t, RewardModelFolder | TrainedRewardModel)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
@@ -83,7 +84,7 @@ def values_of(kind: str) -> st.SearchStrategy[Any]:
     if kind == "list<int32>":
         return st.lists(st.lists(int32))
     if kind == "list<float64>":
-        return st.lists(values_of("float64"))
+        return st.lists(st.one_of(values_of("float64"), st.lists(st.floats())))
     if kind == "bool":
         return st.lists(st.booleans()).map(lambda values: np.array(values, dtype=bool))
     dtype = np.dtype(kind)
@@ -91,19 +92,22 @@ def values_of(kind: str) -> st.SearchStrategy[Any]:
     return st.lists(raw).map(lambda values: np.array(values, dtype=f"u{dtype.itemsize}").view(dtype))
 
 
+def with_nulls(kind: str, values: Any, present: npt.NDArray[np.bool_]) -> Any:
+    """Values of a nullable column, where `present` says so, as `to_arrow` takes them."""
+    if kind == "string":
+        return [value if there else None for value, there in zip(values, present, strict=True)]
+    return writer.WithNulls(values, present)
+
+
 def random_column(column: schema.Column, rows: int, generator: np.random.Generator) -> Any:
     """`rows` random values, hard ones among them, nulls where they are allowed."""
     hard = hard_values(column.kind)
     picked = generator.integers(0, len(hard), rows)
-    if column.nullable:
-        return [None if generator.random() < 0.3 else hard[index] for index in picked]
-    if not isinstance(hard, np.ndarray):
-        return [hard[index] for index in picked]
-    values = hard[picked]
-    if values.dtype.kind == "f":
+    values = hard[picked] if isinstance(hard, np.ndarray) else [hard[index] for index in picked]
+    if column.kind in ("float32", "float64"):
         ordinary = generator.random(rows) < 0.7
         values[ordinary] = generator.standard_normal(int(ordinary.sum())).astype(values.dtype)
-    return values
+    return with_nulls(column.kind, values, generator.random(rows) >= 0.3) if column.nullable else values
 
 
 def random_table(table: schema.Table, iteration: int, rows: int, generator: np.random.Generator) -> pa.Table:
@@ -138,10 +142,18 @@ def make_run(run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0) 
 
 
 def bits(values: Any) -> list[Any]:
-    """Values that are equal exactly when their bits are."""
+    """Values that are equal exactly when their bits are; lists of floats as well."""
     if isinstance(values, np.ndarray) and values.dtype.kind == "f":
         return list(values.view(f"u{values.dtype.itemsize}").tolist())
-    return [value.tolist() if isinstance(value, np.ndarray) else value for value in list(values)]
+    return [_bits(value) for value in list(values)]
+
+
+def _bits(value: Any) -> Any:
+    if isinstance(value, list) and any(isinstance(item, float) for item in value):
+        value = np.array(value)
+    if isinstance(value, np.ndarray):
+        return bits(value) if value.dtype.kind == "f" else value.tolist()
+    return value
 
 
 def rewrite_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:

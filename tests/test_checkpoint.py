@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers import ExactLinear
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
+from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import INDEX_NAME, Checkpoint, Origin
 from ppo_repro.runs.folder import only_writer, whole_folder
@@ -39,8 +40,15 @@ def as_float32(values: list[int]) -> Tensor:
 
 tensors = st.dictionaries(names, raw.map(as_float32), max_size=3)
 counts = st.dictionaries(names, st.integers(-(2**40), 2**40), max_size=3)
-powers = st.floats(allow_nan=False)
-states = st.builds(OptimizerState, tensors, tensors, counts, counts, powers, powers)
+numbers = st.floats(allow_nan=False)
+controls = st.builds(
+    Controls,
+    numbers,
+    numbers,
+    numbers,
+    st.builds(ReturnStatistics, st.integers(0, 2**40), numbers, numbers),
+)
+states = st.builds(OptimizerState, tensors, tensors, counts, counts, numbers, numbers)
 checkpoints = st.builds(
     Checkpoint,
     iteration=st.integers(1, 10**9),
@@ -49,6 +57,7 @@ checkpoints = st.builds(
     value_model=tensors,
     policy_optimizer=states,
     value_optimizer=states,
+    controls=controls,
     origin=st.builds(Origin, names, st.dictionaries(names, names, max_size=3)),
 )
 
@@ -76,7 +85,9 @@ def test_a_round_trip_keeps_every_bit(tmp_path_factory: pytest.TempPathFactory, 
 def small_checkpoint() -> Checkpoint:
     first, second = {"w": torch.tensor([0.5, -0.0])}, {"w": torch.tensor([[1e-40], [2.0]])}
     state = OptimizerState(first, second, {"w": -3}, {}, 0.9**3, 0.95**3)
-    return Checkpoint(3, "ab", {"w": torch.ones(2)}, {"v": torch.zeros(3)}, state, state, Origin("cd", {"m": "ef"}))
+    moving = Controls(0.1, -0.0, 5e-324, ReturnStatistics(7, 1 / 3, 2.0**70))
+    weights, value_weights = {"w": torch.ones(2)}, {"v": torch.zeros(3)}
+    return Checkpoint(3, "ab", weights, value_weights, state, state, moving, Origin("cd", {"m": "ef"}))
 
 
 @pytest.fixture
@@ -129,7 +140,8 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda t: t.update(format=2), "format = 2, this ppo_repro has 1; resume with the version that wrote it"),
+    (lambda t: t.update(format=1), "format = 1, this ppo_repro has 2; resume with the version that wrote it"),
+    (lambda t: t.update(format=3), "format = 3, this ppo_repro has 2; resume with the version that wrote it"),
     (lambda t: t.update(ppo_repro="0.0.1"), "ppo_repro = '0.0.1', this ppo_repro has"),
     (lambda t: t.update(numbers="operands of 21 bits"), "numbers = 'operands of 21 bits', this ppo_repro has"),
     (lambda t: t.pop("format"), "is not the index of a checkpoint"),
@@ -139,6 +151,11 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda t: t["files"].pop("policy.safetensors"), "lists policy_optimizer"),
     (lambda t: t["files"].update({"../x": "0"}), "lists ../x"),
     (lambda t: t["policy_optimizer"].update(beta1_power="one"), "invalid hexadecimal floating-point"),
+    (lambda t: t.pop("controls"), "controls: missing"),
+    (lambda t: t["controls"].pop("kl_coef"), "controls.kl_coef: missing"),
+    (lambda t: t["controls"].update(more="0x0p+0"), "controls.more: unknown field"),
+    (lambda t: t["controls"].update(return_count="7"), "controls.return_count = '7'"),
+    (lambda t: t["controls"].update(clip_range="0x"), "invalid hexadecimal floating-point string; the checkpoint was"),
 ]
 
 

@@ -58,15 +58,18 @@ def write_prompts(path: Path, *prompts: str) -> Path:
     return path
 
 
-def folder_config(path: Path, policy: Path, prompts: Path, reward: str = "exact_match") -> Path:
+def folder_config(path: Path, policy: Path, prompts: Path, reward: str = "") -> Path:
+    term = f'{{kind: function, path: "{reward}"}}' if reward else "{kind: exact_match}"
     path.write_text(
         f"""
 experiment: real
 seed: 1
 model: {{kind: folder, path: "{policy}"}}
-task: {{kind: jsonl, path: "{prompts}", num_eval_prompts: 2, reward: "{reward}"}}
+task: {{kind: jsonl, path: "{prompts}", num_eval_prompts: 2}}
 rollout: {{prompts_per_iteration: 4, samples_per_prompt: 2, max_response_tokens: 4}}
-ppo: {{iterations: 2, epochs: 1, minibatch_size: 4, learning_rate: 1e-4, value_learning_rate: 1e-4}}
+reward: {{terms: [{term}]}}
+value: {{learning_rate: 1e-4}}
+ppo: {{iterations: 2, epochs: 1, minibatch_size: 4, learning_rate: 1e-4}}
 numerics: {{max_context: 16}}
 """
     )

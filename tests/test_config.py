@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ppo_repro.config_yaml import build_config, load_config, parse_yaml
 from ppo_repro.errors import UserError
+from tests.config_trees import FOLDER, JSONL, tree
 from tests.runs_for_tests import SMALL, small_config
-
-FOLDER = {"kind": "folder", "path": "some/model"}
-JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
-
-
-def tree() -> dict[str, Any]:
-    parsed: dict[str, Any] = parse_yaml(SMALL.read_text(encoding="utf-8"))
-    return parsed
 
 
 def refusal(*overrides: str) -> str:

@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,46 +36,68 @@ def copy(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "b"))
 
 
-def _flip(values: Any) -> Any:
-    """Change one bit of the value in ROW."""
-    if isinstance(values, np.ndarray):
-        values.view(f"u{values.dtype.itemsize}")[ROW] ^= 1
-    elif isinstance(values[ROW], bool):
-        values[ROW] = not values[ROW]
-    elif isinstance(values[ROW], str):
-        values[ROW] = values[ROW][:-1] + chr(ord(values[ROW][-1]) ^ 1) if values[ROW] else "\x01"
-    else:
-        values[ROW] = [*values[ROW][:-1], values[ROW][-1] ^ 1] if values[ROW] else [1]
-    return values
+def _flip_at(row: int) -> Callable[[Any], Any]:
+    """Change one bit of the value in a row."""
+
+    def flip(values: Any) -> Any:
+        if isinstance(values, np.ndarray):
+            values.view(f"u{values.dtype.itemsize}")[row] ^= 1
+        elif isinstance(values[row], bool):
+            values[row] = not values[row]
+        elif isinstance(values[row], str):
+            values[row] = values[row][:-1] + chr(ord(values[row][-1]) ^ 1) if values[row] else "\x01"
+        elif any(isinstance(item, float) for item in values[row]):
+            values[row] = flip_last(values[row])
+        else:
+            values[row] = [*values[row][:-1], values[row][-1] ^ 1] if values[row] else [1]
+        return values
+
+    def flip_last(items: list[float]) -> list[float]:
+        changed = np.array(items)
+        changed.view("u8")[-1] ^= 1
+        return list(changed.tolist())
+
+    return flip
 
 
-def _cell(run_dir: Path, table: str, iteration: int, column: str) -> Any:
-    return reader.read_arrow(run_dir, table, iteration, verify=False).column(column)[ROW].as_py()
+_flip = _flip_at(ROW)
+
+
+def _cell(run_dir: Path, table: str, iteration: int, column: str, row: int) -> Any:
+    return reader.read_arrow(run_dir, table, iteration, verify=False).column(column)[row].as_py()
 
 
 def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right, strict=True))
     if isinstance(left, float) and isinstance(right, float):
         return np.float64(left).tobytes() == np.float64(right).tobytes()
     return type(left) is type(right) and bool(left == right)
 
 
+def _row_with_a_value(run_dir: Path, table: schema.Table, column: schema.Column) -> int:
+    """ROW, or the first one after it that is not null."""
+    valid = reader.read_arrow(run_dir, table.name, 1).column(column.name).is_valid().to_pylist()
+    return next(row for row in range(ROW, len(valid)) if valid[row])
+
+
 @pytest.mark.parametrize(("table", "column"), CELLS, ids=[f"{t.name}.{c.name}" for t, c in CELLS])
 def test_one_flipped_bit_is_named(run: Path, copy: Path, table: schema.Table, column: schema.Column) -> None:
-    before = reader.read_arrow(run, table.name, 1).column(column.name)
-    if column.nullable and not before[ROW].is_valid:
-        pytest.fail("null has no bits; give synthetic_run another seed")
-    synthetic_run.rewrite_cell(copy, table.name, 1, column.name, _flip)
+    row = _row_with_a_value(run, table, column)
+    assert row == ROW or column.nullable
+    synthetic_run.rewrite_cell(copy, table.name, 1, column.name, _flip_at(row))
     found = first_difference(run, copy)
     if not column.in_fingerprint:
         assert found is None
         return
     assert found is not None
-    assert (found.table, found.iteration, found.column, found.row) == (table.name, 1, column.name, ROW)
-    assert _same(found.left, _cell(run, table.name, 1, column.name))
-    assert _same(found.right, _cell(copy, table.name, 1, column.name))
-    assert found.key == {name: 1 if name == "iteration" else ROW for name in table.key}
+    assert (found.table, found.iteration, found.column, found.row) == (table.name, 1, column.name, row)
+    assert _same(found.left, _cell(run, table.name, 1, column.name, row))
+    assert _same(found.right, _cell(copy, table.name, 1, column.name, row))
+    assert not _same(found.left, found.right)
+    assert found.key == {name: 1 if name == "iteration" else row for name in table.key}
     assert (found.unequal_in_column, found.rows) == (1, 12)
-    if column.kind in ("bool", "string", "list<int32>"):
+    if column.kind in ("bool", "string", *digests.LISTS):
         assert found.left_bits == found.right_bits == ""
     else:
         assert len(found.left_bits) == (8 if column.kind.endswith("32") else 16)
@@ -81,6 +105,26 @@ def test_one_flipped_bit_is_named(run: Path, copy: Path, table: schema.Table, co
     assert "\n" not in found.describe() and column.name in found.describe()
     with pytest.raises(UserError, match="does not match the manifest"):
         reader.read_arrow(copy, table.name, 1)
+
+
+NULLABLE = [(table, column) for table, column in CELLS if column.nullable]
+
+
+@pytest.mark.parametrize(("table", "column"), NULLABLE, ids=[f"{t.name}.{c.name}" for t, c in NULLABLE])
+def test_a_value_that_became_null_is_named(table: schema.Table, column: schema.Column) -> None:
+    recorded = synthetic_run.random_tables(1, 12)[table.name]
+    place = recorded.column_names.index(column.name)
+    row = next(row for row in range(ROW, 12) if recorded.column(place)[row].is_valid)
+    there = pa.array([index != row for index in range(12)])
+    nulled = pc.if_else(there, recorded.column(place), pa.scalar(None, recorded.column(place).type))
+    changed = recorded.set_column(place, recorded.schema.field(place), nulled)
+    for left, right in ((recorded, changed), (changed, recorded)):
+        found = first_table_difference(table, left, right, 1)
+        assert found is not None
+        assert (found.column, found.row, found.unequal_in_column, found.rows) == (column.name, row, 1, 12)
+        assert (found.left is None) == (left is changed) and (found.right is None) == (right is changed)
+        assert "nothing" in found.describe()
+    assert digests.table_digest(table, recorded) != digests.table_digest(table, changed)
 
 
 def test_equal_runs_do_not_differ(run: Path, copy: Path, tmp_path: Path) -> None:
@@ -130,25 +174,32 @@ def test_bits_and_nulls_decide(left: list[Any], right: list[Any], row: int | Non
         assert "bits" in found.describe()
 
 
-LISTS = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4), min_size=1, max_size=6)
+def _lists_of(items: st.SearchStrategy[Any]) -> st.SearchStrategy[list[list[Any]]]:
+    return st.lists(st.lists(items, max_size=4), min_size=1, max_size=6)
 
 
+# few different values, so that equal lists occur
+FEW_FLOATS = st.sampled_from(synthetic_run.hard_values("float64").tolist())
+
+
+@pytest.mark.parametrize("kind", digests.LISTS)
 @settings(deadline=None, max_examples=60)
-@given(LISTS, LISTS)
-def test_lists_differ_where_python_says_so(left: list[list[int]], right: list[list[int]]) -> None:
+@given(st.data())
+def test_lists_differ_where_python_says_so(kind: str, data: st.DataObject) -> None:
+    int32s = st.one_of(st.integers(-1, 1), st.integers(-(2**31), 2**31 - 1))
+    lists = _lists_of(int32s if kind == "list<int32>" else FEW_FLOATS)
+    left, right = data.draw(lists), data.draw(lists)
     rows = min(len(left), len(right))
     left, right = left[:rows], right[:rows]
-    table = schema.Table(
-        "t", "", ("i",), (schema.Column("i", "int32", "", ""), schema.Column("l", "list<int32>", "", ""))
-    )
+    table = schema.Table("t", "", ("i",), (schema.Column("i", "int32", "", ""), schema.Column("l", kind, "", "")))
     index = np.arange(rows, dtype=np.int32)
     tables = [writer.to_arrow(table, {"i": index, "l": values}) for values in (left, right)]
-    unequal = [row for row in range(rows) if left[row] != right[row]]
+    unequal = [row for row in range(rows) if not _same(left[row], right[row])]
     found = first_table_difference(table, tables[0], tables[1], 0)
     assert (found is None) == (not unequal)
     if found is not None:
         assert (found.row, found.unequal_in_column) == (unequal[0], len(unequal))
-        assert (found.left, found.right) == (left[unequal[0]], right[unequal[0]])
+        assert _same(found.left, left[unequal[0]]) and _same(found.right, right[unequal[0]])
 
 
 def test_number_of_rows(tmp_path: Path) -> None:
@@ -202,6 +253,19 @@ def test_long_texts_are_shown_where_they_differ() -> None:
         "sequences", 0, "response", 1, {"iteration": 0, "sequence": 1}, left, right, "", "", 1, 2
     ).describe()
     assert "'aaaaaaaaaaaaleftbbbbbbbb'" in line and "at 500" in line and len(line) < 250
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "said"),
+    [
+        ([1.0, 0.0], [1.0, -0.0], "[1.0, 0.0] (at 1) on the left, [1.0, -0.0] (at 1) on the right"),
+        ([float("nan"), 0.5], [float("nan"), 0.25], "[nan, 0.5] (at 1) on the left, [nan, 0.25] (at 1) on the right"),
+        ([0.5], [0.5, 1.0], "[0.5] (at 1) on the left, [0.5, 1.0] (at 1) on the right"),
+    ],
+)
+def test_lists_of_numbers_are_shown_where_their_bits_differ(left: list[float], right: list[float], said: str) -> None:
+    line = Difference("sequences", 0, "score_parts", 1, {"iteration": 0}, left, right, "", "", 1, 2).describe()
+    assert said in line
 
 
 def test_reader_and_diff_do_not_import_torch() -> None:

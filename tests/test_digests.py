@@ -8,6 +8,7 @@ import struct
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,24 +17,30 @@ from hypothesis import strategies as st
 
 from ppo_repro.records import digests, schema, writer
 from tests import synthetic_run
-from tests.synthetic_run import bits, hard_values, one_column, values_of
+from tests.synthetic_run import bits, hard_values, one_column, values_of, with_nulls
 
 KINDS = list(digests.ARROW_TYPES)
 
 PINNED = {
-    "int32": "d3e476c73ddc",
-    "int64": "a4cd2f151e7c",
-    "float32": "dcf07c35d9bb",
-    "float64": "ef51c0dacd3f",
-    "bool": "51e4b44bc43a",
-    "string": "f16acacb191e",
-    "list<int32>": "8ec30d5d8707",
+    "int32": "25de40dd664e",
+    "int64": "721d629de996",
+    "float32": "7384058fab8f",
+    "float64": "936cfd51d0a3",
+    "bool": "b4be618238c1",
+    "string": "7c53a62ad573",
+    "list<int32>": "9254d4e30b98",
+    "list<float64>": "7f8b5455ec17",
 }
-PINNED_CHAIN = "cb9e52f26630"
+PINNED_WITH_NULLS = {"float32": "242fc6a18656", "float64": "ae0b406c7434", "string": "5a1adc91f7fb"}
+PINNED_CHAIN = "7188bf0c6b6a"
 
 
 def arrow(kind: str, values: Any) -> pa.ChunkedArray:
     return writer.to_arrow(one_column(kind), {"c": values}).column("c")
+
+
+def nullable_arrow(kind: str, values: Any, present: npt.NDArray[np.bool_]) -> pa.ChunkedArray:
+    return writer.to_arrow(one_column(kind, nullable=True), {"c": with_nulls(kind, values, present)}).column("c")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,7 +57,11 @@ def test_digest_ignores_the_encoding(kind: str, data: st.DataObject) -> None:
     # a dictionary of floats would merge NaNs before any digest is taken
     if kind in ("string", "int32", "int64"):
         assert digests.column_digest(kind, column.dictionary_encode()) == digest
-    wider = {"string": pa.large_string(), "list<int32>": pa.large_list(pa.int32())}.get(kind)
+    wider = {
+        "string": pa.large_string(),
+        "list<int32>": pa.large_list(pa.int32()),
+        "list<float64>": pa.large_list(pa.float64()),
+    }.get(kind)
     if wider is not None:
         assert digests.column_digest(kind, column.cast(wider)) == digest
     size, codec = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(["none", "snappy", "zstd"]))
@@ -58,6 +69,20 @@ def test_digest_ignores_the_encoding(kind: str, data: st.DataObject) -> None:
     pq.write_table(pa.table({"c": column}), sink, use_dictionary=False, row_group_size=size, compression=codec)
     stored = pq.ParquetFile(pa.BufferReader(sink.getvalue())).read().column("c")
     assert digests.column_digest(kind, stored) == digest
+
+
+def test_digest_sees_every_bit_in_a_list() -> None:
+    def digest(values: Any) -> bytes:
+        return digests.column_digest("list<float64>", arrow("list<float64>", [[0.5], values, []]))
+
+    values = hard_values("float64")
+    seen = {digest(values)}
+    for place in range(len(values)):
+        for bit in range(64):
+            changed = values.copy()
+            changed.view("u8")[place] ^= np.array(1 << bit, dtype="u8")
+            seen.add(digest(changed))
+    assert len(seen) == 1 + len(values) * 64
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64", "float32", "float64"])
@@ -88,21 +113,47 @@ def test_digest_frames_texts_and_lists() -> None:
     }
     lists: list[list[list[int]]] = [[[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[1, 2, 3], []]]
     seen |= {digests.column_digest("list<int32>", arrow("list<int32>", v)) for v in lists}
-    seen |= {digests.column_digest(kind, arrow(kind, [])) for kind in ("string", "list<int32>")}
-    assert len(seen) == 10
+    floats: list[Any] = [[[0.0], [-0.0]], [[0.0, -0.0]], [[0.0, -0.0], []], [[], [0.0, -0.0]], [[-0.0], [0.0]]]
+    seen |= {digests.column_digest("list<float64>", arrow("list<float64>", v)) for v in floats}
+    seen |= {digests.column_digest(kind, arrow(kind, [])) for kind in ("string", *digests.LISTS)}
+    assert len(seen) == 16
 
 
-def test_digest_tells_null_from_zero_and_nan() -> None:
-    table = one_column("float64", nullable=True)
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_digest_tells_null_from_zero_and_nan(kind: str) -> None:
+    table, dtype = one_column(kind, nullable=True), np.dtype(kind)
     seen = set()
-    for value in (None, 0.0, float("nan")):
-        built = writer.to_arrow(table, {"c": [1.0, value]})
-        seen.add(digests.column_digest("float64", built.column("c"), nullable=True))
+    for value in (None, dtype.type(0.0), dtype.type("nan")):
+        built = writer.to_arrow(table, {"c": [dtype.type(1.0), value]})
+        seen.add(digests.column_digest(kind, built.column("c"), nullable=True))
     assert len(seen) == 3
-    hidden = pa.array(np.array([1.0, 5.0]), mask=np.array([False, True]))
-    assert digests.column_digest("float64", hidden, nullable=True) in seen
+    hidden = pa.array(np.array([1.0, 5.0], dtype), mask=np.array([False, True]))
+    assert digests.column_digest(kind, hidden, nullable=True) in seen
     with pytest.raises(ValueError, match="1 null values"):
-        digests.column_digest("float64", hidden)
+        digests.column_digest(kind, hidden)
+
+
+def test_digest_tells_null_from_every_text() -> None:
+    table = one_column("string", nullable=True)
+    columns: list[list[str | None]] = [
+        [None, "a"],
+        ["", "a"],
+        ["None", "a"],
+        ["a", None],
+        ["a", ""],
+        [None, None],
+        ["a"],
+    ]
+    built = [writer.to_arrow(table, {"c": values}).column("c") for values in columns]
+    assert len({digests.column_digest("string", column, nullable=True) for column in built}) == len(columns)
+    with pytest.raises(ValueError, match="1 null values"):
+        digests.column_digest("string", built[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_column_that_may_hold_null_has_a_digest_of_its_own(kind: str) -> None:
+    column = arrow(kind, hard_values(kind))
+    assert digests.column_digest(kind, column, nullable=True) != digests.column_digest(kind, column)
 
 
 def test_table_digest_sees_names_order_and_results_only() -> None:
@@ -125,37 +176,62 @@ def test_table_digest_sees_names_order_and_results_only() -> None:
         digests.table_digest(table, data.set_column(2, "tokens", pa.array(np.zeros(6))))
 
 
-def spelled_out(kind: str, values: list[Any]) -> bytes:
-    """The digest format once more, value by value with struct alone."""
+CODES = {"int32": "i", "int64": "q", "float32": "f", "float64": "d", "bool": "?"}
+
+
+def spelled_out(kind: str, values: list[Any], present: list[bool] | None = None) -> bytes:
+    """The digest format once more, value by value with struct alone; `present` of a nullable column."""
 
     def framed(text: bytes) -> bytes:
         return struct.pack("<q", len(text)) + text
 
     parts = [framed(b"ppo_repro digests 1, schema %d" % schema.SCHEMA_VERSION), framed(kind.encode())]
-    parts.append(struct.pack("<q?", len(values), False))
-    if kind in ("string", "list<int32>"):
-        raw = [v.encode() if kind == "string" else struct.pack(f"<{len(v)}i", *v) for v in values]
-        width = 1 if kind == "string" else 4
-        parts += [struct.pack("<q", len(item) // width) for item in raw] + raw
+    parts.append(struct.pack("<q?", len(values), present is not None))
+    if present is not None:
+        parts += [struct.pack("<?", there) for there in present]
+        nothing: Any = "" if kind == "string" else 0
+        values = [value if there else nothing for value, there in zip(values, present, strict=True)]
+    if kind == "string":
+        raw = [text.encode() for text in values]
+        parts += [struct.pack("<q", len(text)) for text in raw] + raw
+    elif kind in digests.LISTS:
+        code = CODES[kind.removeprefix("list<").removesuffix(">")]
+        parts += [struct.pack("<q", len(items)) for items in values]
+        parts += [struct.pack(f"<{len(items)}{code}", *items) for items in values]
     else:
-        code = {"int32": "i", "int64": "q", "float32": "f", "float64": "d", "bool": "?"}[kind]
-        parts += [struct.pack(f"<{code}", value) for value in values]
+        parts += [struct.pack(f"<{CODES[kind]}", value) for value in values]
     return hashlib.sha256(b"".join(parts)).digest()
+
+
+def spellable(kind: str, values: Any) -> Any:
+    # Python floats are float64, and the way there and back quiets a signalling NaN
+    return values[~np.isnan(values)] if kind == "float32" else values
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_digest_is_the_one_spelled_out(kind: str, data: st.DataObject) -> None:
-    values = data.draw(values_of(kind))
-    if kind == "float32":
-        # Python floats are float64, and the way there and back quiets a signalling NaN
-        values = values[~np.isnan(values)]
+    values = spellable(kind, data.draw(values_of(kind)))
     assert digests.column_digest(kind, arrow(kind, values)) == spelled_out(kind, list(values))
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "string"])
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_digest_with_nulls_is_the_one_spelled_out(kind: str, data: st.DataObject) -> None:
+    values = spellable(kind, data.draw(values_of(kind)))
+    present = np.array(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values))), dtype=bool)
+    column = nullable_arrow(kind, values, present)
+    assert digests.column_digest(kind, column, nullable=True) == spelled_out(kind, list(values), present.tolist())
 
 
 def test_digests_are_these_until_the_schema_changes() -> None:
     # fingerprints that people have published must not change with a library or a refactoring
     values = {kind: digests.column_digest(kind, arrow(kind, hard_values(kind))).hex()[:12] for kind in KINDS}
     assert values == PINNED
+    for kind, pinned in PINNED_WITH_NULLS.items():
+        hard = hard_values(kind)
+        column = nullable_arrow(kind, hard, np.arange(len(hard)) % 3 != 1)
+        assert digests.column_digest(kind, column, nullable=True).hex()[:12] == pinned
     assert digests.chain(digests.FINGERPRINT_SEED, {"b": "1", "a": "2"})[:12] == PINNED_CHAIN

@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema, writer
 from tests import synthetic_run
-from tests.synthetic_run import bits, one_column, values_of
+from tests.synthetic_run import bits, one_column, values_of, with_nulls
 
 KINDS = list(digests.ARROW_TYPES)
-FIXED = [kind for kind in KINDS if kind not in ("string", "list<int32>")]
+FIXED = [kind for kind in KINDS if kind not in ("string", *digests.LISTS)]
+# those that pandas has a null for
+NULLABLE = ["float32", "float64", "string"]
 READERS: dict[str, Callable[..., Any]] = {
     "sequences": reader.read_sequences,
     "tokens": reader.read_tokens,
@@ -66,13 +68,46 @@ def test_runs_come_back(tmp_path: Path, rows: int) -> None:
                 expected = digests.raw_values(column.kind, recorded)[valid]
                 assert found.to_numpy()[valid].tobytes() == expected.tobytes()
                 assert np.isnan(found.to_numpy()[~valid]).all()
+            elif column.kind == "string":
+                missing = recorded.is_null().to_numpy()
+                assert found.isna().to_numpy().tolist() == missing.tolist()
+                assert found[~missing].tolist() == [text for text in recorded.to_pylist() if text is not None]
             else:
-                assert bits(found) == recorded.to_pylist()
-                assert column.kind == "string" or all(item.dtype == np.int32 for item in found)
+                assert bits(found) == bits(recorded.to_pylist())
+                dtype = np.dtype(column.kind.removeprefix("list<").removesuffix(">"))
+                assert all(item.dtype == dtype for item in found)
 
 
-def test_only_floats_are_nullable() -> None:
-    assert {c.kind for table in schema.TABLES for c in table.columns if c.nullable} == {"float64"}
+def test_only_what_pandas_has_a_null_for_is_nullable() -> None:
+    assert {c.kind for table in schema.TABLES for c in table.columns if c.nullable} == set(NULLABLE)
+    for kind in ("int32", "int64", "bool"):
+        table = one_column(kind, nullable=True)
+        built = writer.to_arrow(table, {"c": [None]})
+        with pytest.raises(ValueError, match=f"column c: pandas has no null for {kind}"):
+            reader.to_frame(table.columns, [built])
+
+
+@pytest.mark.parametrize("kind", NULLABLE)
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_nulls_are_kept_and_hide_what_is_under_them(kind: str, data: st.DataObject) -> None:
+    values = data.draw(values_of(kind))
+    present = np.array(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values))), dtype=bool)
+    table = one_column(kind, nullable=True)
+    built = writer.to_arrow(table, {"c": with_nulls(kind, values, present)})
+    found = pq.ParquetFile(pa.BufferReader(writer.to_parquet(table, built))).read()
+    for recorded in (built, found):
+        assert recorded.column("c").is_valid().to_pylist() == present.tolist()
+        column = reader.to_frame(table.columns, [recorded])["c"]
+        assert column[~present].isna().all()
+        shown = [value for value, there in zip(values, present, strict=True) if there]
+        assert bits(column.to_numpy()[present]) == (shown if kind == "string" else bits(values[present]))
+    listed = [value if there else None for value, there in zip(values, present, strict=True)]
+    others = [writer.to_arrow(table, {"c": listed})]
+    if kind != "string":
+        others.append(writer.to_arrow(table, {"c": writer.WithNulls(np.where(present, values, 7), present)}))
+    for same in (found, *others):
+        assert digests.table_digest(table, same) == digests.table_digest(table, built)
 
 
 def test_units_and_descriptions_are_in_the_file(run: Path) -> None:
@@ -103,6 +138,26 @@ BAD_COLUMNS: list[tuple[str, Any, str]] = [
     ("list<int32>", [[1], np.zeros(1, dtype=np.int64)], "holds int64"),
     ("list<int32>", [[1], [None]], "NoneType"),
     ("list<int32>", [[1], [2**31]], "c: "),
+    ("list<float64>", [[0.5], [1]], "holds int"),
+    ("list<float64>", [[0.5], np.zeros(1, dtype=np.float32)], "holds float32"),
+    ("list<float64>", [[0.5], np.zeros((1, 1))], r"shape \(1, 1\)"),
+    ("list<float64>", [[0.5], [None]], "NoneType"),
+    ("list<float64>", [[0.5], None], "NoneType"),
+    ("list<float64>", np.zeros((2, 1)), "is a ndarray"),
+    ("float32", writer.WithNulls(np.zeros(2, dtype=np.float32), np.ones(2, dtype=bool)), "is not nullable"),
+]
+THERE = np.array([True, False])
+BAD_NULLABLE_COLUMNS: list[tuple[str, Any, str]] = [
+    ("float32", writer.WithNulls(np.zeros(2), THERE), "float64"),
+    ("float32", writer.WithNulls(np.zeros(3, dtype=np.float32), THERE), r"says of \(2,\) .* has \(3,\)"),
+    ("float32", writer.WithNulls(np.zeros(2, dtype=np.float32), THERE.astype(np.uint8)), "says of"),
+    ("float32", writer.WithNulls(np.zeros((2, 2), dtype=np.float32), np.ones((2, 2), dtype=bool)), r"shape \(2, 2\)"),
+    ("float64", writer.WithNulls(np.ma.masked_array(np.zeros(2), mask=[0, 1]), THERE), "MaskedArray"),
+    ("float32", [None, 0.5], "holds float where float32"),
+    ("string", [None, 3], "holds int"),
+    ("string", [None, float("nan")], "holds float"),
+    ("list<int32>", [None, [1]], "nullable list<int32> cannot be recorded"),
+    ("list<float64>", [[0.5]], "nullable list<float64> cannot be recorded"),
 ]
 
 
@@ -110,6 +165,12 @@ BAD_COLUMNS: list[tuple[str, Any, str]] = [
 def test_nothing_is_cast_in_silence(kind: str, values: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^table t, column c: .*{message}|^table t, column {message}"):
         writer.to_arrow(one_column(kind), {"c": values})
+
+
+@pytest.mark.parametrize(("kind", "values", "message"), BAD_NULLABLE_COLUMNS)
+def test_nulls_let_nothing_else_in(kind: str, values: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^table t, column c: .*{message}"):
+        writer.to_arrow(one_column(kind, nullable=True), {"c": values})
 
 
 def test_exactly_the_columns_of_the_schema() -> None:
@@ -126,8 +187,13 @@ def test_exactly_the_columns_of_the_schema() -> None:
 def test_the_record_does_not_share_memory() -> None:
     values = np.arange(6, dtype=np.float32)[::2]
     built = writer.to_arrow(one_column("float32"), {"c": values})
-    values[:] = 9
+    present = np.array([True, False, True])
+    nullable = writer.to_arrow(one_column("float32", nullable=True), {"c": writer.WithNulls(values, present)})
+    listed = writer.to_arrow(one_column("list<float64>"), {"c": [row := np.ones(2)]})
+    values[:], present[:], row[:] = 9, True, 9
     assert built.column("c").to_pylist() == [0.0, 2.0, 4.0]
+    assert nullable.column("c").to_pylist() == [0.0, None, 4.0]
+    assert listed.column("c").to_pylist() == [[1.0, 1.0]]
 
 
 def test_columns_and_iterations_are_chosen(run: Path) -> None:

@@ -7,17 +7,12 @@ import json
 import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ppo_repro.config import RunConfig
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optimizer import OptimizerState
@@ -27,49 +22,19 @@ from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.folder import only_writer
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import Resumed, resume
-from ppo_repro.runs.run import run, run_folder
-from tests.runs_for_tests import SMALL, small_config
+from tests.resume_for_tests import (
+    OTHER_LAYOUT,
+    THREADS,
+    Recorded,
+    kill,
+    launch_run,
+    newest,
+    record,
+    wait_until,
+)
+from tests.runs_for_tests import small_config
 from tests.synthetic_run import rewrite_cell
 from tests.test_cli import PROMPTS, Cli, folder_config, one_line, write_prompts
-
-OTHER_LAYOUT = ["layout.padding=left", "layout.rollout_slots=20", "layout.update_micro_batch=9"]
-THREADS = ["layout.threads=2", "layout.forward_micro_batch=20", "layout.prefill_chunk=2"]
-
-
-class Snapshots(Silent):
-    """Copies the run folder after every iteration: what a process killed at that moment leaves behind."""
-
-    def __init__(self, run_dir: Path, folder: Path) -> None:
-        self.run_dir, self.folder = run_dir, folder
-
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
-        shutil.copytree(self.run_dir, self.folder / str(done))
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """An uninterrupted run and its states on the way, by number of iterations."""
-
-    whole: Path
-    parts: Path
-
-    def copy(self, iterations: int, tmp_path: Path) -> Path:
-        return Path(shutil.copytree(self.parts / str(iterations), tmp_path / "run"))
-
-    def require_same(self, run_dir: Path) -> None:
-        """All of the manifest: digests of all tables, final results, fingerprint; and the trained policy."""
-        assert manifest.load(run_dir) == manifest.load(self.whole)
-        assert files(run_dir / "checkpoints" / "final") == files(self.whole / "checkpoints" / "final")
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def record(config: RunConfig, folder: Path) -> Recorded:
-    run_dir = run_folder(config, folder / "whole")
-    run(config, folder / "whole", Snapshots(run_dir, folder / "parts"))
-    return Recorded(run_dir, folder / "parts")
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +53,6 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Two iterations without checkpoints."""
     return record(small_config("ppo.iterations=2"), tmp_path_factory.mktemp("plain"))
-
-
-def newest(run_dir: Path) -> Path:
-    return sorted((run_dir / "checkpoints").glob("iteration-*"))[-1]
 
 
 @pytest.mark.parametrize(("iterations", "start", "overrides"), [(2, 2, OTHER_LAYOUT), (5, 4, THREADS), (7, 6, [])])
@@ -180,6 +141,15 @@ def test_every_part_of_the_optimizer_state_is_needed(
     assert before.read_bytes() == (newest(exact.parts / "3") / "checkpoint.json").read_bytes()
     altered(run_dir, optimizer, change)
     with pytest.raises(PromiseBroken, match=r"table (updates|steps), iteration 2, column "):
+        resume(run_dir, Silent())
+
+
+def test_the_controls_are_needed(exact: Recorded, tmp_path: Path) -> None:
+    run_dir = exact.copy(3, tmp_path)
+    saved = checkpoint.load(newest(run_dir))
+    other = dataclasses.replace(saved.controls, kl_coef=saved.controls.kl_coef * (1 + 2.0**-20))
+    checkpoint.save(dataclasses.replace(saved, controls=other), newest(run_dir))
+    with pytest.raises(PromiseBroken, match=r"table sequences, iteration 2, column kl_penalty_sum"):
         resume(run_dir, Silent())
 
 
@@ -358,51 +328,6 @@ def test_an_interrupted_resume_keeps_the_folder(plain: Recorded, tmp_path: Path)
     assert (found.status, found.iterations) == ("interrupted", manifest.load(plain.whole).iterations[:1])
 
 
-LONG = ("ppo.iterations=24", "checkpoints.every=3")
-
-
-@pytest.fixture(scope="module")
-def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What runs that are killed more than once have to become."""
-    return run(small_config(*LONG), tmp_path_factory.mktemp("long"), Silent())[0]
-
-
-def launch(command: str, *arguments: str | Path, before: str = "") -> subprocess.Popen[str]:
-    """`ppo-repro` in a process of its own, after the Python statements `before`."""
-    program = f"{before}\nfrom ppo_repro.cli import main\nmain()"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, command, *map(str, arguments)], stderr=subprocess.PIPE, text=True
-    )
-
-
-def launch_run(out: Path, *overrides: str, before: str = "") -> tuple[subprocess.Popen[str], Path]:
-    sets = [part for override in overrides for part in ("--set", override)]
-    return launch("run", SMALL, "--out", out, *sets, before=before), run_folder(small_config(*overrides), out)
-
-
-def wait_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not reached():
-        assert time.monotonic() < deadline and process.poll() is None, "the run did not get that far"
-        time.sleep(0.01)
-
-
-def recorded_iterations(run_dir: Path) -> int:
-    return len(list((run_dir / "records" / "iterations").glob("*.parquet")))
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
-
-
-def require_as_uninterrupted(run_dir: Path, expected: Path) -> None:
-    found, whole = manifest.load(run_dir), manifest.load(expected)
-    assert (found.status, found.fingerprint) == ("complete", whole.fingerprint)
-    assert (found.final, found.iterations) == (whole.final, whole.iterations)
-
-
 def test_a_killed_run_resumes_and_a_living_one_is_locked(exact: Recorded, tmp_path: Path) -> None:
     process, run_dir = launch_run(tmp_path, "ppo.iterations=7", "checkpoints.every=2")
     wait_until(process, (run_dir / "checkpoints" / "iteration-000002").exists)
@@ -414,108 +339,3 @@ def test_a_killed_run_resumes_and_a_living_one_is_locked(exact: Recorded, tmp_pa
     found = resume(run_dir, Silent(), OTHER_LAYOUT)
     assert 2 <= found.start <= found.recorded < 7
     exact.require_same(run_dir)
-
-
-SIGTERM_AT_CALL_100 = """
-import os, signal
-left = [100]
-def score(prompt, response, answer):
-    left[0] -= 1
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return 0.0
-"""
-
-
-def test_sigterm_ends_a_run_like_ctrl_c(cli: Cli, tmp_path: Path) -> None:
-    # 40 held-out prompts and 48 responses are scored in the first iteration
-    (tmp_path / "reward.py").write_text(SIGTERM_AT_CALL_100)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        code, _, err = cli(
-            "run",
-            SMALL,
-            "--out",
-            tmp_path,
-            "--set",
-            f"reward.terms=[{{kind: function, path: '{tmp_path}/reward.py:score'}}]",
-        )
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert code == 143 and "Traceback" not in err
-    assert err.rstrip().splitlines()[-1] == "terminated; complete iterations are kept"
-    found = manifest.load(next(tmp_path.rglob("manifest.json")).parent)
-    assert found.status == "interrupted" and len(found.iterations) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_run_killed_again_and_again_at_random_times(long_run: Path, tmp_path: Path) -> None:
-    """Each process is killed within the next iterations; each one works under another layout."""
-    generator = random.Random(7)
-    process, run_dir = launch_run(tmp_path, *LONG)
-    kills = 0
-    layouts = [OTHER_LAYOUT, THREADS, ["layout.padding=none"], []]
-    while kills < 8:
-        before = recorded_iterations(run_dir)
-        wait_until(process, lambda before=before: recorded_iterations(run_dir) > before)  # type: ignore[misc]
-        time.sleep(generator.uniform(0.0, 0.7))
-        kill(process)
-        kills += 1
-        assert manifest.load(run_dir).status == "running"
-        sets = [part for override in layouts[kills % 4] for part in ("--set", override)]
-        process = launch("resume", run_dir, *sets)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    require_as_uninterrupted(run_dir, long_run)
-    assert len(list(run_dir.glob("resumed-*.json"))) == 8
-
-
-# Python reports these events before it does what they say; the process kills itself there
-AT_EVENT = """
-import os, signal, sys
-def watch(event, arguments):
-    if event == {event!r} and {path!r} in str(arguments[{index}]):
-        os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(watch)
-"""
-MOMENTS = [
-    ("open", "records/tokens/iteration=000004.parquet.tmp", 0, 4),
-    ("os.rename", "records/updates/iteration=000004.parquet", 1, 4),
-    ("open", "checkpoints/reference.tmp", 0, 0),
-    ("os.rename", "checkpoints/reference", 1, 0),
-    ("os.mkdir", "checkpoints/iteration-000002.tmp", 0, 0),
-    ("open", "iteration-000004.tmp/value_model.safetensors", 0, 2),
-    ("open", "iteration-000004.tmp/checkpoint.json", 0, 2),
-    ("os.rename", "checkpoints/iteration-000004", 1, 2),
-    ("os.rename", "checkpoints/iteration-000002.removed", 1, 6),
-    ("shutil.rmtree", "checkpoints/iteration-000002.removed", 0, 6),
-    ("os.rename", "checkpoints/final", 1, 6),
-]
-SHORT = (
-    "ppo.iterations=6", "checkpoints.every=2", "model.warm_start_steps=0",
-    "rollout.prompts_per_iteration=8", "task.num_eval_prompts=4",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(small_config(*SHORT), tmp_path_factory.mktemp("short"), Silent())[0]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("event", "path", "index", "start"), MOMENTS, ids=[f"{e} {p}" for e, p, _, _ in MOMENTS])
-def test_a_run_killed_while_it_writes(
-    short_run: Path, tmp_path: Path, event: str, path: str, index: int, start: int
-) -> None:
-    before = AT_EVENT.format(event=event, path=path, index=index)
-    process, run_dir = launch_run(tmp_path, *SHORT, before=before)
-    process.communicate(timeout=600)
-    assert process.returncode == -signal.SIGKILL, "it never came there"
-    found = resume(run_dir, Silent(), OTHER_LAYOUT)
-    assert found.start == start
-    require_as_uninterrupted(run_dir, short_run)
-    names = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
-    assert names == ["final", "iteration-000004", "iteration-000006", "reference"]
-    assert [p for p in run_dir.rglob("*") if p.suffix in {".tmp", ".removed"}] == []

@@ -178,6 +178,22 @@ def test_stage_arithmetic_holds_in_the_records(exact_run: Path) -> None:
     np.testing.assert_array_equal(tokens["kl_penalties"], (log_ratio * np.float32(0.05)).astype(np.float32))
     assert (steps.groupby("iteration")["tokens"].sum() == 2 * tokens.groupby("iteration").size()).all()
     assert abs(tokens["advantages"].mean()) < 1e-3  # whitened per iteration, stored as float32
+    assert [parts.tolist() for parts in sequences["score_parts"]] == [[score] for score in sequences["scores"]]
+
+
+def test_null_is_recorded_where_the_configuration_has_no_such_thing(exact_run: Path) -> None:
+    tables = {
+        table.name: pd.concat(
+            [reader.read_arrow(exact_run, table.name, i).to_pandas().isna().any() for i in range(3)], axis=1
+        )
+        for table in schema.TABLES
+    }
+    nulls = {f"{name}.{column}" for name, found in tables.items() for column in found.index[found.any(axis=1)]}
+    controls = {f"iterations.{name}" for name in ("clip_range", "penalty_coef", "return_mean", "return_scale")}
+    assert nulls == controls | {"iterations.eval_accuracy", "iterations.eval_score"}
+    iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
+    assert (iterations["policy_steps"] == steps.groupby("iteration").size()).all()
+    assert (iterations["kl_coef"] == 0.05).all()
 
 
 def test_text_spans_cut_the_response_into_its_tokens(exact_run: Path) -> None:

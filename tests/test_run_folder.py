@@ -203,7 +203,8 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda t: t.update(more=1), "more: Extra inputs"),
     (lambda t: t.pop("inputs"), "inputs: Field required"),
     (lambda t: t.pop("schema_version"), "is not the manifest of a run"),
-    (lambda t: t.update(schema_version=7), "schema_version = 7: this ppo_repro reads 1"),
+    (lambda t: t.update(schema_version=1), "schema_version = 1: this ppo_repro reads 2"),
+    (lambda t: t.update(schema_version=7), "schema_version = 7: this ppo_repro reads 2"),
 ]
 
 

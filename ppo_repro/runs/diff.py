@@ -208,10 +208,15 @@ def _shown(value: Any, bits: str) -> str:
     return f"{value!r} (bits {bits})" if bits and isinstance(value, float) else repr(value)
 
 
-def _around_difference(left: str | list[int], right: str | list[int]) -> tuple[str, str]:
+def _is_other(left: Any, right: Any) -> bool:
+    # as numbers 0.0 and -0.0 are equal, and a NaN is no NaN
+    return _scalar_bits(left) != _scalar_bits(right) if isinstance(left, float) else bool(left != right)
+
+
+def _around_difference(left: str | list[Any], right: str | list[Any]) -> tuple[str, str]:
     # the whole of two long texts would hide the one place where they differ
     pairs = enumerate(zip(left, right, strict=False))
-    first = next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
+    first = next((index for index, (a, b) in pairs if _is_other(a, b)), min(len(left), len(right)))
     start = max(0, first - _CONTEXT)
     windows = []
     for value in (left, right):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import dpo as records
 from ppo_repro.records import manifest
+from ppo_repro.reward_config import RewardModelTraining
 from ppo_repro.runs.dpo import DPOResult, lines, train_dpo
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
 from ppo_repro.tasks.preferences import pairs_from_run
 from tests.runs_for_tests import small_config
 from tests.test_cli import Cli, cli, one_line  # noqa: F401 (a fixture)
+from tests.test_config_fields import leaf_fields
 
 TEXT = """
 experiment: baseline
@@ -189,8 +192,14 @@ def test_mistakes_are_one_line(cli: Cli, source: Path, tmp_path: Path, override:
     assert not list((tmp_path / "out").rglob("*"))
 
 
+def test_every_field_has_a_description_of_one_sentence() -> None:
+    for path, field in [*leaf_fields(DPOConfig), *leaf_fields(RewardModelTraining)]:
+        assert re.fullmatch(r"[A-Z0-9`][^\n]*\.", field.description or ""), f"{path}: {field.description}"
+        assert not re.search(r"[.!?] +[A-Z]", field.description or ""), f"{path} has more than one sentence"
+
+
 def test_the_experiment_of_the_checkout_needs_a_run_only() -> None:
     path = Path(__file__).resolve().parents[1] / "experiments" / "dpo.yaml"
     with pytest.raises(UserError, match="run: missing; add it"):
         load_dpo_config(path)
-    assert load_dpo_config(path, ["run=somewhere"]).dpo.beta == 0.1
+    assert load_dpo_config(path, ["run=somewhere"]).dpo.beta == 1.0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from ppo_repro.config_yaml import load_dpo_config
@@ -18,9 +19,13 @@ from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import dpo as records
 from ppo_repro.records import manifest
 from ppo_repro.reward_config import RewardModelTraining
-from ppo_repro.runs.dpo import DPOResult, lines, train_dpo
+from ppo_repro.rollout.engine import Request
+from ppo_repro.runs.dpo import DPOResult, lines, sequence_kl, train_dpo
+from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
+from ppo_repro.seeding import sample_seed
+from ppo_repro.stages import sampling_of
 from ppo_repro.tasks.preferences import pairs_from_run
 from tests.runs_for_tests import small_config
 from tests.test_cli import Cli, cli, one_line  # noqa: F401 (a fixture)
@@ -103,6 +108,28 @@ def test_with_a_learning_rate_of_zero_nothing_moves(source: Path, tmp_path: Path
     pairs = records.read_table(Path(still.run_dir), "dpo_pairs")
     assert (pairs["chosen_logprobs"] == pairs["ref_chosen_logprobs"]).all() and (pairs["margins"] == 0.0).all()
     assert still.policy_digest == manifest.load(source).final["initial_policy_digest"]
+
+
+def test_the_divergence_is_its_definition_on_the_unmodified_models(trained: DPOResult, source: Path) -> None:
+    config = small_config("layout.backend=dgemm")
+    prepared = prepare(config, Silent().warm_start, source / "checkpoints" / "reference")
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / name)
+        for folder, name in ((Path(trained.run_dir), "final"), (source, "reference"))
+    )
+    prepared.state.policy.load_state_dict(policy.state_dict())
+    found = sequence_kl(config, prepared, 2)
+    assert found == trained.ref_kl_per_sequence
+    total, problems = 0.0, prepared.task.problems.held_out
+    requests = [Request(prepared.task.prompt_ids[p.key], sample_seed(2, 0, p.key, 0)) for p in problems]
+    for request, done in zip(requests, prepared.engine.generate(requests, sampling_of(config)), strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *done.response_ids[:-1]]])
+        with torch.no_grad():
+            log_p, log_q = (m.double()(input_ids=ids).logits[0].log_softmax(-1) for m in (policy, reference))
+        per_position = (log_p.exp() * (log_p - log_q)).sum(-1)
+        total += float(per_position[len(request.prompt_ids) - 1 :].sum())
+    # logits of exact numerics are within 3e-5 of float64
+    assert found == pytest.approx(total / len(problems), rel=1e-3)
 
 
 def test_the_records_hold_what_was_done(trained: DPOResult, source: Path) -> None:

@@ -178,9 +178,9 @@ def probe_command(arguments: argparse.Namespace) -> int:
 
 def dpo_command(arguments: argparse.Namespace) -> int:
     """Train by DPO on the responses of a recorded run, as a baseline."""
-    from ppo_repro.config_yaml import load_config_dpo
+    from ppo_repro.config_yaml import load_dpo_config
 
-    config = load_config_dpo(arguments.config, arguments.set)
+    config = load_dpo_config(arguments.config, arguments.set)
     from ppo_repro.runs.dpo import lines, train_dpo
     from ppo_repro.runs.progress import ConsoleProgress
 

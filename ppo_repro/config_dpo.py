@@ -29,7 +29,10 @@ class DPOUpdate(Section):
 
 
 class DPOConfig(Section):
-    """DPO of the policy that a recorded run started from, on pairs of that run's responses."""
+    """DPO of the policy that a recorded run started from, on pairs of that run's responses.
+
+    Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
+    """
 
     experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
         description="Name of the experiment; the folder its results share."

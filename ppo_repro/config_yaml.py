@@ -203,7 +203,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _absolute_paths(build_config(read_tree(path, overrides), str(path)))
 
 
-def load_config_dpo(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
+def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
     """The same for a DPO configuration."""
     config = validated(DPOConfig, read_tree(path, overrides), str(path))
     return config.model_copy(update={"run": str(Path(config.run).absolute())})

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from ppo_repro.config_dpo import DPOConfig
-from ppo_repro.config_yaml import load_config_dpo
+from ppo_repro.config_reward import RewardModelTraining
+from ppo_repro.config_yaml import load_dpo_config
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import dpo as records
 from ppo_repro.records import manifest
-from ppo_repro.runs.dpo import DPOResult, lines, train_dpo
+from ppo_repro.rollout.engine import Request
+from ppo_repro.runs.dpo import DPOResult, lines, sequence_kl, train_dpo
+from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
+from ppo_repro.seeding import sample_seed
+from ppo_repro.stages import sampling_of
 from ppo_repro.tasks.preferences import pairs_from_run
 from tests.runs_for_tests import small_config
 from tests.test_cli import Cli, cli, one_line  # noqa: F401 (a fixture)
+from tests.test_config_fields import leaf_fields
 
 TEXT = """
 experiment: baseline
@@ -61,7 +69,7 @@ def write_config(source: Path, folder: Path) -> Path:
 
 
 def config_of(source: Path, folder: Path, *overrides: str) -> DPOConfig:
-    return load_config_dpo(write_config(source, folder), overrides)
+    return load_dpo_config(write_config(source, folder), overrides)
 
 
 def test_no_layout_changes_the_fingerprint(trained: DPOResult, source: Path, tmp_path: Path) -> None:
@@ -102,6 +110,28 @@ def test_with_a_learning_rate_of_zero_nothing_moves(source: Path, tmp_path: Path
     assert still.policy_digest == manifest.load(source).final["initial_policy_digest"]
 
 
+def test_the_divergence_is_its_definition_on_the_unmodified_models(trained: DPOResult, source: Path) -> None:
+    config = small_config("layout.backend=dgemm")
+    prepared = prepare(config, Silent().warm_start, source / "checkpoints" / "reference")
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / name)
+        for folder, name in ((Path(trained.run_dir), "final"), (source, "reference"))
+    )
+    prepared.state.policy.load_state_dict(policy.state_dict())
+    found = sequence_kl(config, prepared, 2)
+    assert found == trained.ref_kl_per_sequence
+    total, problems = 0.0, prepared.task.problems.held_out
+    requests = [Request(prepared.task.prompt_ids[p.key], sample_seed(2, 0, p.key, 0)) for p in problems]
+    for request, done in zip(requests, prepared.engine.generate(requests, sampling_of(config)), strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *done.response_ids[:-1]]])
+        with torch.no_grad():
+            log_p, log_q = (m.double()(input_ids=ids).logits[0].log_softmax(-1) for m in (policy, reference))
+        per_position = (log_p.exp() * (log_p - log_q)).sum(-1)
+        total += float(per_position[len(request.prompt_ids) - 1 :].sum())
+    # logits of exact numerics are within 3e-5 of float64
+    assert found == pytest.approx(total / len(problems), rel=1e-3)
+
+
 def test_the_records_hold_what_was_done(trained: DPOResult, source: Path) -> None:
     folder = Path(trained.run_dir)
     pairs, steps = (records.read_table(folder, name) for name in ("dpo_pairs", "dpo_steps"))
@@ -118,7 +148,7 @@ def test_the_records_hold_what_was_done(trained: DPOResult, source: Path) -> Non
     assert weights_digest(stock.named_parameters()) == trained.policy_digest
     found = records.load(folder)
     assert found.fingerprint == trained.fingerprint and found.run_fingerprint == manifest.load(source).fingerprint
-    assert load_config_dpo(folder / "config.yaml").digest() == found.config_digest
+    assert load_dpo_config(folder / "config.yaml").digest() == found.config_digest
 
 
 def test_changed_records_are_refused(trained: DPOResult, tmp_path: Path) -> None:
@@ -189,8 +219,14 @@ def test_mistakes_are_one_line(cli: Cli, source: Path, tmp_path: Path, override:
     assert not list((tmp_path / "out").rglob("*"))
 
 
+def test_every_field_has_a_description_of_one_sentence() -> None:
+    for path, field in [*leaf_fields(DPOConfig), *leaf_fields(RewardModelTraining)]:
+        assert re.fullmatch(r"[A-Z0-9`][^\n]*\.", field.description or ""), f"{path}: {field.description}"
+        assert not re.search(r"[.!?] +[A-Z]", field.description or ""), f"{path} has more than one sentence"
+
+
 def test_the_experiment_of_the_checkout_needs_a_run_only() -> None:
     path = Path(__file__).resolve().parents[1] / "experiments" / "dpo.yaml"
     with pytest.raises(UserError, match="run: missing; add it"):
-        load_config_dpo(path)
-    assert load_config_dpo(path, ["run=somewhere"]).dpo.beta == 0.1
+        load_dpo_config(path)
+    assert load_dpo_config(path, ["run=somewhere"]).dpo.beta == 1.0

@@ -220,7 +220,7 @@ def test_mistakes_are_one_line(cli: Cli, source: Path, tmp_path: Path, override:
 
 
 def test_every_field_has_a_description_of_one_sentence() -> None:
-    for path, field in [*leaf_fields(DPOConfig), *leaf_fields(RewardModelTraining)]:
+    for path, field in {**leaf_fields(DPOConfig), **leaf_fields(RewardModelTraining)}.values():
         assert re.fullmatch(r"[A-Z0-9`][^\n]*\.", field.description or ""), f"{path}: {field.description}"
         assert not re.search(r"[.!?] +[A-Z]", field.description or ""), f"{path} has more than one sentence"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.distribution import distribution, expectation
-from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
+from ppo_repro.numerics.logprobs import kl_divergence, kl_loss, prob_sq_sum, token_statistics
 from tests.models_for_tests import seeded, unequal
 
 
@@ -192,3 +192,61 @@ def test_logits_that_are_not_finite_are_an_error(bad: float, mode: str) -> None:
     logits[1, 2] = bad
     with pytest.raises(NumericsError, match="logits are not finite"):
         token_statistics(logits, torch.zeros(3, dtype=torch.int64), 1.0, None, mode)
+
+
+def masked_case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, other logits, targets and the tokens that are eligible: targets are among them."""
+    generator = torch.Generator().manual_seed(5)
+    logits, other = torch.randn(6, 9, generator=generator), torch.randn(6, 9, generator=generator)
+    eligible = torch.rand(6, 9, generator=generator) < 0.6
+    targets = torch.randint(0, 9, (6,), generator=generator)
+    return logits, other, targets, eligible.scatter(1, targets[:, None], True)
+
+
+def reference_kl(logits: torch.Tensor, other: torch.Tensor, temperature: float, eligible: torch.Tensor | None):
+    """sum p (log p - log q) in float64 over the eligible tokens alone, row by row."""
+    rows = []
+    for row in range(len(logits)):
+        keep = slice(None) if eligible is None else eligible[row]
+        p = torch.log_softmax(logits[row][keep].to(torch.float64) / temperature, -1)
+        q = torch.log_softmax(other[row][keep].to(torch.float64) / temperature, -1)
+        rows.append((p.exp() * (p - q)).sum())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_divergence_as_a_loss_has_the_gradient_of_the_divergence(mode: str, cut: bool) -> None:
+    logits, other, _, eligible = masked_case()
+    mask = eligible if cut else None
+    leaf, exact = logits.clone().requires_grad_(), logits.to(torch.float64).requires_grad_()
+    found = kl_loss(leaf, other, 0.7, mask, mode)
+    expected = reference_kl(exact, other, 0.7, mask)
+    seeds = torch.arange(1.0, 7.0)
+    found.backward(seeds)
+    expected.backward(seeds.to(torch.float64))
+    assert found.dtype == torch.float32 and exact.grad is not None and leaf.grad is not None
+    # float32 logits of size 3 divided by 0.7: 1e-6 relative
+    assert torch.allclose(found.to(torch.float64), expected, rtol=0, atol=2e-6)
+    assert torch.allclose(leaf.grad.to(torch.float64), exact.grad, rtol=0, atol=1e-5)
+
+
+def test_equal_distributions_have_no_divergence_and_no_gradient() -> None:
+    logits, _, _, eligible = masked_case()
+    leaf = logits.clone().requires_grad_()
+    loss = kl_loss(leaf, logits, 1.0, eligible, "exact")
+    loss.backward(torch.ones(6))
+    assert leaf.grad is not None and not loss.any() and not leaf.grad.any(), "exactly zero, not nearly"
+
+
+def test_native_gradients_are_numbers_where_tokens_were_cut() -> None:
+    """0 times minus infinity is no number: what was cut must not reach the entropy's gradient."""
+    logits, _, targets, eligible = masked_case()
+    leaf, exact = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    for x, mode in ((leaf, "native"), (exact, "exact")):
+        logprobs, entropies = token_statistics(x, targets, 0.7, eligible, mode)
+        (logprobs.sum() - 0.5 * entropies.sum()).backward()
+    assert leaf.grad is not None and exact.grad is not None and torch.isfinite(leaf.grad).all()
+    assert not leaf.grad[~eligible].any()
+    # float32 softmax
+    assert torch.allclose(leaf.grad, exact.grad, rtol=0, atol=1e-5)

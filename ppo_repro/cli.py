@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ppo_repro import __version__
+from ppo_repro.console import print_json
 from ppo_repro.errors import PromiseBroken, Terminated, UserError
 
 if TYPE_CHECKING:
@@ -31,19 +30,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; try {self.prog} --help")
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities as words: JSON has no numbers for them."""
-    if isinstance(value, dict):
-        return {key: _finite(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(child) for child in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _environment_count(name: str, default: int) -> int:
@@ -88,11 +74,21 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def control_command(arguments: argparse.Namespace) -> int:
+    """Run PPO on a Gymnasium environment, record every buffer, print a summary."""
+    from ppo_repro.control import commands
+
+    return commands.run(arguments.config, arguments.set, arguments.out, arguments.json)
+
+
 def resume_command(arguments: argparse.Namespace) -> int:
     """Continue a run that was killed, interrupted or failed; exit 1 if what it computes again differs."""
     from ppo_repro.records.manifest import load
 
-    load(arguments.run)
+    if load(arguments.run).kind == "control":
+        from ppo_repro.control import commands
+
+        return commands.resume(arguments.run, arguments.set, arguments.json)
     from ppo_repro.runs.progress import ConsoleProgress
     from ppo_repro.runs.resume import resume
     from ppo_repro.runs.summary import summarise
@@ -110,7 +106,7 @@ def _report_run(summary: Summary, run_dir: Path, as_json: bool) -> None:
     from ppo_repro.runs.summary import speeds, verdicts
 
     if as_json:
-        _print_json(dataclasses.asdict(summary))
+        print_json(dataclasses.asdict(summary))
         return
     anchor = load_config(run_dir / "config.yaml").ppo.ratio_anchor
     print("\n".join([*verdicts(summary, anchor), *speeds(summary)]))
@@ -125,9 +121,10 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.records.reader import open_manifest
 
     with _working_together() as (ranks, watcher):
-        open_manifest(arguments.run)
-        from ppo_repro.runs.run import rerun
-
+        if open_manifest(arguments.run).kind == "control":
+            from ppo_repro.control.commands import rerun_alone as rerun
+        else:
+            from ppo_repro.runs.run import rerun
         report = rerun(arguments.run, watcher, arguments.set, ranks)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
@@ -145,7 +142,7 @@ def diff_command(arguments: argparse.Namespace) -> int:
 def _report_difference(difference: Difference | None, as_json: bool, identical: str) -> int:
     if as_json:
         found = None if difference is None else dataclasses.asdict(difference)
-        _print_json({"identical": difference is None, "first_difference": found})
+        print_json({"identical": difference is None, "first_difference": found})
     else:
         print(identical if difference is None else f"different: {difference.describe()}")
     return 0 if difference is None else 1
@@ -159,8 +156,12 @@ def show_command(arguments: argparse.Namespace) -> int:
 
     run_dir = arguments.run
     manifest = reader.open_manifest(run_dir, allow_incomplete=not arguments.json)
+    if manifest.kind == "control":
+        from ppo_repro.control import commands
+
+        return commands.show(run_dir, manifest, arguments.json)
     if arguments.json:
-        _print_json(dataclasses.asdict(summarise(run_dir)))
+        print_json(dataclasses.asdict(summarise(run_dir)))
         return 0
     print(f"{run_dir}: {manifest.status}, {len(manifest.iterations)} iterations, fingerprint {manifest.fingerprint}")
     if manifest.iterations:
@@ -183,7 +184,7 @@ def probe_command(arguments: argparse.Namespace) -> int:
     rows = probe(config)
     failed = failures(rows)
     if arguments.json:
-        _print_json({"rows": [dataclasses.asdict(row) for row in rows], "failures": failed})
+        print_json({"rows": [dataclasses.asdict(row) for row in rows], "failures": failed})
     else:
         print(render(rows))
         print("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
@@ -199,7 +200,7 @@ def track_command(arguments: argparse.Namespace) -> int:
 
     run_id = track(arguments.run, arguments.uri)
     if arguments.json:
-        _print_json({"run_id": run_id, "uri": arguments.uri})
+        print_json({"run_id": run_id, "uri": arguments.uri})
     else:
         print(f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}")
     return 0
@@ -232,11 +233,11 @@ def build_parser() -> argparse.ArgumentParser:
         added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         return added
 
-    for name, command in (("run", run_command), ("probe", probe_command)):
+    for name, command in (("run", run_command), ("control", control_command), ("probe", probe_command)):
         configured = add(name, command)
         configured.add_argument("config", metavar="CONFIG", type=Path, help="YAML configuration of a run")
         _add_set(configured, "override one field; may be repeated")
-        if name == "run":
+        if name != "probe":
             configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where runs go")
     on_runs = {"resume": resume_command, "rerun": rerun_command, "show": show_command, "track": track_command}
     for name, command in on_runs.items():

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ppo_repro.config import JsonlTask, ModelFolder, RunConfig
+from ppo_repro.config import JsonlTask, ModelFolder, RunConfig, Section
 from ppo_repro.errors import UserError
 
 
@@ -131,18 +131,22 @@ def describe(error: ValidationError, source: str) -> str:
     return f"{source}: {text}{more}"
 
 
-def build_config(tree: Any, source: str) -> RunConfig:
-    """Validate a parsed tree; raises UserError naming field, value and what is allowed."""
+def _require_mapping(tree: Any, source: str) -> None:
     if not isinstance(tree, dict):
         raise UserError(f"{source}: must be a mapping of fields, found {type(tree).__name__}")
+
+
+def build_config(tree: Any, source: str) -> RunConfig:
+    """Validate a parsed tree; raises UserError naming field, value and what is allowed."""
+    _require_mapping(tree, source)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise UserError(describe(error, source)) from error
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
+def load_tree(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The fields of a YAML file with `a.b=c` overrides applied, not yet validated; raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -153,12 +157,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         tree = parse_yaml(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    if isinstance(tree, dict):
-        for override in overrides:
-            _apply_override(tree, override)
-    return _absolute_paths(build_config(tree, str(path)))
+    _require_mapping(tree, str(path))
+    for override in overrides:
+        _apply_override(tree, override)
+    return tree
 
 
-def dump_yaml(config: RunConfig) -> str:
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
+    return _absolute_paths(build_config(load_tree(path, overrides), str(path)))
+
+
+def dump_yaml(config: Section) -> str:
     """The resolved configuration as YAML that `load_config` reads back to an equal config."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

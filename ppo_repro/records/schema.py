@@ -12,7 +12,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Column:
-    """One column. `kind` is int32, int64, float32, float64, bool, string or list<int32>."""
+    """One column. `kind` is int32, int64, float32, float64, bool, string, list<int32> or list<float32>."""
 
     name: str
     kind: str

@@ -17,6 +17,8 @@ class Watcher(Protocol):
 
     def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None: ...
 
+    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None: ...
+
 
 class Silent:
     """A watcher that shows nothing."""
@@ -25,6 +27,9 @@ class Silent:
         pass
 
     def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+        pass
+
+    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None:
         pass
 
 
@@ -65,3 +70,6 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
 
     def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
         self._show("PPO", done, total, f"score {score:.3f}  accuracy {accuracy:.3f}  KL {approx_kl:.4f}")
+
+    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None:
+        self._show("PPO", done, total, f"return {episode_return:.2f}  KL {approx_kl:.4f}")

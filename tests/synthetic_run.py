@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from ppo_repro.records import manifest, schema, writer
+from ppo_repro.records import control_schema, manifest, schema, writer
 
+TABLES = {"language": schema.TABLES, "control": control_schema.TABLES}
 FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
 
 TEXTS = [
@@ -65,6 +66,9 @@ def hard_values(kind: str) -> Any:
         return TEXTS
     if kind == "list<int32>":
         return [[], INT32S, [0], [], [1, 2, 3]]
+    if kind == "list<float32>":
+        numbers = np.array(FLOAT32_BITS, dtype=np.uint32).view(np.float32)
+        return [numbers[:0], numbers, numbers[:1], numbers[:0], numbers[3:6]]
     return {"int32": np.array(INT32S, np.int32), "int64": np.array(INT64S), "bool": np.array([True, False])}[kind]
 
 
@@ -80,6 +84,8 @@ def values_of(kind: str) -> st.SearchStrategy[Any]:
         return st.lists(st.text(st.characters(codec="utf-8")))
     if kind == "list<int32>":
         return st.lists(st.lists(int32))
+    if kind == "list<float32>":
+        return st.lists(st.lists(st.integers(0, 2**32 - 1)).map(lambda v: np.array(v, np.uint32).view(np.float32)))
     if kind == "bool":
         return st.lists(st.booleans()).map(lambda values: np.array(values, dtype=bool))
     dtype = np.dtype(kind)
@@ -111,23 +117,25 @@ def random_table(table: schema.Table, iteration: int, rows: int, generator: np.r
     return writer.to_arrow(table, columns)
 
 
-def random_tables(iteration: int, rows: int, seed: int = 0) -> dict[str, pa.Table]:
+def random_tables(iteration: int, rows: int, seed: int = 0, kind: manifest.Kind = "language") -> dict[str, pa.Table]:
     """All five tables; the same arguments give the same values."""
     generator = np.random.default_rng([seed, iteration])
-    return {table.name: random_table(table, iteration, rows, generator) for table in schema.TABLES}
+    return {table.name: random_table(table, iteration, rows, generator) for table in TABLES[kind]}
 
 
-def start_run(run_dir: Path) -> manifest.Manifest:
+def start_run(run_dir: Path, kind: manifest.Kind = "language") -> manifest.Manifest:
     """A run folder without iterations."""
-    writer.create_run(run_dir, "seed: 1\n", {"python": "3"}, "0123456789ab", {"data.jsonl": "00"})
+    writer.create_run(run_dir, "seed: 1\n", {"python": "3"}, "0123456789ab", {"data.jsonl": "00"}, kind)
     return manifest.load(run_dir)
 
 
-def make_run(run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0) -> Path:
+def make_run(
+    run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0, kind: manifest.Kind = "language"
+) -> Path:
     """A complete run."""
-    current = start_run(run_dir)
+    current = start_run(run_dir, kind)
     for iteration in range(iterations):
-        tables = random_tables(iteration, rows, seed)
+        tables = random_tables(iteration, rows, seed, kind)
         current = writer.append_iteration(run_dir, current, iteration, tables)
     writer.finish(run_dir, current, FINAL)
     return run_dir
@@ -137,7 +145,7 @@ def bits(values: Any) -> list[Any]:
     """Values that are equal exactly when their bits are."""
     if isinstance(values, np.ndarray) and values.dtype.kind == "f":
         return list(values.view(f"u{values.dtype.itemsize}").tolist())
-    return [value.tolist() if isinstance(value, np.ndarray) else value for value in list(values)]
+    return [bits(value) if isinstance(value, np.ndarray) else value for value in list(values)]
 
 
 def rewrite_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:

@@ -32,7 +32,10 @@ def files(pattern: str) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("name", ["config.py", "config_yaml.py", "seeding.py", "records/schema.py", "errors.py"])
+FOUNDATIONS = ["config.py", "config_yaml.py", "control/config.py", "seeding.py", "errors.py"]
+
+
+@pytest.mark.parametrize("name", [*FOUNDATIONS, "records/schema.py", "records/control_schema.py"])
 def test_foundations_need_little(name: str) -> None:
     allowed = STANDARD | {"numpy", "pydantic", "yaml", "ppo_repro"}
     assert top(imports(ROOT / "ppo_repro" / name)) <= allowed
@@ -62,6 +65,7 @@ def test_only_the_update_takes_optimizer_steps(path: Path) -> None:
         assert "optimizer.step(" not in text
     assert "mlflow" not in top(imports(path)) or path.name == "tracking.py"
     assert "sglang" not in top(imports(path))
+    assert "gymnasium" not in top(imports(path)) or path.name == "environments.py"
 
 
 @pytest.mark.parametrize("path", files("ppo_repro/**/*.py") + files("analysis/**/*.py"), ids=lambda p: p.name)

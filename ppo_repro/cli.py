@@ -74,11 +74,21 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def control_command(arguments: argparse.Namespace) -> int:
+    """Run PPO on a Gymnasium environment, record every buffer, print a summary."""
+    from ppo_repro.control import commands
+
+    return commands.run(arguments.config, arguments.set, arguments.out, arguments.json)
+
+
 def resume_command(arguments: argparse.Namespace) -> int:
     """Continue a run that was killed, interrupted or failed; exit 1 if what it computes again differs."""
     from ppo_repro.records.manifest import load
 
-    load(arguments.run)
+    if load(arguments.run).kind == "control":
+        from ppo_repro.control import commands
+
+        return commands.resume(arguments.run, arguments.set, arguments.json)
     from ppo_repro.runs.progress import ConsoleProgress
     from ppo_repro.runs.resume import resume
     from ppo_repro.runs.summary import summarise
@@ -111,9 +121,10 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.records.reader import open_manifest
 
     with _working_together() as (ranks, watcher):
-        open_manifest(arguments.run)
-        from ppo_repro.runs.run import rerun
-
+        if open_manifest(arguments.run).kind == "control":
+            from ppo_repro.control.commands import rerun_alone as rerun
+        else:
+            from ppo_repro.runs.run import rerun
         report = rerun(arguments.run, watcher, arguments.set, ranks)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
@@ -145,6 +156,10 @@ def show_command(arguments: argparse.Namespace) -> int:
 
     run_dir = arguments.run
     manifest = reader.open_manifest(run_dir, allow_incomplete=not arguments.json)
+    if manifest.kind == "control":
+        from ppo_repro.control import commands
+
+        return commands.show(run_dir, manifest, arguments.json)
     if arguments.json:
         print_json(dataclasses.asdict(summarise(run_dir)))
         return 0
@@ -230,11 +245,16 @@ def build_parser() -> argparse.ArgumentParser:
         added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         return added
 
-    for name, command in (("run", run_command), ("probe", probe_command), ("dpo", dpo_command)):
+    for name, command in (
+        ("run", run_command),
+        ("control", control_command),
+        ("probe", probe_command),
+        ("dpo", dpo_command),
+    ):
         configured = add(name, command)
         configured.add_argument("config", metavar="CONFIG", type=Path, help="YAML configuration")
         _add_set(configured, "override one field; may be repeated")
-        if name in {"run", "dpo"}:
+        if name != "probe":
             configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go")
     on_runs = {"resume": resume_command, "rerun": rerun_command, "show": show_command, "track": track_command}
     for name, command in on_runs.items():

@@ -15,6 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from ppo_repro.config_yaml import load_config
+from ppo_repro.control.config import load_control_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 
@@ -46,7 +47,8 @@ def track(run_dir: Path, tracking_uri: str) -> str:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     recorded = reader.open_manifest(run_dir)
-    config = load_config(run_dir / "config.yaml")
+    load = load_control_config if recorded.kind == "control" else load_config
+    config = load(run_dir / "config.yaml")
     iterations, steps = reader.read_iterations(run_dir), reader.read_steps(run_dir)
     created = int((run_dir / manifest.FILE_NAME).stat().st_mtime * 1000)
     metrics = _metrics(iterations, "iteration", iterations["iteration"], created)

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from ppo_repro.records import manifest, schema, writer
+from ppo_repro.records import control_schema, digests, manifest, schema, writer
 
+TABLES = {"language": schema.TABLES, "control": control_schema.TABLES}
 FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
 
 TEXTS = [
@@ -66,8 +67,9 @@ def hard_values(kind: str) -> Any:
         return TEXTS
     if kind == "list<int32>":
         return [[], INT32S, [0], [], [1, 2, 3]]
-    if kind == "list<float64>":
-        return [hard_values("float64"), np.empty(0), np.array([-0.0])]
+    if kind in ("list<float32>", "list<float64>"):
+        numbers = hard_values(digests.ELEMENTS[kind])
+        return [numbers, numbers[:0], numbers[3:4]]
     return {"int32": np.array(INT32S, np.int32), "int64": np.array(INT64S), "bool": np.array([True, False])}[kind]
 
 
@@ -83,6 +85,8 @@ def values_of(kind: str) -> st.SearchStrategy[Any]:
         return st.lists(st.text(st.characters(codec="utf-8")))
     if kind == "list<int32>":
         return st.lists(st.lists(int32))
+    if kind == "list<float32>":
+        return st.lists(values_of("float32"))
     if kind == "list<float64>":
         return st.lists(st.one_of(values_of("float64"), st.lists(st.floats())))
     if kind == "bool":
@@ -119,23 +123,25 @@ def random_table(table: schema.Table, iteration: int, rows: int, generator: np.r
     return writer.to_arrow(table, columns)
 
 
-def random_tables(iteration: int, rows: int, seed: int = 0) -> dict[str, pa.Table]:
+def random_tables(iteration: int, rows: int, seed: int = 0, kind: manifest.Kind = "language") -> dict[str, pa.Table]:
     """All five tables; the same arguments give the same values."""
     generator = np.random.default_rng([seed, iteration])
-    return {table.name: random_table(table, iteration, rows, generator) for table in schema.TABLES}
+    return {table.name: random_table(table, iteration, rows, generator) for table in TABLES[kind]}
 
 
-def start_run(run_dir: Path) -> manifest.Manifest:
+def start_run(run_dir: Path, kind: manifest.Kind = "language") -> manifest.Manifest:
     """A run folder without iterations."""
-    writer.create_run(run_dir, "seed: 1\n", {"python": "3"}, "0123456789ab", {"data.jsonl": "00"})
+    writer.create_run(run_dir, "seed: 1\n", {"python": "3"}, "0123456789ab", {"data.jsonl": "00"}, kind)
     return manifest.load(run_dir)
 
 
-def make_run(run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0) -> Path:
+def make_run(
+    run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0, kind: manifest.Kind = "language"
+) -> Path:
     """A complete run."""
-    current = start_run(run_dir)
+    current = start_run(run_dir, kind)
     for iteration in range(iterations):
-        tables = random_tables(iteration, rows, seed)
+        tables = random_tables(iteration, rows, seed, kind)
         current = writer.append_iteration(run_dir, current, iteration, tables)
     writer.finish(run_dir, current, FINAL)
     return run_dir

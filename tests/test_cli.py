@@ -293,7 +293,7 @@ sys.argv = ["ppo-repro", "--help"]
 try:
     main()
 except SystemExit:
-    print(sorted({"torch", "transformers", "mlflow", "pandas", "pyarrow", "numpy"} & set(sys.modules)))
+    print(sorted({"torch", "transformers", "mlflow", "pandas", "pyarrow", "numpy", "gymnasium"} & set(sys.modules)))
 """
 
 

@@ -29,6 +29,7 @@ PINNED = {
     "bool": "b4be618238c1",
     "string": "7c53a62ad573",
     "list<int32>": "9254d4e30b98",
+    "list<float32>": "d33422e74df2",
     "list<float64>": "7f8b5455ec17",
 }
 PINNED_WITH_NULLS = {"float32": "242fc6a18656", "float64": "ae0b406c7434", "string": "5a1adc91f7fb"}
@@ -60,6 +61,7 @@ def test_digest_ignores_the_encoding(kind: str, data: st.DataObject) -> None:
     wider = {
         "string": pa.large_string(),
         "list<int32>": pa.large_list(pa.int32()),
+        "list<float32>": pa.large_list(pa.float32()),
         "list<float64>": pa.large_list(pa.float64()),
     }.get(kind)
     if wider is not None:
@@ -115,8 +117,8 @@ def test_digest_frames_texts_and_lists() -> None:
     seen |= {digests.column_digest("list<int32>", arrow("list<int32>", v)) for v in lists}
     floats: list[Any] = [[[0.0], [-0.0]], [[0.0, -0.0]], [[0.0, -0.0], []], [[], [0.0, -0.0]], [[-0.0], [0.0]]]
     seen |= {digests.column_digest("list<float64>", arrow("list<float64>", v)) for v in floats}
-    seen |= {digests.column_digest(kind, arrow(kind, [])) for kind in ("string", *digests.LISTS)}
-    assert len(seen) == 16
+    seen |= {digests.column_digest(kind, arrow(kind, [])) for kind in ("string", *digests.ELEMENTS)}
+    assert len(seen) == 17
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64"])
@@ -194,8 +196,8 @@ def spelled_out(kind: str, values: list[Any], present: list[bool] | None = None)
     if kind == "string":
         raw = [text.encode() for text in values]
         parts += [struct.pack("<q", len(text)) for text in raw] + raw
-    elif kind in digests.LISTS:
-        code = CODES[kind.removeprefix("list<").removesuffix(">")]
+    elif kind in digests.ELEMENTS:
+        code = CODES[digests.ELEMENTS[kind]]
         parts += [struct.pack("<q", len(items)) for items in values]
         parts += [struct.pack(f"<{len(items)}{code}", *items) for items in values]
     else:

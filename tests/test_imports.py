@@ -33,8 +33,8 @@ def files(pattern: str) -> list[Path]:
 
 
 FOUNDATIONS = [
-    *("config", "config_algorithm", "config_reward", "config_section", "config_yaml", "config_dpo"),
-    *("seeding", "records/schema", "errors"),
+    *("config", "config_algorithm", "config_reward", "config_section", "config_yaml", "config_dpo", "control/config"),
+    *("seeding", "records/schema", "records/control_schema", "errors"),
 ]
 
 
@@ -68,6 +68,7 @@ def test_only_the_update_takes_optimizer_steps(path: Path) -> None:
         assert "optimizer.step(" not in text
     assert "mlflow" not in top(imports(path)) or path.name == "tracking.py"
     assert "sglang" not in top(imports(path))
+    assert "gymnasium" not in top(imports(path)) or path.name == "environments.py"
 
 
 @pytest.mark.parametrize("path", files("ppo_repro/**/*.py") + files("analysis/**/*.py"), ids=lambda p: p.name)

@@ -22,7 +22,7 @@ from tests import synthetic_run
 from tests.synthetic_run import bits, one_column, values_of, with_nulls
 
 KINDS = list(digests.ARROW_TYPES)
-FIXED = [kind for kind in KINDS if kind not in ("string", *digests.LISTS)]
+FIXED = [kind for kind in KINDS if kind not in ("string", *digests.ELEMENTS)]
 # those that pandas has a null for
 NULLABLE = ["float32", "float64", "string"]
 READERS: dict[str, Callable[..., Any]] = {
@@ -139,6 +139,9 @@ BAD_COLUMNS: list[tuple[str, Any, str]] = [
     ("list<int32>", [[1], [None]], "NoneType"),
     ("list<int32>", [[1], [2**31]], "c: "),
     ("list<float64>", [[0.5], [1]], "holds int"),
+    ("list<float32>", [[0.5]], "holds float where"),
+    ("list<float32>", [np.zeros(1)], "holds float64"),
+    ("list<float32>", [np.zeros((1, 1), np.float32)], r"of shape \(1, 1\)"),
     ("list<float64>", [[0.5], np.zeros(1, dtype=np.float32)], "holds float32"),
     ("list<float64>", [[0.5], np.zeros((1, 1))], r"shape \(1, 1\)"),
     ("list<float64>", [[0.5], [None]], "NoneType"),

@@ -1,4 +1,4 @@
-"""SiLU and its derivative by the elementwise law."""
+"""SiLU with its derivative and tanh, by the elementwise law."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from ppo_repro.kernels.compile import kernel
 from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.scalar import exp32
+from ppo_repro.kernels.scalar import exp32, exp64
 
 _ONE = np.float32(1.0)
 
@@ -32,3 +32,19 @@ def _silu_backward(grad, x, first, last, dx):  # type: ignore[no-untyped-def]
 def silu_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """dx = grad s (1 + x (1 - s)), s = 1 / (1 + exp(-x)); flat float32."""
     in_parts(lambda i, j: _silu_backward(grad, x, i, j, dx), x.size, 1.5)
+
+
+@kernel
+def _tanh(x, first, last, series, most, y):  # type: ignore[no-untyped-def]
+    for i in range(first, last):
+        a = np.abs(np.float64(x[i]))
+        a = most if a > most else a
+        e = exp64(a * -2.0)
+        large = (1.0 - e) / (1.0 + e)
+        small = a - a * a * a * (1.0 / 3.0)
+        y[i] = np.copysign(np.float32(small if a < series else large), x[i])
+
+
+def tanh(x: np.ndarray, series: float, most: float, y: np.ndarray) -> None:
+    """y = tanh(x), |x| up to `most`, as x - x^3 / 3 below `series`; flat float32."""
+    in_parts(lambda i, j: _tanh(x, i, j, series, most, y), x.size, 3.0)

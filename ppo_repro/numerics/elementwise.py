@@ -29,6 +29,8 @@ EXP_COEFFICIENTS = (
 )
 EXP_MIN, EXP_MAX = -87.0, 88.0
 EXP64_MIN, EXP64_MAX = -708.0, 709.0
+EXP64_LN2_HIGH, EXP64_LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10  # 33 bits in the first
+EXP64_COEFFICIENTS = tuple(1.0 / math.factorial(i) for i in range(14, -1, -1))
 
 
 def pow2(exponent: Tensor) -> Tensor:
@@ -86,11 +88,11 @@ def exp64(x: Tensor) -> Tensor:
     """
     x = x.clamp(EXP64_MIN, EXP64_MAX)
     k = (x * LOG2_E).round()
-    r = x - k * 0.6931471803691238  # first 33 bits of ln 2: the product is exact
-    r = r - k * 1.9082149292705877e-10
-    y = torch.full_like(r, 1.0 / math.factorial(14))
-    for i in range(13, -1, -1):
-        y = y.mul_(r).add_(1.0 / math.factorial(i))
+    r = x - k * EXP64_LN2_HIGH  # the product is exact
+    r = r - k * EXP64_LN2_LOW
+    y = torch.full_like(r, EXP64_COEFFICIENTS[0])
+    for c in EXP64_COEFFICIENTS[1:]:
+        y = y.mul_(r).add_(c)
     return y * pow2(k)
 
 

@@ -27,10 +27,11 @@ ARROW_TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
     "string": pa.string(),
     "list<int32>": pa.list_(pa.int32()),
+    "list<float32>": pa.list_(pa.float32()),
     "list<float64>": pa.list_(pa.float64()),
 }
-
-LISTS = ("list<int32>", "list<float64>")
+# what the lists of a kind hold
+ELEMENTS = {"list<int32>": "int32", "list<float32>": "float32", "list<float64>": "float64"}
 
 # part of every digest: a new way to digest, or another schema, starts a new family of fingerprints
 _FORMAT = f"ppo_repro digests 1, schema {schema.SCHEMA_VERSION}"
@@ -125,14 +126,14 @@ def _framed(*texts: str) -> bytes:
 def _other_encoding(kind: str, found: pa.DataType) -> bool:
     if kind == "string":
         return bool(pa.types.is_large_string(found) or pa.types.is_string_view(found))
-    if kind in LISTS:
+    if kind in ELEMENTS:
         checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-        return any(check(found) for check in checks) and bool(found.value_type == ARROW_TYPES[kind].value_type)
+        return any(check(found) for check in checks) and bool(found.value_type == ARROW_TYPES[ELEMENTS[kind]])
     return False
 
 
 def _fixed_width(kind: str, array: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
-    if kind == "string" or kind in LISTS:
+    if kind == "string" or kind in ELEMENTS:
         raise ValueError(f"{kind} has no fixed width")
     return plain(kind, array)
 
@@ -153,7 +154,7 @@ def _value_bytes(kind: str, column: pa.ChunkedArray) -> Iterator[Any]:
         for chunk in column.chunks:
             offsets, text = _string_offsets(chunk)
             yield text[offsets[0] : offsets[-1]]
-    elif kind in LISTS:
+    elif kind in ELEMENTS:
         yield list_lengths(column).astype("<i8")
         for chunk in column.chunks:
             values = chunk.flatten()

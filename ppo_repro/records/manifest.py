@@ -11,11 +11,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, schema
+from ppo_repro.records import control_schema, digests, schema
 
 FILE_NAME = "manifest.json"
 _DAMAGED = "the manifest was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
+Kind = Literal["language", "control"]
+_TABLES: dict[Kind, tuple[schema.Table, ...]] = {"language": schema.TABLES, "control": control_schema.TABLES}
 
 
 class _Entry(BaseModel):
@@ -41,12 +43,18 @@ class Manifest(_Entry):
     """The whole run; `fingerprint` is the last chain link, once complete the one over `final` too."""
 
     schema_version: int
+    kind: Kind = "language"  # which tables there are: of responses and tokens, or of episodes and their steps
     status: Status
     config_digest: str
     inputs: dict[str, str]
     iterations: tuple[IterationEntry, ...]
     final: dict[str, float | int | str]
     fingerprint: str
+
+
+def tables_of(found: Manifest) -> tuple[schema.Table, ...]:
+    """The tables of a run, in the order in which their data comes to be."""
+    return _TABLES[found.kind]
 
 
 def table_path(run_dir: Path, table_name: str, iteration: int) -> Path:
@@ -149,7 +157,7 @@ def _read_json(run_dir: Path, path: Path) -> Any:
 
 
 def _inconsistency(manifest: Manifest) -> str:
-    names = {table.name for table in schema.TABLES}
+    names = {table.name for table in tables_of(manifest)}
     for index, entry in enumerate(manifest.iterations):
         if entry.iteration != index:
             return f"iterations.{index} is iteration {entry.iteration}, expected {index}"

@@ -32,12 +32,12 @@ def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manife
 def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: bool = True) -> pa.Table:
     """One recorded table in the schema's plain types; raises UserError where it is missing or damaged."""
     folder = Path(run_dir)
-    if table_name not in [table.name for table in schema.TABLES]:
-        names = ", ".join(table.name for table in schema.TABLES)
-        raise UserError(f"{run_dir}: no table '{table_name}'; there are {names}")
     found = manifest.load(folder)
+    tables = {table.name: table for table in manifest.tables_of(found)}
+    if table_name not in tables:
+        raise UserError(f"{run_dir}: no table '{table_name}'; there are {', '.join(tables)}")
     _checked_iterations(folder, found, (iteration,))
-    return read_recorded(folder, found, schema.table(table_name), iteration, verify)
+    return read_recorded(folder, found, tables[table_name], iteration, verify)
 
 
 def read_recorded(run_dir: Path, found: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
@@ -68,7 +68,7 @@ def read_sequences(
     allow_incomplete: bool = False,
 ) -> pd.DataFrame:
     """One row per response; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, schema.SEQUENCES, iterations, columns, verify, allow_incomplete)
+    return _read(run_dir, "sequences", iterations, columns, verify, allow_incomplete)
 
 
 def read_tokens(
@@ -80,7 +80,7 @@ def read_tokens(
     allow_incomplete: bool = False,
 ) -> pd.DataFrame:
     """One row per response token; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, schema.TOKENS, iterations, columns, verify, allow_incomplete)
+    return _read(run_dir, "tokens", iterations, columns, verify, allow_incomplete)
 
 
 def read_updates(
@@ -92,7 +92,7 @@ def read_updates(
     allow_incomplete: bool = False,
 ) -> pd.DataFrame:
     """One row per token, epoch and minibatch; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, schema.UPDATES, iterations, columns, verify, allow_incomplete)
+    return _read(run_dir, "updates", iterations, columns, verify, allow_incomplete)
 
 
 def read_steps(
@@ -104,7 +104,7 @@ def read_steps(
     allow_incomplete: bool = False,
 ) -> pd.DataFrame:
     """One row per optimizer step; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, schema.STEPS, iterations, columns, verify, allow_incomplete)
+    return _read(run_dir, "steps", iterations, columns, verify, allow_incomplete)
 
 
 def read_iterations(
@@ -116,12 +116,12 @@ def read_iterations(
     allow_incomplete: bool = False,
 ) -> pd.DataFrame:
     """One row per iteration; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, schema.ITERATIONS, iterations, columns, verify, allow_incomplete)
+    return _read(run_dir, "iterations", iterations, columns, verify, allow_incomplete)
 
 
 def _read(
     run_dir: Path | str,
-    table: schema.Table,
+    table_name: str,
     iterations: Sequence[int] | None,
     columns: Sequence[str] | None,
     verify: bool,
@@ -129,6 +129,7 @@ def _read(
 ) -> pd.DataFrame:
     folder = Path(run_dir)
     found = open_manifest(folder, allow_incomplete)
+    table = next(table for table in manifest.tables_of(found) if table.name == table_name)
     chosen_columns = _checked_columns(folder, table, columns)
     wanted = range(len(found.iterations)) if iterations is None else iterations
     chosen = _checked_iterations(folder, found, wanted)
@@ -140,7 +141,7 @@ def _read(
 def _to_series(column: schema.Column, parts: Sequence[pa.Table]) -> Any:
     chunks = [chunk for part in parts for chunk in part.column(column.name).chunks]
     joined = pa.chunked_array(chunks, digests.ARROW_TYPES[column.kind])
-    if column.kind == "string" or column.kind in digests.LISTS:
+    if column.kind == "string" or column.kind in digests.ELEMENTS:
         return joined.to_pandas()
     if joined.null_count and column.kind not in ("float32", "float64"):
         raise ValueError(f"column {column.name}: pandas has no null for {column.kind}")

@@ -12,7 +12,7 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Column:
-    """One column. `kind` is int32, int64, float32, float64, bool, string, list<int32> or list<float64>."""
+    """One column: int32, int64, float32, float64, bool, string or a list<> of int32, float32 or float64."""
 
     name: str
     kind: str

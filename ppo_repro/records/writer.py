@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, schema
-from ppo_repro.records.manifest import IterationEntry, Manifest, Status, TableEntry
+from ppo_repro.records.manifest import IterationEntry, Kind, Manifest, Status, TableEntry
 
 # a Python float is no float32: storing it would round it in silence
 _SCALARS: dict[str, tuple[type, ...]] = {
@@ -101,11 +101,13 @@ def create_run(
     environment: Mapping[str, Any],
     config_digest: str,
     inputs: Mapping[str, str],
+    kind: Kind = "language",
 ) -> None:
     """Make the run folder with an empty manifest; raises UserError, and then leaves no folder behind."""
     environment_json = json.dumps(environment, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     start = Manifest(
         schema_version=schema.SCHEMA_VERSION,
+        kind=kind,
         status="running",
         config_digest=config_digest,
         inputs=dict(sorted(inputs.items())),
@@ -115,7 +117,7 @@ def create_run(
     )
     _make_folder(run_dir)
     try:
-        for table in schema.TABLES:
+        for table in manifest.tables_of(start):
             (run_dir / "records" / table.name).mkdir(parents=True)
         for folder in (run_dir / "records", run_dir.parent):
             manifest.sync_folder(folder)
@@ -139,12 +141,13 @@ def append_iteration(run_dir: Path, current: Manifest, iteration: int, tables: M
         raise ValueError(f"the run is {current.status}; mark it running before appending")
     if iteration != len(current.iterations):
         raise ValueError(f"iteration {iteration} cannot follow {len(current.iterations)} recorded iterations")
-    if set(tables) != {table.name for table in schema.TABLES}:
-        raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in schema.TABLES)}")
-    for table in schema.TABLES:
+    expected = manifest.tables_of(current)
+    if set(tables) != {table.name for table in expected}:
+        raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in expected)}")
+    for table in expected:
         _check_table(table, tables[table.name], iteration)
     entries = {}
-    for table in schema.TABLES:
+    for table in expected:
         data = tables[table.name]
         entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
         manifest.atomic_write(manifest.table_path(run_dir, table.name, iteration), to_parquet(table, data))
@@ -257,19 +260,18 @@ def _from_scalars(column: schema.Column, values: Any) -> pa.Array:
 
 def _from_lists(column: schema.Column, values: Any) -> pa.Array:
     _require_items(values, (np.ndarray, list, tuple), column)
-    kind = column.kind.removeprefix("list<").removesuffix(">")
-    dtype = np.dtype(kind)
+    element = digests.ELEMENTS[column.kind]
     rows = []
     for value in values:
         if not isinstance(value, np.ndarray):
-            _require_items(value, _SCALARS[kind], column)
-            value = np.array(value, dtype=dtype)
-        if type(value) is not np.ndarray or value.dtype != dtype or value.ndim != 1:
-            raise ValueError(f"holds {value.dtype} of shape {value.shape} where {kind} lists belong")
+            _require_items(value, _SCALARS[element], column)
+            value = np.array(value, dtype=element)
+        if type(value) is not np.ndarray or value.dtype != element or value.ndim != 1:
+            raise ValueError(f"holds {value.dtype} of shape {value.shape} where {element} lists belong")
         rows.append(value)
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
-    flat = np.concatenate([np.empty(0, dtype=dtype), *rows])
+    flat = np.concatenate([np.empty(0, dtype=element), *rows])
     return pa.LargeListArray.from_arrays(offsets, flat).cast(digests.ARROW_TYPES[column.kind])
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema
 
 ROWS = "(rows)"
@@ -73,9 +74,11 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
     """
     left_root, right_root = Path(left_dir), Path(right_dir)
     left, right = manifest.load(left_root), manifest.load(right_root)
+    if left.kind != right.kind:
+        raise UserError(f"{left_dir} is a {left.kind} run, {right_dir} a {right.kind} run; compare runs of one kind")
     counts = len(left.iterations), len(right.iterations)
     for iteration in range(min(counts)):
-        for table in schema.TABLES:
+        for table in manifest.tables_of(left):
             found = first_table_difference(
                 table,
                 reader.read_recorded(left_root, left, table, iteration, verify=False),
@@ -163,23 +166,21 @@ def _final_digest(final: Final, name: str) -> str | None:
 def _unequal(kind: str, left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     if kind == "string":
         values = pc.not_equal(pc.fill_null(left, ""), pc.fill_null(right, "")).to_numpy()
-    elif kind in digests.LISTS:
-        values = _unequal_lists(kind, left, right)
+    elif kind in digests.ELEMENTS:
+        values = _unequal_lists(digests.ELEMENTS[kind], left, right)
     else:
         values = digests.raw_values(kind, left) != digests.raw_values(kind, right)
     validity = left.is_valid().to_numpy() != right.is_valid().to_numpy()
     return np.asarray(values, dtype=np.bool_) | np.asarray(validity, dtype=np.bool_)
 
 
-def _unequal_lists(kind: str, left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+def _unequal_lists(element: str, left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     left_lengths, right_lengths = digests.list_lengths(left), digests.list_lengths(right)
     unequal = left_lengths != right_lengths
     # only lists of one length have elements side by side
     rows = np.flatnonzero(~unequal)
     elements = [
-        digests.raw_values(kind.removeprefix("list<").removesuffix(">"), pc.list_flatten(column))[
-            np.repeat(~unequal, lengths)
-        ]
+        digests.raw_values(element, pc.list_flatten(column))[np.repeat(~unequal, lengths)]
         for column, lengths in ((left, left_lengths), (right, right_lengths))
     ]
     owners = np.repeat(rows, left_lengths[rows])
@@ -188,7 +189,7 @@ def _unequal_lists(kind: str, left: pa.ChunkedArray, right: pa.ChunkedArray) -> 
 
 
 def _cell_bits(kind: str, column: pa.ChunkedArray, row: int) -> str:
-    if kind in ("bool", "string", *digests.LISTS) or not column[row].is_valid:
+    if kind in ("bool", "string", *digests.ELEMENTS) or not column[row].is_valid:
         return ""
     value = digests.raw_values(kind, column.slice(row, 1))
     return f"{int(value[0]):0{2 * value.dtype.itemsize}x}"

@@ -16,6 +16,7 @@ import torch
 
 from ppo_repro import __version__
 from ppo_repro.config import RunConfig
+from ppo_repro.control.config import ControlConfig
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
 
@@ -35,7 +36,7 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def describe_environment(config: RunConfig, processes: int) -> dict[str, Any]:
+def describe_environment(config: RunConfig | ControlConfig, processes: int) -> dict[str, Any]:
     """Everything needed to understand why two runs might differ."""
     status = _git("status", "--porcelain")
     exact = config.numerics.mode == "exact"

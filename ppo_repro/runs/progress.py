@@ -18,6 +18,7 @@ class Watcher(Protocol):
     def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None: ...
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None: ...
+    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None: ...
 
 
 class Silent:
@@ -30,6 +31,9 @@ class Silent:
         pass
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
+        pass
+
+    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None:
         pass
 
 
@@ -73,3 +77,6 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
         self._show(what, step, total, f"loss {loss:.3f} nats/pair")
+
+    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None:
+        self._show("PPO", done, total, f"return {episode_return:.2f}  KL {approx_kl:.4f}")

@@ -17,7 +17,7 @@ from ppo_repro.loop import Clock, Iteration, ppo_iterations
 from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks, check_shares
-from ppo_repro.records import digests, manifest, reader, schema, writer
+from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.manifest import Manifest, Status
 from ppo_repro.records.tables import iteration_tables
 from ppo_repro.runs import checkpoints
@@ -143,7 +143,7 @@ def execute(
     for item, tables in _iterate(config, prepared, watcher, ranks):
         clock = Clock()
         if item.index < len(current.iterations):
-            _require_same(run_dir, current, item.index, tables)
+            require_same(run_dir, current, item.index, tables)
         else:
             current = writer.append_iteration(run_dir, current, item.index, tables)
         clock.lap("records")
@@ -163,7 +163,7 @@ def _iteration_difference(
     run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]
 ) -> Difference | None:
     """The first cell of an iteration that differs between the files as they are and `tables`."""
-    for table in schema.TABLES:
+    for table in manifest.tables_of(recorded):
         old = reader.read_recorded(run_dir, recorded, table, iteration, verify=False)
         difference = first_table_difference(table, old, tables[table.name], iteration)
         if difference is not None:
@@ -171,11 +171,12 @@ def _iteration_difference(
     return None
 
 
-def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> None:
+def require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> None:
+    """Raise PromiseBroken naming the first cell of a recorded iteration that `tables` has otherwise."""
     difference = _iteration_difference(run_dir, recorded, iteration, tables)
     if difference is not None:
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
-    for table in schema.TABLES:
+    for table in manifest.tables_of(recorded):
         entry = recorded.iterations[iteration].tables[table.name]
         if digests.table_digest(table, tables[table.name]) != entry.digest:
             path = manifest.table_path(run_dir, table.name, iteration)
@@ -207,11 +208,11 @@ def check_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-def _compared(
+def compared(
     run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table], fingerprint: str
 ) -> tuple[str, Difference | None]:
     """The fingerprint with this iteration added, and the first difference from the recorded one."""
-    links = {table.name: digests.table_digest(table, tables[table.name]) for table in schema.TABLES}
+    links = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
     return digests.chain(fingerprint, links), _iteration_difference(run_dir, recorded, iteration, tables)
 
 
@@ -230,7 +231,7 @@ def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks:
     prepared = _prepare(config, recorded.inputs, watcher, ranks, None)
     fingerprint = digests.FINGERPRINT_SEED
     for item, tables in _iterate(config, prepared, watcher, ranks):
-        fingerprint, difference = ranks.first(_compared, run_dir, recorded, item.index, tables, fingerprint)
+        fingerprint, difference = ranks.first(compared, run_dir, recorded, item.index, tables, fingerprint)
         if difference is not None:
             return Rerun(difference, fingerprint, item.index + 1)
     final = _final_results(config, prepared, ranks)

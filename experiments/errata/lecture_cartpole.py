@@ -1,0 +1,113 @@
+"""A lecture's CartPole program for PPO, as printed and put right.
+
+As printed it learns nothing: one step counter serves as the limit of an episode (500) and as the clock of the
+updates (2,048), and is never set back. Were an update reached, it would end in an error of shapes, and behind
+that wait ratios of every step with every other step. The faults are kept here to the letter, the networks are
+ours: they are never trained, so they cannot matter.
+
+`python -m experiments.errata.lecture_cartpole` runs it, then the same settings in a loop that is right, then
+`experiments/control/cartpole_fast.yaml`; it exits with 1 if one of them does not do what is said here.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from ppo_repro.control.config import NetworkConfig, load_control_config
+from ppo_repro.control.environments import make_environments
+from ppo_repro.control.networks import Agent
+from ppo_repro.control.run import run
+from ppo_repro.control.summary import ControlSummary, summarise
+from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.runs.progress import ConsoleProgress
+
+HERE = Path(__file__).resolve().parent
+SETTINGS = HERE / "lecture_cartpole.yaml"
+CORRECTED = HERE.parent / "control" / "cartpole_fast.yaml"
+SOLVED = 475.0  # mean return from which CartPole-v1 counts as solved
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What the program did."""
+
+    env_steps: int
+    updates: int
+    last_50_return: float
+    learned: bool
+
+
+def values_for_gae(values: Sequence[Tensor], next_value: Tensor) -> Tensor:
+    """The values of N steps and the next one, each [1, 1] as the network gives them, put together as printed."""
+    return torch.cat([torch.cat(list(values)).squeeze(), next_value])
+
+
+def update_ratios(new_logprobs: Tensor, stored: Sequence[Tensor]) -> Tensor:
+    """Ratios as printed, from new log-probs [N] and N stored ones of shape [1]."""
+    return torch.exp(new_logprobs - torch.stack(list(stored)))
+
+
+def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, update_every: int = 2048) -> Printed:
+    """The training loop as printed; `max_steps` is meant for an episode and `steps` counts all of them."""
+    environments = make_environments("CartPole-v1", 1, "errata", seed)
+    agent = Agent(4, environments.actions, NetworkConfig(), "native", seed)
+    noise = agent.distribution.noise(max_steps, 1, "errata actions", seed)
+    before = weights_digest(agent.named_parameters())
+    returns, steps, updates = [], 0, 0
+    values: list[Tensor] = []
+    for _ in range(episodes):
+        done, total = False, 0.0
+        while not done and steps < max_steps:
+            observation = torch.from_numpy(environments.observations.copy())
+            with torch.no_grad():
+                action = agent.distribution.sample(agent.policy(observation), noise[steps])
+                values.append(agent.values(observation)[:, None])
+            found = environments.step(action.numpy())
+            done = bool(found.terminated[0] or found.truncated[0])
+            total += float(found.rewards[0])
+            steps += 1
+            if steps % update_every == 0:
+                values_for_gae(values, values[-1])  # where an update would begin
+                updates += 1
+        returns.append(total)
+    environments.close()
+    learned = weights_digest(agent.named_parameters()) != before
+    return Printed(steps, updates, fmean(returns[-50:]), learned)
+
+
+def run_config(path: Path, out: Path) -> ControlSummary:
+    """Run one of our configurations."""
+    with ConsoleProgress() as watcher:
+        run_dir, seconds = run(load_control_config(path), out, watcher)
+    return summarise(run_dir, seconds)
+
+
+def main() -> None:
+    printed = run_as_printed()
+    print(
+        f"as printed: {printed.env_steps} environment steps, {printed.updates} updates, mean return of the last "
+        f"50 episodes {printed.last_50_return:.2f}, weights {'changed' if printed.learned else 'as they were'}",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in (("its settings, loop put right", SETTINGS), ("corrected", CORRECTED)):
+            found = run_config(path, Path(folder))
+            print(
+                f"{name}: {found.tokens:,} environment steps, mean return of the last 100 training episodes "
+                f"{found.last_100_return:.2f}, of 100 episodes with the likeliest actions {found.eval_after:.2f}",
+                flush=True,
+            )
+    as_said = (printed.env_steps, printed.updates, printed.last_50_return, printed.learned) == (500, 0, 0.0, False)
+    sys.exit(0 if as_said and found.last_100_return >= SOLVED else 1)
+
+
+if __name__ == "__main__":
+    main()

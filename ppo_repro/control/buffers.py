@@ -1,0 +1,77 @@
+"""One frozen type per stage of a control iteration.
+
+A fragment is the part of one episode that lies in one iteration: it begins with the episode or the iteration
+and ends with the first of them to end. Fragments take the place of responses, environment steps that of
+tokens. Letters: B fragments, N = num_envs x steps_per_env steps of all fragments one after the other, ordered
+by environment and time, O observation size, A action size, M steps of a minibatch. Nothing is ever None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+END_REASONS = ("terminated", "truncated", "cut")  # by the environment; by its time limit; by the end of the iteration
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What was seen and done."""
+
+    observations: Tensor  # [N, O] float32, before each action
+    actions: Tensor  # [N, A] float32, as drawn: an index, or a real action before it is clipped to its space
+    rollout_logprobs: Tensor  # [N] float32
+    rewards: Tensor  # [N] float32
+    lengths: Tensor  # [B] int64, at least 1 each, sum N
+    final_observations: Tensor  # [B, O] float32, after the last action of each fragment
+    end_reasons: tuple[str, ...]  # [B], of END_REASONS
+    environments: tuple[int, ...]  # [B] which copy
+    episodes: tuple[int, ...]  # [B] which episode of that copy
+    seeds: tuple[int, ...]  # [B] what that episode was reset with
+    first_steps: tuple[int, ...]  # [B] step of the episode at which the fragment begins
+    last_steps: tuple[int, ...]  # [B] step of the iteration with which it ends
+    episode_returns: tuple[float, ...]  # [B] rewards of the episode up to the end of the fragment
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """Both networks over the rollout before any update."""
+
+    old_logprobs: Tensor  # [N] float32
+    entropies: Tensor  # [N] float32
+    values: Tensor  # [N] float32, expected return before the action
+    final_values: Tensor  # [B] float32, what the return goes on with after the fragment; 0 where nothing follows
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Generalized advantage estimates and the value targets."""
+
+    raw_advantages: Tensor  # [N] float32
+    returns: Tensor  # [N] float32, raw_advantages + values
+
+
+@dataclass(frozen=True)
+class MinibatchUpdate:
+    """One optimizer step and what it saw. M steps in the minibatch."""
+
+    epoch: int
+    minibatch: int
+    tokens: Tensor  # [M] int64 index into the [N] fields
+    advantages: Tensor  # [M] float32, whitened if configured
+    new_logprobs: Tensor  # [M] float32, before this step
+    ratios: Tensor  # [M] float32, exp(new_logprobs - rollout_logprobs)
+    clip_flags: Tensor  # [M] uint8, index into ppo.losses.CLIP_FLAGS
+    new_values: Tensor  # [M] float32
+    value_clipped: Tensor  # [M] bool, the clipped branch decided the value loss
+    new_entropies: Tensor  # [M] float32
+    policy_loss: float  # surrogate minus the entropy bonus
+    value_loss: float
+    approx_kl: float  # KL(anchor || new), k3, mean
+    learning_rate: float
+    clip_range: float
+    joint_grad_norm: float  # over both networks, before clipping
+    gradient_redos: int
+    policy_digest: str  # weights after the step
+    value_digest: str

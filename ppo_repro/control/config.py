@@ -1,0 +1,135 @@
+"""The whole configuration of a control run: frozen, strict, one sentence per field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ppo_repro.config_section import Count, Fraction, Index, NonNegative, Positive, Section
+from ppo_repro.config_yaml import read_tree, validated
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class EnvironmentConfig(Section):
+    """What is stepped, and how far in one iteration."""
+
+    id: str = Field(min_length=1, description="Gymnasium id, for example CartPole-v1.")
+    num_envs: Count = Field(description="Copies that are stepped side by side.")
+    steps_per_env: Count = Field(description="Steps of each copy per iteration; unfinished episodes go on in the next.")
+
+
+class NetworkConfig(Section):
+    """Actor and critic, two networks of the same shape with tanh between the layers."""
+
+    hidden_size: Count = Field(64, description="Width of the hidden layers.")
+    hidden_layers: Count = Field(2, description="Number of hidden layers.")
+    initial_log_std: float = Field(
+        0.0,
+        ge=-10,
+        le=10,
+        description="Log standard deviation that a continuous policy starts with, in all states.",
+    )
+
+
+class ControlPPOConfig(Section):
+    """The PPO update: one loss, one optimizer and one gradient norm over actor and critic."""
+
+    iterations: Count = Field(description="Rollout-update cycles.")
+    epochs: Count = Field(description="Passes over each rollout.")
+    minibatch_size: Count = Field(description="Environment steps per optimizer step; divides the rollout.")
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Clip range epsilon of the policy ratio.")
+    clip_range_schedule: Schedule = Field("constant", description="Factor on clip_range by iteration.")
+    value_clip_range: Positive | None = Field(
+        None, description="Clip range of the value around its old prediction; null leaves the squared error alone."
+    )
+    value_coef: Positive = Field(0.5, description="Weight of the value loss, half a squared error.")
+    entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
+    gamma: Fraction = Field(0.99, description="Discount per step.")
+    gae_lambda: Fraction = Field(0.95, description="GAE trace decay.")
+    bootstrap_truncated: bool = Field(
+        True, description="Where a time limit ended an episode, go on with the value of its last state instead of 0."
+    )
+    whiten_advantages: Literal["minibatch", "iteration", "none"] = Field(
+        "minibatch", description="Over which steps advantages are shifted and scaled to mean 0, variance 1."
+    )
+    learning_rate: NonNegative = Field(description="Adam learning rate.")
+    learning_rate_schedule: Schedule = Field("constant", description="Factor on learning_rate by iteration.")
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Adam first-moment decay.")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="Adam second-moment decay.")
+    adam_eps: Positive = Field(1e-5, description="Adam denominator offset.")
+    max_grad_norm: Positive = Field(0.5, description="Gradients are scaled down to this norm over both networks.")
+
+
+class ControlEvaluationConfig(Section):
+    """Whole episodes with the likeliest action, before the first iteration and after the last one."""
+
+    episodes: Index = Field(20, description="Episodes played each time; 0 for none.")
+
+
+class ControlNumericsConfig(Section):
+    """How numbers are computed."""
+
+    mode: Literal["exact", "native"] = Field(
+        "exact", description="`exact`: every sum exact, so layout cannot matter; `native`: stock torch."
+    )
+
+
+class ControlLayoutConfig(Section):
+    """How the work is cut up. In exact numerics nothing here can change a result."""
+
+    envs_per_forward: Index = Field(0, description="Environments per forward pass of the rollout; 0 takes all.")
+    forward_micro_batch: Index = Field(0, description="Steps per scoring pass; 0 takes all.")
+    update_micro_batch: Index = Field(0, description="Steps per backward pass; 0 takes the minibatch.")
+    threads: Count = Field(1, description="CPU threads.")
+    backend: Literal["auto", "eager", "dgemm", "amx"] = Field(
+        "auto", description="What computes exact numerics: kernels on float64 or AMX, or eager torch."
+    )
+
+
+class ControlConfig(Section):
+    """One control run."""
+
+    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
+        description="Name of the experiment; the folder its runs share."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
+    environment: EnvironmentConfig
+    network: NetworkConfig = NetworkConfig()
+    ppo: ControlPPOConfig
+    evaluation: ControlEvaluationConfig = ControlEvaluationConfig()
+    numerics: ControlNumericsConfig = ControlNumericsConfig()
+    layout: ControlLayoutConfig = ControlLayoutConfig()
+
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.environment.num_envs * self.environment.steps_per_env
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if self.steps_per_iteration % self.ppo.minibatch_size:
+            raise ValueError(
+                f"ppo.minibatch_size = {self.ppo.minibatch_size} must divide the {self.steps_per_iteration} steps "
+                "of an iteration (environment.num_envs x environment.steps_per_env)"
+            )
+        if self.numerics.mode == "native" and self.layout.backend != "auto":
+            raise ValueError("layout.backend needs numerics.mode = exact")
+        return self
+
+    def canonical_json(self) -> str:
+        """Sorted, compact JSON: equal configurations give equal text."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> str:
+        """First 12 hex digits of the SHA-256 of the canonical JSON."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
+
+
+def load_control_config(path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
+    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
+    return validated(ControlConfig, read_tree(path, overrides), str(path))

@@ -1,0 +1,136 @@
+"""Seeded copies of a Gymnasium environment, stepped side by side.
+
+Every episode is reset with a seed of its own, a function of (run seed, copy, episode), so that an episode of
+the records can be played again alone. An environment's physics is its own code: classic control takes sines
+and cosines from the C library, whose last bits may differ between processors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppo_repro import seeding
+from ppo_repro.errors import UserError
+
+try:
+    import gymnasium
+    from gymnasium.spaces import Box, Discrete
+except ImportError as missing:
+    raise UserError("gymnasium is not installed; pip install 'ppo_repro[control]'") from missing
+
+
+@dataclass(frozen=True)
+class ActionSpace:
+    """`count` discrete actions from `start`, or (count 0) real ones between `low` and `high`."""
+
+    count: int
+    start: int
+    low: NDArray[np.float32]  # [A]
+    high: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One step of all E copies. `observations` is what the action led to, the last one of an ended episode too."""
+
+    observations: NDArray[np.float32]  # [E, O]
+    rewards: NDArray[np.float32]  # [E]
+    terminated: NDArray[np.bool_]  # [E], the episode reached an end of its own: nothing follows
+    truncated: NDArray[np.bool_]  # [E], a time limit cut it: more would have followed
+    episode_returns: NDArray[np.float64]  # [E], sum of the rewards of the episode so far
+
+
+@dataclass
+class _Slot:
+    """One copy and the episode it is in."""
+
+    env: Any
+    episode: int = -1
+    seed: int = 0
+    steps: int = 0
+    total: float = 0.0
+
+
+@dataclass
+class Environments:
+    """The copies of one environment; `observations` [E, O] float32 is where they are now."""
+
+    actions: ActionSpace
+    observations: NDArray[np.float32]
+    name: tuple[int | str, ...]
+    slots: list[_Slot] = field(default_factory=list)
+
+    def step(self, actions: NDArray[np.float32]) -> Transition:
+        """Take actions [E, A]; copies whose episode ended are reset and stand at the start of the next one."""
+        count = len(self.slots)
+        found = Transition(
+            np.empty_like(self.observations),
+            np.empty(count, np.float32),
+            np.empty(count, bool),
+            np.empty(count, bool),
+            np.empty(count),
+        )
+        for i, (slot, action) in enumerate(zip(self.slots, _to_space(actions, self.actions), strict=True)):
+            observation, reward, terminated, truncated, _ = slot.env.step(action)
+            slot.steps += 1
+            slot.total += float(reward)
+            found.observations[i], found.rewards[i] = observation, reward
+            found.terminated[i], found.truncated[i] = terminated, truncated and not terminated
+            found.episode_returns[i] = slot.total
+            if terminated or truncated:
+                observation = self._reset(i)
+            self.observations[i] = observation
+        return found
+
+    def _reset(self, index: int) -> Any:
+        slot = self.slots[index]
+        slot.episode, slot.steps, slot.total = slot.episode + 1, 0, 0.0
+        slot.seed = int(seeding.words(1, *self.name, index, slot.episode)[0] >> np.uint64(1))
+        return slot.env.reset(seed=slot.seed)[0]
+
+    def close(self) -> None:
+        for slot in self.slots:
+            slot.env.close()
+
+
+def _to_space(actions: NDArray[np.float32], space: ActionSpace) -> Any:
+    """What `env.step` takes, for each row: an index, or a vector clipped to the bounds."""
+    if space.count:
+        return (actions[:, 0].astype(np.int64) + space.start).tolist()
+    return np.clip(actions, space.low, space.high)
+
+
+def _make(identifier: str) -> Any:
+    try:
+        return gymnasium.make(identifier, disable_env_checker=True)
+    except (gymnasium.error.Error, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"environment.id = {identifier!r}: gymnasium cannot make it ({reason})") from error
+
+
+def _action_space(identifier: str, space: Any) -> ActionSpace:
+    nothing = np.empty(0, np.float32)
+    if isinstance(space, Discrete):
+        return ActionSpace(int(space.n), int(space.start), nothing, nothing)
+    if isinstance(space, Box) and len(space.shape) == 1:
+        return ActionSpace(0, 0, space.low.astype(np.float32), space.high.astype(np.float32))
+    raise UserError(f"environment.id = {identifier!r}: its actions are {space}; must be Discrete or a Box of one axis")
+
+
+def make_environments(identifier: str, count: int, *name: int | str) -> Environments:
+    """`count` copies at the start of their first episodes, seeded by `name`; raises UserError if not supported."""
+    envs = [_make(identifier) for _ in range(count)]
+    space = envs[0].observation_space
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        raise UserError(f"environment.id = {identifier!r}: it shows {space}; must be a Box of one axis")
+    if envs[0].spec.max_episode_steps is None:
+        raise UserError(f"environment.id = {identifier!r}: has no time limit; an evaluation might never end")
+    actions = _action_space(identifier, envs[0].action_space)
+    found = Environments(actions, np.empty((count, *space.shape), np.float32), name, [_Slot(env) for env in envs])
+    for i in range(count):
+        found.observations[i] = found._reset(i)
+    return found

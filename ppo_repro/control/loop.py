@@ -1,0 +1,58 @@
+"""The PPO loop on environments. Read this first: each line of `control_iterations` is one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
+from ppo_repro.control.config import ControlConfig
+from ppo_repro.control.environments import make_environments
+from ppo_repro.control.networks import Agent
+from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out
+from ppo_repro.control.update import ControlState, update
+from ppo_repro.loop import Clock
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+
+
+@dataclass(frozen=True)
+class ControlIteration:
+    """Everything one iteration produced."""
+
+    index: int
+    eval_return: float | None  # before the first iteration only; None where not evaluated
+    rollout: Rollout
+    forward: ForwardPass
+    advantages: Advantages
+    updates: tuple[MinibatchUpdate, ...]
+    seconds: dict[str, float]  # wall time by phase: rollout, forward, update, evaluation
+
+
+def prepare(config: ControlConfig) -> ControlState:
+    """Environments, networks and optimizer before the first iteration; UserError for what the user must correct."""
+    exact, ppo = config.numerics.mode == "exact", config.ppo
+    backend.use(config.layout.backend if exact else "eager", config.layout.threads)
+    environments = make_environments(config.environment.id, config.environment.num_envs, "training", config.seed)
+    size = environments.observations.shape[1]
+    agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)
+    settings = AdamWSettings(ppo.learning_rate, ppo.adam_beta1, ppo.adam_beta2, ppo.adam_eps, 0.0, ppo.max_grad_norm)
+    return ControlState(agent, make_optimizer(agent, settings, config.numerics.mode), environments)
+
+
+def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[ControlIteration]:
+    """Run PPO; yields after every update. `state` is trained in place."""
+    while state.iteration < config.ppo.iterations:
+        index, clock = state.iteration, Clock()
+        due = index == 0 and config.evaluation.episodes > 0
+        eval_return = evaluate(config, state.agent) if due else None
+        clock.lap("evaluation")
+        rollout = roll_out(config, state.agent, state.environments, index)
+        clock.lap("rollout")
+        forward = forward_pass(config, state.agent, rollout)
+        advantages = compute_advantages(config, rollout, forward)
+        clock.lap("forward")
+        updates = tuple(update(state, rollout, forward, advantages, config))
+        clock.lap("update")
+        state.iteration += 1
+        yield ControlIteration(index, eval_return, rollout, forward, advantages, updates, clock.seconds)

@@ -1,0 +1,84 @@
+"""Actor and critic: two networks that share nothing, in exact or native numerics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ppo_repro.control.config import NetworkConfig
+from ppo_repro.control.distributions import Categorical, DiagonalGaussian
+from ppo_repro.control.environments import ActionSpace
+from ppo_repro.numerics.layers import ExactLinear
+from ppo_repro.numerics.tanh import ExactTanh
+from ppo_repro.seeding import bell
+
+HIDDEN_GAIN, ACTOR_GAIN, CRITIC_GAIN = math.sqrt(2.0), 0.01, 1.0
+
+
+def orthogonal(rows: int, columns: int, gain: float, *name: int | str) -> NDArray[np.float64]:
+    """[rows, columns] float64 with orthogonal rows (or columns, where there are fewer) of length `gain`.
+
+    Gram-Schmidt over bell-shaped draws with correctly rounded sums, so that the bits are the same on every
+    machine; LAPACK's are not. Saxe et al., 2014.
+    """
+    short, long = sorted((rows, columns))
+    basis: list[NDArray[np.float64]] = []
+    for draw in bell(short * long, *name).reshape(short, long):
+        for other in basis:
+            draw = draw - other * math.fsum((draw * other).tolist())
+        basis.append(draw / math.sqrt(math.fsum((draw * draw).tolist())))
+    found = np.stack(basis) * gain
+    return found if rows <= columns else found.T
+
+
+def _mlp(sizes: Sequence[int], last_gain: float, mode: str, seed: int, name: str) -> nn.Sequential:
+    """Linear layers of the given sizes with tanh between them, biases 0."""
+    layers: list[nn.Module] = []
+    for i in range(len(sizes) - 1):
+        is_last = i == len(sizes) - 2
+        linear = nn.Linear(sizes[i], sizes[i + 1])
+        gain = last_gain if is_last else HIDDEN_GAIN
+        weights = np.ascontiguousarray(orthogonal(sizes[i + 1], sizes[i], gain, "weights", seed, name, i))
+        with torch.no_grad():
+            linear.weight.copy_(torch.from_numpy(weights))
+            linear.bias.zero_()
+        layers.append(ExactLinear(linear, f"{name} layer {i}") if mode == "exact" else linear)
+        if not is_last:
+            layers.append(ExactTanh() if mode == "exact" else nn.Tanh())
+    return nn.Sequential(*layers)
+
+
+class Agent(nn.Module):
+    """The policy, `actor` and `distribution`, and the value model, `critic`."""
+
+    def __init__(
+        self, observation_size: int, actions: ActionSpace, network: NetworkConfig, mode: str, seed: int
+    ) -> None:
+        super().__init__()
+        self.distribution: Categorical | DiagonalGaussian
+        if actions.count:
+            self.distribution = Categorical(actions.count, mode)
+        else:
+            self.distribution = DiagonalGaussian(len(actions.low), network.initial_log_std, mode)
+        hidden = [observation_size] + [network.hidden_size] * network.hidden_layers
+        self.actor = _mlp([*hidden, self.distribution.outputs], ACTOR_GAIN, mode, seed, "actor")
+        self.critic = _mlp([*hidden, 1], CRITIC_GAIN, mode, seed, "critic")
+
+    def policy(self, observations: Tensor) -> Tensor:
+        """What the distribution needs, float32 [n, outputs], from observations float32 [n, O]."""
+        return self.actor(observations)
+
+    def values(self, observations: Tensor) -> Tensor:
+        """Expected return, float32 [n]."""
+        return self.critic(observations)[:, 0]
+
+    def policy_parameters(self) -> list[tuple[str, Tensor]]:
+        return [(n, p) for n, p in self.named_parameters() if not n.startswith("critic.")]
+
+    def value_parameters(self) -> list[tuple[str, Tensor]]:
+        return list(self.critic.named_parameters())

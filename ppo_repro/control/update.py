@@ -1,0 +1,170 @@
+"""The only place that takes optimizer steps of a control run: minibatches of steps, one loss for both networks.
+
+Actor and critic share no parameter, so one optimizer over both differs from two only in the gradient norm that
+is clipped: it is taken over all parameters together, as CleanRL and Stable-Baselines3 do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
+from ppo_repro.control.config import ControlConfig, ControlPPOConfig
+from ppo_repro.control.environments import Environments
+from ppo_repro.control.networks import Agent
+from ppo_repro.numerics.grid import exact_mean
+from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.ppo import kl, losses
+from ppo_repro.ppo.advantages import whiten
+from ppo_repro.ppo.schedules import rate_factor
+from ppo_repro.ppo.update import minibatches
+
+
+@dataclass
+class ControlState:
+    """The one mutable object of a control run."""
+
+    agent: Agent
+    optimizer: Optimizer  # over both networks
+    environments: Environments
+    iteration: int = 0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the schedules make of an iteration."""
+
+    learning_rate: float
+    clip_range: float
+
+
+def rates(ppo: ControlPPOConfig, iteration: int) -> Rates:
+    """Learning rate and clip range of `iteration`, from 0."""
+    return Rates(
+        ppo.learning_rate * rate_factor(ppo.learning_rate_schedule, iteration, ppo.iterations, 0),
+        ppo.clip_range * rate_factor(ppo.clip_range_schedule, iteration, ppo.iterations, 0),
+    )
+
+
+@dataclass(frozen=True)
+class _Minibatch:
+    """The M steps of one optimizer step."""
+
+    rows: Tensor  # [M] int64 index into the rollout
+    observations: Tensor
+    actions: Tensor
+    anchor_logprobs: Tensor
+    advantages: Tensor
+    old_values: Tensor
+    returns: Tensor
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the backward pass over a minibatch saw before the step, [M] each."""
+
+    policy_losses: Tensor
+    value_losses: Tensor
+    new_logprobs: Tensor
+    ratios: Tensor
+    new_entropies: Tensor
+    new_values: Tensor
+
+
+def update(
+    state: ControlState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: ControlConfig
+) -> Iterator[MinibatchUpdate]:
+    """All optimizer steps of one iteration, in order; changes the weights in `state`."""
+    ppo, raw = config.ppo, advantages.raw_advantages
+    current = rates(ppo, state.iteration)
+    state.optimizer.settings = replace(state.optimizer.settings, learning_rate=current.learning_rate)
+    whole = whiten(raw) if ppo.whiten_advantages == "iteration" else raw
+    for epoch in range(ppo.epochs):
+        parts = minibatches(len(raw), ppo.minibatch_size, config.seed, state.iteration, epoch)
+        for index, rows in enumerate(parts):
+            batch = _Minibatch(
+                rows=rows,
+                observations=rollout.observations[rows],
+                actions=rollout.actions[rows],
+                anchor_logprobs=rollout.rollout_logprobs[rows],
+                advantages=whiten(whole[rows]) if ppo.whiten_advantages == "minibatch" else whole[rows],
+                old_values=forward.values[rows],
+                returns=advantages.returns[rows],
+            )
+            report, seen = _optimizer_step(state, batch, current, config)
+            yield _record(state, epoch, index, batch, report, seen, current, ppo)
+
+
+def _optimizer_step(
+    state: ControlState, batch: _Minibatch, current: Rates, config: ControlConfig
+) -> tuple[StepReport, _Seen]:
+    """One step on surrogate - entropy_coef entropy + value_coef value loss, mean over the minibatch."""
+    ppo, agent, total = config.ppo, state.agent, len(batch.rows)
+    band = losses.Band(current.clip_range, current.clip_range)
+    seen: list[tuple[Tensor, ...]] = []
+
+    def backward() -> None:
+        seen.clear()
+        for part in torch.arange(total).split(config.layout.update_micro_batch or total):
+            observations = batch.observations[part]
+            logprobs, entropies = agent.distribution.statistics(agent.policy(observations), batch.actions[part])
+            ratios = losses.probability_ratios(logprobs, batch.anchor_logprobs[part])
+            surrogate = losses.clipped_surrogate(ratios, batch.advantages[part], band)
+            policy_loss = surrogate - entropies * ppo.entropy_coef
+            values = agent.values(observations)
+            value_loss = _value_loss(values, batch.old_values[part], batch.returns[part], ppo.value_clip_range)
+            # never reduced in autograd: each step is seeded with its share of the mean
+            share = torch.full_like(values, 1.0 / total)
+            torch.autograd.backward([policy_loss, value_loss], [share, share * ppo.value_coef])
+            columns = (policy_loss, value_loss, logprobs, ratios, entropies, values)
+            seen.append(tuple(column.detach() for column in columns))
+
+    report = state.optimizer.step(backward, total)
+    return report, _Seen(*(torch.cat(column) for column in zip(*seen, strict=True)))
+
+
+def _value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None) -> Tensor:
+    if clip_range is None:
+        return losses.value_loss(values, returns)
+    return losses.clipped_value_loss(values, old_values, returns, clip_range)
+
+
+def _record(
+    state: ControlState,
+    epoch: int,
+    minibatch: int,
+    batch: _Minibatch,
+    report: StepReport,
+    seen: _Seen,
+    current: Rates,
+    ppo: ControlPPOConfig,
+) -> MinibatchUpdate:
+    value_clipped = torch.zeros(len(batch.rows), dtype=torch.bool)
+    if ppo.value_clip_range is not None:
+        value_clipped = losses.value_clip_binds(seen.new_values, batch.old_values, batch.returns, ppo.value_clip_range)
+    band = losses.Band(current.clip_range, current.clip_range)
+    return MinibatchUpdate(
+        epoch=epoch,
+        minibatch=minibatch,
+        tokens=batch.rows,
+        advantages=batch.advantages,
+        new_logprobs=seen.new_logprobs,
+        ratios=seen.ratios,
+        clip_flags=losses.clip_flags(seen.ratios, batch.advantages, band),
+        new_values=seen.new_values,
+        value_clipped=value_clipped,
+        new_entropies=seen.new_entropies,
+        policy_loss=exact_mean(seen.policy_losses),
+        value_loss=exact_mean(seen.value_losses),
+        approx_kl=exact_mean(kl.k3(batch.anchor_logprobs - seen.new_logprobs)),
+        learning_rate=current.learning_rate,
+        clip_range=current.clip_range,
+        joint_grad_norm=report.grad_norm,
+        gradient_redos=report.redos,
+        policy_digest=weights_digest(state.agent.policy_parameters()),
+        value_digest=weights_digest(state.agent.value_parameters()),
+    )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ppo_repro import __version__
 from ppo_repro.errors import PromiseBroken, Terminated, UserError
+from ppo_repro.output import print_json, print_result
 
 if TYPE_CHECKING:
     from ppo_repro.ranks import Ranks
@@ -31,19 +30,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; try {self.prog} --help")
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities as words: JSON has no numbers for them."""
-    if isinstance(value, dict):
-        return {key: _finite(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(child) for child in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _environment_count(name: str, default: int) -> int:
@@ -110,7 +96,7 @@ def _report_run(summary: Summary, run_dir: Path, as_json: bool) -> None:
     from ppo_repro.runs.summary import speeds, verdicts
 
     if as_json:
-        _print_json(dataclasses.asdict(summary))
+        print_json(dataclasses.asdict(summary))
         return
     anchor = load_config(run_dir / "config.yaml").ppo.ratio_anchor
     print("\n".join([*verdicts(summary, anchor), *speeds(summary)]))
@@ -145,7 +131,7 @@ def diff_command(arguments: argparse.Namespace) -> int:
 def _report_difference(difference: Difference | None, as_json: bool, identical: str) -> int:
     if as_json:
         found = None if difference is None else dataclasses.asdict(difference)
-        _print_json({"identical": difference is None, "first_difference": found})
+        print_json({"identical": difference is None, "first_difference": found})
     else:
         print(identical if difference is None else f"different: {difference.describe()}")
     return 0 if difference is None else 1
@@ -160,7 +146,7 @@ def show_command(arguments: argparse.Namespace) -> int:
     run_dir = arguments.run
     manifest = reader.open_manifest(run_dir, allow_incomplete=not arguments.json)
     if arguments.json:
-        _print_json(dataclasses.asdict(summarise(run_dir)))
+        print_json(dataclasses.asdict(summarise(run_dir)))
         return 0
     print(f"{run_dir}: {manifest.status}, {len(manifest.iterations)} iterations, fingerprint {manifest.fingerprint}")
     if manifest.iterations:
@@ -183,11 +169,24 @@ def probe_command(arguments: argparse.Namespace) -> int:
     rows = probe(config)
     failed = failures(rows)
     if arguments.json:
-        _print_json({"rows": [dataclasses.asdict(row) for row in rows], "failures": failed})
+        print_json({"rows": [dataclasses.asdict(row) for row in rows], "failures": failed})
     else:
         print(render(rows))
         print("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
     return 1 if failed else 0
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Work out how much memory a configuration needs, without loading a weight."""
+    from ppo_repro.config_yaml import load_config
+
+    config = load_config(arguments.config, arguments.set)
+    from ppo_repro.runs.plan_table import as_json, lines
+    from ppo_repro.runs.shapes import plan_run
+
+    plan = plan_run(config)
+    print_result(arguments.json, as_json(plan), lines(plan))
+    return 0
 
 
 def track_command(arguments: argparse.Namespace) -> int:
@@ -198,10 +197,8 @@ def track_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.tracking import track
 
     run_id = track(arguments.run, arguments.uri)
-    if arguments.json:
-        _print_json({"run_id": run_id, "uri": arguments.uri})
-    else:
-        print(f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}")
+    line = f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}"
+    print_result(arguments.json, {"run_id": run_id, "uri": arguments.uri}, [line])
     return 0
 
 
@@ -232,7 +229,7 @@ def build_parser() -> argparse.ArgumentParser:
         added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         return added
 
-    for name, command in (("run", run_command), ("probe", probe_command)):
+    for name, command in (("run", run_command), ("probe", probe_command), ("plan", plan_command)):
         configured = add(name, command)
         configured.add_argument("config", metavar="CONFIG", type=Path, help="YAML configuration of a run")
         _add_set(configured, "override one field; may be repeated")

@@ -1,0 +1,30 @@
+"""What a command says on stdout: lines for people, or one JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on one line; NaN and infinities as words."""
+    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+
+
+def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> None:
+    """One of the two."""
+    if as_json:
+        print_json(value)
+    else:
+        print("\n".join(lines))
+
+
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinities as words: JSON has no numbers for them."""
+    if isinstance(value, dict):
+        return {key: _finite(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(child) for child in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -313,9 +313,9 @@ def test_probe_fails_where_the_control_finds_nothing() -> None:
 
 
 def test_json_says_nan_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    from ppo_repro.cli import _print_json
+    from ppo_repro.output import print_json
 
-    _print_json({"a": float("nan"), "b": [float("-inf"), 1.5], "c": {"d": None}})
+    print_json({"a": float("nan"), "b": [float("-inf"), 1.5], "c": {"d": None}})
     assert json.loads(capsys.readouterr().out) == {"a": "nan", "b": ["-inf", 1.5], "c": {"d": None}}
 
 

@@ -1,7 +1,7 @@
 """How much memory a run needs, by arithmetic alone: no torch, no weights. `runs.shapes` reads the shapes.
 
-Everything is in bytes. What stays allocated from the first step on is counted to the byte; what a phase needs on top is
-an upper bound, because prompts and responses are taken as long as the configuration allows.
+Everything is in bytes. What stays allocated from the first step on is counted to the byte. What a phase needs on top is
+estimated for prompts and responses as long as the configuration allows; beside it the allocator keeps what it likes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class Linear:
 
 @dataclass(frozen=True)
 class Saved:
-    """Floats that a backward pass keeps of a token in one layer, as multiples of the widths; `norms` scalars."""
+    """What a backward pass keeps of a token in one layer."""
 
-    hidden: int
-    queries: int
-    keys: int
-    intermediate: int
+    hidden: int  # so many times the width of the residual stream
+    queries: int  # times the width of all query heads
+    keys: int  # times that of all key heads
+    intermediate: int  # times that of the MLP
     norms: int  # scalars
-    mask: int  # whole rows of a mask [tokens of a row]
+    head_norms: int  # scalars for every query and key head
+    mask: int  # rows of a mask over all tokens of the row
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,11 @@ def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, work: Work) 
     s = shape.saved
     floats = s.hidden * shape.hidden + s.intermediate * shape.intermediate
     floats += shape.head_dim * (s.queries * shape.heads + s.keys * shape.key_heads)
+    norms = s.norms + s.head_norms * (shape.heads + shape.key_heads)
     if work.exact:
         # a norm keeps float64; attention a maximum in float32 and a sum in float64 per head
-        return tokens * (4 * floats + 8 * s.norms + 12 * shape.heads)
-    return tokens * (4 * (floats + s.norms + shape.heads) + 4 * s.mask * row)
+        return tokens * (4 * floats + 8 * norms + 12 * shape.heads)
+    return tokens * 4 * (floats + norms + shape.heads + s.mask * row)
 
 
 def activation_bytes(shape: ModelShape, tokens: int, row: int, work: Work) -> int:
@@ -169,9 +171,9 @@ def activation_bytes(shape: ModelShape, tokens: int, row: int, work: Work) -> in
 
 def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
     """What one layer needs while it computes: gradients of its widest parts, and an operand on its grid."""
-    widest = max(shape.intermediate, shape.hidden, shape.heads * shape.head_dim)
+    # the terms of a product on their grids, and in float64 its sums before they are rounded
     operand = {"dgemm": 8, "amx": 3, "native": 0}[work.kernels]
-    return tokens * (4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * widest)
+    return tokens * (4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * (shape.intermediate + shape.hidden))
 
 
 def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:

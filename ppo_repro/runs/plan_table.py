@@ -46,8 +46,8 @@ def lines(plan: Plan) -> list[str]:
     out.append("")
     for phase, parts in plan.phases.items():
         found = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
-        out.append(f"{phase + ', at most':<34}{size(sum(parts.values())):>16}  {found}")
-    out.append(f"{'peak, at most':<34}{size(plan.peak):>16}  resident and the largest of these")
+        out.append(f"{phase + ', up to about':<34}{size(sum(parts.values())):>16}  {found}")
+    out.append(f"{'peak, up to about':<34}{size(plan.peak):>16}  resident and the largest of these")
     out.append(
         "Mixed-precision Adam: 16 bytes per trained parameter, 2 per frozen one; activations and caches come on top."
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,3 +30,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(child) for child in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def say(line: str) -> None:
+    """One line on stderr; of several processes only the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)

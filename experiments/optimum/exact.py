@@ -1,0 +1,149 @@
+"""How far a trained policy is from the known optimum, by summing over every response there is.
+
+The objective J(pi) = E[R(x, y)] - beta KL(pi || reference), KL over whole responses, has its maximum
+beta log Z(x), Z(x) = sum_y pi_ref(y|x) exp(R(x, y) / beta), at pi*(y|x) = pi_ref(y|x) exp(R / beta) / Z, and
+J(pi) = beta log Z - beta KL(pi || pi*). PPO with the penalty beta (log pi - log ref) in the reward of every token
+(k1), gamma = lambda = 1 and advantages that are not whitened has this maximum as its fixed point: there the reward
+still to come is the same whatever is said next, so with a value model that knows it every advantage is zero.
+
+`python -m experiments.optimum.exact RUN` prints both for every prompt of a recorded run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.config import RunConfig
+from ppo_repro.config_algorithm import KLInReward
+from ppo_repro.config_yaml import load_config
+from ppo_repro.models.layout import lay_out
+from ppo_repro.models.load import load_folder
+from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.runs.checkpoints import final_folder
+from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.tasks.tokenizer import decode
+
+Response = tuple[int, ...]
+
+
+def all_responses(vocab_size: int, stop_ids: frozenset[int], longest: int) -> list[Response]:
+    """Every response: ended by a stop token, or cut off after `longest` tokens."""
+    going_on = [i for i in range(vocab_size) if i not in stop_ids]
+    ended = [
+        (*begin, stop)
+        for length in range(longest)
+        for begin in itertools.product(going_on, repeat=length)
+        for stop in sorted(stop_ids)
+    ]
+    return ended + list(itertools.product(going_on, repeat=longest))
+
+
+@torch.no_grad()
+def response_logprobs(
+    policy: PreTrainedModel, prompt: Response, responses: Sequence[Response], config: RunConfig
+) -> Tensor:
+    """log pi(y|x) of whole responses, float64 [n], nats."""
+    batch = lay_out([prompt] * len(responses), responses, "right")
+    logits = policy_logits(policy, batch)
+    tokens, _ = token_statistics(logits, batch.targets, config.rollout.temperature, None, config.numerics.mode)
+    return torch.stack([part.sum() for part in tokens.to(torch.float64).split([len(y) for y in responses])])
+
+
+def log_sum_exp(x: Tensor) -> float:
+    """log of the sum of exp, over all elements."""
+    return float(torch.logsumexp(x, 0))
+
+
+def objective(log_p: Tensor, log_ref: Tensor, rewards: Tensor, beta: float) -> float:
+    """E_p[R] - beta KL(p || ref), float64 [n] each over all responses."""
+    return math.fsum((log_p.exp() * (rewards - beta * (log_p - log_ref))).tolist())
+
+
+def optimum(log_ref: Tensor, rewards: Tensor, beta: float) -> tuple[float, Tensor]:
+    """beta log Z and log pi*."""
+    tilted = log_ref + rewards / beta
+    return beta * log_sum_exp(tilted), tilted - log_sum_exp(tilted)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Objectives of one prompt: of the reference, of a policy, and the greatest there is."""
+
+    prompt: str
+    reference: float
+    policy: float
+    optimum: float
+    expected_reward: float  # of the policy
+    kl: float  # KL(policy || reference), nats per response
+    likeliest_text: str  # under the optimum
+
+
+def distances(config: RunConfig, prepared: Prepared, policy: PreTrainedModel, beta: float) -> list[Distance]:
+    """For every training prompt."""
+    task = prepared.task
+    (reward,) = task.judge.functions
+    assert reward is not None, "the reward is a function of the experiment"
+    responses = all_responses(policy.config.vocab_size, prepared.engine.stop_ids, config.rollout.max_response_tokens)
+    texts = [decode(task.tokenizer, y) for y in responses]
+    found = []
+    for problem in sorted(task.problems.train, key=lambda p: p.key):
+        rewards = [reward(problem.prompt, text, problem.answer) for text in texts]
+        ids = task.prompt_ids[problem.key]
+        log_p, log_ref = (response_logprobs(m, ids, responses, config) for m in (policy, prepared.state.reference))
+        found.append(distance(problem.prompt, log_p, log_ref, torch.tensor(rewards, dtype=torch.float64), beta, texts))
+    return found
+
+
+def distance(
+    prompt: str, log_p: Tensor, log_ref: Tensor, rewards: Tensor, beta: float, texts: Sequence[str]
+) -> Distance:
+    """From log-probs and rewards of all responses to one prompt, float64 [n] each."""
+    best, log_best = optimum(log_ref, rewards, beta)
+    return Distance(
+        prompt=prompt,
+        reference=objective(log_ref, log_ref, rewards, beta),
+        policy=objective(log_p, log_ref, rewards, beta),
+        optimum=best,
+        expected_reward=math.fsum((log_p.exp() * rewards).tolist()),
+        kl=math.fsum((log_p.exp() * (log_p - log_ref)).tolist()),
+        likeliest_text=texts[int(log_best.argmax())],
+    )
+
+
+def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
+    """The distances of a recorded run's final policy, for the run's own beta or another one."""
+    config = load_config(run_dir / "config.yaml")
+    prepared = prepare(config, lambda step, total, loss: None)
+    source, _ = load_folder(final_folder(run_dir))
+    policy = make_policy(source, config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits)
+    assert isinstance(config.kl, KLInReward)
+    return distances(config, prepared, policy, config.kl.kl_coef if beta is None else beta)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a trained policy beside the optimum, by summing over all responses")
+    parser.add_argument("run", type=Path, help="folder of a recorded run")
+    parser.add_argument("--beta", type=float, help="measure for this weight of the KL instead of the run's")
+    arguments = parser.parse_args()
+    found = read(arguments.run, arguments.beta)
+    print("prompt  reference     policy    optimum  gap/optimum  gap/gain   reward   KL nats  likeliest at the optimum")
+    for d in found:
+        gap = d.optimum - d.policy
+        print(
+            f"{d.prompt:<6} {d.reference:>10.5f} {d.policy:>10.5f} {d.optimum:>10.5f} {gap / d.optimum:>12.3%}"
+            f" {gap / (d.optimum - d.reference):>9.3%} {d.expected_reward:>8.4f} {d.kl:>9.4f}  {d.likeliest_text!r}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""How much memory a run needs, by arithmetic alone: no torch, no weights. `runs.shapes` reads the shapes.
+
+Everything is in bytes. What stays allocated from the first step on is counted to the byte. What a phase needs on top is
+estimated for prompts and responses as long as the configuration allows; beside it the allocator keeps what it likes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+# layouts of kernels.small_products and kernels.vectors; a test holds them together
+KEY_PANEL, VALUE_LANES, TILE = 32, 8, 1024
+AMX_MAX_TERMS = 32768
+LOGITS_AT_ONCE = 1 << 24  # of models.scoring
+
+# what mixed-precision Adam keeps for each parameter: weight and gradient in 16 bits, and a master weight and two
+# moments in 32 bits; a frozen model has its weight in 16 bits. Rajbhandari et al., 2020, section 3.1
+MIXED_PRECISION_TRAINED, MIXED_PRECISION_FROZEN = 2 + 2 + 4 + 4 + 4, 2
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A matrix of a model, and whether a low-rank adapter is on it."""
+
+    outputs: int
+    inputs: int
+    adapted: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a backward pass keeps of a token in one layer."""
+
+    hidden: int  # so many times the width of the residual stream
+    queries: int  # times the width of all query heads
+    keys: int  # times that of all key heads
+    intermediate: int  # times that of the MLP
+    norms: int  # scalars
+    head_norms: int  # scalars for every query and key head
+    mask: int  # rows of a mask over all tokens of the row
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides the memory of a model."""
+
+    parameters: int  # a tied matrix once
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    intermediate: int
+    vocab_size: int
+    linears: tuple[Linear, ...]  # of all layers
+    head: Linear  # to the vocabulary, or a score
+    head_parameters: int  # those of the head that no other part has
+    saved: Saved
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a run computes."""
+
+    kernels: str  # "amx", "dgemm", or "native" for stock torch
+    operand_bits: int
+    slots: int
+    max_context: int
+    max_response_tokens: int
+    sequences: int  # of an iteration
+    forward_sequences: int  # of a scoring pass
+    update_sequences: int  # of a backward pass
+    packed: bool  # sequences lie in one row
+    recompute: bool  # gradient checkpointing
+    lora_rank: int  # 0: all weights of the policy are trained
+
+    @property
+    def exact(self) -> bool:
+        return self.kernels != "native"
+
+
+@dataclass(frozen=True)
+class Resident:
+    """What one model keeps from the first step to the end of the run."""
+
+    name: str
+    weights: int
+    gradient_sums: int
+    moments: int
+    operands: int  # weights prepared for the exact kernels
+    trained_parameters: int
+    frozen_parameters: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradient_sums + self.moments + self.operands
+
+    @property
+    def mixed_precision(self) -> int:
+        return mixed_precision_bytes(self.trained_parameters, self.frozen_parameters)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of a run. `phases` are what each needs on top of all residents, by part."""
+
+    work: Work
+    residents: tuple[Resident, ...]
+    phases: dict[str, dict[str, int]]
+
+    @property
+    def resident(self) -> int:
+        return sum(r.total for r in self.residents)
+
+    @property
+    def peak(self) -> int:
+        return self.resident + max(sum(parts.values()) for parts in self.phases.values())
+
+
+def mixed_precision_bytes(trained: int, frozen: int) -> int:
+    """Weights, gradients and optimizer state of mixed-precision Adam; no activations, no caches."""
+    return MIXED_PRECISION_TRAINED * trained + MIXED_PRECISION_FROZEN * frozen
+
+
+def prepared_bytes(matrix: Linear, transposed: bool, work: Work) -> int:
+    """A weight ready for exact products over its inputs, or `transposed` over its outputs."""
+    if not work.exact:
+        return 0
+    terms, columns = (matrix.outputs, matrix.inputs) if transposed else (matrix.inputs, matrix.outputs)
+    if work.kernels == "dgemm" or terms > AMX_MAX_TERMS:
+        return 8 * terms * columns
+    digits = 2 if work.operand_bits <= 14 else 3
+    blocks = ceil(columns / 16)
+    return blocks * ceil(terms / 64) * digits * TILE + blocks * 16 * 8
+
+
+def cache_bytes(shape: ModelShape, work: Work) -> int:
+    """Keys and values of the rollout slots."""
+    rows = shape.layers * work.slots * shape.key_heads
+    if not work.exact:
+        return 4 * rows * work.max_context * 2 * shape.head_dim
+    keys = ceil(work.max_context / KEY_PANEL) * KEY_PANEL * shape.head_dim
+    values = work.max_context * (ceil(shape.head_dim / VALUE_LANES) * VALUE_LANES + 1)
+    return 4 * rows * (keys + values)
+
+
+def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, work: Work) -> int:
+    """What the backward pass of one layer keeps of the forward pass, for `tokens` in rows of `row`."""
+    s = shape.saved
+    floats = s.hidden * shape.hidden + s.intermediate * shape.intermediate
+    floats += shape.head_dim * (s.queries * shape.heads + s.keys * shape.key_heads)
+    norms = s.norms + s.head_norms * (shape.heads + shape.key_heads)
+    if work.exact:
+        # a norm keeps float64; attention a maximum in float32 and a sum in float64 per head
+        return tokens * (4 * floats + 8 * norms + 12 * shape.heads)
+    return tokens * 4 * (floats + norms + shape.heads + s.mask * row)
+
+
+def activation_bytes(shape: ModelShape, tokens: int, row: int, work: Work) -> int:
+    """What a backward pass over `tokens` keeps of all layers; with recomputation, inputs and one layer."""
+    per_layer = saved_bytes_per_layer(shape, tokens, row, work)
+    kept = 4 * tokens * shape.hidden * shape.layers + per_layer if work.recompute else per_layer * shape.layers
+    # the last layer's output, and tables of the rotary positions
+    return kept + 4 * tokens * (shape.hidden + 2 * shape.head_dim)
+
+
+def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
+    """What one layer needs while it computes: gradients of its widest parts, and an operand on its grid."""
+    # the terms of a product on their grids, and in float64 its sums before they are rounded
+    operand = {"dgemm": 8, "amx": 3, "native": 0}[work.kernels]
+    return tokens * (4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * (shape.intermediate + shape.hidden))
+
+
+def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
+    """Logits, their gradient and what their products need, for `rows` response tokens; native keeps log-softmax too."""
+    operand = {"dgemm": 8, "amx": 3, "native": 12}[work.kernels]
+    return rows * shape.head.outputs * (8 + operand)
+
+
+def _adapted(shape: ModelShape) -> int:
+    return sum(m.size for m in shape.linears if m.adapted)
+
+
+def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: Work, lora_rank: int) -> Resident:
+    """A model in training whose last matrix is `head`, with `bias` numbers more."""
+    body = shape.parameters - shape.head_parameters
+    parameters = body + (shape.head_parameters if head == shape.head else head.size) + bias
+    matrices = [*shape.linears, head]
+    operands = sum(prepared_bytes(m, t, work) for m in matrices for t in (False, True))
+    if not lora_rank:
+        sums = 8 * parameters if work.exact else 4 * parameters
+        return Resident(name, 4 * parameters, sums, 8 * parameters, operands, parameters, 0)
+    # the merged weights are beside the base and the factors; gradients are those of the merged weights
+    merged, factors = _adapted(shape), lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
+    # native factors keep a float gradient of their own
+    sums = 8 * merged if work.exact else 4 * (merged + factors)
+    return Resident(name, 4 * (parameters + merged + factors), sums, 8 * factors, operands, factors, parameters)
+
+
+def frozen_model(name: str, shape: ModelShape, work: Work) -> Resident:
+    """A model that only scores."""
+    operands = sum(prepared_bytes(m, False, work) for m in (*shape.linears, shape.head))
+    return Resident(name, 4 * shape.parameters, 0, 0, operands, 0, shape.parameters)
+
+
+def as_classifier(shape: ModelShape, labels: int) -> ModelShape:
+    """The same trunk under a head of `labels` scores, as a reward model has it."""
+    head = Linear(labels, shape.hidden)
+    parameters = shape.parameters - shape.head_parameters + head.size
+    return replace(shape, parameters=parameters, head=head, head_parameters=head.size)
+
+
+def make_plan(policy: ModelShape, reward: ModelShape | None, work: Work) -> Plan:
+    """The four models of a run: policy, value model, reference, and a reward model unless the reward is a function."""
+    value_head = Linear(1, policy.hidden)
+    residents = [
+        trained_model("policy", policy, policy.head, 0, work, work.lora_rank),
+        trained_model("value model", policy, value_head, 1, work, 0),
+        frozen_model("reference", policy, work),
+    ]
+    if reward is not None:
+        residents.append(frozen_model("reward model", reward, work))
+    phases = {
+        "rollout": _rollout(policy, work),
+        "scoring": _scoring(policy, work),
+        "update": _update(policy, residents[:2], work),
+    }
+    return Plan(work, tuple(residents), phases)
+
+
+def _rollout(shape: ModelShape, work: Work) -> dict[str, int]:
+    prompts = work.slots * (work.max_context - work.max_response_tokens)
+    return {
+        "key/value cache": cache_bytes(shape, work),
+        "one layer": layer_workspace_bytes(shape, prompts, work) + 8 * prompts * shape.hidden,
+        # logits, a masked copy and float64 noise
+        "logits": work.slots * shape.vocab_size * 16,
+    }
+
+
+def _scoring(shape: ModelShape, work: Work) -> dict[str, int]:
+    tokens = work.forward_sequences * (work.max_context - 1)
+    rows = min(work.forward_sequences * work.max_response_tokens, max(1, LOGITS_AT_ONCE // shape.vocab_size))
+    return {
+        "hidden states": 2 * 4 * tokens * shape.hidden,
+        "one layer": layer_workspace_bytes(shape, tokens, work),
+        "logits": 2 * logits_bytes(shape, rows, work),
+    }
+
+
+def _update(shape: ModelShape, trained: list[Resident], work: Work) -> dict[str, int]:
+    """Of the policy, whose update needs the vocabulary; that of the value model is the same without it."""
+    row = work.max_context - 1
+    tokens = work.update_sequences * row
+    sums = max(r.gradient_sums for r in trained)
+    return {
+        "activations": activation_bytes(shape, tokens, tokens if work.packed else row, work),
+        "logits": logits_bytes(shape, work.update_sequences * work.max_response_tokens, work),
+        "one layer": layer_workspace_bytes(shape, tokens, work),
+        # int64 sums as float32, all of them at once
+        "float32 gradients": sums // 2 if work.exact else 0,
+    }

@@ -1,0 +1,134 @@
+"""The shapes of the models of a run, without their weights: from a configuration, or a folder with a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from ppo_repro.config import ModelFolder, RunConfig, TinyModel
+from ppo_repro.errors import UserError
+from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.families import CAUSAL_MODELS, check_visibility, head_of
+from ppo_repro.numerics.lowering import check_config
+from ppo_repro.runs.plan import Linear, ModelShape, Plan, Saved, Work, make_plan
+
+# what autograd saves, counted over the code of each family and held to it by a test: times the widths of residual
+# stream, queries, keys and MLP, then norms, norms of every head, mask rows
+_LIKE_LLAMA = ("llama", "mistral", "qwen2", "gemma")
+_EXACT = {
+    **dict.fromkeys(_LIKE_LLAMA, Saved(4, 2, 2, 4, 2, 0, 0)),
+    "qwen3": Saved(4, 3, 3, 4, 2, 1, 0),
+    "gpt2": Saved(4, 2, 2, 2, 4, 0, 0),
+    "gpt_neox": Saved(3, 3, 3, 2, 4, 0, 0),
+}
+_NATIVE = {
+    **dict.fromkeys(_LIKE_LLAMA, Saved(6, 2, 2, 4, 2, 0, 1)),
+    "qwen3": Saved(6, 4, 4, 4, 2, 1, 1),
+    "gpt2": Saved(4, 2, 2, 5, 4, 0, 1),
+    "gpt_neox": Saved(4, 3, 3, 2, 4, 0, 1),
+}
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """The configuration of a model folder, of which config.json is enough; UserError if it is not supported."""
+    if not (path / "config.json").is_file():
+        raise UserError(f"model.path = {path}: must be a transformers model folder; there is no config.json in it")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path = {path}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+    known = [c.__name__ for c in CAUSAL_MODELS]
+    found = (config.architectures or ["unknown"])[0]
+    if found not in known:
+        raise UserError(f"model.path = {path}: architecture {found}; must be one of {', '.join(known)}")
+    return config
+
+
+def tiny_config(model: TinyModel, max_context: int) -> PretrainedConfig:
+    """The configuration of the model that `models.tiny` makes, with as many tokens as its tokenizer may have."""
+    return Qwen3Config(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.hidden_size // model.num_attention_heads,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    )
+
+
+def without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """A causal model on the meta device: every shape, no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def model_shape(config: PretrainedConfig, exact: bool, lora_targets: Sequence[str] | None = None) -> ModelShape:
+    """The shape of a causal model, with adapters where `lora_targets` says (None: nowhere; see `choose_layers`)."""
+    model = without_weights(config)
+    adapted = set() if lora_targets is None else set(choose_layers(model, lora_targets))
+    head = head_of(model)
+    tied = config.tie_word_embeddings
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    linears = linear_layers(model)
+    inner = max(shape_of(layer)[0] for name, layer in linears.items() if ".mlp." in name)
+    return ModelShape(
+        parameters=sum(p.numel() for p in model.parameters()),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=dim,
+        intermediate=inner,
+        vocab_size=config.vocab_size,
+        linears=tuple(Linear(*shape_of(layer), name in adapted) for name, layer in linears.items()),
+        head=Linear(*shape_of(head)),
+        head_parameters=0 if tied else _size(head),
+        saved=(_EXACT if exact else _NATIVE)[config.model_type],
+    )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def work_of(config: RunConfig, lora_rank: int = 0) -> Work:
+    """How a configuration computes on this machine. UserError for layout.backend = eager, the specification."""
+    layout, sequences = config.layout, config.sequences_per_iteration
+    exact = config.numerics.mode == "exact"
+    kernels = backend.choose(layout.backend) if exact else "native"
+    if kernels == "eager":
+        raise UserError("layout.backend = eager: it is there to be compared with; plan knows auto, dgemm and amx")
+    return Work(
+        kernels=kernels,
+        operand_bits=config.numerics.operand_bits,
+        slots=min(layout.rollout_slots, max(sequences, config.task.num_eval_prompts)),
+        max_context=config.numerics.max_context,
+        max_response_tokens=config.rollout.max_response_tokens,
+        sequences=sequences,
+        forward_sequences=min(layout.forward_micro_batch or sequences, sequences),
+        update_sequences=min(layout.update_micro_batch or config.ppo.minibatch_size, config.ppo.minibatch_size),
+        packed=layout.padding == "none",
+        recompute=layout.gradient_checkpointing,
+        lora_rank=lora_rank,
+    )
+
+
+def plan_run(config: RunConfig) -> Plan:
+    """The memory of a configuration in one process. UserError where the model is not supported."""
+    max_context, exact = config.numerics.max_context, config.numerics.mode == "exact"
+    if isinstance(config.model, ModelFolder):
+        source = read_config(Path(config.model.path))
+    else:
+        source = tiny_config(config.model, max_context)
+    (check_config if exact else check_visibility)(source, max_context)
+    return make_plan(model_shape(source, exact), None, work_of(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from ppo_repro.runs.progress import Silent
 from tests import synthetic_run
 from tests.control_for_tests import SMALL_CONTROL, small_control
 from tests.test_cli import Cli, cli, one_line
+from tests.test_machines import CAPS
 
 __all__ = ["cli"]  # a fixture
 
@@ -71,6 +73,19 @@ def test_the_ratio_is_one_before_the_first_step_of_every_iteration(which: str, r
     assert found.tokens >= 720 and found.first_minibatch_tokens >= 144
     assert found.unequal_old_rollout_logprobs == found.unequal_first_ratios == found.unequal_values == 0
     assert found.unequal_ratios > found.update_rows // 2, "the weights must have moved, or a constant would pass"
+
+
+def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> None:
+    exact, native = (
+        parity(
+            run(small_control("ppo.learning_rate=0", "ppo.iterations=10", f"numerics.mode={mode}"), tmp_path, Silent())[
+                0
+            ]
+        )
+        for mode in ("exact", "native")
+    )
+    assert exact.update_rows == 2 * exact.tokens and exact.unequal_ratios == exact.unequal_update_values == 0
+    assert native.unequal_ratios > 0  # few: a policy that never learned gives nearly the same log-prob everywhere
 
 
 def test_native_numerics_fail_the_same_check(native: Path) -> None:
@@ -293,6 +308,33 @@ def test_commands(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("control", SMALL_CONTROL, "--set", "environment.id=Nothing-v0", "--out", tmp_path)
     assert code == 2 and "environment.id" in one_line(err)
     assert sorted(p.name for p in (tmp_path / "small_control").iterdir()) == [Path(run_dir).name], "nothing is left"
+
+
+def fingerprint(out: Path, cap: dict[str, str], *overrides: str) -> str:
+    sets = [part for o in ("ppo.iterations=2", *overrides) for part in ("--set", o)]
+    command = [sys.executable, "-m", "ppo_repro", "control", str(SMALL_CONTROL), "--out", str(out), "--json", *sets]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **cap}
+    root = SMALL_CONTROL.parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=True)
+    return str(json.loads(done.stdout)["fingerprint"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("overrides", [(), REAL], ids=["discrete", "real"])
+def test_no_instruction_set_of_our_libraries_changes_the_fingerprint(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """torch, MKL and NumPy. The physics takes sines from the C library, which no variable here touches."""
+    found = {fingerprint(tmp_path / str(i), cap, *overrides) for i, cap in enumerate([{}, *CAPS])}
+    assert len(found) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_native_fingerprints_change_with_the_instruction_set(tmp_path: Path) -> None:
+    found = {fingerprint(tmp_path / str(i), cap, "numerics.mode=native") for i, cap in enumerate([{}, *CAPS])}
+    assert len(found) > 1
 
 
 WITHOUT_GYMNASIUM = """

@@ -48,3 +48,22 @@ def test_an_unreachable_store_is_one_line(exact_run: Path, tmp_path: Path, capsy
     err = capsys.readouterr().err
     assert code == 2
     assert err.splitlines()[-1].startswith("error: --uri") and "the records are unharmed" in err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_track_copies_a_control_run_too(store: str, tmp_path: Path) -> None:
+    from ppo_repro.control.run import run
+    from ppo_repro.runs.progress import Silent
+    from tests.control_for_tests import small_control
+
+    run_dir = run(small_control("ppo.iterations=2"), tmp_path, Silent())[0]
+    assert _run(["track", str(run_dir), "--uri", store]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(store)
+        (found,) = client.search_runs([client.get_experiment_by_name("small_control").experiment_id])
+        history = client.get_metric_history(found.info.run_id, "iteration/episode_return_mean")
+    assert found.data.params["environment.id"] == "CartPole-v1"
+    assert [m.value for m in history] == reader.read_iterations(run_dir)["episode_return_mean"].tolist()

@@ -71,7 +71,8 @@ class _Running:
 
 
 def _environment(config: ControlConfig) -> dict[str, object]:
-    return {**describe_environment(config, 1), "gymnasium": metadata.version("gymnasium")}
+    found = describe_environment(config, 1)
+    return {**found, "packages": {**found["packages"], "gymnasium": metadata.version("gymnasium")}}
 
 
 def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[str, float]]:

@@ -215,22 +215,24 @@ def as_classifier(shape: ModelShape, labels: int) -> ModelShape:
     return replace(shape, parameters=parameters, head=head, head_parameters=head.size)
 
 
-def make_plan(policy: ModelShape, reward: ModelShape | None, work: Work) -> Plan:
-    """The four models of a run: policy, value model, reference, and a reward model unless the reward is a function."""
-    value_head = Linear(1, policy.hidden)
-    residents = [
-        trained_model("policy", policy, policy.head, 0, work, work.lora_rank),
-        trained_model("value model", policy, value_head, 1, work, 0),
-        frozen_model("reference", policy, work),
-    ]
+def make_plan(policy: ModelShape, value: ModelShape | None, reward: ModelShape | None, work: Work) -> Plan:
+    """The models of a run: policy, value model and reward model where it has them, reference.
+
+    `value` is the shape of the causal model whose trunk the value model takes. A value head on the policy's trunk
+    is not counted: it is smaller than a row of the embedding.
+    """
+    trained = [trained_model("policy", policy, policy.head, 0, work, work.lora_rank)]
+    if value is not None:
+        trained.append(trained_model("value model", value, Linear(1, value.hidden), 1, work, 0))
+    frozen = [frozen_model("reference", policy, work)]
     if reward is not None:
-        residents.append(frozen_model("reward model", reward, work))
+        frozen.append(frozen_model("reward model", reward, work))
     phases = {
         "rollout": _rollout(policy, work),
         "scoring": _scoring(policy, work),
-        "update": _update(policy, residents[:2], work),
+        "update": _update(policy, trained, work),
     }
-    return Plan(work, tuple(residents), phases)
+    return Plan(work, (*trained, *frozen), phases)
 
 
 def _rollout(shape: ModelShape, work: Work) -> dict[str, int]:

@@ -10,12 +10,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from ppo_repro.config import ModelFolder, RunConfig, TinyModel
+from ppo_repro.config_algorithm import SeparateValue
+from ppo_repro.config_reward import RewardModelFolder
 from ppo_repro.errors import UserError
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.families import CAUSAL_MODELS, check_visibility, head_of
+from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of
 from ppo_repro.numerics.lowering import check_config
-from ppo_repro.runs.plan import Linear, ModelShape, Plan, Saved, Work, make_plan
+from ppo_repro.runs.plan import Linear, ModelShape, Plan, Saved, Work, as_classifier, make_plan
 
 # what autograd saves, counted over the code of each family and held to it by a test: times the widths of residual
 # stream, queries, keys and MLP, then norms, norms of every head, mask rows
@@ -34,18 +36,18 @@ _NATIVE = {
 }
 
 
-def read_config(path: Path) -> PretrainedConfig:
-    """The configuration of a model folder, of which config.json is enough; UserError if it is not supported."""
+def read_config(path: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
+    """The configuration of a model folder, of which config.json is enough; UserError if its class is not among these."""
     if not (path / "config.json").is_file():
-        raise UserError(f"model.path = {path}: must be a transformers model folder; there is no config.json in it")
+        raise UserError(f"{where} = {path}: must be a transformers model folder; there is no config.json in it")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path = {path}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
-    known = [c.__name__ for c in CAUSAL_MODELS]
+        raise UserError(f"{where} = {path}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+    known = [c.__name__ for c in classes]
     found = (config.architectures or ["unknown"])[0]
     if found not in known:
-        raise UserError(f"model.path = {path}: architecture {found}; must be one of {', '.join(known)}")
+        raise UserError(f"{where} = {path}: architecture {found}; must be one of {', '.join(known)}")
     return config
 
 
@@ -127,8 +129,19 @@ def plan_run(config: RunConfig) -> Plan:
     """The memory of a configuration in one process. UserError where the model is not supported."""
     max_context, exact = config.numerics.max_context, config.numerics.mode == "exact"
     if isinstance(config.model, ModelFolder):
-        source = read_config(Path(config.model.path))
+        source = read_config(Path(config.model.path), CAUSAL_MODELS, "model.path")
     else:
         source = tiny_config(config.model, max_context)
     (check_config if exact else check_visibility)(source, max_context)
-    return make_plan(model_shape(source, exact), None, work_of(config))
+    shape, term = model_shape(source, exact), config.reward.model
+    lora = config.lora
+    policy = shape if lora is None else model_shape(source, exact, lora.target_modules)
+    if isinstance(term, RewardModelFolder):
+        classifier = read_config(Path(term.path), CLASSIFIERS, "reward model path")
+        reward = as_classifier(model_shape(classifier, exact), classifier.num_labels)
+    else:
+        reward = None if term is None else as_classifier(shape, 1)
+    value = None
+    if isinstance(config.value, SeparateValue):
+        value = reward if config.value.init == "reward_model" else shape
+    return make_plan(policy, value, reward, work_of(config, 0 if lora is None else lora.rank))

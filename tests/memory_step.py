@@ -95,7 +95,8 @@ def main(mode: str, kernels: str) -> None:
     backend.use(kernels if mode == "exact" else "eager", 1)
     work = work_of(kernels if mode == "exact" else "native", SEQUENCES, UPDATE)
     shape = config(512, 3, 4096)
-    plan: Plan = make_plan(model_shape(shape, mode == "exact"), None, work)
+    causal = model_shape(shape, mode == "exact")
+    plan: Plan = make_plan(causal, causal, None, work)
     print(json.dumps({"planned": plan.peak, "resident": plan.resident, "measured": measured(mode, shape, work)}))
 
 

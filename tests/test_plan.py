@@ -68,7 +68,7 @@ def test_a_real_seven_billion_model_needs_no_memory_to_be_planned() -> None:
     shape = model_shape(llama_7b(), exact=True)
     assert shape.parameters == 6_738_415_616
     trunk = shape.parameters - 32000 * 4096
-    planned = plan.make_plan(shape, plan.as_classifier(shape, 1), work("dgemm", max_context=2048))
+    planned = plan.make_plan(shape, shape, plan.as_classifier(shape, 1), work("dgemm", max_context=2048))
     policy, value_model, reference, reward = planned.residents
     assert policy.mixed_precision == 16 * shape.parameters and reference.mixed_precision == 2 * shape.parameters
     assert value_model.trained_parameters == trunk + 4096 + 1 and reward.frozen_parameters == trunk + 4096
@@ -133,7 +133,7 @@ def test_what_stays_is_counted_to_the_byte(architecture: str, kernels: str) -> N
         return token_statistics(logits, batch.targets, 1.0, None, mode)[0]
 
     shape = model_shape(CONFIGS[architecture](), mode == "exact")
-    planned = plan.make_plan(shape, None, work(kernels)).residents
+    planned = plan.make_plan(shape, shape, None, work(kernels)).residents
     pairs = ((policy, logprobs, planned[0]), (value_model, lambda: value_predictions(value_model, batch), planned[1]))
     for model, forward, resident in pairs:
         optimizer = make_optimizer(model, SETTINGS, mode)

@@ -37,7 +37,7 @@ _NATIVE = {
 
 
 def read_config(path: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
-    """The configuration of a model folder, of which config.json is enough; UserError if its class is not among these."""
+    """The configuration of a model folder, of which config.json is enough; UserError for another class."""
     if not (path / "config.json").is_file():
         raise UserError(f"{where} = {path}: must be a transformers model folder; there is no config.json in it")
     try:
@@ -136,12 +136,13 @@ def plan_run(config: RunConfig) -> Plan:
     shape, term = model_shape(source, exact), config.reward.model
     lora = config.lora
     policy = shape if lora is None else model_shape(source, exact, lora.target_modules)
+    reward: ModelShape | None = None
     if isinstance(term, RewardModelFolder):
         classifier = read_config(Path(term.path), CLASSIFIERS, "reward model path")
         reward = as_classifier(model_shape(classifier, exact), classifier.num_labels)
-    else:
-        reward = None if term is None else as_classifier(shape, 1)
-    value = None
+    elif term is not None:
+        reward = as_classifier(shape, 1)
+    value: ModelShape | None = None
     if isinstance(config.value, SeparateValue):
         value = reward if config.value.init == "reward_model" else shape
     return make_plan(policy, value, reward, work_of(config, 0 if lora is None else lora.rank))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.config_yaml import load_config
+from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics import backend
 from ppo_repro.records import reader
 from ppo_repro.runs.progress import Silent
@@ -84,8 +85,12 @@ def _resumed(out: Path, mode: str) -> Outcome:
     with suppress(KeyboardInterrupt):
         run(config, out, _Interrupting())
     run_dir = run_folder(config, out)
-    resume(run_dir, Silent(), ["layout.padding=left", "layout.rollout_slots=7"])
-    return _outcome("interrupted after 3, resumed from 2, padding=left rollout_slots=7", run_dir)
+    condition = "interrupted after 3, resumed from 2, padding=left rollout_slots=7"
+    try:
+        resume(run_dir, Silent(), ["layout.padding=left", "layout.rollout_slots=7"])
+    except PromiseBroken:  # what it computed again came out otherwise, so it was not resumed
+        return Outcome(condition, "not the same", 0)
+    return _outcome(condition, run_dir)
 
 
 def _process(out: Path, mode: str, condition: str, environment: dict[str, str], ranks: int, shares: str) -> Outcome:

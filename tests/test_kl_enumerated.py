@@ -158,9 +158,11 @@ def test_the_penalised_surrogate_is_the_advantage_and_the_divergence_from_the_an
 
     found, plain = expectation(anchor, loss), expectation(anchor, without)
     divergence = (visits(anchor) * token_kl(anchor, new)).sum()
-    assert float(found.detach()) == pytest.approx(float((plain + penalty_coef * divergence).detach()), abs=ROUNDING)
+    # the exponential inside k3 and its result are float32
+    single = 1e-6
+    assert float(found.detach()) == pytest.approx(float((plain + penalty_coef * divergence).detach()), abs=single)
     expected = gradient(plain + penalty_coef * divergence, new)
-    assert torch.allclose(gradient(found, new), expected, rtol=0, atol=ROUNDING)
+    assert torch.allclose(gradient(found, new), expected, rtol=0, atol=single)
     # control: the other direction is another gradient
     if penalty_coef and a != b:
         other = gradient((visits(anchor) * token_kl(new, anchor)).sum(), new)

@@ -22,6 +22,7 @@ from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.lowering import attach
 from ppo_repro.numerics.optimizer import Optimizer, make_optimizer, weights_digest
+from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import checkpoint
@@ -247,6 +248,9 @@ def test_going_on_from_a_state_is_going_on(mode: str) -> None:
     assert weights_digest(third.named_parameters()) != weights_digest(policy.named_parameters())
 
 
+CONTROLS = Controls(0.05, 0.0, 0.0, ReturnStatistics())
+
+
 @pytest.mark.parametrize("mode", ["exact", "native"])
 def test_a_checkpoint_holds_all_of_an_adapter(mode: str, tmp_path: Path) -> None:
     def fresh() -> tuple[TrainState, Lora]:
@@ -254,7 +258,9 @@ def test_a_checkpoint_holds_all_of_an_adapter(mode: str, tmp_path: Path) -> None
         source = source_model("qwen3")
         value_model = make_value_model(source, mode, CONTEXT, 0)
         of_values = make_optimizer(value_model, SETTINGS, mode)
-        return TrainState(policy, value_model, freeze(make_policy(source, mode, CONTEXT)), optimizer, of_values), lora
+        return TrainState(
+            policy, value_model, freeze(make_policy(source, mode, CONTEXT)), optimizer, of_values, CONTROLS
+        ), lora
 
     state, lora = fresh()
     learn(state.policy, state.policy_optimizer, mode, 2)

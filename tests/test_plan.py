@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, PretrainedConfig
 
+from ppo_repro.cli import _run
 from ppo_repro.errors import UserError
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.lora import add_lora, make_lora_optimizer
@@ -286,24 +287,23 @@ def config_only(folder: Path, architecture: str = "qwen3") -> Path:
     return folder
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ppo_repro", "plan", *arguments], capture_output=True, text=True)
-
-
-def test_a_folder_with_nothing_but_its_config_can_be_planned(tmp_path: Path) -> None:
+def test_a_folder_with_nothing_but_its_config_can_be_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = f"model={{kind: folder, path: {config_only(tmp_path)}}}"
     config = small_config(model)
     found = plan_run(config)
     assert [r.name for r in found.residents] == ["policy", "value model", "reference"]
     assert found.peak == found.resident + max(sum(parts.values()) for parts in found.phases.values())
-    done = command("tests/small.yaml", "--set", model, "--json")
-    assert done.returncode == 0 and json.loads(done.stdout) == plan_table.as_json(found)
-    table = command("tests/small.yaml", "--set", model).stdout
+    assert _run(["plan", "tests/small.yaml", "--set", model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == plan_table.as_json(found)
+    assert _run(["plan", "tests/small.yaml", "--set", model]) == 0
+    table = capsys.readouterr().out
     assert all(word in table for word in ("policy", "value model", "reference", "peak", "mixed-precision"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 
-def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="there is no config"):
         plan_run(small_config(f"model={{kind: folder, path: {tmp_path}}}"))
     config_only(tmp_path)
@@ -311,8 +311,9 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["BertModel"]}))
     with pytest.raises(UserError, match="architecture BertModel; must be one of LlamaForCausalLM"):
         plan_run(small_config(f"model={{kind: folder, path: {tmp_path}}}"))
-    done = command("tests/small.yaml", "--set", "layout.backend=eager")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "layout.backend = eager" in done.stderr
+    assert _run(["plan", "tests/small.yaml", "--set", "layout.backend=eager"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "layout.backend = eager" in said
 
 
 def test_smaller_pieces_of_work_need_less_and_the_same_stays() -> None:

@@ -2,9 +2,7 @@
 
 The objective J(pi) = E[R(x, y)] - beta KL(pi || reference), KL over whole responses, has its maximum
 beta log Z(x), Z(x) = sum_y pi_ref(y|x) exp(R(x, y) / beta), at pi*(y|x) = pi_ref(y|x) exp(R / beta) / Z, and
-J(pi) = beta log Z - beta KL(pi || pi*). PPO with the penalty beta (log pi - log ref) in the reward of every token
-(k1), gamma = lambda = 1 and advantages that are not whitened has this maximum as its fixed point: there the reward
-still to come is the same whatever is said next, so with a value model that knows it every advantage is zero.
+J(pi) = beta log Z - beta KL(pi || pi*). README.md says why PPO has it as its fixed point.
 
 `python -m experiments.optimum.exact RUN` prints both for every prompt of a recorded run.
 """

@@ -1,7 +1,6 @@
-"""A reward of whole responses: how many letters to say, and so when to stop, is what has to be looked ahead for."""
+"""A reward that has to be looked ahead for: to end early costs what could still have been said."""
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-    """1 for every `a` after a prompt that ends in x, or `b` after y; less 1 for every other letter."""
-    wanted = response.count("a" if prompt.endswith("x") else "b")
-    return float(wanted - (len(response) - wanted))
+    """1 for every `a` after a prompt that begins with x, or `b` after one that begins with y."""
+    return float(response.count("a" if prompt.startswith("x") else "b"))

@@ -60,7 +60,7 @@ def test_the_corrected_program_learns(tmp_path: Path) -> None:
     assert found.tokens == 99_840 and found.last_100_return >= SOLVED and found.eval_after >= SOLVED
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_command_prints_both() -> None:
     command = [sys.executable, "-m", "experiments.errata.lecture_cartpole"]

@@ -23,7 +23,8 @@ TABLE = ROOT / "experiments" / "errata" / "README.md"
 
 
 def test_every_row_of_the_table_names_a_test_or_a_command_that_exists() -> None:
-    rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| ") and "---" not in line][1:]
+    claims = TABLE.read_text().split("\n## ")[0]  # what follows is what a command printed
+    rows = [line for line in claims.splitlines() if line.startswith("| ") and "---" not in line][1:]
     assert len(rows) >= 20
     for row in rows:
         held_by = row.rstrip("| ").rsplit("|", 1)[-1]

@@ -33,7 +33,7 @@ from ppo_repro.ppo.controllers import (
     adaptive_kl_coef,
     adaptive_penalty_coef,
 )
-from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards
+from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards, token_rewards
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
 from ppo_repro.seeding import sample_seed
@@ -156,7 +156,7 @@ def compute_rewards(
     placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
     if task.judge.potential is not None:
         placed = placed + _shaping(config, task, rollout, ranks)
-    rewards = placed.to(torch.float32) - penalties
+    rewards = token_rewards(placed, penalties)
     if config.reward.whiten != "none":
         rewards = whiten(rewards, shift=config.reward.whiten == "full")
     return Rewards(

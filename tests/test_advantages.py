@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.ppo.advantages import explained_variance, gae, group_advantages, whiten
-from ppo_repro.ppo.rewards import token_rewards
+from ppo_repro.ppo.rewards import place_scores, token_rewards
 from tests.float32 import bits, finite, lists, tensor
 
 Sequences = list[list[tuple[float, float]]]  # (reward, value) of each token of each response
@@ -174,9 +174,14 @@ def test_returns_that_do_not_vary_have_no_explained_variance(value: float, predi
     assert explained_variance(tensor(predictions), tensor([value] * len(predictions))) is None
 
 
+def scored_at_the_end(scores: torch.Tensor, penalties: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    words = torch.zeros(len(penalties), dtype=torch.int64)
+    return token_rewards(place_scores(scores, lengths, words, "last"), penalties)
+
+
 def test_token_rewards_by_hand() -> None:
     penalties = tensor([0.5, 0.25, 0.125])
-    found = token_rewards(torch.tensor([2.0, -1.0], dtype=torch.float64), penalties, torch.tensor([2, 1]))
+    found = scored_at_the_end(torch.tensor([2.0, -1.0], dtype=torch.float64), penalties, torch.tensor([2, 1]))
     assert found.tolist() == [-0.5, 1.75, -1.125] and found.dtype == torch.float32
     assert penalties.tolist() == [0.5, 0.25, 0.125], "the penalties are recorded and must not change"
 
@@ -188,9 +193,9 @@ def test_rewards_conserve_score_minus_penalties_and_only_the_last_token_is_score
     lengths = [len(penalties) for _, penalties in responses]
     penalties = tensor([x for _, row in responses for x in row])
     scores = torch.tensor([s for s, _ in responses], dtype=torch.float64)
-    found = torch.split(token_rewards(scores, penalties, torch.tensor(lengths)), lengths)
+    found = torch.split(scored_at_the_end(scores, penalties, torch.tensor(lengths)), lengths)
     for rewards, (score, row) in zip(found, responses, strict=True):
-        assert bits(rewards[:-1]) == bits(-tensor(row[:-1]))
+        assert bits(rewards[:-1]) == bits(0.0 - tensor(row[:-1]))
         # the score and the last sum are each rounded to float32 once; scores may be too small for float32
         tolerance = 2.0**-24 * (2 * abs(score) + abs(row[-1])) + 2.0**-149
         assert abs(math.fsum(rewards.tolist()) - (score - math.fsum(row))) <= tolerance * 1.001 + 1e-13

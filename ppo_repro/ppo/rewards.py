@@ -70,12 +70,9 @@ def shaping_rewards(potentials: Tensor, lengths: Tensor, gamma: float) -> Tensor
     return following * gamma - potentials
 
 
-def token_rewards(scores: Tensor, kl_penalties: Tensor, lengths: Tensor) -> Tensor:
-    """r_t = -kl_penalties_t, and + score at a response's last token. Ouyang et al., 2022, equation 2.
+def token_rewards(placed: Tensor, kl_penalties: Tensor) -> Tensor:
+    """r_t = placed_t - kl_penalties_t, [N] float32. With the score on the last token: Ouyang et al., 2022, equation 2.
 
-    scores [B], kl_penalties [N] float32, lengths [B] int64 with sum N -> [N] float32.
+    placed [N] float64, rounded once; kl_penalties [N] float32.
     """
-    rewards = -kl_penalties
-    last = last_tokens(lengths)
-    rewards[last] = rewards[last] + scores.to(torch.float32)
-    return rewards
+    return placed.to(torch.float32) - kl_penalties

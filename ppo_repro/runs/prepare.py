@@ -64,9 +64,11 @@ def run_inputs(config: RunConfig) -> list[Path]:
 
 
 def task_inputs(config: RunConfig) -> list[Path]:
-    """Those of them that are not of the model: prompts and reward."""
+    """Those of them that are not of the model: prompts and reward, a reward model's folder included."""
     files = [Path(config.task.path)] if isinstance(config.task, JsonlTask) else []
-    return [*files, *reward_files(config.reward)]
+    model = config.reward.model
+    folder = input_files(Path(model.path)) if isinstance(model, RewardModelFolder) else []
+    return [*files, *reward_files(config.reward), *folder]
 
 
 def _source(

@@ -30,7 +30,7 @@ def test_a_reward_model_made_in_one_run_judges_another_from_its_folder(tmp_path:
     assert rerun(taken, Silent(), ["layout.padding=left", "layout.forward_micro_batch=1"]).difference is None
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(UserError, match="model.safetensors"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         rerun(taken, Silent(), [])
 
 
@@ -46,3 +46,9 @@ def test_a_potential_changes_every_summed_reward_by_that_of_the_start(tmp_path: 
     assert np.array_equal(sums[1], sums[0] - 2.0)
     rewards = [reader.read_tokens(path, columns=["rewards"])["rewards"] for path in (plain, shaped)]
     assert (rewards[0] != rewards[1]).any()
+
+
+def test_a_reward_model_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"reward model .*nowhere: must be a transformers model folder"):
+        recorded(tmp_path, f"reward.terms=[{{kind: model, path: '{tmp_path}/nowhere'}}]")
+    assert not list(tmp_path.rglob("manifest.json"))

@@ -51,5 +51,7 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froz
 
 
 def input_files(path: Path) -> list[Path]:
-    """The files of a model folder that decide what is loaded."""
+    """The files of a model folder that decide what is loaded; none of no folder, which loading then refuses."""
+    if not path.is_dir():
+        return []
     return sorted(p for p in path.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"})

@@ -96,8 +96,9 @@ def _report_run(summary: Summary, run_dir: Path, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
-    anchor = load_config(run_dir / "config.yaml").ppo.ratio_anchor
-    print("\n".join([*verdicts(summary, anchor), *speeds(summary)]))
+    config = load_config(run_dir / "config.yaml")
+    said = verdicts(summary, config.ppo.ratio_anchor, config.value.kind != "none")
+    print("\n".join([*said, *speeds(summary)]))
     print(f"fingerprint {summary.fingerprint}")
     print(f"records     {run_dir}")
     print(f"policy      {run_dir / 'checkpoints' / 'final'}")
@@ -157,8 +158,9 @@ def show_command(arguments: argparse.Namespace) -> int:
         print("\n".join(sample_lines(run_dir, len(manifest.iterations) - 1, arguments.samples)))
     if manifest.status == "complete":
         summary = summarise(run_dir)
-        anchor = load_config(run_dir / "config.yaml").ppo.ratio_anchor
-        print("\n".join([*verdicts(summary, anchor), *speeds(summary)]))
+        config = load_config(run_dir / "config.yaml")
+        said = verdicts(summary, config.ppo.ratio_anchor, config.value.kind != "none")
+        print("\n".join([*said, *speeds(summary)]))
     return 0
 
 

@@ -55,16 +55,17 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary
     )
 
 
-def verdicts(summary: Summary, anchor: str) -> list[str]:
-    """The summary in words, one sentence per line."""
+def verdicts(summary: Summary, anchor: str, has_value_model: bool) -> list[str]:
+    """The summary in words, one sentence per line; nothing is said of values where there is no value model."""
     s = summary
     change = s.accuracy_after - s.accuracy_before
     direction = "rose" if change > 0 else "fell" if change < 0 else "stayed"
     compared = [
         (s.unequal_old_rollout_logprobs, s.tokens, "training log-probs differ from the sampler's"),
         (s.unequal_first_ratios, s.first_minibatch_tokens, f"first ratios (anchor {anchor}) are not exactly 1"),
-        (s.unequal_values, s.first_minibatch_tokens, "recomputed values differ from the recorded ones"),
     ]
+    if has_value_model:
+        compared.append((s.unequal_values, s.first_minibatch_tokens, "recomputed values differ from the recorded ones"))
     mismatch = [f"{unequal:,} of {total:,} {what}" for unequal, total, what in compared]
     return [
         f"held-out accuracy {direction} from {s.accuracy_before:.3f} to {s.accuracy_after:.3f} (greedy)",

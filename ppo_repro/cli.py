@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ppo_repro import __version__
 from ppo_repro.commands import (
@@ -26,9 +26,6 @@ from ppo_repro.commands import (
 )
 from ppo_repro.errors import PromiseBroken, Terminated, UserError
 from ppo_repro.output import say
-
-if TYPE_CHECKING:
-    pass
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -131,4 +128,9 @@ def _terminate(number: int, frame: object) -> NoReturn:
 def main() -> None:
     """Entry point. Exit 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 130 Ctrl-C, 143 SIGTERM."""
     signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(_run(sys.argv[1:]))
+    code = _run(sys.argv[1:])
+    if "ppo_repro.ranks" in sys.modules:  # it imports torch, which most commands do without
+        from ppo_repro.ranks import end_process
+
+        end_process(code)
+    sys.exit(code)

@@ -6,14 +6,16 @@ all of them at their next exchange, so that no rank waits for one that has left.
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from threading import Event
-from typing import Any, Literal, TypeVar, TypeVarTuple
+from typing import Any, Literal, NoReturn, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,8 @@ Arguments = TypeVarTuple("Arguments")
 
 HEAD_BYTES = 4096  # a message this short takes one collective, a longer one two
 BUCKET_ELEMENTS = 1 << 22  # tensors are added up together until they are this large
+
+_met = False  # whether this process has been one of several
 
 
 class _SharedUserError(UserError):
@@ -247,7 +251,8 @@ def joined(rank: int, size: int) -> Iterator[Ranks]:
     if size == 1:
         yield ALONE
         return
-    ranks = Ranks(rank, size)
+    global _met
+    ranks, _met = Ranks(rank, size), True
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     except (RuntimeError, ValueError) as error:
@@ -281,3 +286,16 @@ def _leave() -> None:
     with suppress(RuntimeError):
         dist.barrier()
         dist.destroy_process_group()
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit with `code`; without taking the interpreter apart where this process was one of several.
+
+    gloo's threads may still hold tensors then, and abort the process when they let go of them
+    (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    if not _met:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

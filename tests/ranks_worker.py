@@ -17,7 +17,7 @@ from ppo_repro import ranks as ranks_module
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics import optimizer
-from ppo_repro.ranks import Ranks, joined
+from ppo_repro.ranks import Ranks, end_process, joined
 from ppo_repro.records import manifest
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import rerun, run
@@ -101,3 +101,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    end_process(0)

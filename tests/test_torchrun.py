@@ -81,7 +81,8 @@ def test_native_fingerprints_change_with_the_processes(native_run: Path, tmp_pat
 @slow
 def test_a_rerun_in_two_processes(tiny_run: Path) -> None:
     done = torchrun(2, "rerun", tiny_run)
-    assert done.returncode == 0 and done.stdout.startswith("identical: 2 iterations, fingerprint ")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("identical: 2 iterations, fingerprint ")
     assert len(done.stdout.splitlines()) == 1
 
 

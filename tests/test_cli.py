@@ -278,8 +278,14 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
 
 
 def test_ctrl_c_before_the_first_iteration_leaves_nothing(tmp_path: Path) -> None:
-    process = start(tmp_path, "model.warm_start_steps=100000", "model.warm_start_accuracy=1.0")
-    wait_for(lambda: list(tmp_path.rglob("manifest.json")))
+    # the first response is never scored: no speed of the machine brings the run further
+    (tmp_path / "r.py").write_text(
+        "import time\nfrom pathlib import Path\n\n\ndef r(prompt, response, answer):\n"
+        "    Path(__file__).with_name('scoring').touch()\n    time.sleep(600)\n    return 0.0\n"
+    )
+    process = start(tmp_path, f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]")
+    wait_for((tmp_path / "scoring").exists)
+    assert list(tmp_path.rglob("manifest.json"))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err

@@ -15,6 +15,7 @@ from ppo_repro.commands import (
     control_command,
     diff_command,
     dpo_command,
+    grid_command,
     plan_command,
     probe_command,
     processes,
@@ -86,10 +87,27 @@ def build_parser() -> argparse.ArgumentParser:
             recorded.add_argument("--uri", default="sqlite:///mlflow.db", help="MLflow tracking store")
         else:
             recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
+    _add_grid(add("grid", grid_command))
     compared = add("diff", diff_command)
     compared.add_argument("a", metavar="A", type=Path, help="folder of a recorded run")
     compared.add_argument("b", metavar="B", type=Path, help="folder of another")
     return parser
+
+
+def _add_grid(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("grid", metavar="GRID", type=Path, help="YAML file: question, base, axes, seeds")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go")
+    parser.add_argument("--workers", metavar="N", type=_count, default=1, help="cells side by side")
+    parser.add_argument("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
+    parser.add_argument(
+        "--slurm", metavar="NAME=VALUE", action="append", help="run them as a Slurm array; may be repeated"
+    )
+    parser.add_argument(
+        "--changed",
+        choices=("refuse", "keep", "redo"),
+        default="refuse",
+        help="what to do with cells that other code computed",
+    )
 
 
 def _one_line(error: Exception) -> str:

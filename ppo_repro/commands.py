@@ -14,6 +14,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say
 
 if TYPE_CHECKING:
+    from ppo_repro.grids.engines import Engine
     from ppo_repro.ranks import Ranks
     from ppo_repro.runs.diff import Difference
     from ppo_repro.runs.progress import Watcher
@@ -206,6 +207,42 @@ def plan_command(arguments: argparse.Namespace) -> int:
     plan = plan_run(config)
     print_result(arguments.json, as_json(plan), lines(plan))
     return 0
+
+
+def grid_command(arguments: argparse.Namespace) -> int:
+    """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
+    from ppo_repro.grids.spec import load_grid
+
+    grid = load_grid(arguments.grid)
+    from ppo_repro.grids.grid import grid_folder, run_grid
+    from ppo_repro.grids.progress import ConsoleGrid
+    from ppo_repro.grids.summary import as_json, lines
+
+    folder = grid_folder(grid, arguments.out)
+    with ConsoleGrid() as watcher:
+        outcome = run_grid(grid, arguments.out, _grid_engine(arguments, folder), watcher, arguments.changed)
+    print_result(arguments.json, as_json(grid, folder, outcome), lines(grid, folder, outcome))
+    return 0 if (outcome.table["state"] == "complete").all() else 1
+
+
+def _grid_engine(arguments: argparse.Namespace, folder: Path) -> Engine:
+    from ppo_repro.grids.engines import Processes, Ray, Slurm
+
+    if arguments.workers < 1:
+        raise UserError(f"--workers {arguments.workers}: must be at least 1")
+    if arguments.ray is not None and arguments.slurm is not None:
+        raise UserError("--ray and --slurm: choose one")
+    if arguments.ray is not None:
+        return Ray(arguments.ray, arguments.workers)
+    if arguments.slurm is None:
+        return Processes(arguments.workers)
+    parameters = {}
+    for setting in arguments.slurm:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise UserError(f"--slurm {setting}: must be NAME=VALUE, for example --slurm slurm_partition=cpu")
+        parameters[name] = value
+    return Slurm(folder / "slurm", arguments.workers, parameters)
 
 
 def track_command(arguments: argparse.Namespace) -> int:

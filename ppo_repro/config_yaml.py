@@ -83,20 +83,25 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise UserError(f"--set {override}: must be FIELD=VALUE, for example --set ppo.learning_rate=1e-4")
+    try:
+        set_field(tree, path, parse_yaml(text))
+    except UserError as error:
+        raise UserError(f"--set {override}: {error}") from error
+
+
+def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Put `value` at the dotted `path` of a parsed tree; raises UserError where a value is in the way."""
     node = tree
     *parents, leaf = path.split(".")
     for name in parents:
         child = node.setdefault(name, {})
         if not isinstance(child, dict):
-            raise UserError(f"--set {override}: '{name}' is a value, not a group of fields")
+            raise UserError(f"'{name}' is a value, not a group of fields")
         node = child
-    try:
-        node[leaf] = parse_yaml(text)
-    except UserError as error:
-        raise UserError(f"--set {override}: {error}") from error
+    node[leaf] = value
 
 
-def _absolute_paths(config: RunConfig) -> RunConfig:
+def absolute_paths(config: RunConfig) -> RunConfig:
     """Relative paths start at the current directory; recorded ones must not depend on it."""
 
     def absolute(path: str) -> str:
@@ -200,13 +205,19 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    return _absolute_paths(build_config(read_tree(path, overrides), str(path)))
+    return absolute_paths(build_config(read_tree(path, overrides), str(path)))
 
 
 def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
     """The same for a DPO configuration."""
     config = validated(DPOConfig, read_tree(path, overrides), str(path))
     return config.model_copy(update={"run": str(Path(config.run).absolute())})
+
+
+def describe_value(value: Any) -> str:
+    """A value as one would write it in a YAML file, on one line."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def dump_yaml(config: Section) -> str:

@@ -36,6 +36,16 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def code_digest() -> str:
+    """SHA-256 over the source files of this package, whatever git says of them."""
+    root = Path(__file__).resolve().parents[1]
+    sums = [
+        f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+        for path in sorted(root.rglob("*.py"))
+    ]
+    return hashlib.sha256("\n".join(sums).encode()).hexdigest()
+
+
 def describe_environment(config: RunConfig | ControlConfig, processes: int) -> dict[str, Any]:
     """Everything needed to understand why two runs might differ."""
     status = _git("status", "--porcelain")
@@ -53,6 +63,7 @@ def describe_environment(config: RunConfig | ControlConfig, processes: int) -> d
         "cores": os.cpu_count(),
         "numerics_mode": config.numerics.mode,
         "numerics_backend": backend.choose(config.layout.backend) if exact else "stock torch",
+        "code_digest": code_digest(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(status),
     }

@@ -1,0 +1,131 @@
+"""One cell of a grid on disk: where its run is, in which state, and how to run or finish it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest
+
+RESULT = "result.json"
+LOG = "log.txt"
+MESSAGE_LINES = 20  # of the log's end, in which the error is
+
+State = Literal["missing", "running", "interrupted", "failed", "complete"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an engine needs to run one cell anywhere that sees the folder."""
+
+    name: str
+    folder: str
+    kind: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the last attempt at a cell ended."""
+
+    name: str
+    exit_code: int  # 0 done; negative: the signal that killed it
+    seconds: float
+    message: str  # the last error line; empty when done
+
+
+def run_of(folder: Path) -> Path | None:
+    """The folder of the cell's run, if one has begun; UserError where there are several."""
+    found = sorted(path.parent for path in folder.glob(f"*/*/{manifest.FILE_NAME}"))
+    if len(found) > 1:
+        raise UserError(f"{folder}: holds {len(found)} runs; a cell has one, remove what was put there")
+    return found[0] if found else None
+
+
+def state_of(folder: Path) -> State:
+    """How far the cell's run is on disk; raises UserError where its manifest is damaged."""
+    run_dir = run_of(folder)
+    if run_dir is None:
+        return "failed" if (folder / RESULT).exists() else "missing"
+    return manifest.load(run_dir).status
+
+
+def environment_of(folder: Path) -> dict[str, Any]:
+    """The environments in which the cell's run was started and resumed; empty before."""
+    run_dir = run_of(folder)
+    if run_dir is None:
+        return {}
+    first = json.loads((run_dir / "environment.json").read_text())
+    resumed = [json.loads(path.read_text())["environment"] for path in sorted(run_dir.glob("resumed-*.json"))]
+    return {"code_digest": [first["code_digest"], *(later["code_digest"] for later in resumed)], **without_code(first)}
+
+
+def without_code(environment: dict[str, Any]) -> dict[str, Any]:
+    """What of an environment can change native results: versions and the processor, not the layout."""
+    return {name: environment[name] for name in ("python", "packages", "machine", "cpu_capability", "torch_build")}
+
+
+def start_cell(order: Order) -> subprocess.Popen[bytes]:
+    """Start the cell's process in a session of its own; it ends when the caller's end of its stdin closes."""
+    folder = Path(order.folder)
+    threads = {name: str(order.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    outside = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # of a launcher around the grid: a cell is one process
+    environment = {name: value for name, value in os.environ.items() if name not in outside}
+    with (folder / LOG).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ppo_repro.grids.cell_process", order.folder, order.kind],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env={**environment, **threads},
+            start_new_session=True,
+        )
+
+
+def _last_words(folder: Path) -> str:
+    lines = (folder / LOG).read_text(errors="replace").splitlines()[-MESSAGE_LINES:]
+    said = [line for line in lines if line.startswith(("error: ", "promise broken: ", "terminated", "interrupted"))]
+    return (said or lines or [""])[-1]
+
+
+def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:
+    """Write down how the cell's process ended."""
+    folder = Path(order.folder)
+    message = "" if exit_code == 0 else _last_words(folder)
+    result = Result(order.name, exit_code, round(seconds, 3), message)
+    text = json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
+    manifest.atomic_write(folder / RESULT, text.encode())
+    return result
+
+
+def run_cell(order: Order) -> Result:
+    """Run the cell in `order.folder`, or finish it, in a process of its own; the run's manifest says the rest.
+
+    What every engine calls, wherever it calls it. Depends on nothing but the folder.
+    """
+    started = time.perf_counter()
+    process = start_cell(order)
+    try:
+        code = process.wait()
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+    return finish_cell(order, code, time.perf_counter() - started)
+
+
+def last_result(folder: Path) -> Result | None:
+    """How the last attempt ended, as far as anybody could write it down."""
+    path = folder / RESULT
+    if not path.exists():
+        return None
+    try:
+        return Result(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: was changed or damaged; remove it, the cell is looked at again") from error

@@ -1,0 +1,167 @@
+"""A grid file: one question, a base configuration, axes and seeds; expanded into cells. Nothing runs here."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ppo_repro.config import RunConfig
+from ppo_repro.config_section import Section
+from ppo_repro.config_yaml import absolute_paths, describe_value, read_tree, set_field, validated
+from ppo_repro.control.config import ControlConfig
+from ppo_repro.errors import UserError
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+Config = RunConfig | ControlConfig
+Kind = Literal["language", "control"]
+
+
+class GridFile(Section):
+    """What the user wrote."""
+
+    question: str = Field(min_length=1, description="What the grid is to answer.")
+    expectation: str = Field(min_length=1, description="The answer expected before anything ran.")
+    kind: Kind = Field("language", description="`language`: cells of `run`; `control`: of `control`.")
+    base: str = Field(min_length=1, description="Configuration every cell starts from, relative to this file.")
+    set: dict[str, Any] = Field({}, description="Fields that differ from the base in every cell, by dotted path.")
+    axes: dict[str, list[Any] | dict[str, dict[str, Any]]] = Field(
+        {}, description="By dotted field a list of values, or by a name of its own a mapping: label -> fields."
+    )
+    seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)] = Field(
+        description="Seeds; every point of the axes is run with each."
+    )
+    read_with: str = Field("", description="The command or module that answers the question from the results.")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of one axis."""
+
+    axis: str
+    label: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid."""
+
+    name: str  # stable: from the labels and the seed
+    labels: Mapping[str, str]  # axis -> label
+    seed: int
+    config: Config
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid file, read and expanded."""
+
+    name: str
+    file: GridFile
+    cells: tuple[Cell, ...]
+
+
+def _choices(axis: str, values: list[Any] | dict[str, dict[str, Any]]) -> list[Choice]:
+    if isinstance(values, dict):
+        found = [Choice(axis, label, fields) for label, fields in values.items()]
+    else:
+        found = [Choice(axis, describe_value(value), {axis: value}) for value in values]
+    if not found:
+        raise UserError(f"axes.{axis}: is empty; give it at least one value or remove it")
+    labels = [choice.label for choice in found]
+    twice = next((label for index, label in enumerate(labels) if label in labels[:index]), None)
+    if twice is not None:
+        raise UserError(f"axes.{axis}: has {twice!r} twice; keep one")
+    return found
+
+
+def _cell_name(choices: tuple[Choice, ...], seed: int) -> str:
+    """Labels and seed in letters that every file system takes: axis=label,...,seed=n."""
+    parts = [f"{choice.axis.rsplit('.', 1)[-1]}={choice.label}" for choice in choices]
+    return re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join([*parts, f"seed={seed}"]))[:200]
+
+
+def _config(kind: Kind, tree: dict[str, Any], source: str) -> Config:
+    if kind == "control":
+        return validated(ControlConfig, tree, source)
+    return absolute_paths(validated(RunConfig, tree, source))
+
+
+def _set(tree: dict[str, Any], fields: Mapping[str, Any], source: str) -> None:
+    for path, value in fields.items():
+        try:
+            set_field(tree, path, value)
+        except UserError as error:
+            raise UserError(f"{source}: {path}: {error}") from error
+
+
+def _cells(path: Path, file: GridFile, base: dict[str, Any]) -> Iterator[Cell]:
+    axes = [_choices(axis, values) for axis, values in file.axes.items()]
+    for choices in itertools.product(*axes):
+        for seed in file.seeds:
+            tree = copy.deepcopy(base)
+            name = _cell_name(choices, seed)
+            source = f"{path}: cell {name}"
+            for fields in (file.set, *(choice.fields for choice in choices), {"seed": seed}):
+                _set(tree, fields, source)
+            labels = {choice.axis: choice.label for choice in choices}
+            yield Cell(name, labels, seed, _config(file.kind, tree, source))
+
+
+def _check_fields(path: Path, file: GridFile) -> None:
+    """Raise UserError where a field is given by two, so that one of them would have no effect."""
+    givers = [(f"set.{field}", field) for field in [*file.set]]
+    for axis, values in file.axes.items():
+        fields = {axis} if isinstance(values, list) else {f for fields in values.values() for f in fields}
+        givers += [(f"axes.{axis}", field) for field in sorted(fields)]
+    givers.append(("seeds", "seed"))
+    for index, (giver, field) in enumerate(givers):
+        for other, theirs in givers[:index]:
+            if f"{field}.".startswith(f"{theirs}.") or f"{theirs}.".startswith(f"{field}."):
+                raise UserError(f"{path}: {other} and {giver} both set {field}; keep one")
+
+
+def _check_effects(path: Path, file: GridFile, base: dict[str, Any], cells: tuple[Cell, ...]) -> None:
+    """Raise UserError for a `set` that changes nothing, and for cells that are equal to each other."""
+    before = _config(file.kind, base, str(path))
+    for field, value in file.set.items():
+        tree = copy.deepcopy(base)
+        _set(tree, {field: value}, str(path))
+        try:
+            same = _config(file.kind, tree, str(path)) == before
+        except UserError:  # it needs the others
+            same = False
+        if same:
+            raise UserError(f"{path}: set.{field} = {describe_value(value)}: is so in the base already; remove it")
+    seen: dict[str, str] = {}
+    names: set[str] = set()
+    for cell in cells:
+        other = seen.setdefault(cell.config.canonical_json(), cell.name)
+        if other != cell.name:
+            raise UserError(f"{path}: cells {other} and {cell.name} are the same run; an axis has no effect")
+        if cell.name in names:
+            raise UserError(f"{path}: two cells would be called {cell.name}; give the axes labels that differ")
+        names.add(cell.name)
+
+
+def load_grid(path: Path) -> Grid:
+    """Read a grid file and expand it; raises UserError on anything wrong, before anything runs."""
+    file = validated(GridFile, read_tree(path), str(path))
+    name = path.stem
+    if not NAME.match(name):
+        raise UserError(f"{path}: the file name names the grid; use letters, digits, '.', '_' and '-'")
+    base_path = path.parent / file.base
+    base = read_tree(base_path)
+    if not isinstance(base, dict):
+        raise UserError(f"{base_path}: must be a mapping of fields, found {type(base).__name__}")
+    _check_fields(path, file)
+    cells = tuple(_cells(path, file, base))
+    _check_effects(path, file, base, cells)
+    return Grid(name, file, cells)

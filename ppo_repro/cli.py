@@ -75,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
         configured = add(name, command)
         configured.add_argument("config", metavar="CONFIG", type=Path, help="YAML configuration")
         _add_set(configured, "override one field; may be repeated")
+        if name == "run":
+            _add_track(configured)
         if name in {"run", "control", "dpo"}:
             configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go")
     on_runs = {"resume": resume_command, "rerun": rerun_command, "show": show_command, "track": track_command}
@@ -94,10 +96,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_track(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--track", metavar="URI", help="copy the records into this MLflow store as they come")
+
+
 def _add_grid(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("grid", metavar="GRID", type=Path, help="YAML file: question, base, axes, seeds")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go")
     parser.add_argument("--workers", metavar="N", type=_count, default=1, help="cells side by side")
+    _add_track(parser)
     parser.add_argument("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
     parser.add_argument(
         "--slurm", metavar="NAME=VALUE", action="append", help="run them as a Slurm array; may be repeated"

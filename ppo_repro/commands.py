@@ -54,10 +54,12 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     with _working_together() as (ranks, watcher):
         config = load_config(arguments.config, arguments.set)
-        from ppo_repro.runs.run import run
+        from ppo_repro.following import followed
+        from ppo_repro.runs.run import run, run_folder
         from ppo_repro.runs.summary import summarise
 
-        run_dir, seconds = run(config, arguments.out, watcher, ranks)
+        with followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None):
+            run_dir, seconds = run(config, arguments.out, watcher, ranks)
     if ranks.is_first:
         _report_run(summarise(run_dir, seconds), run_dir, arguments.json)
     return 0
@@ -221,8 +223,19 @@ def grid_command(arguments: argparse.Namespace) -> int:
     folder = grid_folder(grid, arguments.out)
     with ConsoleGrid() as watcher:
         outcome = run_grid(grid, arguments.out, _grid_engine(arguments, folder), watcher, arguments.changed)
+    if arguments.track is not None:
+        _track_grid(folder, arguments.track)
     print_result(arguments.json, as_json(grid, folder, outcome), lines(grid, folder, outcome))
     return 0 if (outcome.table["state"] == "complete").all() else 1
+
+
+def _track_grid(folder: Path, uri: str) -> None:
+    from ppo_repro.tracking import track_grid
+
+    try:
+        track_grid(folder, uri)
+    except UserError as error:  # the grid is done: what it found does not hang on a server
+        say(f"tracking failed: {error}; copy it later with `ppo-repro track {folder} --uri {uri}`")
 
 
 def _grid_engine(arguments: argparse.Namespace, folder: Path) -> Engine:
@@ -246,13 +259,15 @@ def _grid_engine(arguments: argparse.Namespace, folder: Path) -> Engine:
 
 
 def track_command(arguments: argparse.Namespace) -> int:
-    """Copy a recorded run into MLflow."""
+    """Copy a recorded run or grid into MLflow."""
     from ppo_repro.records.reader import open_manifest
 
-    open_manifest(arguments.run)
-    from ppo_repro.tracking import track
+    is_grid = (arguments.run / "grid.yaml").exists()
+    if not is_grid:
+        open_manifest(arguments.run, allow_incomplete=True)
+    from ppo_repro.tracking import track, track_grid
 
-    run_id = track(arguments.run, arguments.uri)
+    run_id = track_grid(arguments.run, arguments.uri) if is_grid else track(arguments.run, arguments.uri)
     line = f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}"
     print_result(arguments.json, {"run_id": run_id, "uri": arguments.uri}, [line])
     return 0

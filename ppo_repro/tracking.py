@@ -1,77 +1,195 @@
-"""Copy a recorded run into MLflow. Nothing here is ever read back; the records stay the truth.
+"""Recorded runs and grids in MLflow: copied when they are done, or followed while they work.
 
-The only importer of mlflow.
+Everything is taken from the records, so what MLflow missed can be copied later. Nothing here is ever read back by a
+run. The only importer of mlflow.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Metric, Param, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config_yaml import load_config, read_tree
 from ppo_repro.control.config import load_control_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
+from ppo_repro.records.manifest import Manifest
 
-METRICS_PER_CALL = 1000  # MLflow's own limit of one log_batch
+METRICS_PER_CALL = 1000  # MLflow's own limits of one log_batch
+PARAMS_PER_CALL = 100
+VALUE_CHARACTERS = 6000
 KEYS = {"iteration", "epoch", "minibatch"}
+FOLDER_TAG = "ppo_repro.folder"  # by which a folder that is copied again finds its run
+ARTIFACTS = (manifest.FILE_NAME, "config.yaml", "environment.json", "report.html")
+GRID_ARTIFACTS = ("grid.yaml", "cells.parquet", "results.parquet", "report.html")
+LOOK_SECONDS = 1.0
+ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
+
+
+@dataclass(frozen=True)
+class Copied:
+    """How far a run is in MLflow."""
+
+    run_id: str
+    iterations: int
+    steps: int
+
+
+@contextmanager
+def _answering(uri: str) -> Iterator[MlflowClient]:
+    """A client of the store; UserError where it does not answer."""
+    for name in ("alembic", "mlflow"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        yield MlflowClient(uri)
+    except (MlflowException, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--uri {uri}: cannot be written ({reason}); the records are unharmed") from error
 
 
 def _leaves(prefix: str, value: object) -> list[Param]:
     if isinstance(value, dict):
         return [leaf for key, child in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else key, child)]
-    return [Param(prefix, str(value))]
+    return [Param(prefix, str(value)[:VALUE_CHARACTERS])]
 
 
-def _metrics(table: pd.DataFrame, group: str, steps: pd.Series, milliseconds: int) -> list[Metric]:
+def _metrics(table: pd.DataFrame, group: str, steps: Sequence[int], milliseconds: int) -> list[Metric]:
     """Every numeric column as `group/column`; a null is left out."""
     found = []
     for column in table.columns.difference(list(KEYS)):
         if pd.api.types.is_numeric_dtype(table[column]):
-            pairs = zip(table[column].tolist(), steps.tolist(), strict=True)
+            pairs = zip(table[column].tolist(), steps, strict=True)
             found += [Metric(f"{group}/{column}", v, milliseconds, s) for v, s in pairs if pd.notna(v)]
     return found
 
 
-def track(run_dir: Path, tracking_uri: str) -> str:
-    """Log parameters, per-iteration and per-step metrics and the manifest of a recorded run; returns the run id.
+def _experiment(client: MlflowClient, name: str) -> str:
+    found = client.get_experiment_by_name(name)
+    return str(found.experiment_id if found else client.create_experiment(name))
 
-    UserError if the run is incomplete or the tracking store does not answer.
-    """
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
-    recorded = reader.open_manifest(run_dir)
+
+def _begin(
+    client: MlflowClient, experiment: str, folder: Path, params: Sequence[Param], tags: Mapping[str, str]
+) -> str:
+    """A new MLflow run for a folder; one that was copied before is replaced."""
+    quoted = str(folder.absolute()).replace("'", "\\'")
+    for old in client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{quoted}'", ViewType.ACTIVE_ONLY):
+        client.delete_run(old.info.run_id)
+    every = {**tags, FOLDER_TAG: str(folder.absolute())}
+    run_id = str(client.create_run(experiment, run_name=folder.name, tags=every).info.run_id)
+    for start in range(0, len(params), PARAMS_PER_CALL):
+        client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
+    return run_id
+
+
+def _begin_run(client: MlflowClient, run_dir: Path, recorded: Manifest, parent: str | None) -> Copied:
     load = load_control_config if recorded.kind == "control" else load_config
     config = load(run_dir / "config.yaml")
-    iterations, steps = reader.read_iterations(run_dir), reader.read_steps(run_dir)
-    created = int((run_dir / manifest.FILE_NAME).stat().st_mtime * 1000)
-    metrics = _metrics(iterations, "iteration", iterations["iteration"], created)
-    metrics += _metrics(steps, "step", pd.Series(range(len(steps))), created)
-    environment = json.loads((run_dir / "environment.json").read_text())
-    tags = [
-        RunTag("fingerprint", recorded.fingerprint),
-        RunTag("config_digest", recorded.config_digest),
-        RunTag("git_commit", environment["git_commit"]),
-        RunTag("run_dir", str(run_dir)),
-    ]
-    try:
-        client = MlflowClient(tracking_uri)
-        found = client.get_experiment_by_name(config.experiment)
-        experiment = found.experiment_id if found else client.create_experiment(config.experiment)
-        run_id = str(client.create_run(experiment, run_name=run_dir.name).info.run_id)
-        client.log_batch(run_id, params=_leaves("", config.model_dump(mode="json")), tags=tags)
-        for start in range(0, len(metrics), METRICS_PER_CALL):
-            client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_CALL])
-        for name in (manifest.FILE_NAME, "config.yaml", "environment.json"):
-            client.log_artifact(run_id, str(run_dir / name))
-        client.set_terminated(run_id)
-    except (MlflowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--uri {tracking_uri}: cannot be written ({reason}); the records are unharmed") from error
-    return run_id
+    environment: dict[str, Any] = json.loads((run_dir / "environment.json").read_text())
+    tags = {name: str(environment[name]) for name in ("code_digest", "git_commit", "git_dirty", "python", "platform")}
+    tags |= {"config_digest": recorded.config_digest, "numerics": str(environment["numerics_backend"])}
+    tags |= {f"package.{name}": version for name, version in environment["packages"].items()}
+    if parent is None:
+        experiment = _experiment(client, config.experiment)
+    else:
+        tags[MLFLOW_PARENT_RUN_ID] = parent
+        experiment = client.get_run(parent).info.experiment_id
+    params = _leaves("", config.model_dump(mode="json"))
+    return Copied(_begin(client, experiment, run_dir, params, tags), 0, 0)
+
+
+def _catch_up(client: MlflowClient, run_dir: Path, recorded: Manifest, copied: Copied) -> Copied:
+    """Log the iterations that came since, metrics in batches."""
+    new = range(copied.iterations, len(recorded.iterations))
+    if not new:
+        return copied
+    iterations = reader.read_iterations(run_dir, iterations=new, allow_incomplete=True)
+    steps = reader.read_steps(run_dir, iterations=new, allow_incomplete=True)
+    numbers = range(copied.steps, copied.steps + len(steps))
+    written = manifest.table_path(run_dir, "iterations", new[-1]).stat().st_mtime
+    metrics = _metrics(iterations, "iteration", list(new), int(written * 1000))
+    metrics += _metrics(steps, "step", list(numbers), int(written * 1000))
+    for start in range(0, len(metrics), METRICS_PER_CALL):
+        client.log_batch(copied.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
+    return Copied(copied.run_id, len(recorded.iterations), copied.steps + len(steps))
+
+
+def _end(client: MlflowClient, folder: Path, run_id: str, names: Sequence[str], status: str) -> None:
+    for name in names:
+        if (folder / name).exists():
+            client.log_artifact(run_id, str(folder / name))
+    client.set_terminated(run_id, status)
+
+
+def _end_run(client: MlflowClient, run_dir: Path, recorded: Manifest, run_id: str) -> None:
+    final = [Metric(f"final/{k}", v, 0, 0) for k, v in recorded.final.items() if not isinstance(v, str)]
+    client.log_batch(run_id, metrics=final, tags=[RunTag("fingerprint", recorded.fingerprint)])
+    _end(client, run_dir, run_id, ARTIFACTS, ENDED[recorded.status])
+
+
+def track(run_dir: Path, uri: str, parent: str | None = None) -> str:
+    """Copy a recorded run, complete or not: parameters, metrics, tags, artifacts; returns MLflow's run id.
+
+    A copy made before is replaced. UserError if the records are damaged or the tracking store does not answer.
+    """
+    recorded = reader.open_manifest(run_dir, allow_incomplete=True)
+    with _answering(uri) as client:
+        copied = _catch_up(client, run_dir, recorded, _begin_run(client, run_dir, recorded, parent))
+        _end_run(client, run_dir, recorded, copied.run_id)
+    return copied.run_id
+
+
+def track_grid(grid_dir: Path, uri: str) -> str:
+    """Copy a grid: a parent run with its question, tables and report, and a child for each cell that began.
+
+    Returns the parent's run id; UserError as `track`.
+    """
+    tree = read_tree(grid_dir / "grid.yaml")
+    asked = {name: str(tree[name]) for name in ("question", "expectation", "base", "seeds", "read_with")}
+    params = [*_leaves("", asked), *_leaves("axes", {axis: str(values) for axis, values in tree["axes"].items()})]
+    cells = pd.read_parquet(grid_dir / "cells.parquet")
+    with _answering(uri) as client:
+        parent = _begin(client, _experiment(client, grid_dir.name), grid_dir, params, {})
+        for row in cells.to_dict("records"):
+            if row["run_dir"]:
+                child = track(grid_dir / str(row["run_dir"]), uri, parent)
+                labels = {str(k): str(v) for k, v in row.items() if str(k).startswith("axis.")}
+                client.log_batch(child, tags=[RunTag(k, v) for k, v in {"cell": str(row["cell"]), **labels}.items()])
+                client.update_run(child, name=str(row["cell"]))
+        complete = bool((cells["state"] == "complete").all())
+        client.log_batch(parent, metrics=[Metric("cells", len(cells), 0, 0)])
+        _end(client, grid_dir, parent, GRID_ARTIFACTS, "FINISHED" if complete else "FAILED")
+    return parent
+
+
+def follow(run_dir: Path, uri: str, is_over: Callable[[float], bool]) -> str:
+    """Log a run while it works; returns MLflow's run id, empty where the run recorded nothing.
+
+    `is_over(seconds)` waits that long and says whether the run's process is gone. UserError where the store does
+    not answer: what is missing there can be copied by `track` later.
+    """
+    over = False
+    while not (run_dir / manifest.FILE_NAME).exists():
+        if over:
+            return ""
+        over = is_over(LOOK_SECONDS)
+    with _answering(uri) as client:
+        recorded = manifest.load(run_dir)
+        copied = _begin_run(client, run_dir, recorded, None)
+        while not over:
+            over = is_over(LOOK_SECONDS)  # before the look: what was committed before the end is seen
+            recorded = manifest.load(run_dir)
+            copied = _catch_up(client, run_dir, recorded, copied)
+        _end_run(client, run_dir, recorded, copied.run_id)
+    return copied.run_id

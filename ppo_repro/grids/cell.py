@@ -52,9 +52,13 @@ def run_of(folder: Path) -> Path | None:
 def state_of(folder: Path) -> State:
     """How far the cell's run is on disk; raises UserError where its manifest is damaged."""
     run_dir = run_of(folder)
-    if run_dir is None:
-        return "failed" if (folder / RESULT).exists() else "missing"
-    return manifest.load(run_dir).status
+    if run_dir is not None:
+        return manifest.load(run_dir).status
+    last = last_result(folder)
+    if last is None:
+        return "missing"
+    # ended before its first iteration, by itself or by a signal
+    return "failed" if last.exit_code in (1, 2) else "interrupted"
 
 
 def environment_of(folder: Path) -> dict[str, Any]:

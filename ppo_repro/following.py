@@ -1,0 +1,75 @@
+"""A process beside a run that copies its records into MLflow, so that no tracking server can slow or break the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ppo_repro.errors import UserError
+from ppo_repro.output import say
+
+END_SECONDS = 60.0  # a server that needs longer for the rest is given up on
+# MLflow's own defaults try for minutes
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+
+
+@contextmanager
+def followed(run_dir: Path, uri: str | None) -> Iterator[None]:
+    """Have the run that is made in this block followed by a process of its own; says where it could not be."""
+    if uri is None:
+        yield
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ppo_repro.following", str(run_dir), uri],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**PATIENCE, **os.environ},
+        start_new_session=True,  # Ctrl-C is for the run
+    )
+    try:
+        yield
+    finally:
+        _say_how_it_went(process, run_dir, uri)
+
+
+def _say_how_it_went(process: subprocess.Popen[str], run_dir: Path, uri: str) -> None:
+    later = f"the records are whole; copy them later with `ppo-repro track {run_dir} --uri {uri}`"
+    try:
+        out, _ = process.communicate(timeout=END_SECONDS)  # closes its stdin, by which it knows
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        say(f"tracking was given up {END_SECONDS:.0f} s after the run; {later}")
+        return
+    if process.returncode != 0:
+        reason = out.strip() or f"its process ended with {process.returncode}"
+        say(f"tracking failed: {reason}; {later}")
+
+
+def main(run_dir: Path, uri: str) -> None:
+    """Follow until stdin closes. Exit 1, the reason on stdout, where the store does not answer."""
+    ended = threading.Event()
+
+    def wait() -> None:
+        os.read(0, 1)
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    from ppo_repro.tracking import follow
+
+    try:
+        follow(run_dir, uri, ended.wait)
+    except UserError as error:
+        print(error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -52,7 +52,7 @@ def word_ratios(
     found["log_ratio"] = sums(log_ratio, starts)
     found["max_token_ratio"] = np.exp(np.maximum.reduceat(log_ratio, starts)) if len(starts) else np.zeros(0)
     found["n_out"] = sums(_outside(log_ratio, clip_low, clip_high).astype(np.float64), starts).astype(np.int64)
-    clipped = stepped["clip_flag"].str.startswith("clip_").to_numpy(dtype=np.float64)
+    clipped = np.asarray(stepped["clip_flag"].str.startswith("clip_"), dtype=np.float64)
     found["n_clipped"] = sums(clipped, starts).astype(np.int64)
     total, n = found["log_ratio"].to_numpy(), found["n_tok"].to_numpy(np.float64)
     found["word_out"] = _outside(total, clip_low, clip_high)

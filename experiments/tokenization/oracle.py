@@ -276,9 +276,7 @@ def main() -> None:
             f" {r.token_mean:>8.5f} {r.mean_of_means:>8.5f}"
         )
     worst, gap = marginal_gap()
-    print(
-        f"log p(text) over all cuts is log p(string) to {worst:.0e}, above that of the canonical cut by {gap:.4f} at least"
-    )
+    print(f"log p(text) over all cuts is log p(string) to {worst:.0e}, above the canonical cut's by {gap:.4f} at least")
     found = broken(rows)
     if not worst <= TOLERANCE or gap < 0.0:
         found.append("summing over all cuts does not give the probability of the string")

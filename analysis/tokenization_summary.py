@@ -73,7 +73,7 @@ def summary_table(sequence_table: pd.DataFrame, word_table: pd.DataFrame, *, clu
 def _row(
     label: str, unit: str, reduction: str, y: Floats, x: Floats, codes: npt.NDArray[np.int64], undefined: int
 ) -> tuple[object, ...]:
-    n_units = int(x.sum()) if unit != "share" else 0
+    n_units = int(x.sum()) if unit != "share" else len(y)
     found = ratio_of_sums(y, x, codes)
     return (label, unit, reduction, *found, n_units, len(y), undefined, int((~np.isfinite(y)).sum()))
 

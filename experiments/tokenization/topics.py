@@ -14,7 +14,7 @@ from pathlib import Path
 from ppo_repro.seeding import words
 
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
-TOPICS, WORDS, SLOTS, PROMPTS = 4, 60, 4, 2000
+TOPICS, WORDS, SLOTS, PROMPTS = 4, 60, 4, 1000
 
 
 def lexicon() -> list[list[str]]:
@@ -63,7 +63,7 @@ def entries() -> list[dict[str, str]]:
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-    """Share of the response's words that are of the prompt's topic and were not said before; 0 unless there are four."""
+    """Share of a response's words that are of the prompt's topic and not said before; 0 unless there are four."""
     said: Sequence[str] = response.split()
     topic = TOPIC_OF[prompt.rstrip(":").split()[0]]
     if len(said) != SLOTS:

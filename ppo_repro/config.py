@@ -31,7 +31,7 @@ USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value",
 
 
 class TinyModel(Section):
-    """A small Qwen3 made from nothing, with its own BPE tokenizer, warm-started on the task by supervision."""
+    """A small Qwen3 made from nothing, with its own tokenizer, warm-started on the task by supervision."""
 
     kind: Literal["tiny"] = Field(description="Make the policy here instead of loading one.")
     hidden_size: Count = Field(description="Width of the residual stream.")
@@ -39,7 +39,10 @@ class TinyModel(Section):
     num_attention_heads: Count = Field(description="Number of query heads; divides hidden_size.")
     num_key_value_heads: Count = Field(description="Number of key/value heads; divides num_attention_heads.")
     intermediate_size: Count = Field(description="Width of the MLP.")
-    vocab_size: Count = Field(description="Largest number of tokens the BPE tokenizer may have.")
+    tokenizer: Literal["bpe", "bpe_single_digits", "bpe_three_digits", "characters", "words"] = Field(
+        "bpe", description="BPE, digits merged like letters, single or in groups of three; characters; whole words."
+    )
+    vocab_size: Count = Field(description="Largest number of tokens the tokenizer may have.")
     warm_start_steps: Index = Field(description="At most this many supervised steps before PPO; 0 for none.")
     warm_start_accuracy: Fraction = Field(
         1.0, description="Greedy accuracy on training prompts at which the supervised steps end."

@@ -12,16 +12,20 @@ from ppo_repro.config import TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.seeding import bell
 from ppo_repro.tasks.problems import Problem
-from ppo_repro.tasks.tokenizer import decode, train_bpe
+from ppo_repro.tasks.tokenizer import decode, train_tokenizer
 
 
-def make_tokenizer(problems: Sequence[Problem], vocab_size: int) -> PreTrainedTokenizerBase:
-    """BPE trained on prompt + answer of the training problems, in the order of their keys."""
+def make_tokenizer(problems: Sequence[Problem], vocab_size: int, kind: str = "bpe") -> PreTrainedTokenizerBase:
+    """A tokenizer made of prompt + answer of the training problems, in the order of their keys.
+
+    `kind` as in `model.tokenizer`. UserError where it needs more than `vocab_size` tokens.
+    """
     corpus = [p.prompt + p.answer for p in sorted(problems, key=lambda p: p.key)]
-    tokenizer = train_bpe(corpus, vocab_size)
+    tokenizer = train_tokenizer(kind, corpus, vocab_size)
     if len(tokenizer) > vocab_size:
+        needed_by = "words and characters" if kind == "words" else "characters alone"
         raise UserError(
-            f"model.vocab_size = {vocab_size}: the task's characters alone need {len(tokenizer)} tokens; raise it"
+            f"model.vocab_size = {vocab_size}: the task's {needed_by} need {len(tokenizer)} tokens; raise it"
         )
     return tokenizer
 

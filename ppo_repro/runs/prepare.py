@@ -78,7 +78,7 @@ def _source(
     if isinstance(config.model, ModelFolder):
         return load_folder(Path(config.model.path))
     assert isinstance(config.model, TinyModel)
-    tokenizer = make_tokenizer(problems.train, config.model.vocab_size)
+    tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
     model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
     warm_start(model, tokenizer, problems.train, config.model, config.numerics, config.seed, progress)

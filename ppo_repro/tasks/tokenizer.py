@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppo_repro.buffers import Spans
@@ -12,15 +12,69 @@ from ppo_repro.buffers import Spans
 PAD, EOS = "<pad>", "<eos>"
 
 
-def train_bpe(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the characters of `corpus`; tokens <pad> = 0 and <eos> = 1 come first."""
+def train_bpe(corpus: Iterable[str], vocab_size: int, digits: str = "merged") -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the characters of `corpus`; tokens <pad> = 0 and <eos> = 1 come first.
+
+    digits: `merged` like letters; `single`, each a token of its own; `three`, no token over the border of a
+    group of three counted from the left, as in the tokenizers of GPT-4 and Llama 3.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    apart = {"merged": [], "single": [_isolated(r"\p{N}")], "three": [_isolated(r"\p{N}{1,3}")]}[digits]
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*apart, pieces]) if apart else pieces
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=[], show_progress=False
     )
     tokenizer.train_from_iterator(corpus, trainer)
+    return _fast(tokenizer)
+
+
+def character_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
+    """One token for each character of `corpus`, in order of code points, after <pad> = 0 and <eos> = 1."""
+    tokenizer = _without_merges(sorted(set("".join(corpus))))
+    tokenizer.decoder = decoders.Fuse()
+    return _fast(tokenizer)
+
+
+def word_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
+    """One token for each word of `corpus`, a space before it included; other words fall apart into bytes.
+
+    Words are cut as byte-level BPE cuts them, so numbers and signs are words too. Tokens are <pad> = 0,
+    <eos> = 1, the bytes that occur, the words.
+    """
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = {word for text in corpus for word, _ in cut.pre_tokenize_str(text)}
+    letters = set("".join(words))
+    tokenizer = _without_merges([*sorted(letters), *sorted(words - letters)])
+    tokenizer.pre_tokenizer = cut
+    tokenizer.decoder = decoders.ByteLevel()
+    return _fast(tokenizer)
+
+
+def train_tokenizer(kind: str, corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """The tokenizer that `model.tokenizer` names; only BPE stops at `vocab_size`, and never below its alphabet."""
+    if kind == "characters":
+        return character_tokenizer(corpus)
+    if kind == "words":
+        return word_tokenizer(corpus)
+    digits = {"bpe": "merged", "bpe_single_digits": "single", "bpe_three_digits": "three"}[kind]
+    return train_bpe(corpus, vocab_size, digits)
+
+
+def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+def _without_merges(tokens: Sequence[str]) -> Tokenizer:
+    """A tokenizer of given tokens: a piece that is a token stays whole, every other one falls apart."""
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *tokens])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
+    tokenizer.add_special_tokens([PAD, EOS])
+    return tokenizer
+
+
+def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 

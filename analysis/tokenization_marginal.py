@@ -1,0 +1,175 @@
+"""The probability of a text over all the ways to cut it into tokens.
+
+A sampler cuts one text in many ways; log p(canonical cut) <= log p(text) = log sum over cuts of p(cut). Cao and
+Rimell, 2021. The model is a function from the ids so far to the log-probs of the next token, [V] nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ppo_repro.errors import UserError
+
+NextLogprobs = Callable[[tuple[int, ...]], npt.NDArray[np.float64]]
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """log p(text) in nats, `se` its standard error (0 where it is exact)."""
+
+    logprob: float
+    se: float
+    segmentations: int  # summed over, or drawn
+    effective: float  # number of equal draws that the weights amount to; `segmentations` where exact
+
+
+def count_segmentations(text: bytes, token_bytes: Mapping[int, bytes]) -> int:
+    """How many sequences of tokens spell `text`."""
+    pieces = _pieces(text, token_bytes)
+    ways = [0] * len(text) + [1]
+    for place in range(len(text) - 1, -1, -1):
+        ways[place] = sum(ways[end] for _, end in pieces[place])
+    return ways[0]
+
+
+def segmentations(text: bytes, token_bytes: Mapping[int, bytes]) -> Iterator[Ids]:
+    """Every sequence of tokens that spells `text`, depth first in the order of ids; none of no bytes."""
+    pieces, reachable = _pieces(text, token_bytes), _reachable(text, token_bytes)
+    stack: list[tuple[Ids, int]] = [((), 0)]
+    while stack:
+        ids, place = stack.pop()
+        if place == len(text):
+            yield ids
+            continue
+        following = [(token, end) for token, end in pieces[place] if reachable[end]]
+        stack += [((*ids, token), end) for token, end in reversed(following)]
+
+
+def segmentation_logprob(ids: Sequence[int], next_logprobs: NextLogprobs, *, end_id: int | None) -> float:
+    """sum_t log p(ids_t | ids before), and of `end_id` after them unless it is None; nats."""
+    whole = (*ids,) if end_id is None else (*ids, end_id)
+    return math.fsum(float(next_logprobs(whole[:t])[token]) for t, token in enumerate(whole))
+
+
+def exact_marginal(
+    text: bytes,
+    token_bytes: Mapping[int, bytes],
+    next_logprobs: NextLogprobs,
+    *,
+    end_id: int | None,
+    max_segmentations: int,
+) -> Marginal:
+    """log sum over all cuts of p(cut), nats; with `end_id` the text ends there, without it goes on somehow.
+
+    The model is asked once per distinct prefix. UserError where there are more than `max_segmentations` cuts, or
+    none.
+    """
+    count = _checked_count(text, token_bytes)
+    if count > max_segmentations:
+        raise UserError(
+            f"max_segmentations = {max_segmentations}: the text has {count} segmentations; "
+            "raise it, or estimate with importance_marginal"
+        )
+    seen: dict[Ids, npt.NDArray[np.float64]] = {}
+
+    def remembered(prefix: Ids) -> npt.NDArray[np.float64]:
+        if prefix not in seen:
+            seen[prefix] = next_logprobs(prefix)
+        return seen[prefix]
+
+    logprobs = [segmentation_logprob(ids, remembered, end_id=end_id) for ids in segmentations(text, token_bytes)]
+    return Marginal(_log_sum(np.array(logprobs)), 0.0, count, float(count))
+
+
+def importance_marginal(
+    text: bytes,
+    token_bytes: Mapping[int, bytes],
+    next_logprobs: NextLogprobs,
+    *,
+    end_id: int | None,
+    draws: int,
+    generator: np.random.Generator,
+) -> Marginal:
+    """The same by importance sampling: cuts drawn from the model itself, held to tokens that can spell the text.
+
+    q(next) = p(next) / Z over the tokens after which the text can still be spelled; the weight of a draw is the
+    product of its Z (and p of `end_id`), whose mean is p(text) without bias. `se` is that of the log by the delta
+    method, se(mean) / mean. UserError for fewer than 2 draws or a text no tokens spell.
+    """
+    if draws < 2:
+        raise UserError(f"draws = {draws}: must be at least 2; a standard error needs them")
+    _checked_count(text, token_bytes)
+    pieces, reachable = _pieces(text, token_bytes), _reachable(text, token_bytes)
+    log_weights = np.empty(draws)
+    for draw in range(draws):
+        log_weights[draw] = _one_draw(len(text), pieces, reachable, next_logprobs, end_id, generator)
+    largest = float(log_weights.max())
+    if largest == -math.inf:
+        return Marginal(-math.inf, math.nan, draws, math.nan)
+    weights = np.exp(log_weights - largest)
+    mean = float(weights.mean())
+    se = float(weights.std(ddof=1)) / math.sqrt(draws) / mean
+    return Marginal(largest + math.log(mean), se, draws, float(weights.sum() ** 2 / (weights * weights).sum()))
+
+
+def _one_draw(
+    length: int,
+    pieces: list[list[tuple[int, int]]],
+    reachable: list[bool],
+    next_logprobs: NextLogprobs,
+    end_id: int | None,
+    generator: np.random.Generator,
+) -> float:
+    ids: Ids = ()
+    place, log_weight = 0, 0.0
+    while place < length:
+        following = [(token, end) for token, end in pieces[place] if reachable[end]]
+        logprobs = next_logprobs(ids)[[token for token, _ in following]]
+        log_mass = _log_sum(logprobs)
+        log_weight += log_mass
+        if log_mass == -math.inf:
+            return log_weight
+        chosen = int(generator.choice(len(following), p=_normalised(logprobs - log_mass)))
+        ids, place = (*ids, following[chosen][0]), following[chosen][1]
+    return log_weight if end_id is None else log_weight + float(next_logprobs(ids)[end_id])
+
+
+def _normalised(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    p = np.exp(logprobs)
+    return np.asarray(p / p.sum())
+
+
+def _log_sum(logprobs: npt.NDArray[np.float64]) -> float:
+    largest = float(np.max(logprobs))
+    if largest == -math.inf:
+        return largest
+    return largest + math.log(math.fsum(np.exp(logprobs - largest).tolist()))
+
+
+def _pieces(text: bytes, token_bytes: Mapping[int, bytes]) -> list[list[tuple[int, int]]]:
+    """For every place the tokens that fit there and where they end, by id."""
+    tokens = sorted((token, spelled) for token, spelled in token_bytes.items() if spelled)
+    places = range(len(text))
+    return [[(i, at + len(b)) for i, b in tokens if text.startswith(b, at)] for at in places]
+
+
+def _reachable(text: bytes, token_bytes: Mapping[int, bytes]) -> list[bool]:
+    """From which places the rest of the text can be spelled."""
+    pieces = _pieces(text, token_bytes)
+    found = [False] * len(text) + [True]
+    for place in range(len(text) - 1, -1, -1):
+        found[place] = any(found[end] for _, end in pieces[place])
+    return found
+
+
+def _checked_count(text: bytes, token_bytes: Mapping[int, bytes]) -> int:
+    count = count_segmentations(text, token_bytes)
+    if not count:
+        raise UserError(f"text = {text!r}: no tokens spell it; use a text of the tokenizer's characters")
+    return count

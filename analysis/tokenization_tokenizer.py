@@ -1,0 +1,175 @@
+"""The tokenizer that a run recorded beside its trained policy, and its card. The one user of `tokenizers` here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppo_repro.errors import UserError
+
+# where a run keeps its tokenizer: with the final policy, or before that with the reference of its checkpoints
+PLACES = ("checkpoints/final/tokenizer.json", "checkpoints/reference/tokenizer.json")
+PROBES = (
+    "",
+    " ",
+    "  two  spaces ",
+    "a, b. c!",
+    "tabs\tand\nlines\r\n",
+    "0 7 42 2024 31415926",
+    "17+28=45",
+    "Caf\u00e9 na\u00efve \u4e16\u754c \U0001f600",
+    "e\u0301 \u202e\ufeff",
+    "<eos> <pad>",
+)
+
+
+@dataclass(frozen=True)
+class RecordedTokenizer:
+    """Both directions without special tokens added (encode) or shown (decode), for lists of texts or ids."""
+
+    encode: Callable[[Sequence[str]], list[list[int]]]
+    decode: Callable[[Sequence[Sequence[int]]], list[str]]
+    special_ids: frozenset[int]
+    tree: dict[str, Any]  # tokenizer.json
+
+
+@dataclass(frozen=True)
+class TokenizerCard:
+    """What a tokenizer is, and how it cuts some texts."""
+
+    tokenizer_id: str  # first 12 hex digits of the SHA-256 over vocabulary, merges, normaliser and pre-tokenizer
+    type: str
+    vocab_size: int
+    merges: int
+    merges_sha256: str
+    pre_tokenizer: str
+    digit_policy: str  # single: no token of several digits; up_to_<n>: the longest has n
+    texts: int
+    fertility_tok_char: float  # tokens per character, ratio of sums
+    fertility_tok_word: float  # tokens per white-space separated word
+    pct_words_single: float  # of distinct words with a space before them as in the texts, encoded alone, percent
+    round_trip_failures: tuple[str, ...]  # of PROBES and the texts' characters
+
+
+def recorded_tokenizer(run_dir: Path | str) -> RecordedTokenizer:
+    """The tokenizer of a recorded run; UserError where there is none or it cannot be read."""
+    folder = Path(run_dir)
+    for place in PLACES:
+        if (folder / place).is_file():
+            return load_tokenizer(folder / place)
+    raise UserError(f"{run_dir}: holds no tokenizer.json, looked for {' and '.join(PLACES)}; finish the run first")
+
+
+def load_tokenizer(path: Path) -> RecordedTokenizer:
+    """A tokenizer.json; UserError where it cannot be read."""
+    from tokenizers import Tokenizer
+
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        made = Tokenizer.from_str(json.dumps(tree))
+    except Exception as error:  # `tokenizers` raises bare Exceptions
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); restore the run's") from error
+    made.no_padding()
+    made.no_truncation()
+    special = frozenset(entry["id"] for entry in tree.get("added_tokens", []) if entry["special"])
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [found.ids for found in made.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(ids: Sequence[Sequence[int]]) -> list[str]:
+        return list(made.decode_batch([list(some) for some in ids], skip_special_tokens=True))
+
+    return RecordedTokenizer(encode, decode, special, tree)
+
+
+def token_bytes(tokenizer: RecordedTokenizer) -> dict[int, bytes]:
+    """The bytes every token but the special ones spells. UserError for decoders other than byte-level and plain."""
+    decoder = (tokenizer.tree.get("decoder") or {}).get("type")
+    if decoder not in ("ByteLevel", "Fuse"):
+        raise UserError(
+            f"decoder = {decoder!r}: bytes of tokens are known for ByteLevel and Fuse; use such a tokenizer"
+        )
+    letters = byte_letters()
+    found = {}
+    for token, index in _vocabulary(tokenizer.tree).items():
+        if index not in tokenizer.special_ids:
+            found[index] = bytes(letters[c] for c in token) if decoder == "ByteLevel" else token.encode()
+    return found
+
+
+def byte_letters() -> dict[str, int]:
+    """The letter that byte-level vocabularies write for each byte: printable ones themselves, others from U+0100 on.
+
+    Radford et al., 2019.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def tokenizer_card(tokenizer: RecordedTokenizer, texts: Sequence[str]) -> TokenizerCard:
+    """The card of a tokenizer, its fertility measured on `texts`; UserError where they are empty."""
+    characters, words = sum(len(text) for text in texts), sum(len(text.split()) for text in texts)
+    if not words:
+        raise UserError("texts: hold no word; give texts the run is about")
+    tokens = sum(len(ids) for ids in tokenizer.encode(list(texts)))
+    distinct = sorted({piece for text in texts for piece in _with_space(text)})
+    single = sum(len(ids) == 1 for ids in tokenizer.encode(distinct))
+    tree = tokenizer.tree
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in tree["model"].get("merges", [])]
+    identity = [tree["model"], tree.get("normalizer"), tree.get("pre_tokenizer")]
+    longest = max((_digits(token) for token in _vocabulary(tree)), default=0)
+    probes = [*PROBES, *sorted({character for text in texts for character in text})]
+    back = tokenizer.decode(tokenizer.encode(probes))
+    return TokenizerCard(
+        tokenizer_id=_sha256(json.dumps(identity, sort_keys=True))[:12],
+        type=str(tree["model"].get("type", "unknown")),
+        vocab_size=len(_vocabulary(tree)),
+        merges=len(merges),
+        merges_sha256=_sha256("\n".join(merges)),
+        pre_tokenizer=_described(tree.get("pre_tokenizer")),
+        digit_policy="none" if not longest else "single" if longest == 1 else f"up_to_{longest}",
+        texts=len(texts),
+        fertility_tok_char=tokens / characters,
+        fertility_tok_word=tokens / words,
+        pct_words_single=100.0 * single / len(distinct),
+        round_trip_failures=tuple(probe for probe, found in zip(probes, back, strict=True) if probe != found),
+    )
+
+
+def _with_space(text: str) -> list[str]:
+    """The words of a text, each but one that begins it with a space before it."""
+    words = text.split()
+    return [word if i == 0 and not text[:1].isspace() else f" {word}" for i, word in enumerate(words)]
+
+
+def _digits(token: str) -> int:
+    """Length of a token that is a number, white space of byte-level vocabularies and others aside; else 0."""
+    bare = token.lstrip("\u0120\u2581 ")
+    return len(bare) if bare.isdigit() else 0
+
+
+def _vocabulary(tree: Mapping[str, Any]) -> dict[str, int]:
+    added = {entry["content"]: entry["id"] for entry in tree.get("added_tokens", [])}
+    vocabulary = tree["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram lists its tokens with their scores
+        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+    return {**vocabulary, **added}
+
+
+def _described(part: Mapping[str, Any] | None) -> str:
+    if part is None:
+        return "none"
+    inside = part.get("pretokenizers")
+    if inside:
+        return "+".join(_described(one) for one in inside)
+    pattern = part.get("pattern")
+    return str(part["type"]) + (f"({next(iter(pattern.values()))})" if isinstance(pattern, dict) else "")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,198 @@
+"""Which word each recorded token belongs to, under a stated convention for the white space between words.
+
+`boundary="leading"`: white space belongs to the word after it, as in most byte-level vocabularies;
+`"trailing"`: to the word before it. A token is in one word only, so a token such as " cat" keeps its space under
+both conventions and is counted as straddling under `trailing`: how its probability divides at the border is not
+recorded, it would take the whole distribution (Pimentel and Meister, 2024; Oh and Schuler, 2024).
+
+Unlike the recorded `word_id`, words here depend on the text and the convention, not on how the text was cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+
+from ppo_repro.errors import UserError
+
+Boundary = Literal["leading", "trailing"]
+BOUNDARIES: tuple[Boundary, ...] = ("leading", "trailing")
+CLASSES = ("alpha", "digit", "punct", "space", "mixed", "empty", "special")
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Text:
+    """The responses of one iteration, one after the other."""
+
+    codes: npt.NDArray[np.uint32]  # [C] code points
+    starts: Ints  # [B + 1] where each response starts, characters
+    utf8: bytes
+    byte_starts: Ints  # [B + 1] where each response starts, bytes
+
+
+@dataclass(frozen=True)
+class Words:
+    """The word of every token, [N] each, in the order of the tokens."""
+
+    word_id: Ints  # within the response, from 0
+    sub_idx: Ints  # token within the word, from 0
+    sub_len: Ints  # tokens of the word
+    is_special: Bools  # the end token, or another token without text that is a word of its own
+    straddles: Bools  # holds characters of more than one word: the convention cannot be carried out
+    starts: Ints  # [W] index of the first token of every word
+
+
+def check_boundary(boundary: str) -> None:
+    """UserError where there is no such convention."""
+    if boundary not in BOUNDARIES:
+        raise UserError(
+            f"boundary = {boundary!r}: must be one of {', '.join(BOUNDARIES)}; name the convention you mean"
+        )
+
+
+def text_of(sequences: pd.DataFrame) -> Text:
+    """The text of one iteration's `sequences` (column response)."""
+    responses = list(sequences["response"])
+    utf8 = [response.encode() for response in responses]
+    codes = np.frombuffer("".join(responses).encode("utf-32-le"), dtype="<u4")
+    return Text(codes, _offsets([len(r) for r in responses]), b"".join(utf8), _offsets([len(r) for r in utf8]))
+
+
+def sequence_starts(tokens: pd.DataFrame) -> Ints:
+    """Index of the first token of every response; ValueError unless rows are those of one iteration, in order."""
+    sequence, position = tokens["sequence"].to_numpy(np.int64), tokens["position"].to_numpy(np.int64)
+    starts = np.flatnonzero(position == 0)
+    expected = np.arange(len(tokens)) - starts[sequence] if len(starts) > sequence.max(initial=-1) else None
+    if tokens["iteration"].nunique() > 1 or expected is None or (expected != position).any():
+        raise ValueError("tokens must be those of one iteration, in their recorded order")
+    return starts
+
+
+def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
+    """The words of one iteration's tokens (columns iteration, sequence, position, char_start, char_end, sub_idx).
+
+    A word is a longest run of other characters with the white space before it (leading) or after it (trailing);
+    white space without such a neighbour is a word. A token belongs to the word of its last character that is not
+    white space, a token of white space alone to that of its white space, a token that ends inside a character to
+    that of the character. UserError on another boundary.
+    """
+    check_boundary(boundary)
+    first_tokens = sequence_starts(tokens)
+    sequence = tokens["sequence"].to_numpy(np.int64)
+    start, end = (text.starts[sequence] + tokens[name].to_numpy(np.int64) for name in ("char_start", "char_end"))
+    is_first = np.zeros(len(tokens), dtype=bool)
+    is_first[first_tokens] = True
+    special = _special(tokens["sub_idx"].to_numpy(np.int64), start == end, is_first)
+    special |= text.starts[sequence] == text.starts[sequence + 1]
+    words = _words_of_characters(text, boundary)
+    last = np.where(end > start, _last_character(text, start, end), start)
+    word = words[np.clip(last, 0, max(len(words) - 1, 0))] if len(words) else np.zeros(len(tokens), np.int64)
+    begins = is_first | special
+    begins[1:] |= special[:-1] | (word[1:] != word[:-1])
+    straddles = np.zeros(len(tokens), dtype=bool)
+    spelled = end > start
+    straddles[spelled] = words[start[spelled]] != words[end[spelled] - 1]
+    return _numbered(begins, first_tokens, special, straddles)
+
+
+def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> pd.Categorical[str]:
+    """The kind of text of spans [start, end) of all characters; white space beside other text does not count.
+
+    alpha, digit, punct (any other character) or space where all is of one kind, else mixed; without text: special,
+    or empty for a token that ends inside a character.
+    """
+    unique, inverse = np.unique(text.codes, return_inverse=True)
+    kinds = np.array([_kind(chr(code)) for code in unique], dtype=np.int64)[inverse] if len(unique) else unique
+    counts = np.zeros((4, len(start)), dtype=np.int64)
+    for kind in range(4):
+        total = np.concatenate([[0], np.cumsum(kinds == kind)])
+        counts[kind] = total[end] - total[start]
+    other = counts[:3].sum(axis=0)
+    found = np.where(counts[:3].max(axis=0) == other, counts[:3].argmax(axis=0), CLASSES.index("mixed"))
+    found = np.where(other == 0, CLASSES.index("space"), found)
+    found = np.where(start == end, np.where(is_special, CLASSES.index("special"), CLASSES.index("empty")), found)
+    return pd.Categorical.from_codes(np.asarray(found, dtype=np.int64), categories=pd.Index(CLASSES))
+
+
+def span_texts(text: Text, first_bytes: Ints) -> pa.Array:
+    """The texts of spans that lie one after the other and together are all of the text; `first_bytes` [W] ascending."""
+    offsets = np.concatenate([first_bytes, [len(text.utf8)]]).astype(np.int64)
+    buffers = [None, pa.py_buffer(offsets.tobytes()), pa.py_buffer(text.utf8)]
+    return pa.LargeStringArray.from_buffers(len(first_bytes), *buffers[1:])
+
+
+def is_space(text: Text) -> Bools:
+    """Which characters are white space, as `str.isspace` says."""
+    return _by_character(text, str.isspace)
+
+
+def is_digit(text: Text) -> Bools:
+    """Which characters are the digits 0 to 9."""
+    return _by_character(text, lambda character: character in "0123456789")
+
+
+def _by_character(text: Text, test: Any) -> Bools:
+    unique, inverse = np.unique(text.codes, return_inverse=True)
+    return np.array([test(chr(code)) for code in unique], dtype=bool)[inverse] if len(unique) else np.zeros(0, bool)
+
+
+def _kind(character: str) -> int:
+    if character.isspace():
+        return CLASSES.index("space")
+    if character.isdigit():
+        return CLASSES.index("digit")
+    return CLASSES.index("alpha") if character.isalpha() else CLASSES.index("punct")
+
+
+def _offsets(lengths: list[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))]).astype(np.int64)
+
+
+def _special(recorded_sub_idx: Ints, without_text: Bools, is_first: Bools) -> Bools:
+    # a token that ends inside a character shares its recorded word with the next token, a special token does not
+    next_is_apart = np.ones(len(without_text), dtype=bool)
+    next_is_apart[:-1] = (recorded_sub_idx[1:] == 0) | is_first[1:]
+    return np.asarray(without_text & next_is_apart)
+
+
+def _words_of_characters(text: Text, boundary: Boundary) -> Ints:
+    """The word of every character, numbered over the whole text."""
+    space = is_space(text)
+    begins = np.zeros(len(space), dtype=bool)
+    first = text.starts[:-1][text.starts[:-1] < text.starts[1:]]
+    begins[first] = True
+    opens = space if boundary == "leading" else ~space
+    begins[1:] |= opens[1:] & ~opens[:-1]
+    return np.cumsum(begins) - 1
+
+
+def _last_character(text: Text, start: Ints, end: Ints) -> Ints:
+    """Index of the last character of each span that is not white space; of the last one where all are."""
+    space = is_space(text)
+    if not len(space):
+        return start
+    seen = np.maximum.accumulate(np.where(space, -1, np.arange(len(space))))
+    last = seen[np.maximum(end - 1, 0)]
+    return np.where(last >= start, last, end - 1)
+
+
+def _numbered(begins: Bools, first_tokens: Ints, special: Bools, straddles: Bools) -> Words:
+    starts = np.flatnonzero(begins)
+    word = np.cumsum(begins) - 1
+    lengths = np.diff(np.append(starts, len(begins)))
+    first_word = np.repeat(word[first_tokens], np.diff(np.append(first_tokens, len(begins))))
+    return Words(
+        word_id=word - first_word,
+        sub_idx=np.arange(len(begins)) - starts[word] if len(starts) else np.zeros(0, np.int64),
+        sub_len=lengths[word] if len(starts) else np.zeros(0, np.int64),
+        is_special=special,
+        straddles=straddles,
+        starts=starts,
+    )

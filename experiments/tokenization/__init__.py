@@ -1,0 +1,1 @@
+"""Does the tokenizer matter? Studies as data, and an exact table of what cannot depend on it."""

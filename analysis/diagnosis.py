@@ -66,12 +66,12 @@ def diagnose(pairs: pd.DataFrame, *, tiers: tuple[Tier, ...] = TIERS) -> Diagnos
     token_id_b (-1 where the trainer has no such token), pad_length, steps_since_sync. Raises UserError on a missing
     column, a token given twice or no finite pair of log-probs.
     """
-    return diagnose_iterations((part for _, part in pairs.groupby("iteration", sort=True)), tiers=tiers)
+    return diagnose_chunks([pairs], tiers=tiers)
 
 
-def diagnose_iterations(frames: Iterable[pd.DataFrame], *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
-    """`diagnose` over frames of one iteration each, held one at a time."""
-    parts = [measure(frame) for frame in frames]
+def diagnose_chunks(chunks: Iterable[pd.DataFrame], *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
+    """`diagnose` over chunks of whole sequences, held one at a time."""
+    parts = [measure(part) for chunk in chunks for _, part in chunk.groupby("iteration", sort=True)]
     if not sum(part.tokens for part in parts):
         raise UserError("pairs hold no token with two finite log-probs; there is nothing to compare")
     m = added(parts)

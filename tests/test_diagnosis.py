@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis.causes import ADVICE
-from analysis.diagnosis import diagnose, diagnose_iterations
+from analysis.diagnosis import diagnose, diagnose_chunks
 from analysis.fingerprints import NEEDED, added, measure
 from ppo_repro.errors import UserError
 from tests import mismatch_faults as faults
@@ -163,7 +163,8 @@ def test_order_of_rows_and_pieces_do_not_matter(seed: int, scale: float) -> None
     expected = diagnose(pairs)
     assert repr(diagnose(pairs.sample(frac=1.0, random_state=seed % 2**31))) == repr(expected)
     parts = [pairs[pairs["iteration"] == i] for i in range(3)]
-    assert repr(diagnose_iterations(iter(parts))) == repr(expected)
+    assert repr(diagnose_chunks(iter(parts))) == repr(expected)
+    assert repr(diagnose_chunks([pd.concat(parts[:2]), parts[2]])) == repr(expected)
     sums = added([measure(part) for part in parts])
     assert 0 <= sums.unequal <= sums.tokens == len(pairs) and sums.k3 >= 0 and sums.delta_abs >= abs(sums.delta)
 

@@ -44,7 +44,7 @@ def origin(ops: pd.DataFrame) -> Origin | None:
     starts = ops[ops["inputs_equal"] & ~ops["outputs_equal"]]
     if starts.empty:
         return None
-    first = starts.loc[starts["order"].idxmin()]
+    first = starts.sort_values("order").iloc[0]
     return Origin(int(first["layer"]), str(first["op"]), float(first["frac_bitwise_equal"]), float(first["rel_l2"]))
 
 
@@ -56,7 +56,7 @@ def by_layer_and_op(ops: pd.DataFrame, metric: str = "rel_l2") -> pd.DataFrame:
     if metric not in ops.columns:
         raise UserError(f"metric = {metric!r}: there are {', '.join(ops.columns)}")
     wide = ops.pivot(index="layer", columns="op", values=metric)
-    rows = ops.drop_duplicates("layer")["layer"]
+    rows = ops["layer"].drop_duplicates()
     inside = ops[ops["layer"] >= 0]["op"].drop_duplicates()
     outside = [op for op in ops["op"].drop_duplicates() if op not in set(inside)]
-    return wide.reindex(index=list(rows), columns=[*inside, *outside])
+    return wide.reindex(index=rows.to_numpy(), columns=[*inside, *outside])

@@ -34,8 +34,8 @@ def assert_on_policy(run: Path | str) -> None:
         bad = found.unequal + found.nonfinite
         raise AssertionError(
             f"{run}: {bad} of {found.tokens + found.nonfinite} tokens have other old_logprobs (trainer) than "
-            f"rollout_logprobs (sampler); the first is {first.describe()}; find out why with "
-            f"analysis.diagnosis.diagnose, or find the layer with `ppo-repro bisect {run}`"
+            f"rollout_logprobs (sampler); the first is {first.describe()}; find the layer "
+            f"with `ppo-repro bisect {run}`, or the cause with analysis.diagnosis in a checkout"
         )
     _assert_first_ratios(run)
 

@@ -30,7 +30,7 @@ from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages import sampling_of
 
-SEQUENCES = 8
+SEQUENCES = 16  # what every module gives for all their tokens is held at once, for both paths
 MODES: tuple[Literal["exact", "native"], ...] = ("exact", "native")
 LOG_PROBS = "log_probs"
 

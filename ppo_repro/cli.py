@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from ppo_repro import __version__
 from ppo_repro.commands import (
+    bisect_command,
     control_command,
     diff_command,
     dpo_command,
@@ -90,6 +91,10 @@ def build_parser() -> argparse.ArgumentParser:
         else:
             recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
     _add_grid(add("grid", grid_command))
+    parted = add("bisect", bisect_command)
+    parted.add_argument("source", metavar="CONFIG_OR_RUN", type=Path, help="YAML configuration, or folder of a run")
+    _add_set(parted, "override one field of a configuration; may be repeated")
+    parted.add_argument("--out", metavar="DIR", type=Path, default=Path("bisections"), help="where tables go")
     compared = add("diff", diff_command)
     compared.add_argument("a", metavar="A", type=Path, help="folder of a recorded run")
     compared.add_argument("b", metavar="B", type=Path, help="folder of another")

@@ -184,6 +184,16 @@ def probe_command(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def bisect_command(arguments: argparse.Namespace) -> int:
+    """Find the module and the condition at which sampler and trainer part."""
+    from ppo_repro.runs.bisect import bisect, lines
+
+    found = bisect(arguments.source, arguments.set, arguments.out)
+    print_result(arguments.json, dataclasses.asdict(found), lines(found))
+    # exact numerics promise that no op differs; native ones promise nothing
+    return 1 if found.first_divergent_op["exact"] else 0
+
+
 def dpo_command(arguments: argparse.Namespace) -> int:
     """Train by DPO on the responses of a recorded run, as a baseline."""
     from ppo_repro.config_yaml import load_dpo_config

@@ -1,0 +1,273 @@
+"""What the fingerprints of mismatch faults are made of: sums over the tokens of one iteration that add up over many.
+
+`delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ppo_repro.errors import UserError
+
+KEY = ("iteration", "sequence", "position")
+NEEDED = (*KEY, "token_id", "logprobs_a", "logprobs_b")
+
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Sums over tokens; `largest_*` are maxima. A column that is not there counts as `has_* = 0`."""
+
+    sequences: float = 0.0
+    tokens: float = 0.0  # pairs of finite log-probs
+    nonfinite: float = 0.0
+    unequal: float = 0.0  # in any bit
+    other_ids: float = 0.0
+    largest_ulp: float = 0.0
+    largest_delta: float = 0.0
+    delta: float = 0.0
+    delta_abs: float = 0.0
+    delta_sq: float = 0.0
+    k3: float = 0.0  # expm1(delta) - delta
+    a: float = 0.0
+    b: float = 0.0
+    a_sq: float = 0.0
+    b_sq: float = 0.0
+    ab: float = 0.0
+    # clusters: S is a sequence's sum of delta or |delta|, n its tokens, u its sum of 1 - exp(b)
+    ss: float = 0.0
+    sn: float = 0.0
+    nn: float = 0.0
+    uncertainty: float = 0.0
+    abs_abs: float = 0.0
+    abs_u: float = 0.0
+    u_u: float = 0.0
+    clean_sequences: float = 0.0  # in iterations where a gap of a factor 10 in |delta| parts the sequences
+    dirty_sequences: float = 0.0
+    # what is left of delta_sq, or how much of it lies where
+    at_zeros: float = 0.0
+    zeros: float = 0.0
+    at_last: float = 0.0
+    at_last_4: float = 0.0
+    last: float = 0.0
+    positive: float = 0.0  # tokens with delta above a tenth of its root mean square
+    negative: float = 0.0
+    sorted_sq: float = 0.0
+    neighbours: float = 0.0
+    next_sq: float = 0.0
+    previous_sq: float = 0.0
+    # delta on x = b + H and k = H + log sum p^2
+    has_entropies: float = 0.0
+    dx: float = 0.0
+    xx: float = 0.0
+    dk: float = 0.0
+    xk: float = 0.0
+    kk: float = 0.0
+    has_mass: float = 0.0
+    mass_sq: float = 0.0
+    has_again: float = 0.0
+    again_sq: float = 0.0
+    has_ids: float = 0.0
+    has_padding: float = 0.0
+    unpadded: float = 0.0
+    unpadded_abs: float = 0.0
+    unpadded_abs_sq: float = 0.0
+    padded: float = 0.0
+    padded_abs: float = 0.0
+    padded_abs_sq: float = 0.0
+    has_steps: float = 0.0
+    fresh: float = 0.0
+    fresh_abs: float = 0.0
+    fresh_abs_sq: float = 0.0
+    behind: float = 0.0
+    behind_abs: float = 0.0
+    behind_abs_sq: float = 0.0
+    # log-probs other than 0 that are, and are not, numbers of a 16-bit format, on the side that has more of them
+    as_bfloat16: float = 0.0
+    as_float16: float = 0.0
+
+
+def added(parts: Sequence[Measured]) -> Measured:
+    """The sums of several iterations together."""
+    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(Measured)}
+    # has_* as the minimum: what only some iterations have is not there
+    joined = {"largest": max, "has": min}
+    return Measured(**{name: float(joined.get(name.partition("_")[0], sum)(v)) for name, v in columns.items()})
+
+
+def measure(pairs: pd.DataFrame) -> Measured:
+    """The sums of one iteration.
+
+    UserError on missing columns, log-probs that are not float32, or a token that is there twice.
+    """
+    _check(pairs)
+    pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
+    finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
+    counts = {"nonfinite": float(np.count_nonzero(~finite)), **_ids(pairs)}
+    kept = pairs[finite]
+    a32, b32 = kept["logprobs_a"].to_numpy(), kept["logprobs_b"].to_numpy()
+    a, b = a32.astype(np.float64), b32.astype(np.float64)
+    delta = b - a
+    owner = np.unique(kept["sequence"].to_numpy(), return_inverse=True)[1]
+    return Measured(
+        **counts,
+        **_plain(a32, b32, delta),
+        **_clusters(delta, b, owner),
+        **_places(kept, a, b, delta, owner),
+        **_optional(kept, b, delta),
+        **_groups(kept, delta, owner),
+        **_formats(a32, b32),
+    )
+
+
+def _check(pairs: pd.DataFrame) -> None:
+    missing = [name for name in NEEDED if name not in pairs.columns]
+    if missing:
+        raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(NEEDED)}")
+    for name in ("logprobs_a", "logprobs_b"):
+        if pairs[name].dtype != np.float32:
+            raise UserError(
+                f"column {name} is {pairs[name].dtype}: must be float32, as it was computed; do not round it"
+            )
+    twice = pairs.duplicated(list(KEY))
+    if twice.any():
+        where = ", ".join(f"{name} {pairs.loc[twice, name].iloc[0]}" for name in KEY)
+        raise UserError(f"pairs hold the token at {where} twice; give each token one row")
+
+
+def _total(values: npt.ArrayLike) -> float:
+    return float(np.sum(np.asarray(values, dtype=np.float64)))
+
+
+def _ids(pairs: pd.DataFrame) -> dict[str, float]:
+    if "token_id_b" not in pairs.columns:
+        return {}
+    return {"has_ids": 1.0, "other_ids": _total(pairs["token_id"].to_numpy() != pairs["token_id_b"].to_numpy())}
+
+
+def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Floats) -> dict[str, float]:
+    a, b = a32.astype(np.float64), b32.astype(np.float64)
+    size = math.sqrt(_total(delta**2) / max(1, len(delta)))
+    # float32 bit patterns of one sign are in the order of their values; near 0 units in the last place mean nothing
+    steps = np.abs(a32.view(np.int32).astype(np.int64) - b32.view(np.int32).astype(np.int64))
+    steps = steps[np.maximum(np.abs(a), np.abs(b)) > 1e-2]
+    return {
+        "tokens": float(len(delta)),
+        "unequal": _total(a32.view(np.int32) != b32.view(np.int32)),
+        "largest_ulp": float(steps.max(initial=0)),
+        "largest_delta": float(np.abs(delta).max(initial=0.0)),
+        "delta": _total(delta),
+        "delta_abs": _total(np.abs(delta)),
+        "delta_sq": _total(delta**2),
+        "k3": _total(np.expm1(delta) - delta),
+        "a": _total(a),
+        "b": _total(b),
+        "a_sq": _total(a**2),
+        "b_sq": _total(b**2),
+        "ab": _total(a * b),
+        "positive": _total(delta > 0.1 * size),
+        "negative": _total(delta < -0.1 * size),
+        "sorted_sq": _total((np.sort(a) - np.sort(b)) ** 2),
+    }
+
+
+def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
+    s, n = (np.bincount(owner, values) for values in (delta, np.ones_like(delta)))
+    absolute, u = (np.bincount(owner, values) for values in (np.abs(delta), -np.expm1(b)))
+    clean, dirty = _parted(absolute, u, n)
+    return {
+        "sequences": float(len(n)),
+        "ss": _total(s**2),
+        "sn": _total(s * n),
+        "nn": _total(n**2),
+        "uncertainty": _total(u),
+        "abs_abs": _total(absolute**2),
+        "abs_u": _total(absolute * u),
+        "u_u": _total(u**2),
+        "clean_sequences": clean,
+        "dirty_sequences": dirty,
+    }
+
+
+def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]) -> tuple[float, float]:
+    """Sequences below and above the widest gap in sum |delta| / sum (1 - p), if it is a factor of 10; else none."""
+    # that four normal numbers are all within a tenth of sigma has chance 4e-5; near p = 1 there is nothing to see
+    told = (n >= 4) & (u >= 0.01 * n)
+    levels = np.sort(absolute[told] / u[told])
+    if len(levels) < 2 or levels[-1] == 0.0:
+        return 0.0, 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gaps = np.nan_to_num(levels[1:] / levels[:-1], nan=1.0)
+    below = int(gaps.argmax()) + 1
+    return (float(below), float(len(levels) - below)) if gaps[below - 1] >= 10.0 else (0.0, 0.0)
+
+
+def _places(kept: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
+    zero = (a == 0.0) != (b == 0.0)
+    same = owner[1:] == owner[:-1]
+    last = np.append(~same, True)[: len(owner)]
+    # neighbours in the response, not only in the frame
+    same &= np.diff(kept["position"].to_numpy()) == 1
+    return {
+        "zeros": _total(zero),
+        "at_zeros": _total(delta[zero] ** 2),
+        "last": _total(last),
+        "at_last": _total(delta[last] ** 2),
+        "at_last_4": _total(delta[last] ** 4),
+        "neighbours": _total(same),
+        "next_sq": _total((b[:-1] - a[1:])[same] ** 2),
+        "previous_sq": _total((b[1:] - a[:-1])[same] ** 2),
+    }
+
+
+def _optional(kept: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float]:
+    found: dict[str, float] = {}
+
+    def column(name: str) -> Floats:
+        return kept[name].to_numpy().astype(np.float64)
+
+    if "entropies" in kept and "prob_sq_sums" in kept:
+        entropy = column("entropies")
+        x, k = b + entropy, entropy + np.log(column("prob_sq_sums"))
+        sums = {"dx": delta * x, "xx": x * x, "dk": delta * k, "xk": x * k, "kk": k * k}
+        found |= {"has_entropies": 1.0, **{name: _total(values) for name, values in sums.items()}}
+    if "log_kept_mass" in kept:
+        found |= {"has_mass": 1.0, "mass_sq": _total((delta - column("log_kept_mass")) ** 2)}
+    if "logprobs_b_again" in kept:
+        found |= {"has_again": 1.0, "again_sq": _total((column("logprobs_b_again") - b) ** 2)}
+    return found
+
+
+def _groups(kept: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
+    """Number, sum and sum of squares of the sequences' mean |delta|, where a column is 0 and where it is not."""
+    found: dict[str, float] = {}
+    means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
+    for column, has, without, with_ in (
+        ("pad_length", "has_padding", "unpadded", "padded"),
+        ("steps_since_sync", "has_steps", "fresh", "behind"),
+    ):
+        if column not in kept:
+            continue
+        found[has] = 1.0
+        largest = np.zeros(len(means))
+        np.maximum.at(largest, owner, kept[column].to_numpy().astype(np.float64))
+        for name, group in ((without, means[largest == 0]), (with_, means[largest > 0])):
+            found |= {name: float(len(group)), f"{name}_abs": _total(group), f"{name}_abs_sq": _total(group**2)}
+    return found
+
+
+def _formats(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> dict[str, float]:
+    sides = [side[side != 0.0] for side in (a, b)]
+    with np.errstate(over="ignore"):  # a log-prob beyond float16 is none of its numbers
+        halves = [np.count_nonzero(side.astype(np.float16).astype(np.float32) == side) for side in sides]
+    brains = [np.count_nonzero(side.view(np.uint32) & 0xFFFF == 0) for side in sides]
+    return {"as_bfloat16": float(max(brains)), "as_float16": float(max(halves))}

@@ -1,0 +1,88 @@
+"""What `ppo-repro bisect` leaves on disk: where two paths through one model part, and what each condition changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ppo_repro.errors import UserError
+from ppo_repro.records import reader, writer
+from ppo_repro.records.manifest import atomic_write
+from ppo_repro.records.schema import Column, Table
+
+_MODE = Column("mode", "string", "", "Numerics: exact or native.")
+_EXPLAINED = (
+    "Share of mean |delta| of the log-probs that goes away when the training forward is given the decoded output of "
+    "this module; null where no log-prob differs."
+)
+OPS = Table(
+    "mismatch_op",
+    "one row per module of the policy and mode, in the order of execution",
+    ("mode", "order"),
+    (
+        _MODE,
+        Column("order", "int32", "index", "When the module's output is there, from 0."),
+        Column("layer", "int32", "index", "Decoder layer, -1 outside of them."),
+        Column("op", "string", "", "Module within the layer; log_probs is what follows the head."),
+        Column("tokens", "int32", "tokens", "Positions compared."),
+        Column("max_abs", "float64", "", "Largest |cached decode - training forward| of its output."),
+        Column("mean_abs", "float64", "", "Mean of the same."),
+        Column("rel_l2", "float64", "", "Norm of the difference over the norm of the training forward's output."),
+        Column("cos", "float64", "", "Cosine of the two outputs."),
+        Column("ulp_p99", "float64", "ulp", "99th percentile of the distance in float32 units in the last place."),
+        Column("frac_bitwise_equal", "float64", "", "Share of the output's numbers with the same bits."),
+        Column("inputs_equal", "bool", "", "Both paths gave the module the same bits."),
+        Column("outputs_equal", "bool", "", "The module gave the same bits."),
+        Column("amplification", "float64", "", "rel_l2 of output over input; null for equal inputs.", nullable=True),
+        Column("explained", "float64", "", _EXPLAINED, nullable=True),
+    ),
+)
+LADDER = Table(
+    "mismatch_ladder",
+    "one row per condition, way of changing it and mode",
+    ("mode", "way", "toggle"),
+    (
+        _MODE,
+        Column("way", "string", "", "one: the condition alone is changed; but_one: all others are."),
+        Column("toggle", "string", "", "The condition; `all` where every one is changed."),
+        Column("tokens", "int32", "tokens", "Response tokens compared with the plain training forward."),
+        Column("frac_unequal", "float64", "", "Share whose log-prob differs in any bit."),
+        Column("mean_abs", "float64", "nats", "Mean |delta|, token mean."),
+        Column("max_abs", "float64", "nats", "Largest |delta|."),
+        Column("k3", "float64", "nats", "expm1(delta) - delta, token mean: KL(plain || changed)."),
+        Column("change", "float64", "nats", "What the condition adds to mean_abs: alone, or to all others."),
+    ),
+)
+TABLES = (OPS, LADDER)
+
+
+def write(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write both tables into `folder`, each atomically; ValueError on columns that do not belong there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another --out") from error
+    for table in TABLES:
+        data = writer.to_arrow(table, columns[table.name])
+        atomic_write(folder / f"{table.name}.parquet", writer.to_parquet(table, data))
+
+
+def read_table(folder: Path | str, name: str) -> pd.DataFrame:
+    """`mismatch_op` or `mismatch_ladder`; UserError where it is missing or not as it was written."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tables = {table.name: table for table in TABLES}
+    if name not in tables:
+        raise UserError(f"no table '{name}'; there are {', '.join(tables)}")
+    path = Path(folder) / f"{name}.parquet"
+    try:
+        data = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True).read()
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); run `ppo-repro bisect`") from error
+    if data.schema != writer.arrow_schema(tables[name]):
+        raise UserError(f"{path}: has columns {', '.join(data.column_names)}; write it anew with `ppo-repro bisect`")
+    return reader.to_frame(tables[name].columns, [data])

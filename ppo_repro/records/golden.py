@@ -1,0 +1,90 @@
+"""What a run was like when its author was content with it, in a small JSON file: digests and environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ppo_repro.errors import UserError
+
+FORMAT = 1
+# what decides how numbers are rounded; no paths, no names of machines
+_ENVIRONMENT = (
+    *("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "numerics_backend", "threads"),
+    "processes",
+)
+
+
+class Golden(BaseModel):
+    """`tables`: for each iteration the digest of each table."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal[1]
+    fingerprint: str
+    tables: list[dict[str, str]]
+    environment: dict[str, str]
+
+
+def golden_of(run_dir: Path) -> Golden:
+    """Digests of what the files of a complete run hold now; UserError where they are not what was recorded."""
+    from ppo_repro.records import manifest, reader
+
+    found = reader.open_manifest(run_dir)
+    for index in range(len(found.iterations)):
+        for table in manifest.tables_of(found):
+            reader.read_recorded(run_dir, found, table, index, verify=True)
+    tables = [{name: entry.digest for name, entry in item.tables.items()} for item in found.iterations]
+    return Golden(format=1, fingerprint=found.fingerprint, tables=tables, environment=_environment(run_dir))
+
+
+def _environment(run_dir: Path) -> dict[str, str]:
+    path = run_dir / "environment.json"
+    try:
+        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); restore it") from error
+    packages = {f"packages.{name}": str(version) for name, version in recorded.get("packages", {}).items()}
+    return {**{name: str(recorded.get(name)) for name in _ENVIRONMENT}, **packages}
+
+
+def load(path: Path) -> Golden:
+    """The golden run of a file; UserError where it is missing or is none."""
+    try:
+        return Golden.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no golden run yet; write it with `pytest --update-golden`") from error
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: is no golden run ({reason}); write it anew with `pytest --update-golden`") from error
+
+
+def save(path: Path, golden: Golden) -> None:
+    """Write the file atomically; raises UserError where that fails."""
+    from ppo_repro.records.manifest import atomic_write
+
+    atomic_write(path, (golden.model_dump_json(indent=1) + "\n").encode())
+
+
+def first_difference(golden: Golden, now: Golden) -> str:
+    """Where two runs first differ, in words; empty if they do not."""
+    for iteration, (old, new) in enumerate(zip(golden.tables, now.tables, strict=False)):
+        unequal = [name for name in new if old.get(name) != new[name]]
+        if unequal:
+            name = unequal[0]
+            return f"table {name}, iteration {iteration}: digest {new[name]}, golden {old.get(name)}"
+    if len(golden.tables) != len(now.tables):
+        return f"number of iterations: {len(now.tables)}, golden {len(golden.tables)}"
+    if golden.fingerprint != now.fingerprint:
+        return f"final results: fingerprint {now.fingerprint}, golden {golden.fingerprint}"
+    return ""
+
+
+def other_environment(golden: Golden, now: Golden) -> list[str]:
+    """What is not as it was when the golden run was written."""
+    names = sorted({*golden.environment, *now.environment})
+    pairs = [(name, golden.environment.get(name), now.environment.get(name)) for name in names]
+    return [f"{name} {new} (golden {old})" for name, old, new in pairs if old != new]

@@ -1,0 +1,214 @@
+"""How far sampler and trainer are apart, from a recorded run or from a file of another training stack.
+
+`delta = trainer - sampler` per token, nats; float64 arithmetic on float32 log-probs. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ppo_repro.errors import UserError
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a file calls the log-probs of its two sides and the mask of the tokens that count."""
+
+    sampler: str
+    trainer: str
+    mask: str
+
+
+KNOWN = {
+    "verl": Names("rollout_log_probs", "old_log_probs", "response_mask"),
+    "prime-rl": Names("inference_logprobs", "trainer_logprobs", "loss_mask"),
+    "TRL": Names("sampling_per_token_logps", "old_per_token_logps", "completion_mask"),
+}
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The tokens of some responses."""
+
+    iteration: npt.NDArray[np.int64]
+    sequence: npt.NDArray[np.int64]
+    position: npt.NDArray[np.int64]
+    sampler: npt.NDArray[np.float32]
+    trainer: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token and what either side says of it."""
+
+    iteration: int
+    sequence: int
+    position: int
+    sampler: float
+    trainer: float
+
+    def describe(self) -> str:
+        """Place, both values and their float32 bits."""
+        values = (f"{name} {value!r} (bits {bits(value)})" for name, value in self._sides())
+        place = f"iteration {self.iteration}, sequence {self.sequence}, position {self.position}"
+        return f"{place}: {', '.join(values)}"
+
+    def _sides(self) -> tuple[tuple[str, float], ...]:
+        return ("sampler", self.sampler), ("trainer", self.trainer)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Over all tokens with two finite log-probs; the tokens are the largest |delta| and the first of each sort."""
+
+    tokens: int = 0
+    nonfinite: int = 0
+    unequal: int = 0  # in any bit
+    abs_sum: float = 0.0
+    max_abs: float = 0.0
+    k3_sum: float = 0.0
+    worst: Token | None = None
+    first_unequal: Token | None = None
+    first_nonfinite: Token | None = None
+
+    @property
+    def frac_unequal(self) -> float:
+        return self.unequal / self.tokens if self.tokens else math.nan
+
+    @property
+    def mean_abs(self) -> float:
+        """Mean |delta|, token mean."""
+        return self.abs_sum / self.tokens if self.tokens else math.nan
+
+    @property
+    def k3(self) -> float:
+        """KL(sampler || trainer), k3 = expm1(delta) - delta, token mean (Schulman, 2020)."""
+        return self.k3_sum / self.tokens if self.tokens else math.nan
+
+
+def bits(value: float) -> str:
+    """The float32 bit pattern, hexadecimal."""
+    return f"{int(np.float32(value).view(np.uint32)):08x}"
+
+
+def token_at(pairs: Pairs, index: int) -> Token:
+    """The token at one index."""
+    return Token(
+        iteration=int(pairs.iteration[index]),
+        sequence=int(pairs.sequence[index]),
+        position=int(pairs.position[index]),
+        sampler=float(pairs.sampler[index]),
+        trainer=float(pairs.trainer[index]),
+    )
+
+
+def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """Where two float32 arrays differ in any bit."""
+    return np.asarray(a.view(np.uint32) != b.view(np.uint32))
+
+
+def mismatch(chunks: Iterable[Pairs]) -> Mismatch:
+    """Numbers and worst tokens over all chunks; those without two finite log-probs are counted and left out."""
+    total = Mismatch()
+    for pairs in chunks:
+        total = _with(total, pairs)
+    return total
+
+
+def _with(total: Mismatch, pairs: Pairs) -> Mismatch:
+    finite = np.isfinite(pairs.sampler) & np.isfinite(pairs.trainer)
+    a, b = (np.where(finite, side, 0.0).astype(np.float64) for side in (pairs.sampler, pairs.trainer))
+    delta = b - a
+    size, unequal = np.abs(delta), finite & unequal_bits(pairs.sampler, pairs.trainer)
+    largest = float(size.max(initial=0.0))
+    worst = total.worst
+    if len(size) and (worst is None or largest > total.max_abs):
+        worst = token_at(pairs, int(size.argmax())) if finite.any() else worst
+    return replace(
+        total,
+        tokens=total.tokens + int(finite.sum()),
+        nonfinite=total.nonfinite + int((~finite).sum()),
+        unequal=total.unequal + int(unequal.sum()),
+        abs_sum=total.abs_sum + float(size.sum()),
+        max_abs=max(total.max_abs, largest),
+        k3_sum=total.k3_sum + float((np.expm1(delta) - delta).sum()),
+        worst=worst,
+        first_unequal=total.first_unequal or _first(pairs, unequal),
+        first_nonfinite=total.first_nonfinite or _first(pairs, ~finite),
+    )
+
+
+def _first(pairs: Pairs, where: npt.NDArray[np.bool_]) -> Token | None:
+    found = np.flatnonzero(where)
+    return token_at(pairs, int(found[0])) if found.size else None
+
+
+def run_pairs(run_dir: Path | str) -> Iterator[Pairs]:
+    """`rollout_logprobs` and `old_logprobs` of a recorded run, by iteration; UserError where it is damaged."""
+    from ppo_repro.records import reader
+
+    columns = ["sequence", "position", "rollout_logprobs", "old_logprobs"]
+    for iteration in range(len(reader.open_manifest(run_dir).iterations)):
+        frame = reader.read_tokens(run_dir, iterations=[iteration], columns=columns)
+        sequence, position = (frame[name].to_numpy().astype(np.int64) for name in columns[:2])
+        a, b = (np.ascontiguousarray(frame[name].to_numpy(), np.float32) for name in columns[2:])
+        yield Pairs(np.full(len(frame), iteration), sequence, position, a, b)
+
+
+def file_pairs(path: Path, names: Names | None = None) -> Iterator[Pairs]:
+    """One response a line: lists of log-probs and of the mask, called as in a known stack, or as `names` says.
+
+    The sequence is the line, from 0; the iteration is `step` where there is one; null is NaN. UserError names line and
+    field.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file):
+                yield _response(f"{path}, line {number + 1}", number, line, names)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give a run folder or a JSONL file") from error
+
+
+def _response(where: str, number: int, line: str, names: Names | None) -> Pairs:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: is not JSON ({error}); give a run folder or a JSONL file") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: is no JSON object; one line is one response")
+    used = names or _known(where, found)
+    columns = [_numbers(where, found, name) for name in (used.sampler, used.trainer, used.mask)]
+    lengths = {len(column) for column in columns}
+    if len(lengths) > 1:
+        raise UserError(f"{where}: {used.sampler}, {used.trainer} and {used.mask} have lengths {sorted(lengths)}")
+    kept = np.flatnonzero(columns[2])
+    step = found.get("step", 0)
+    if not isinstance(step, int):
+        raise UserError(f"{where}: step = {step!r}: must be an integer")
+    a, b = (column[kept].astype(np.float32) for column in columns[:2])
+    return Pairs(np.full(len(kept), step), np.full(len(kept), number), kept, a, b)
+
+
+def _known(where: str, found: Mapping[str, Any]) -> Names:
+    fits = [names for names in KNOWN.values() if {names.sampler, names.trainer} <= set(found)]
+    if len(fits) != 1:
+        known = "; ".join(f"{names.sampler} and {names.trainer} ({stack})" for stack, names in KNOWN.items())
+        raise UserError(f"{where}: has not the log-probs of one known stack: {known}; say which with names=Names(...)")
+    return fits[0]
+
+
+def _numbers(where: str, found: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
+    if name not in found:
+        raise UserError(f"{where}: has no field '{name}'; there are {', '.join(sorted(found))}")
+    values = found[name]
+    if not isinstance(values, list) or not all(v is None or isinstance(v, int | float) for v in values):
+        raise UserError(f"{where}: {name}: must be a list of numbers")
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)

@@ -1,0 +1,60 @@
+"""The engine on responses that are known: the same prefill, cache and decoding, with tokens given instead of drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.models.networks import expand_kept
+from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.prefix import PrefixIndex
+from ppo_repro.rollout.sampler import Sample
+from ppo_repro.rollout.torch_engine import Cache, TorchEngine, _Active
+
+
+class Replay(TorchEngine):
+    """Decodes `completions` again; `sequences` and `positions` say what the pass in progress computes."""
+
+    def __init__(
+        self, policy: PreTrainedModel, mode: str, max_context: int, slots: int, completions: Sequence[Completion]
+    ) -> None:
+        # no token ends a response but the last one given
+        super().__init__(policy, frozenset(), mode, max_context, slots, prefill_chunk=0, prefix_cache=False)
+        self.completions = completions
+        self.sequences, self.positions = torch.empty(0), torch.empty(0)
+        self._owner: dict[int, int] = {}
+
+    def logprobs(self, requests: Sequence[Request], sampling: Sampling) -> Tensor:
+        """Log-probs [n] float32 of the given tokens, decoded with the cache."""
+        return torch.cat([c.logprobs for c in self.generate(requests, sampling)])
+
+    def _prefill(self, cache: Cache, held: PrefixIndex, turn: list[_Active]) -> Tensor:
+        self._owner.update({item.slot: item.index for item in turn})
+        return super()._prefill(cache, held, turn)
+
+    def _forward(self, cache: Cache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
+        width = max(len(piece) for piece in pieces)
+        lengths = torch.tensor([len(piece) for piece in pieces])[:, None]
+        columns = torch.arange(width)
+        self.sequences = torch.tensor([self._owner[slot] for slot in slots])[:, None].expand(-1, width)
+        self.positions = torch.where(columns < lengths, torch.tensor(starts)[:, None] + columns, -1)
+        return super()._forward(cache, slots, pieces, starts)
+
+    def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
+        given = [(self.completions[item.index], len(item.tokens)) for item in turn]
+        tokens = torch.tensor([c.response_ids[at] for c, at in given])
+        kept = torch.stack([c.kept_tokens[at] for c, at in given])
+        eligible = expand_kept(kept, logits.shape[-1])
+        logprobs, _ = token_statistics(logits, tokens, sampling.temperature, eligible, self.mode)
+        drawn = Sample(tokens, logprobs, torch.stack([c.log_kept_mass[at] for c, at in given]), kept)
+        for row, (item, token) in enumerate(zip(turn, tokens.tolist(), strict=True)):
+            item.tokens.append(token)
+            item.samples.append((drawn, row))
+
+    def _finish_reason(self, item: _Active, sampling: Sampling) -> str:
+        given = self.completions[item.index]
+        return given.finish_reason if len(item.tokens) == len(given.response_ids) else ""

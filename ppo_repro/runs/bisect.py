@@ -1,0 +1,243 @@
+"""Which module makes sampler and trainer part, and which condition: for a run's own model, prompts and sampling.
+
+Both paths compute the same token ids. The origin of a difference is the first module, in the order of execution,
+that is given equal bits and gives unequal ones: all others only pass a difference on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.config import LayoutConfig, NumericsConfig, RunConfig, TinyModel
+from ppo_repro.config_yaml import load_config
+from ppo_repro.errors import UserError
+from ppo_repro.models.networks import freeze
+from ppo_repro.records.bisect import write
+from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.runs.capture import Captured, decoded, patched, trained
+from ppo_repro.runs.ladder import Step, ladder
+from ppo_repro.runs.prepare import prepare
+from ppo_repro.seeding import sample_seed
+from ppo_repro.stages import sampling_of
+
+SEQUENCES = 16  # what every module gives for all their tokens is held at once, for both paths
+MODES: tuple[Literal["exact", "native"], ...] = ("exact", "native")
+LOG_PROBS = "log_probs"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of `mismatch_op`."""
+
+    mode: str
+    order: int
+    layer: int
+    op: str
+    tokens: int
+    max_abs: float
+    mean_abs: float
+    rel_l2: float
+    cos: float
+    ulp_p99: float
+    frac_bitwise_equal: float
+    inputs_equal: bool
+    outputs_equal: bool
+    amplification: float | None
+    explained: float | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A policy in one mode, and the responses that it sampled."""
+
+    policy: PreTrainedModel
+    mode: str
+    max_context: int
+    requests: tuple[Request, ...]
+    completions: tuple[Completion, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """Everything found; `first_divergent_op` by mode, empty where no bit differs."""
+
+    folder: str
+    first_divergent_op: dict[str, str]
+    ops: tuple[Op, ...]
+    ladder: tuple[Step, ...]
+
+
+def _settings(config: RunConfig, mode: Literal["exact", "native"]) -> RunConfig:
+    """The configuration in a mode, without a warm start and in the plainest layout."""
+    bits = config.numerics.operand_bits if mode == "exact" else 20
+    model = config.model
+    if isinstance(model, TinyModel):
+        model = model.model_copy(update={"warm_start_steps": 0})
+    numerics = NumericsConfig(mode=mode, operand_bits=bits, max_context=config.numerics.max_context)
+    return config.model_copy(update={"model": model, "numerics": numerics, "layout": LayoutConfig()})
+
+
+def make_subject(config: RunConfig, mode: Literal["exact", "native"], start_folder: Path | None) -> Subject:
+    """The policy of a configuration, or of the folder it was saved in, with `SEQUENCES` responses."""
+    config = _settings(config, mode)
+    prepared = prepare(config, lambda step, total, loss: None, start_folder)
+    keys = sorted(prepared.task.prompt_ids)[:SEQUENCES]
+    requests = tuple(Request(prepared.task.prompt_ids[k], sample_seed(config.seed, 0, k, 0)) for k in keys)
+    policy, context, sampling = prepared.state.policy, config.numerics.max_context, sampling_of(config)
+    engine = TorchEngine(policy, prepared.engine.stop_ids, mode, context, len(requests), 0, False)
+    return Subject(freeze(policy), mode, context, requests, tuple(engine.generate(requests, sampling)), sampling)
+
+
+def ulps(a: Tensor, b: Tensor) -> Tensor:
+    """Distances of float32 numbers in units in the last place, int64; 0.0 and -0.0 are one number here."""
+    bits = (x.contiguous().view(torch.int32).to(torch.int64) for x in (a, b))
+    left, right = (torch.where(x < 0, -(x & 0x7FFFFFFF), x) for x in bits)
+    return (left - right).abs()
+
+
+def same_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one type have the same bits."""
+    return a.contiguous().view(torch.int32) == b.contiguous().view(torch.int32)
+
+
+def _place(name: str) -> tuple[int, str]:
+    """(layer, name within it) of a module; layer -1 outside."""
+    found = re.search(r"\.(\d+)(?:\.|$)", name)
+    return (int(found.group(1)), name[found.end() :] or "layer") if found else (-1, name)
+
+
+def _rel_l2(a: Tensor, b: Tensor) -> float:
+    wide, other = a.to(torch.float64), b.to(torch.float64)
+    norm = float(other.norm())
+    return float((wide - other).norm()) / norm if norm > 0 else math.nan
+
+
+def _compare(s: Subject, name: str, order: int, given: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor]) -> Op:
+    """One module: what the decoding path and the training forward give it, and what they get."""
+    a, b = (x.to(torch.float64) for x in made)
+    difference, equal, inputs = (a - b).abs(), same_bits(*made), bool(same_bits(*given).all())
+    norms = float(a.norm()) * float(b.norm())
+    into = 0.0 if inputs else _rel_l2(*given)
+    layer, op = _place(name)
+    return Op(
+        mode=s.mode,
+        order=order,
+        layer=layer,
+        op=op,
+        tokens=len(a),
+        max_abs=float(difference.max()),
+        mean_abs=float(difference.mean()),
+        rel_l2=_rel_l2(*made),
+        cos=float((a * b).sum()) / norms if norms > 0 else math.nan,
+        ulp_p99=float(torch.quantile(ulps(*made).flatten()[: 1 << 24].to(torch.float64), 0.99)),
+        frac_bitwise_equal=float(equal.to(torch.float64).mean()),
+        inputs_equal=inputs,
+        outputs_equal=bool(equal.all()),
+        amplification=_rel_l2(*made) / into if into > 0 else None,
+        explained=None,
+    )
+
+
+def _explained(s: Subject, trainer: PreTrainedModel, name: str, left: Captured, right: Captured) -> float | None:
+    whole = float((left.logprobs.double() - right.logprobs.double()).abs().mean())
+    if whole == 0.0:
+        return None
+    made = patched(trainer, s.mode, s.requests, s.completions, s.sampling.temperature, name, left.outputs[name])
+    return 1.0 - float((left.logprobs.double() - made.double()).abs().mean()) / whole
+
+
+def compare_ops(s: Subject, trainer: PreTrainedModel | None = None) -> Iterator[Op]:
+    """Every module on both paths; `trainer` is the policy that computes the training forward, if another one."""
+    other = s.policy if trainer is None else trainer
+    left = decoded(s.policy, s.mode, s.max_context, s.requests, s.completions, s.sampling)
+    right = trained(other, s.mode, s.requests, s.completions, s.sampling.temperature)
+    order, head = 0, ""
+    for name, output in right.outputs.items():
+        found = _compare(s, name, order, (left.inputs[name], right.inputs[name]), (left.outputs[name], output))
+        yield Op(**{**asdict(found), "explained": _explained(s, other, name, left, right)})
+        order, head = order + 1, name
+    logits, logprobs = (left.outputs[head], right.outputs[head]), (left.logprobs[:, None], right.logprobs[:, None])
+    yield _compare(s, LOG_PROBS, order, logits, logprobs)
+
+
+def first_divergent_op(ops: Sequence[Op]) -> str:
+    """The first op with equal inputs and unequal outputs, as `layer 0 self_attn`; empty if there is none."""
+    for op in ops:
+        if op.inputs_equal and not op.outputs_equal:
+            return f"layer {op.layer} {op.op}" if op.layer >= 0 else op.op
+    return ""
+
+
+def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None]:
+    """Configuration, and the folder of the trained policy where `path` is a run."""
+    if not path.is_dir():
+        return load_config(path, overrides), None
+    if overrides:
+        raise UserError(f"--set {overrides[0]}: {path} is a recorded run; --set goes with a configuration")
+    folder = path / "checkpoints" / "final"
+    if not folder.is_dir():
+        raise UserError(f"{path}: has no checkpoints/final; finish it with `ppo-repro resume {path}`")
+    return load_config(path / "config.yaml"), folder
+
+
+def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
+    """Compare both paths of a configuration's policy, or of a run's final one, in both modes, and write the tables.
+
+    The tables go to OUT/<experiment>/<config digest>, in the place of what an earlier call left there.
+    """
+    config, folder = _source(path, overrides)
+    ops: list[Op] = []
+    steps: list[Step] = []
+    first: dict[str, str] = {}
+    # one mode after the other: the backend is chosen for the whole process
+    for mode in MODES:
+        subject = make_subject(config, mode, folder)
+        found = list(compare_ops(subject))
+        first[mode] = first_divergent_op(found)
+        ops += found
+        steps += ladder(
+            subject.policy, mode, subject.max_context, subject.requests, subject.completions, subject.sampling
+        )
+    target = out / config.experiment / config.digest()
+    write(target, {"mismatch_op": _columns(ops), "mismatch_ladder": _columns(steps)})
+    return Bisection(str(target), first, tuple(ops), tuple(steps))
+
+
+def _columns(rows: Sequence[Op] | Sequence[Step]) -> dict[str, list[Any]]:
+    return {name: [getattr(row, name) for row in rows] for name in asdict(rows[0])}
+
+
+def lines(found: Bisection) -> list[str]:
+    """The result as text: each op that makes or enlarges a difference, the ladder, the origin."""
+    shown = [
+        f"{'mode':<8}{'layer':>5}  {'op':<26}{'in':>4}{'equal bits':>12}{'max_abs':>11}{'rel_l2':>11}{'explained':>11}"
+    ]
+    for op in found.ops:
+        if not op.outputs_equal:
+            explained = "" if op.explained is None else f"{op.explained:.2f}"
+            equal, layer = "=" if op.inputs_equal else "", "" if op.layer < 0 else str(op.layer)
+            shown.append(
+                f"{op.mode:<8}{layer:>5}  {op.op:<26}{equal:>4}{op.frac_bitwise_equal:>12.1%}"
+                f"{op.max_abs:>11.1e}{op.rel_l2:>11.1e}{explained:>11}"
+            )
+    shown.append(f"{'mode':<8}{'way':<9}{'toggle':<18}{'unequal':>9}{'mean_abs':>11}{'max_abs':>11}{'change':>11}")
+    shown += [
+        f"{step.mode:<8}{step.way:<9}{step.toggle:<18}{step.frac_unequal:>9.1%}"
+        f"{step.mean_abs:>11.1e}{step.max_abs:>11.1e}{step.change:>11.1e}"
+        for step in found.ladder
+    ]
+    for mode, origin in found.first_divergent_op.items():
+        said = f"the paths part at {origin}" if origin else "no op gives other bits for equal inputs"
+        shown.append(f"{mode}: {said}")
+    return [*shown, f"tables  {found.folder}"]

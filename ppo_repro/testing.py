@@ -1,0 +1,194 @@
+"""Tests that guard a training stack: assertions on recorded runs and log-prob dumps, and a pytest plugin.
+
+Installed with the package, so `golden_run` and `--update-golden` are there in every pytest run. PYTEST_DONT_REWRITE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ppo_repro.errors import UserError
+
+if TYPE_CHECKING:
+    from ppo_repro.records.mismatch import Mismatch, Names, Token
+
+GoldenCheck = Callable[[Path | str, Path | str], None]
+_WRITTEN = pytest.StashKey[list[str]]()
+
+
+def assert_on_policy(run: Path | str) -> None:
+    """Sampler and trainer agree on every bit of a recorded run, and every ratio of a first minibatch is exactly 1.
+
+    AssertionError names the first token that differs; UserError where the run is incomplete or damaged.
+    """
+    __tracebackhide__ = True
+    from ppo_repro.records import mismatch
+
+    found = mismatch.mismatch(mismatch.run_pairs(run))
+    first = found.first_nonfinite or found.first_unequal
+    if first is not None:
+        bad = found.unequal + found.nonfinite
+        raise AssertionError(
+            f"{run}: {bad} of {found.tokens + found.nonfinite} tokens have other old_logprobs (trainer) than "
+            f"rollout_logprobs (sampler); the first is {first.describe()}; find the layer "
+            f"with `ppo-repro bisect {run}`, or the cause with analysis.diagnosis in a checkout"
+        )
+    _assert_first_ratios(run)
+
+
+def _assert_first_ratios(run: Path | str) -> None:
+    __tracebackhide__ = True
+    import numpy as np
+
+    from ppo_repro.records import mismatch, reader
+
+    columns = ["epoch", "minibatch", "sequence", "position", "ratios"]
+    for iteration in range(len(reader.open_manifest(run).iterations)):
+        rows = reader.read_updates(run, iterations=[iteration], columns=columns)
+        # null where the policy took no step
+        rows = rows[(rows["epoch"] == 0) & (rows["minibatch"] == 0) & rows["ratios"].notna()]
+        ratios = np.ascontiguousarray(rows["ratios"].to_numpy(), np.float32)
+        wrong = np.flatnonzero(mismatch.unequal_bits(ratios, np.ones_like(ratios)))
+        if wrong.size:
+            row = rows.iloc[wrong[0]]
+            raise AssertionError(
+                f"{run}: {wrong.size} of {len(rows)} ratios of the first minibatch of iteration {iteration} are not 1; "
+                f"the first is at sequence {row['sequence']:.0f}, position {row['position']:.0f}: "
+                f"{row['ratios']!r} (bits {mismatch.bits(row['ratios'])}), expected 1.0 (bits {mismatch.bits(1.0)}); "
+                "the update computes other log-probs than its anchor: compare batch layout and numerics of both"
+            )
+
+
+def assert_same_run(a: Path | str, b: Path | str) -> None:
+    """Two complete runs have the same bits in every table and the same final results.
+
+    AssertionError names table, iteration, row, both values and their bits; UserError where a run is incomplete.
+    """
+    __tracebackhide__ = True
+    from ppo_repro.records import reader
+    from ppo_repro.runs.diff import first_difference
+
+    for run in (a, b):
+        reader.open_manifest(run)
+    found = first_difference(a, b)
+    if found is not None:
+        raise AssertionError(
+            f"{a} (left) and {b} (right) differ: {found.describe()}; compare their config.yaml and environment.json"
+        )
+
+
+def assert_mismatch_below(
+    run_or_file: Path | str,
+    *,
+    mean_abs: float | None = None,
+    max_abs: float | None = None,
+    k3: float | None = None,
+    frac_unequal: float | None = None,
+    nonfinite: int = 0,
+    names: Names | None = None,
+) -> None:
+    """The log-probs of sampler and trainer differ by no more than each limit that is given.
+
+    `run_or_file`: a run folder, or a JSONL file with one response a line, as verl, prime-rl and TRL name their fields;
+    `names` gives other names. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|, `k3` the
+    token mean of expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of tokens that
+    differ in any bit, `nonfinite` how many tokens may have no finite pair. AssertionError names every limit that is
+    passed and a token; UserError without a limit or without tokens.
+    """
+    __tracebackhide__ = True
+    from ppo_repro.records import mismatch
+
+    limits = {"mean_abs": mean_abs, "max_abs": max_abs, "k3": k3, "frac_unequal": frac_unequal}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    if not given:
+        raise UserError(f"assert_mismatch_below: no limit is given; give one or more of {', '.join(limits)}")
+    for name, limit in given.items():
+        if not limit >= 0:
+            raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
+    path = Path(run_or_file)
+    if path.is_dir() and names is not None:
+        raise UserError(f"{path}: is a run folder, whose names are fixed; leave names out")
+    found = mismatch.mismatch(mismatch.run_pairs(path) if path.is_dir() else mismatch.file_pairs(path, names))
+    if not found.tokens + found.nonfinite:
+        raise UserError(f"{path}: holds no token that counts; there is nothing to compare")
+    passed = _passed(found, given, nonfinite)
+    if passed:
+        raise AssertionError(f"{path}: of {found.tokens} tokens {'; '.join(passed)}; {_ADVICE}")
+
+
+_ADVICE = (
+    "if this is new, see what changed (weights sync, dtype, temperature, padding, token ids) before raising a limit"
+)
+
+
+def _passed(found: Mismatch, given: dict[str, float], nonfinite: int) -> list[str]:
+    """One sentence for each limit that does not hold; a number that is NaN holds none."""
+    lines = []
+    tokens = {"frac_unequal": ("first", found.first_unequal)}
+    for name, limit in given.items():
+        value = getattr(found, name)
+        if not value <= limit:
+            which, token = tokens.get(name, ("largest", found.worst))
+            lines.append(f"{name} is {value:.6g}, above {limit:.6g} ({which} at {_place(token)})")
+    if found.nonfinite > nonfinite:
+        place = _place(found.first_nonfinite)
+        lines.append(f"{found.nonfinite} more have no two finite log-probs, above {nonfinite} (first at {place})")
+    return lines
+
+
+def _place(token: Token | None) -> str:
+    return "no token" if token is None else token.describe()
+
+
+def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
+    """A run has the digests of a golden one, in every table of every iteration and in its final results.
+
+    AssertionError names the first table and iteration that differ, and what of the environment does; UserError where
+    the run is incomplete or damaged, or there is no golden file.
+    """
+    __tracebackhide__ = True
+    from ppo_repro.records import golden
+
+    expected, now = golden.load(Path(golden_path)), golden.golden_of(Path(run))
+    difference = golden.first_difference(expected, now)
+    if not difference:
+        return
+    others = golden.other_environment(expected, now)
+    where = f"the environment differs: {', '.join(others)}" if others else "the environment is the same"
+    raise AssertionError(
+        f"{run} is not the golden run {golden_path}: {difference}; {where}; see the cell with `ppo-repro diff` "
+        "against a run of the old code, or accept the new results with `pytest --update-golden`"
+    )
+
+
+@pytest.fixture
+def golden_run(request: pytest.FixtureRequest) -> GoldenCheck:
+    """`golden_run(run, golden_path)`: `assert_matches_golden`, or with `--update-golden` write the file instead."""
+
+    def check(run: Path | str, golden_path: Path | str) -> None:
+        __tracebackhide__ = True
+        if not request.config.getoption("--update-golden"):
+            assert_matches_golden(run, golden_path)
+            return
+        from ppo_repro.records import golden
+
+        golden.save(Path(golden_path), golden.golden_of(Path(run)))
+        request.config.stash.setdefault(_WRITTEN, []).append(str(golden_path))
+
+    return check
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """One option."""
+    group = parser.getgroup("ppo_repro")
+    group.addoption("--update-golden", action="store_true", help="write golden runs instead of comparing with them")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was written, so that no golden run changes unseen."""
+    for path in config.stash.get(_WRITTEN, []):
+        terminalreporter.write_line(f"golden run written, not compared: {path}")

@@ -49,7 +49,7 @@ class BucketSums:
     equal: statistics.Ints
     sums: npt.NDArray[np.float64]  # [len(SUMS), buckets]
     largest: npt.NDArray[np.float64]
-    abs_counts: statistics.Ints  # [buckets, statistics.BINS]
+    abs_counts: statistics.Ints  # [buckets up to the last that is not empty, statistics.BINS]
 
 
 def bucket_sums(tokens: pd.DataFrame) -> dict[str, BucketSums]:
@@ -86,13 +86,14 @@ def _sums(
     wide = place.astype(np.int64)
     largest = np.full(buckets, -math.inf)
     np.maximum.at(largest, wide, values[0])
-    counts = np.bincount(wide * statistics.BINS + bins, minlength=buckets * statistics.BINS)
+    used = int(wide.max(initial=-1)) + 1
+    counts = np.bincount(wide * statistics.BINS + bins, minlength=used * statistics.BINS)
     return BucketSums(
         n=np.bincount(wide, minlength=buckets),
         equal=np.bincount(wide[equal], minlength=buckets),
         sums=np.array([np.bincount(wide, value, minlength=buckets) for value in values]),
         largest=largest,
-        abs_counts=counts.reshape(buckets, statistics.BINS),
+        abs_counts=counts.reshape(used, statistics.BINS),
     )
 
 
@@ -104,10 +105,17 @@ def merge_buckets(a: Mapping[str, BucketSums], b: Mapping[str, BucketSums]) -> d
             equal=one.equal + b[kind].equal,
             sums=one.sums + b[kind].sums,
             largest=np.maximum(one.largest, b[kind].largest),
-            abs_counts=one.abs_counts + b[kind].abs_counts,
+            abs_counts=_added(one.abs_counts, b[kind].abs_counts),
         )
         for kind, one in a.items()
     }
+
+
+def _added(a: statistics.Ints, b: statistics.Ints) -> statistics.Ints:
+    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+    total = longer.copy()
+    total[: len(shorter)] += shorter
+    return total
 
 
 def bucket_table(sums: Mapping[str, BucketSums]) -> pd.DataFrame:
@@ -131,7 +139,8 @@ def _bucket_rows(kind: str, one: BucketSums) -> pd.DataFrame:
             "hi": edges[there + 1],
             "n": n,
             "abs_mean": means["abs"],
-            "abs_p99": [statistics.quantile(one.abs_counts[place], 0.99) for place in there],
+            # the middle of the last bin may lie above the largest value
+            "abs_p99": [min(statistics.quantile(one.abs_counts[at], 0.99), one.largest[at]) for at in there],
             "abs_max": one.largest[there],
             "prob_abs_mean": means["prob_abs"],
             "k1": means["k1"],

@@ -23,6 +23,9 @@ class Bounds:
     geometric: tuple[float, float] = (0.999, 1.001)
 
 
+USUAL_BOUNDS = Bounds()
+
+
 def first_true(flags: npt.NDArray[np.bool_], starts: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
     """Place within its sequence of the first true flag, -1 where there is none."""
     rows = len(flags)
@@ -33,7 +36,7 @@ def first_true(flags: npt.NDArray[np.bool_], starts: npt.NDArray[np.intp]) -> np
 
 
 def mismatch_sequence(
-    tokens: pd.DataFrame, bounds: Bounds = Bounds(), divergence_tau: float = DIVERGENCE_TAU
+    tokens: pd.DataFrame, bounds: Bounds = USUAL_BOUNDS, divergence_tau: float = DIVERGENCE_TAU
 ) -> pd.DataFrame:
     """One row per sequence, from `mismatch_token` rows of whole sequences. delta_t = logprobs_b - logprobs_a.
 

@@ -54,8 +54,8 @@ def update_table(sums: MismatchSums) -> pd.DataFrame:
     k1 = E[-delta] and k3 = E[rho - 1 - delta] estimate KL(a || b), kl_pg = E[rho delta] and kl_pg_nonneg =
     E[rho delta - rho + 1] KL(b || a), tv = E|rho - 1| / 2 the total variation, chi2_token = E[rho^2] - 1
     chi^2(b || a), all without bias (chi2_token may be negative in a sample); ess_frac = 1 / (1 + cv2),
-    cv2 = Var(rho) / E[rho]^2; pearson_*_gap = 1 - r. k3_over_k1 is NaN where |k1| is below three standard errors, a correlation
-    where nothing varies. Tokens that are not finite are counted in n_nonfinite and left out.
+    cv2 = Var(rho) / E[rho]^2; pearson_*_gap = 1 - r. k3_over_k1 is NaN where |k1| is below three standard errors, a
+    correlation where nothing varies. Tokens that are not finite are counted in n_nonfinite and left out.
     """
     rows = [*_token_rows(sums), *_moment_rows(sums), *_sequence_rows(sums), *_count_rows(sums)]
     table = pd.DataFrame(
@@ -111,31 +111,35 @@ def _moment_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
         "pearson_logp_gap": logps.pearson_gap,
         "delta_logp_slope": logps.slope,
         "k3_over_k1": mean("k3") / k1.value if resolved and k1.value else math.nan,
-        **weight_moments(sums.linear, "x", "x_sq", "token"),
+        **dict(zip(("chi2_token", "cv2", "ess_frac"), weight_moments(sums.linear, "x", "x_sq"), strict=True)),
         "delta_min": _some(sums, sums.delta.smallest),
         "delta_max": _some(sums, sums.delta.largest),
         "rho_min": _some(sums, sums.rho.smallest),
         "rho_max": _some(sums, sums.rho.largest),
-        "abs_max": _some(sums, max(-sums.delta.smallest, sums.delta.largest)),
-        "prob_abs_max": _some(sums, max(-sums.prob_diff.smallest, sums.prob_diff.largest)),
+        "abs_max": _some(sums, max(abs(sums.delta.smallest), abs(sums.delta.largest))),
+        "prob_abs_max": _some(sums, max(abs(sums.prob_diff.smallest), abs(sums.prob_diff.largest))),
         "ulp_max": sums.ulp.largest if math.isfinite(sums.ulp.largest) else math.nan,
     }
     for label, q in QUANTILES.items():
-        found[f"abs_{label}"] = statistics.quantile(sums.abs_counts, q)
+        # the middle of the last bin may lie above the largest value
+        found[f"abs_{label}"] = min(statistics.quantile(sums.abs_counts, q), found["abs_max"])
         # below 256 every integer has a bin of its own
         ulp = statistics.quantile(sums.ulp_counts, q)
         found[f"ulp_{label}"] = math.nan if math.isnan(ulp) else float(math.floor(ulp))
     return [(metric, "token", Estimate(value)) for metric, value in found.items()]
 
 
-def weight_moments(sums: ClusterSums, excess: str, squares: str, level: str) -> dict[str, float]:
-    """chi2, cv2 and effective sample size of weights w = 1 + x, from the means of x and x^2."""
+def weight_moments(sums: ClusterSums, excess: str, squares: str) -> tuple[float, float, float]:
+    """chi2 = E[w^2] - 1, cv2 = Var(w) / E[w]^2 and ESS / N = 1 / (1 + cv2) of w = 1 + x, from the means of x and x^2.
+
+    The last two are NaN where a square is beyond float64.
+    """
     x, x_sq = statistics.item_mean(sums, excess).value, statistics.item_mean(sums, squares).value
-    if not math.isfinite(x_sq):
-        return {f"chi2_{level}": x_sq, f"cv2_{level}": math.nan, f"ess_{level}": math.nan}
+    if not math.isfinite(x_sq) or x <= -1.0:
+        return 2.0 * x + x_sq, math.nan, math.nan
     # rounding may put a variance of zero below it
-    cv2 = max(x_sq - x * x, 0.0) / (1.0 + x) ** 2 if x > -1.0 else math.nan
-    return {f"chi2_{level}": 2.0 * x + x_sq, f"cv2_{level}": cv2, f"ess_{level}": 1.0 / (1.0 + cv2)}
+    cv2 = max(x_sq - x * x, 0.0) / (1.0 + x) ** 2
+    return 2.0 * x + x_sq, cv2, 1.0 / (1.0 + cv2)
 
 
 def moments(sums: ClusterSums, name: str) -> Moments:
@@ -171,8 +175,10 @@ def _sequence_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
     diverged = sums.survival.sums["hazard"]
     share = statistics.value(diverged[0]) / sums.sequences if sums.sequences else math.nan
     rows.append(("frac_diverged", "seq", Estimate(share)))
-    for metric, found in weight_moments(weights, "x_seq", "x_seq_sq", "seq").items():
-        rows.append((metric, "seq", Estimate(found)))
+    spread = weight_moments(weights, "x_seq", "x_seq_sq")
+    rows += [
+        (f"{name}_seq", "seq", Estimate(found)) for name, found in zip(("chi2", "cv2", "ess"), spread, strict=True)
+    ]
     there = weights.clusters > 0
     rows.append(("log_ppl_diff_min", "seq", Estimate(sums.log_ppl_diff.smallest if there else math.nan)))
     rows.append(("log_ppl_diff_max", "seq", Estimate(sums.log_ppl_diff.largest if there else math.nan)))

@@ -9,7 +9,8 @@ and, where the source has them, `entropies` and `log_kept_mass` (float32, nats) 
 sampled the token, or came first; `b` is compared with it, so delta = logprobs_b - logprobs_a. Rows are in
 the order of (iteration, sequence, position). A chunk holds rows of one iteration, and whole sequences: none is split
 over two chunks, so memory is bounded by one batch plus the longest sequence. `chunk.attrs["masked"]` counts
-the tokens that a mask took out of the chunk (`masked_tokens` reads it); runs have no mask.
+the tokens that a mask took out of the chunk (`masked_tokens` reads it), which may leave it without rows; runs
+have no mask.
 """
 
 from __future__ import annotations
@@ -162,3 +163,8 @@ def _by_iteration(chunk: pd.DataFrame) -> Iterator[pd.DataFrame]:
 def masked_tokens(chunk: pd.DataFrame) -> int:
     """How many tokens a mask took out of this chunk."""
     return int(chunk.attrs.get("masked", 0))
+
+
+def iteration_of(chunk: pd.DataFrame) -> int:
+    """The one iteration of a chunk, also where a mask left no row."""
+    return int(chunk["iteration"].iloc[0] if len(chunk) else chunk.attrs["iteration"])

@@ -87,7 +87,7 @@ def _unmasked(chunks: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
     for chunk in chunks:
         kept = chunk["mask"].to_numpy() != 0
         frame = chunk.loc[kept].drop(columns="mask").reset_index(drop=True)
-        frame.attrs["masked"] = int(len(chunk) - len(frame))
+        frame.attrs.update(masked=len(chunk) - len(frame), iteration=int(chunk["iteration"].iloc[0]))
         yield frame
 
 

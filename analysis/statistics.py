@@ -38,7 +38,7 @@ def exact_sums(values: Floats) -> tuple[ExactSum, ...]:
     if count > _LARGEST_CHUNK:
         raise ValueError(f"{count} values at once, at most {_LARGEST_CHUNK} stay exact")
     finite = np.isfinite(values)
-    special = [0.0] * rows if finite.all() else [float(row[~there].sum()) for row, there in zip(values, finite)]
+    special = [float(row[~there].sum()) for row, there in zip(values, finite, strict=True)]
     fractions, exponents = np.frexp(np.where(finite, values, 0.0))
     mantissas = np.ldexp(fractions, 53).astype(np.int64)
     low = int(exponents.min(initial=0))

@@ -48,7 +48,7 @@ def exact_sums(values: Floats) -> tuple[ExactSum, ...]:
     upper = np.bincount(places, (mantissas >> 26).ravel(), rows * span).reshape(rows, span)
     lower = np.bincount(places, (mantissas & ((1 << 26) - 1)).ravel(), rows * span).reshape(rows, span)
     totals = [0] * rows
-    for row, place in zip(*np.nonzero(upper + lower != 0.0), strict=True):
+    for row, place in zip(*np.nonzero((upper != 0.0) | (lower != 0.0)), strict=True):
         mantissa = (int(upper[row, place]) << 26) + int(lower[row, place])
         totals[row] += mantissa << (low + int(place) - _LOWEST_EXPONENT)
     return tuple(ExactSum(total, extra) for total, extra in zip(totals, special, strict=True))

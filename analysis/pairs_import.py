@@ -167,7 +167,12 @@ def _exploded(path: Path, first: int, columns: Columns, batch: pa.Table, sequenc
         flat = pc.list_flatten(batch.column(name))
         owner = np.repeat(np.arange(batch.num_rows), lengths[name])
         if name in _INTEGERS and flat.null_count:
-            refuse(np.isin(np.arange(batch.num_rows), owner[flat.is_null().to_numpy()]), "holds null")
+            nulls = (
+                flat.is_null().to_numpy(zero_copy_only=False)
+                if isinstance(flat, pa.Array)
+                else flat.is_null().to_numpy()
+            )
+            refuse(np.isin(np.arange(batch.num_rows), owner[nulls]), f"column {getattr(columns, name)} holds null")
         # the last `count` of each list
         ends = np.cumsum(lengths[name])
         frame[name] = _plain(name, flat)[np.repeat(ends - count, count) + place]

@@ -140,7 +140,7 @@ def _slow(frame: pd.DataFrame) -> dict[tuple[str, str], float]:
         for sequence, a, b in rows:
             by_sequence.setdefault(sequence, []).append(function(a, b))
         lists = list(by_sequence.values())
-        found[name, "token_mean"] = math.fsum(sum(lists, [])) / len(rows)
+        found[name, "token_mean"] = math.fsum(x for values in lists for x in values) / len(rows)
         if name in ("abs_mean", "k1", "k2", "k3"):
             found[name, "seq_mean_token_mean"] = math.fsum(math.fsum(x) / len(x) for x in lists) / len(lists)
             found[name, "seq_mean_token_sum"] = math.fsum(math.fsum(x) for x in lists) / len(lists)

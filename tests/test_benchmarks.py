@@ -86,6 +86,6 @@ def test_disagreements_are_named_and_the_disk_is_asked_first(tmp_path: Path) -> 
     results = [Result("a", 10, 2.0, 1.0, 5.0, same), Result("b", 10, 4.0, 1.0, 5.0, same | {"k3": 1.1})]
     assert disagreements(results) == ["10 rows, k3: 1.0 by a, 1.1 by b"]
     assert "| 10 | a | 2.0 | 1.0 | 5 | 5 |" in markdown(results)
-    with pytest.raises(UserError, match="MiB free, .* rows need"):
+    with pytest.raises(UserError, match=r"MiB free, .* rows need"):
         benchmark(10**15, tmp_path, ["summary, pages"])
     assert list(tmp_path.iterdir()) == []

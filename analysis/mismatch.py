@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -115,8 +115,11 @@ def merge(a: Measured, b: Measured) -> Measured:
     )
 
 
-def tables(measured: Iterable[Measured]) -> Tables:
-    """The tables of all iterations, one below the other; raises UserError where there is no token."""
+def tables(measured: Iterable[Measured], labels: Mapping[str, str] | None = None) -> Tables:
+    """The tables of all iterations, one below the other; raises UserError where there is no token.
+
+    `labels`, such as {"run": ..., "pair": ...}, become the first columns, so that tables of several runs can be joined.
+    """
     update, bucket, correction = [], [], []
     for one in measured:
         update.append(_with_iteration(update_table(one.mismatch), one.iteration))
@@ -124,7 +127,11 @@ def tables(measured: Iterable[Measured]) -> Tables:
         correction.append(_with_iteration(mismatch_correction.correction_table(one.corrections), one.iteration))
     if not update:
         raise UserError("there is no token to compare; give a run or a file with responses")
-    return Tables(*(pd.concat(parts, ignore_index=True) for parts in (update, bucket, correction)))
+    joined = [pd.concat(parts, ignore_index=True) for parts in (update, bucket, correction)]
+    for table in joined:
+        for place, (name, label) in enumerate((labels or {}).items()):
+            table.insert(place, name, label)
+    return Tables(*joined)
 
 
 def _with_iteration(table: pd.DataFrame, iteration: int) -> pd.DataFrame:

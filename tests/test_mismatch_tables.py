@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from analysis import mismatch, mismatch_bucket, mismatch_clip, mismatch_correction, parity
 from analysis.mismatch_correction import Correction
 from analysis.mismatch_token import mismatch_token
+from analysis.mismatch_update import wide
 from analysis.pairs import run_pairs
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
@@ -245,6 +246,17 @@ def test_tables_are_written_and_come_back(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
         mismatch.write_parquet(mismatch.token_tables(chunks), tmp_path / "no" / "folder.parquet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sequences.parquet", "tokens.parquet"]
+
+
+def test_labels_and_the_iteration_come_first() -> None:
+    chunks = [random_chunk(0, [3, 2], 0.1, iteration) for iteration in range(2)]
+    found = mismatch.tables(mismatch.measure(chunks), {"run": "a", "pair": "rollout_vs_old"})
+    for table in (found.update, found.bucket, found.correction):
+        assert list(table.columns[:3]) == ["run", "pair", "iteration"] and set(table["iteration"]) == {0, 1}
+    assert wide(found.update)[["run", "pair", "iteration"]].to_numpy().tolist() == [
+        ["a", "rollout_vs_old", 0],
+        ["a", "rollout_vs_old", 1],
+    ]
 
 
 def test_nothing_to_compare_is_said(tmp_path: Path) -> None:

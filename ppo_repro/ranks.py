@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from threading import Event
 from typing import Any, Literal, NoReturn, TypeVar, TypeVarTuple
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.shares import share_ranges
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -62,25 +62,6 @@ class _Message:
     what: str  # equal on all ranks, or they have lost step
     value: Any
     failure: _Failure | None
-
-
-def check_shares(shares: Sequence[int], size: int) -> None:
-    """Raise UserError unless `layout.rank_shares` is empty or has one entry per rank."""
-    if shares and len(shares) != size:
-        raise UserError(
-            f"layout.rank_shares = {list(shares)}: must have one entry for each of the {size} processes, "
-            "or be [] for equal shares"
-        )
-
-
-def share_ranges(count: int, shares: Sequence[int]) -> list[range]:
-    """0..count-1 cut into one run of consecutive indices per rank: rank r gets shares[r] / sum(shares) of them.
-
-    Edges are rounded down in integers. `shares` are >= 0, at least one > 0.
-    """
-    total = sum(shares)
-    edges = [0, *(count * end // total for end in accumulate(shares))]
-    return [range(start, end) for start, end in pairwise(edges)]
 
 
 @dataclass(frozen=True)

@@ -65,3 +65,27 @@ def test_the_device_check_runs_on_the_cpu_and_refuses_what_is_not_there() -> Non
     assert "DIFFERENT" not in same.stdout and same.stdout.endswith("exact numerics: the same bits\n")
     absent = subprocess.run([*command, "nonsense"], capture_output=True, text=True, cwd=ROOT)
     assert absent.returncode == 2 and absent.stderr.startswith("error: --device nonsense") and not absent.stdout
+
+
+def test_the_synthetic_run_has_the_rows_and_the_mismatch_that_it_says(tmp_path: Path) -> None:
+    from analysis import mismatch
+    from experiments.benchmarks import analysis_scale
+
+    analysis_scale.write_run(tmp_path / "run", 5_000)
+    found = mismatch.summary(tmp_path / "run").set_index(["metric", "reduction"])["value"]
+    assert found["n_tokens", "count"] == 5_000
+    # 60 % are equal, and of the others those whose noise rounds away: within 4 binomial standard errors
+    assert 0.6 - 4 * (0.24 / 5_000) ** 0.5 < found["frac_bitwise_equal", "token_mean"] < 0.65
+
+
+def test_disagreements_are_named_and_the_disk_is_asked_first(tmp_path: Path) -> None:
+    from experiments.benchmarks.analysis_scale import SHARED, Result, benchmark, disagreements, markdown
+    from ppo_repro.errors import UserError
+
+    same = dict.fromkeys(SHARED, 1.0)
+    results = [Result("a", 10, 2.0, 1.0, 5.0, same), Result("b", 10, 4.0, 1.0, 5.0, same | {"k3": 1.1})]
+    assert disagreements(results) == ["10 rows, k3: 1.0 by a, 1.1 by b"]
+    assert "| 10 | a | 2.0 | 1.0 | 5 | 5 |" in markdown(results)
+    with pytest.raises(UserError, match=r"MiB free, .* rows need"):
+        benchmark(10**15, tmp_path, ["summary, pages"])
+    assert list(tmp_path.iterdir()) == []

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import optimizer
-from ppo_repro.ranks import ALONE, Ranks, check_shares, share_ranges
+from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import manifest
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
+from ppo_repro.shares import check_shares, share_ranges
 from tests.ranks_for_tests import TINY, cli_ranks, end, start_ranks
 from tests.ranks_worker import RUNS, note_tokens
 

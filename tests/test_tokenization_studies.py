@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from analysis.tokenization_credit import char_matched_lambda
 from experiments.tokenization import topics
 from ppo_repro.config import RunConfig, TinyModel
-from ppo_repro.config_yaml import load_config, parse_yaml
+from ppo_repro.grids.spec import load_grid
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.tasks.problems import load_problems
 
@@ -23,36 +22,24 @@ STUDIES = sorted(path.stem for path in FOLDER.glob("e*.yaml"))
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
-def study(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = parse_yaml((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    return found
-
-
-def cells(name: str) -> list[dict[str, Any]]:
-    """What each cell of a study changes, seeds left out."""
-    axes = study(name)["axes"]
-    return [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*axes.values())]
-
-
-def config_of(base: str, changes: dict[str, Any]) -> RunConfig:
-    return load_config(ROOT / base, [f"{field}={json.dumps(value)}" for field, value in changes.items()])
+def configs(name: str) -> list[RunConfig]:
+    """The cells of a study, first seed alone."""
+    grid = load_grid(FOLDER / f"{name}.yaml")
+    return [cell.config for cell in grid.cells if cell.seed == 0 and isinstance(cell.config, RunConfig)]
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_cell_is_a_configuration_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    found = study(name)
-    assert set(found) == {"question", "hypotheses", "base", "axes", "seeds", "read_with"}
-    assert len(found["seeds"]) >= 5 and found["question"].endswith("?")
-    configs = [config_of(found["base"], changes) for changes in cells(name)]
-    assert len({config.digest() for config in configs}) == len(configs) > 1
-    module, _, function = found["read_with"].rpartition(".")
+def test_every_study_is_a_grid_with_a_reader(name: str) -> None:
+    grid = load_grid(FOLDER / f"{name}.yaml")
+    assert len(grid.file.seeds) >= 5 and grid.file.question.endswith("?")
+    assert len(grid.cells) == len(configs(name)) * len(grid.file.seeds) > len(grid.file.seeds)
+    module, _, function = grid.file.read_with.rpartition(".")
     assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_the_page_tells_of_every_study_and_hypothesis() -> None:
     assert [name[:2].upper() for name in STUDIES] == [f"E{i}" for i in range(1, 8)]
-    named = {hypothesis for name in STUDIES for hypothesis in study(name)["hypotheses"]}
+    named = {h for name in STUDIES for h in re.findall(r"H\d+", load_grid(FOLDER / f"{name}.yaml").file.expectation)}
     assert named == {f"H{i}" for i in range(1, 11)}
     for name in STUDIES:
         assert f"`{name}.yaml`" in README
@@ -65,8 +52,7 @@ def test_the_tokenizers_of_the_language_fit_and_the_matched_lambdas_are_those_of
 ) -> None:
     monkeypatch.chdir(ROOT)
     fertility, given = {}, {}
-    for changes in cells("e4_credit"):
-        config = config_of("experiments/tokenization/base.yaml", changes)
+    for config in configs("e4_credit"):
         assert isinstance(config.model, TinyModel) and config.advantages.kind == "gae"
         kind = config.model.tokenizer, config.model.vocab_size
         if kind not in fertility:

@@ -31,7 +31,7 @@ class GridFile(Section):
     kind: Kind = Field("language", description="`language`: cells of `run`; `control`: of `control`.")
     base: str = Field(min_length=1, description="Configuration every cell starts from, relative to this file.")
     set: dict[str, Any] = Field({}, description="Fields that differ from the base in every cell, by dotted path.")
-    axes: dict[str, list[Any] | dict[str, dict[str, Any]]] = Field(
+    axes: dict[str, Any] = Field(
         {}, description="By dotted field a list of values, or by a name of its own a mapping: label -> fields."
     )
     seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)] = Field(
@@ -68,11 +68,16 @@ class Grid:
     cells: tuple[Cell, ...]
 
 
-def _choices(axis: str, values: list[Any] | dict[str, dict[str, Any]]) -> list[Choice]:
-    if isinstance(values, dict):
+def _choices(axis: str, values: Any) -> list[Choice]:
+    if isinstance(values, list):
+        found = [Choice(axis, describe_value(value), {axis: value}) for value in values]
+    elif isinstance(values, dict):
+        for label, fields in values.items():
+            if not isinstance(label, str) or not isinstance(fields, dict):
+                raise UserError(f"axes.{axis}.{label}: must be a label in letters with a mapping of fields")
         found = [Choice(axis, label, fields) for label, fields in values.items()]
     else:
-        found = [Choice(axis, describe_value(value), {axis: value}) for value in values]
+        raise UserError(f"axes.{axis} = {describe_value(values)}: must be a list of values or a mapping of labels")
     if not found:
         raise UserError(f"axes.{axis}: is empty; give it at least one value or remove it")
     labels = [choice.label for choice in found]
@@ -102,9 +107,8 @@ def _set(tree: dict[str, Any], fields: Mapping[str, Any], source: str) -> None:
             raise UserError(f"{source}: {path}: {error}") from error
 
 
-def _cells(path: Path, file: GridFile, base: dict[str, Any]) -> Iterator[Cell]:
-    axes = [_choices(axis, values) for axis, values in file.axes.items()]
-    for choices in itertools.product(*axes):
+def _cells(path: Path, file: GridFile, axes: Mapping[str, list[Choice]], base: dict[str, Any]) -> Iterator[Cell]:
+    for choices in itertools.product(*axes.values()):
         for seed in file.seeds:
             tree = copy.deepcopy(base)
             name = _cell_name(choices, seed)
@@ -115,12 +119,11 @@ def _cells(path: Path, file: GridFile, base: dict[str, Any]) -> Iterator[Cell]:
             yield Cell(name, labels, seed, _config(file.kind, tree, source))
 
 
-def _check_fields(path: Path, file: GridFile) -> None:
+def _check_fields(path: Path, file: GridFile, axes: Mapping[str, list[Choice]]) -> None:
     """Raise UserError where a field is given by two, so that one of them would have no effect."""
     givers = [(f"set.{field}", field) for field in [*file.set]]
-    for axis, values in file.axes.items():
-        fields = {axis} if isinstance(values, list) else {f for fields in values.values() for f in fields}
-        givers += [(f"axes.{axis}", field) for field in sorted(fields)]
+    for axis, choices in axes.items():
+        givers += [(f"axes.{axis}", field) for field in sorted({f for choice in choices for f in choice.fields})]
     givers.append(("seeds", "seed"))
     for index, (giver, field) in enumerate(givers):
         for other, theirs in givers[:index]:
@@ -161,7 +164,11 @@ def load_grid(path: Path) -> Grid:
     base = read_tree(base_path)
     if not isinstance(base, dict):
         raise UserError(f"{base_path}: must be a mapping of fields, found {type(base).__name__}")
-    _check_fields(path, file)
-    cells = tuple(_cells(path, file, base))
+    try:
+        axes = {axis: _choices(axis, values) for axis, values in file.axes.items()}
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    _check_fields(path, file, axes)
+    cells = tuple(_cells(path, file, axes, base))
     _check_effects(path, file, base, cells)
     return Grid(name, file, cells)

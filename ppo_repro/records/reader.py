@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import pyarrow as pa
@@ -16,6 +16,9 @@ from ppo_repro.records import digests, manifest, schema
 from ppo_repro.records.manifest import Manifest
 
 _DAMAGED = "does not match the manifest; the file was changed or damaged"
+# what Arrow raises on damage depends on where the damage lies
+_READ_ERRORS = (OSError, ValueError, MemoryError, pa.ArrowException)
+Verification = Literal["contents", "pages"]
 
 
 def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manifest:
@@ -33,17 +36,15 @@ def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: boo
     """One recorded table in the schema's plain types; raises UserError where it is missing or damaged."""
     folder = Path(run_dir)
     found = manifest.load(folder)
-    tables = {table.name: table for table in manifest.tables_of(found)}
-    if table_name not in tables:
-        raise UserError(f"{run_dir}: no table '{table_name}'; there are {', '.join(tables)}")
+    table = _table(folder, found, table_name)
     _checked_iterations(folder, found, (iteration,))
-    return read_recorded(folder, found, tables[table_name], iteration, verify)
+    return read_recorded(folder, found, table, iteration, verify)
 
 
 def read_recorded(run_dir: Path, found: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
     """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
     path = manifest.table_path(run_dir, table.name, iteration)
-    data = _to_plain(path, table, _load_parquet(path, verify))
+    data = _to_plain(path, table.columns, _load_parquet(path, verify))
     if not verify:
         return data
     entry = found.iterations[iteration].tables[table.name]
@@ -119,6 +120,94 @@ def read_iterations(
     return _read(run_dir, "iterations", iterations, columns, verify, allow_incomplete)
 
 
+def stream(
+    run_dir: Path | str,
+    table_name: str,
+    *,
+    columns: Sequence[str],
+    iterations: Sequence[int] | None = None,
+    rows: int = 1 << 18,
+    verify: Verification = "contents",
+    allow_incomplete: bool = False,
+) -> Iterator[pd.DataFrame]:
+    """The rows in their order, at most `rows` at a time and of one iteration each, with only `columns` in the frame.
+
+    `verify` chooses what is promised before a row is handed out, and what that costs:
+
+    - "contents": the digest of the manifest. All columns are read for it, and one iteration is held in memory.
+    - "pages": the checksum of every page that is read, the column types, the row count and the nulls. Only `columns`
+      leave the disk, and memory is bounded by one batch however large the file is. Another valid file in its
+      place goes unnoticed, so may damage outside the pages (the footer has no checksum), and what is damaged
+      further down is reported when it is reached, after earlier rows were handed out.
+
+    Raises UserError on anything missing, unknown or damaged; what needs no row is checked before the first one.
+    """
+    folder = Path(run_dir)
+    if rows < 1 or verify not in ("contents", "pages"):
+        raise UserError(f"{run_dir}: rows = {rows}, verify = {verify!r}: rows is at least 1, verify contents or pages")
+    found = open_manifest(folder, allow_incomplete)
+    table = _table(folder, found, table_name)
+    chosen = _checked_columns(folder, table, columns)
+    wanted = _checked_iterations(folder, found, range(len(found.iterations)) if iterations is None else iterations)
+    return _batches(folder, found, table, chosen, wanted, rows, verify)
+
+
+def _batches(
+    run_dir: Path,
+    found: Manifest,
+    table: schema.Table,
+    columns: tuple[schema.Column, ...],
+    iterations: tuple[int, ...],
+    rows: int,
+    verify: Verification,
+) -> Iterator[pd.DataFrame]:
+    names = [column.name for column in columns]
+    for iteration in iterations:
+        if verify == "contents":
+            data = read_recorded(run_dir, found, table, iteration, True).select(names)
+            for start in range(0, data.num_rows, rows):
+                yield to_frame(columns, [data.slice(start, rows)])
+        else:
+            yield from (to_frame(columns, [part]) for part in _pages(run_dir, found, table, columns, iteration, rows))
+
+
+def _pages(
+    run_dir: Path, found: Manifest, table: schema.Table, columns: tuple[schema.Column, ...], iteration: int, rows: int
+) -> Iterator[pa.Table]:
+    path = manifest.table_path(run_dir, table.name, iteration)
+    try:
+        # a buffer makes Arrow read page by page; without one it reads the column of a whole row group
+        file = pq.ParquetFile(path, page_checksum_verification=True, buffer_size=1 << 16)
+        layout = file.schema_arrow.empty_table()
+    except _READ_ERRORS as error:
+        raise _unreadable(path, error) from error
+    _to_plain(path, table.columns, layout)
+    with file:
+        missing = found.iterations[iteration].tables[table.name].rows
+        if file.metadata.num_rows != missing:
+            raise UserError(f"{path}: {_DAMAGED}")
+        batches = file.iter_batches(batch_size=rows, columns=[column.name for column in columns])
+        while missing:
+            try:
+                # a damaged page header ends a column early
+                if (batch := next(batches, None)) is None:
+                    raise UserError(f"{path}: {_DAMAGED}")
+                batch.validate(full=True)
+                missing -= batch.num_rows
+            except _READ_ERRORS as error:
+                raise _unreadable(path, error) from error
+            # Arrow hands the columns out in the order of the file
+            part = pa.Table.from_batches([batch]).select([column.name for column in columns])
+            yield _to_plain(path, columns, part)
+
+
+def _table(run_dir: Path, found: Manifest, table_name: str) -> schema.Table:
+    tables = {table.name: table for table in manifest.tables_of(found)}
+    if table_name not in tables:
+        raise UserError(f"{run_dir}: no table '{table_name}'; there are {', '.join(tables)}")
+    return tables[table_name]
+
+
 def _read(
     run_dir: Path | str,
     table_name: str,
@@ -182,21 +271,24 @@ def _load_parquet(path: Path, verify: bool) -> pa.Table:
         # checksums cover the timings too, which no digest does
         data = pq.ParquetFile(pa.BufferReader(source), page_checksum_verification=verify).read()
         data.validate(full=True)
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: is missing; the manifest lists it, so it was removed") from error
-    # what Arrow raises on damage depends on where the damage lies
-    except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"{path}: cannot be read ({reason}); the file was changed or damaged") from error
+    except _READ_ERRORS as error:
+        raise _unreadable(path, error) from error
     return data
 
 
-def _to_plain(path: Path, table: schema.Table, data: pa.Table) -> pa.Table:
-    names = [column.name for column in table.columns]
+def _unreadable(path: Path, error: BaseException) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{path}: is missing; the manifest lists it, so it was removed")
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return UserError(f"{path}: cannot be read ({reason}); the file was changed or damaged")
+
+
+def _to_plain(path: Path, columns: Sequence[schema.Column], data: pa.Table) -> pa.Table:
+    names = [column.name for column in columns]
     if data.column_names != names:
         raise UserError(f"{path}: has columns {', '.join(data.column_names)}; {_DAMAGED}")
     arrays = []
-    for column in table.columns:
+    for column in columns:
         try:
             array = digests.plain(column.kind, data.column(column.name))
         except ValueError as error:

@@ -32,7 +32,7 @@ from ppo_repro.models.scoring import score_rollout
 from ppo_repro.numerics.grid import exact_mean, exact_sums
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import preference_accuracy
-from ppo_repro.ranks import ALONE, check_shares
+from ppo_repro.ranks import ALONE
 from ppo_repro.records import dpo as records
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest
@@ -43,6 +43,7 @@ from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.run import check_inputs
 from ppo_repro.seeding import sample_seed
+from ppo_repro.shares import check_shares
 from ppo_repro.stages import evaluate, roll_out
 from ppo_repro.tasks.preferences import Preference, check_pairs, hold_out, pairs_from_run
 

@@ -16,7 +16,7 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.loop import Clock, Iteration, ppo_iterations
 from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.optimizer import weights_digest
-from ppo_repro.ranks import ALONE, Ranks, check_shares
+from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.manifest import Manifest, Status
 from ppo_repro.records.tables import iteration_tables
@@ -27,6 +27,7 @@ from ppo_repro.runs.environment import describe_environment, file_digests
 from ppo_repro.runs.folder import only_writer
 from ppo_repro.runs.prepare import Prepared, prepare, run_inputs
 from ppo_repro.runs.progress import Watcher
+from ppo_repro.shares import check_shares
 from ppo_repro.stages import evaluate, last_kl
 
 Final = dict[str, float | int | str]

@@ -1,0 +1,27 @@
+"""How the sequences of a run are shared out among its processes. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from ppo_repro.errors import UserError
+
+
+def check_shares(shares: Sequence[int], size: int) -> None:
+    """Raise UserError unless `layout.rank_shares` is empty or has one entry per rank."""
+    if shares and len(shares) != size:
+        raise UserError(
+            f"layout.rank_shares = {list(shares)}: must have one entry for each of the {size} processes, "
+            "or be [] for equal shares"
+        )
+
+
+def share_ranges(count: int, shares: Sequence[int]) -> list[range]:
+    """0..count-1 cut into one run of consecutive indices per rank: rank r gets shares[r] / sum(shares) of them.
+
+    Edges are rounded down in integers. `shares` are >= 0, at least one > 0.
+    """
+    total = sum(shares)
+    edges = [0, *(count * end // total for end in accumulate(shares))]
+    return [range(start, end) for start, end in pairwise(edges)]

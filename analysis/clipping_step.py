@@ -77,7 +77,8 @@ def mismatch(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
     old, rollout = column(rows, "old_logprobs"), column(rows, "rollout_logprobs")
     unmoved = ratios_of(old - column(rows, "anchor_logprobs"))
     flags = flags_of_ratios(unmoved, column(rows, "advantages"), rule)
-    total = float(np.var(column(rows, "new_logprobs") - rollout))
+    with np.errstate(invalid="ignore"):  # infinite log-probs make it NaN
+        total = float(np.var(column(rows, "new_logprobs") - rollout))
     return {
         "clip_floor": float(flags["grad_zero"].mean()),
         "clip_floor_band": float(flags["band_out"].mean()),

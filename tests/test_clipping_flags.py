@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis.clipping_flags import (
@@ -121,6 +121,7 @@ def test_the_flags_are_those_of_the_losses(rule: ClipRule, tokens: list[tuple[fl
             assert {name: bool(flag[index]) for name, flag in flags.items()} == slow_flags(ratio, advantage, rule)
 
 
+@settings(max_examples=25)  # each example builds data frames
 @given(items())
 def test_the_band_is_the_disjoint_sum(item: IterationRows) -> None:
     flags = token_flags(item.rows, item.rule)
@@ -130,6 +131,7 @@ def test_the_band_is_the_disjoint_sum(item: IterationRows) -> None:
     assert (flags["grad_zero"] == flags["clip_high"] | flags["clip_low"] | flags["dual_zero"]).all()
 
 
+@settings(max_examples=25)  # each example builds data frames
 @given(items(), st.floats(0.1, 10.0))
 def test_scaling_and_reflecting_advantages(item: IterationRows, factor: float) -> None:
     flags = token_flags(item.rows, item.rule)
@@ -143,6 +145,7 @@ def test_scaling_and_reflecting_advantages(item: IterationRows, factor: float) -
     pd.testing.assert_frame_equal(again.drop(columns="seq_clip"), flags.drop(columns="seq_clip"))
 
 
+@settings(max_examples=25)  # each example builds data frames
 @given(items(), st.floats(0.0, 0.05))
 def test_a_wider_band_clips_less_and_each_side_on_its_own(item: IterationRows, more: float) -> None:
     rule = replace(item.rule, dual=None)
@@ -155,6 +158,7 @@ def test_a_wider_band_clips_less_and_each_side_on_its_own(item: IterationRows, m
         assert (higher[name] == flags[name]).all()
 
 
+@settings(max_examples=25)  # each example builds data frames
 @given(items())
 def test_clipped_upwards_means_improbable_enough(item: IterationRows) -> None:
     flags = token_flags(item.rows, item.rule)
@@ -178,6 +182,7 @@ def test_grad_zero_is_where_the_objective_is_flat(rule: ClipRule, log_ratio: flo
     assert bool(flags["grad_zero"][0]) == (slope == 0.0)
 
 
+@settings(max_examples=25)  # each example builds data frames
 @given(items())
 def test_the_clipped_surrogate_is_pessimistic_and_untouched_at_one(item: IterationRows) -> None:
     ratios, advantages = np.exp(item.rows["log_ratios"].to_numpy()), item.rows["advantages"].to_numpy()

@@ -19,9 +19,12 @@ from analysis.clipping_ratios import histogram_bins, histogram_index, overshoot_
 from analysis.clipping_step import clip_step, effective_samples, kl_estimates, overshoot
 from analysis.clipping_weights import logit_step, loss_weights, masses
 from analysis.clipping_words import clip_words, word_ratios
+from analysis.dialects.report import long_table
 from analysis.update_rows import IterationRows, load_iterations
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.runs.progress import Silent
+from ppo_repro.runs.run import run
 from tests.clip_rows import RULE, items, make_item, single
 from tests.runs_for_tests import small_config
 
@@ -346,6 +349,49 @@ def test_tables_of_a_run_agree_with_what_training_recorded(name: str, request: p
     for field in fields(tables):
         assert (getattr(tables, field.name)["run_id"] == tables.clip_step["run_id"].iloc[0]).all()
     assert any("gradient removed" in line for line in overview(tables, 0.01))
+
+
+def test_an_early_stop_is_found_where_it_happened(tmp_path: Path) -> None:
+    target = 0.003
+    config = small_config("numerics.mode=native", "ppo.iterations=2", f"ppo.early_stop_kl={target}", "value.epochs=3")
+    run_dir = run(config, tmp_path, Silent())[0]
+    tables = clip_tables(run_dir)
+    taken = early_stop(tables.clip_step, target).query("estimate == 'k3'")
+    recorded = reader.read_iterations(run_dir)["policy_steps"].tolist()
+    assert taken["steps_taken"].tolist() == recorded == tables.update_quality["policy_steps"].tolist()
+    assert taken["stopped"].all() and max(recorded) < 6
+    # the value model went on: its steps are in the table, without policy rates
+    resting = whole(tables.clip_step).query("n_tok == 0")
+    assert len(resting) and resting["grad_zero"].isna().all() and (resting["n_value_tok"] > 0).all()
+
+
+def test_a_run_without_a_value_model_has_no_value_rates(tmp_path: Path) -> None:
+    overrides = (
+        "advantages={kind: group}",
+        "value={kind: none}",
+        "kl={placement: none}",
+        "ppo.objective.dual_clip=1.5",
+    )
+    config = small_config("numerics.mode=native", "ppo.iterations=1", *overrides)
+    run_dir = run(config, tmp_path, Silent())[0]
+    tables = clip_tables(run_dir)
+    assert tables.clip_step["vf_grad_zero"].isna().all() and not tables.clip_step["n_value_tok"].any()
+    assert tables.flag_differences["unexplained"].sum() == 0
+    # responses whose group agrees have no advantage
+    assert (whole(tables.clip_step)["n_adv_zero"] > 0).any()
+    words = long_table(run_dir).set_index("key")["value"]
+    assert words[["critic/vf_clipfrac", "train/value_clipfrac", "losses/explained_variance"]].isna().all()
+
+
+def test_a_run_that_clips_nothing_is_refused_unless_a_range_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config("numerics.mode=native", "ppo.iterations=1", "ppo.objective={kind: unclipped}")
+    run_dir = run(config, tmp_path, Silent())[0]
+    assert main([str(run_dir)]) == 2
+    assert "ppo.objective.kind = unclipped: clips nothing" in capsys.readouterr().err
+    assert main([str(run_dir), "--clip-range", "0.1", "0.1"]) == 0
+    assert "recorded flags" not in capsys.readouterr().out
 
 
 def test_the_command_prints_and_writes(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

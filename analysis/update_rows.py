@@ -105,28 +105,22 @@ def joined(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataF
 
 
 def load_iterations(
-    run_dir: Path | str,
-    *,
-    iterations: Sequence[int] | None = None,
-    band: tuple[float, float] | None = None,
-    verify: bool = True,
+    run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
 ) -> Iterator[IterationRows]:
     """The iterations of a run, one at a time; raises UserError on what is missing, damaged or not clipped."""
     config = recorded_config(run_dir)
-    overview = reader.read_iterations(run_dir, iterations=iterations, verify=verify)
+    overview = reader.read_iterations(run_dir, iterations=iterations)
     for _, row in overview.iterrows():
         index = int(row["iteration"])
         rule = clip_rule(run_dir, config, row, band)
-        tokens = reader.read_tokens(run_dir, iterations=[index], columns=TOKEN_COLUMNS, verify=verify)
-        updates = reader.read_updates(run_dir, iterations=[index], verify=verify).drop(columns="iteration")
+        tokens = reader.read_tokens(run_dir, iterations=[index], columns=TOKEN_COLUMNS)
+        updates = reader.read_updates(run_dir, iterations=[index]).drop(columns="iteration")
         yield IterationRows(
             iteration=index,
             rule=rule,
-            sequences=reader.read_sequences(
-                run_dir, iterations=[index], columns=["sequence", "response", "scores"], verify=verify
-            ),
+            sequences=reader.read_sequences(run_dir, iterations=[index], columns=["sequence", "response", "scores"]),
             tokens=tokens,
-            steps=reader.read_steps(run_dir, iterations=[index], columns=STEP, verify=verify),
+            steps=reader.read_steps(run_dir, iterations=[index], columns=STEP),
             rows=joined(tokens, updates, rule.anchor),
         )
 

@@ -13,10 +13,6 @@ class Source:
     path: str
     commit: str
 
-    def link(self) -> str:
-        """The address of the file."""
-        return f"https://github.com/{self.repository}/blob/{self.commit}/{self.path}"
-
 
 @dataclass(frozen=True)
 class Definition:

@@ -68,6 +68,8 @@ def test_the_sequence_and_probability_flags_by_hand() -> None:
     # mean log-ratio of the response (0.6 + 0.0) / 2 = 0.3, s = 1.35 > 1.2: both tokens, where the advantage is up
     item = single([0.6, 0.0], [1.0, -1.0])
     assert token_flags(item.rows, item.rule)["seq_clip"].tolist() == [True, False]
+    lower = single([-0.6, 0.0], [1.0, -1.0])
+    assert token_flags(lower.rows, lower.rule)["seq_clip"].tolist() == [False, True]
     # p from 0.5 to 0.75 is +0.25; p from 0.5 to 0.4 is -0.1, to 0.25 is -0.25
     moved = np.log([0.75, 0.4, 0.25]) - np.log(0.5)
     half = make_item([3], moved[None], np.array([1.0, -1.0, -1.0]), old_logprobs=np.full(3, np.log(0.5)))
@@ -82,6 +84,9 @@ def test_the_value_flags_by_hand() -> None:
     # clipped to 0.2: farther from 1 than 0.5 is, nearer to -1
     assert flags["vf_grad_zero"].tolist() == [True, False, False]
     assert not value_flags(item.rows, replace(RULE, value_range=None)).to_numpy().any()
+    # clipped to 0.25, as far from 0.5 as 0.75 is: the gradient stays
+    even = make_item([1], np.zeros((1, 1)), np.ones(1), values=(old[:1], np.array([[0.75]]), np.array([0.5])))
+    assert value_flags(even.rows, replace(RULE, value_range=0.25)).iloc[0].tolist() == [True, False]
 
 
 def test_what_is_not_a_number_is_in_no_class() -> None:

@@ -255,9 +255,11 @@ def test_vocabulary_by_hand_and_merged() -> None:
 
 def test_transitions_by_hand() -> None:
     up = np.log(1.5)
-    item = make_item([4], np.array([[up, up, 0.0, 0.0], [up, 0.0, up, 0.0]]), np.array([1.0, 1.0, 1.0, 1.0]))
+    # three outside, of whom two come back; the fourth stays inside
+    item = make_item([4], np.array([[up, up, up, 0.0], [up, 0.0, 0.0, 0.0]]), np.ones(4))
     row = band_transitions(item).iloc[0]
-    assert (row["return_rate"], row["leave_rate"], row["still_clipped_rate"]) == (0.5, 0.5, 0.5)
+    assert (row["epoch"], row["n_out"], row["return_rate"], row["leave_rate"]) == (0, 3, 2 / 3, 0.0)
+    assert row["still_clipped_rate"] == 1 / 3
     only = make_item([2], np.zeros((1, 2)), np.ones(2))
     assert not len(band_transitions(only))
 

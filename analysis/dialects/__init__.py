@@ -1,0 +1,1 @@
+"""What other frameworks would have logged: their published keys, derived again from our records."""

@@ -1,0 +1,109 @@
+"""A run in the words of eight frameworks. `python -m analysis.dialects.report RUN [--definitions]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.dialects import cleanrl, nemo_rl, openrlhf, prime_rl, slime, tinker, trl, verl, verl_rollout_corr
+from analysis.dialects.definition import Definition
+from analysis.update_rows import IterationRows, load_iterations
+from ppo_repro.errors import UserError
+
+KEYS = ("iteration", "epoch", "minibatch")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A framework: what its keys mean and the functions that derive them from one iteration."""
+
+    name: str
+    definitions: tuple[Definition, ...]
+    functions: tuple[Callable[[IterationRows], pd.DataFrame], ...]
+
+
+DIALECTS = (
+    Dialect("CleanRL", cleanrl.DEFINITIONS, (cleanrl.metrics,)),
+    Dialect("TRL", trl.DEFINITIONS, (trl.ppo_metrics, trl.grpo_metrics, trl.sampling_metrics)),
+    Dialect("verl", (*verl.DEFINITIONS, *verl_rollout_corr.DEFINITIONS), (verl.metrics, verl_rollout_corr.metrics)),
+    Dialect("slime", slime.DEFINITIONS, (slime.metrics, slime.value_metrics)),
+    Dialect("OpenRLHF", openrlhf.DEFINITIONS, (openrlhf.metrics,)),
+    Dialect("NeMo-RL", nemo_rl.DEFINITIONS, (nemo_rl.metrics,)),
+    Dialect("tinker-cookbook", tinker.DEFINITIONS, (tinker.metrics,)),
+    Dialect("prime-rl", prime_rl.DEFINITIONS, (prime_rl.metrics,)),
+)
+
+
+def definitions() -> pd.DataFrame:
+    """One row per published key: framework, key, formula, anchor, reduction, difference, is_derived, source."""
+    rows = []
+    for dialect in DIALECTS:
+        for known in dialect.definitions:
+            rows.append(
+                {
+                    "framework": dialect.name,
+                    "key": known.key,
+                    "formula": known.formula,
+                    "anchor": known.anchor,
+                    "reduction": known.reduction,
+                    "difference": known.difference,
+                    "is_derived": known.is_derived,
+                    "repository": known.source.repository,
+                    "path": known.source.path,
+                    "commit": known.source.commit,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def long_table(
+    run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
+) -> pd.DataFrame:
+    """framework, key, iteration, epoch, minibatch, value; epoch and minibatch are null for keys of an iteration.
+
+    Raises UserError where records are missing or nothing is clipped and no band is given.
+    """
+    parts = []
+    for item in load_iterations(run_dir, iterations=iterations, band=band):
+        for dialect in DIALECTS:
+            for function in dialect.functions:
+                found = function(item)
+                by = [name for name in KEYS if name in found]
+                melted = found.melt(id_vars=by, var_name="key", value_name="value")
+                for name in ("epoch", "minibatch"):
+                    known = melted[name] if name in melted else pd.Series(pd.NA, index=melted.index)
+                    melted[name] = known.astype("Int64")
+                parts.append(melted.assign(framework=dialect.name))
+    return pd.concat(parts, ignore_index=True)[["framework", "key", *KEYS, "value"]]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Print each key's mean over the run, or what the keys mean; exit code 2 where what the user wrote is wrong."""
+    parser = argparse.ArgumentParser(description="a run in the words of other frameworks")
+    parser.add_argument("run", type=Path, nargs="?", help="folder of a run")
+    parser.add_argument("--definitions", action="store_true", help="what the keys mean, and where it is written")
+    parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
+    arguments = parser.parse_args(given)
+    if arguments.definitions == (arguments.run is not None):
+        parser.error("give either a run or --definitions")
+    if arguments.definitions:
+        print(definitions().to_csv(index=False, sep="\t"), end="")
+        return 0
+    try:
+        band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
+        table = long_table(arguments.run, band=band)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    means = table.groupby(["framework", "key"], sort=False)["value"].agg(["first", "mean", "last"])
+    print(means.to_string(float_format=lambda x: f"{x:.4g}"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""tinker-cookbook's `optim/*`: the policy as it trains against the sampler, over a whole pass.
+
+It takes one pass over a batch, each minibatch scored when its turn comes; here one row per epoch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from analysis.dialects.definition import Definition, Source
+from analysis.dialects.steps import Step, policy_steps
+from analysis.update_rows import IterationRows
+
+_METRICS = Source(
+    "thinking-machines-lab/tinker-cookbook", "tinker_cookbook/rl/metrics.py", "1f656115525ddc7be21d3ade56a35071cd8d406e"
+)
+_FLAT = "token mean over all minibatches of a pass"
+
+DEFINITIONS = (
+    Definition(
+        "optim/kl_sample_train_v1",
+        _METRICS,
+        "mean(g - n)",
+        "new and rollout",
+        _FLAT,
+        "k1; mismatch and the movement within the pass together, not mismatch alone",
+    ),
+    Definition("optim/kl_sample_train_v2", _METRICS, "0.5 mean((g - n)^2)", "new and rollout", _FLAT, "k2; as v1"),
+    Definition(
+        "optim/entropy", _METRICS, "-mean(g)", "rollout", _FLAT, "from sampled tokens; ours is over the vocabulary"
+    ),
+)
+
+
+def metrics(item: IterationRows) -> pd.DataFrame:
+    """One row per epoch: tinker-cookbook's keys."""
+    passes: dict[int, list[Step]] = {}
+    for step in policy_steps(item):
+        passes.setdefault(step.epoch, []).append(step)
+    found = []
+    for epoch, steps in passes.items():
+        sampled = np.concatenate([step.rollout for step in steps])
+        difference = sampled - np.concatenate([step.new for step in steps])
+        found.append(
+            {
+                "iteration": item.iteration,
+                "epoch": epoch,
+                "optim/kl_sample_train_v1": float(difference.mean()),
+                "optim/kl_sample_train_v2": 0.5 * float((difference**2).mean()),
+                "optim/entropy": -float(sampled.mean()),
+            }
+        )
+    return pd.DataFrame(found)

@@ -1,0 +1,142 @@
+"""What an update saw, one row per token and step, from the records: the frame that the clip analyses share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ppo_repro.config import RunConfig
+from ppo_repro.config_algorithm import AdaptiveClipObjective, ClipObjective, NoValue
+from ppo_repro.config_yaml import load_config
+from ppo_repro.errors import UserError
+from ppo_repro.records import reader
+
+Float64 = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+
+TOKEN = ["sequence", "position"]
+STEP = ["epoch", "minibatch"]
+TOKEN_COLUMNS = [
+    *("iteration", "sequence", "position", "token_id", "char_start", "char_end", "word_id", "sub_idx"),
+    *("rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies", "prob_sq_sums", "values", "advantages"),
+    "returns",
+]
+
+
+@dataclass(frozen=True)
+class ClipRule:
+    """What was clipped in one iteration. Ratios in [1 - low, 1 + high] are in the band."""
+
+    anchor: str  # rollout or old: the denominator of the ratio
+    low: float
+    high: float
+    dual: float | None  # ratios above it keep no gradient where the advantage is negative
+    value_range: float | None  # of the value around its old prediction, reward units; None: not clipped
+    is_recorded: bool  # False: a range that was asked for, not the one that the loss applied
+
+
+@dataclass(frozen=True)
+class IterationRows:
+    """One iteration: its tokens, its steps, and every token as each step saw it."""
+
+    iteration: int
+    rule: ClipRule
+    sequences: pd.DataFrame  # sequence, response, scores
+    tokens: pd.DataFrame  # TOKEN_COLUMNS
+    steps: pd.DataFrame  # epoch, minibatch in order
+    rows: pd.DataFrame  # rows of `updates` with the columns of their token, and float64 log_ratios
+
+
+def recorded_config(run_dir: Path | str) -> RunConfig:
+    """The configuration of a recorded language run; raises UserError where there is none."""
+    if reader.open_manifest(run_dir, allow_incomplete=True).kind != "language":
+        raise UserError(f"{run_dir}: is a control run; the clip analyses read runs on language models")
+    return load_config(Path(run_dir) / "config.yaml", [])
+
+
+def clip_rule(
+    run_dir: Path | str, config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None
+) -> ClipRule:
+    """The rule in force in an iteration (its row of `iterations`), or the given `band` (low, high) in its place.
+
+    Raises UserError where the objective has no clip and no band is given, or where the band is not one.
+    """
+    objective, value, dual = config.ppo.objective, config.value, None
+    if band is not None:
+        low, high = band
+        if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
+            raise UserError(
+                f"clip range = {low:g}, {high:g}: the lower one lies between 0 and 1, the upper one above 0"
+            )
+    elif isinstance(objective, ClipObjective):
+        low = objective.clip_range
+        high = low if objective.clip_range_high is None else objective.clip_range_high
+        dual = objective.dual_clip
+    elif isinstance(objective, AdaptiveClipObjective):
+        low = high = float(iteration["clip_range"])
+    else:
+        raise UserError(
+            f"{run_dir}: ppo.objective.kind = {objective.kind}: clips nothing; allowed are clip and adaptive_clip; "
+            "give a clip range to see what it would have clipped"
+        )
+    value_range = None if isinstance(value, NoValue) else value.clip_range
+    if value_range is not None and not isinstance(value, NoValue) and value.normalize_returns:
+        value_range *= float(iteration["return_scale"])
+    return ClipRule(config.ppo.ratio_anchor, low, high, dual, value_range, band is None)
+
+
+def joined(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
+    """Rows of `updates` with their token's columns and log_ratios = new_logprobs - anchor, float64 nats.
+
+    The order of `updates` is kept. Raises UserError where a row has no token.
+    """
+    rows = updates.merge(tokens, on=TOKEN, how="inner", validate="many_to_one")
+    if len(rows) != len(updates):
+        raise UserError(f"{len(updates) - len(rows)} rows of updates have no row in tokens; the records are damaged")
+    new = rows["new_logprobs"].to_numpy(np.float64)
+    rows["anchor_logprobs"] = rows[f"{anchor}_logprobs"].to_numpy(np.float64)
+    rows["log_ratios"] = new - rows["anchor_logprobs"].to_numpy()
+    return rows
+
+
+def load_iterations(
+    run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
+) -> Iterator[IterationRows]:
+    """The iterations of a run, one at a time; raises UserError on what is missing, damaged or not clipped."""
+    config = recorded_config(run_dir)
+    overview = reader.read_iterations(run_dir, iterations=iterations)
+    for _, row in overview.iterrows():
+        index = int(row["iteration"])
+        rule = clip_rule(run_dir, config, row, band)
+        tokens = reader.read_tokens(run_dir, iterations=[index], columns=TOKEN_COLUMNS)
+        updates = reader.read_updates(run_dir, iterations=[index]).drop(columns="iteration")
+        yield IterationRows(
+            iteration=index,
+            rule=rule,
+            sequences=reader.read_sequences(run_dir, iterations=[index], columns=["sequence", "response", "scores"]),
+            tokens=tokens,
+            steps=reader.read_steps(run_dir, iterations=[index], columns=STEP),
+            rows=joined(tokens, updates, rule.anchor),
+        )
+
+
+def policy_rows(item: IterationRows) -> pd.DataFrame:
+    """The rows of steps that the policy took."""
+    return item.rows[item.rows["clip_flag"].notna()]
+
+
+def steps_of(rows: pd.DataFrame) -> dict[tuple[int, int], npt.NDArray[np.intp]]:
+    """(epoch, minibatch) -> positions of its rows."""
+    epochs, minibatches = (rows[name].to_numpy(np.int64) for name in STEP)
+    present = np.unique(np.stack([epochs, minibatches]), axis=1).T.tolist()
+    return {(e, m): np.flatnonzero((epochs == e) & (minibatches == m)) for e, m in present}
+
+
+def column(rows: pd.DataFrame, name: str) -> Float64:
+    """A column as a float64 array."""
+    return rows[name].to_numpy(dtype=np.float64)

@@ -1,0 +1,104 @@
+"""Iterations made by hand or at random for the clip analyses, without any training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from hypothesis import strategies as st
+
+from analysis.update_rows import ClipRule, IterationRows, joined
+
+RULE = ClipRule("old", 0.2, 0.2, None, 0.2, True)
+
+
+def make_item(
+    lengths: Sequence[int],
+    log_ratios: np.ndarray,
+    advantages: np.ndarray,
+    rule: ClipRule = RULE,
+    minibatches: int = 1,
+    old_logprobs: np.ndarray | None = None,
+    delta: np.ndarray | None = None,
+    values: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+) -> IterationRows:
+    """`log_ratios` [epochs, tokens]; responses go to minibatches in turn; delta = old - rollout log-probs.
+
+    `values`: old [tokens], new [epochs, tokens], returns [tokens].
+    """
+    count, epochs = int(sum(lengths)), len(log_ratios)
+    sequence = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+    old = np.full(count, -1.0) if old_logprobs is None else np.asarray(old_logprobs, dtype=np.float64)
+    rollout = old if delta is None else old - delta
+    anchor = old if rule.anchor == "old" else rollout
+    position = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    tokens = pd.DataFrame(
+        {
+            "iteration": 0,
+            "sequence": sequence,
+            "position": position,
+            "token_id": (np.arange(count) % 5).astype(np.int32),
+            "char_start": position,
+            "char_end": position + 1,
+            "word_id": position // 2,
+            "sub_idx": position % 2,
+            "rollout_logprobs": rollout,
+            "old_logprobs": old,
+            "ref_logprobs": old - 0.1,
+            "entropies": -old,
+            "prob_sq_sums": np.exp(2 * old),
+            "values": np.zeros(count) if values is None else values[0],
+            "advantages": np.asarray(advantages, dtype=np.float64),
+            "returns": np.zeros(count) if values is None else values[2],
+        }
+    )
+    parts = []
+    for epoch in range(epochs):
+        part = pd.DataFrame({"epoch": epoch, "minibatch": sequence % minibatches, "sequence": sequence})
+        part["position"], part["new_logprobs"] = position, anchor + log_ratios[epoch]
+        with np.errstate(over="ignore"):
+            part["ratios"] = np.exp(log_ratios[epoch]).astype(np.float32)
+        part["clip_flag"], part["value_clipped"], part["new_entropies"] = "none", False, -old
+        part["new_values"] = np.zeros(count) if values is None else values[1][epoch]
+        parts.append(part.sort_values(["minibatch", "sequence", "position"], kind="stable"))
+    rows = joined(tokens, pd.concat(parts, ignore_index=True), rule.anchor)
+    # exactly the log-ratios asked for, not what is left of them after + anchor - anchor
+    order = pd.DataFrame({"sequence": sequence, "position": position, "place": np.arange(count)})
+    place = rows[["sequence", "position"]].merge(order, on=["sequence", "position"], how="left")["place"]
+    rows["log_ratios"] = np.asarray(log_ratios, dtype=np.float64)[rows["epoch"], place]
+    steps = rows[["epoch", "minibatch"]].drop_duplicates().reset_index(drop=True)
+    responses = ["abcdefghijklmnopqrstuvwxyz"[:n] for n in lengths]
+    sequences = pd.DataFrame({"sequence": np.arange(len(lengths)), "response": responses})
+    sequences["scores"] = np.arange(len(lengths), dtype=np.float64)
+    return IterationRows(0, rule, sequences, tokens, steps, rows)
+
+
+def single(log_ratios: Sequence[float], advantages: Sequence[float], rule: ClipRule = RULE) -> IterationRows:
+    """One response, one step."""
+    return make_item([len(log_ratios)], np.array([log_ratios]), np.array(advantages), rule)
+
+
+@st.composite
+def rules(draw: st.DrawFn, anchor: str = "old") -> ClipRule:
+    """Any clip, asymmetric and dual ones among them."""
+    low, high = draw(st.floats(0.01, 0.9)), draw(st.floats(0.01, 3.0))
+    dual = draw(st.one_of(st.none(), st.floats(0.01, 3.0).map(lambda more: 1.0 + high + more)))
+    return ClipRule(anchor, low, high, dual, 0.2, True)
+
+
+@st.composite
+def items(draw: st.DrawFn, with_mismatch: bool = False) -> IterationRows:
+    """Random iterations of up to six responses, three epochs and two minibatches."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=2, max_size=6))
+    epochs, seed = draw(st.integers(1, 3)), draw(st.integers(0, 2**32 - 1))
+    generator = np.random.default_rng(seed)
+    count = sum(lengths)
+    log_ratios = generator.normal(0.0, draw(st.sampled_from([0.01, 0.2, 1.0])), (epochs, count))
+    log_ratios[0] *= generator.random(count) < 0.7
+    advantages = generator.normal(0.0, 1.0, count) * (generator.random(count) < 0.8)
+    delta = generator.normal(0.0, 0.3, count) if with_mismatch else None
+    old = -generator.exponential(1.0, count) - 1e-3
+    values = generator.normal(size=count), generator.normal(size=(epochs, count)), generator.normal(size=count)
+    rule = draw(rules("rollout" if with_mismatch else "old"))
+    return make_item(lengths, log_ratios, advantages, rule, 2, old, delta, values)

@@ -208,6 +208,22 @@ def plan_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def report_command(arguments: argparse.Namespace) -> int:
+    """Write one HTML page about a recorded run, or about the runs of a folder."""
+    try:
+        from analysis.report.build import write_report
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "analysis":
+            raise
+        raise UserError(
+            "report: `analysis` is not installed; it comes with the checkout, not with the wheel: "
+            "clone the repository and `pip install -e .` there"
+        ) from error
+    path, size = write_report(arguments.run, arguments.out, arguments.responses)
+    print_result(arguments.json, {"report": str(path), "bytes": size}, [f"report      {path} ({size / 1e6:.2f} MB)"])
+    return 0
+
+
 def track_command(arguments: argparse.Namespace) -> int:
     """Copy a recorded run into MLflow."""
     from ppo_repro.records.reader import open_manifest

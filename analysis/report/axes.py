@@ -13,11 +13,11 @@ from analysis.report.markup import element, escape
 
 Floats = npt.NDArray[np.float64]
 
-WIDTH, PLOT_HEIGHT = 440.0, 214.0
-LEFT, RIGHT, BOTTOM, TOP = 62.0, 12.0, 46.0, 10.0
+WIDTH, PLOT_HEIGHT = 400.0, 200.0
+LEFT, RIGHT, BOTTOM, TOP = 62.0, 18.0, 46.0, 10.0
 LEGEND_ROW = 19.0
 # an upper bound of the width of a character at the size of the legend
-CHARACTER = 6.9
+CHARACTER = 7.9
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def legend(names: Sequence[str], marks: Sequence[str]) -> tuple[str, float]:
             x, y = LEFT, y + LEGEND_ROW
         parts.append(f'<rect class="{mark}" x="{x:.1f}" y="{y - 8:.1f}" width="14" height="8"></rect>')
         parts.append(f'<text x="{x + 19:.1f}" y="{y:.1f}">{escape(name)}</text>')
-        x += width + 4
+        x += width + 9
     return element("g", "".join(parts), class_="legend"), y + 12.0
 
 

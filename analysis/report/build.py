@@ -13,12 +13,13 @@ from analysis.report import clipping_figures, counts, curves, mismatch_figures, 
 from analysis.report.facts import (
     RunFacts,
     clip_bounds,
-    key_numbers,
+    first_and_last_numbers,
     learning_verdicts,
     nonfinite_verdict,
     parity_verdicts,
     read_facts,
     run_facts,
+    whole_run_numbers,
 )
 from analysis.report.figure import Section
 from analysis.report.grid import grid_page, runs_below
@@ -74,8 +75,11 @@ def run_page(run_dir: Path, responses: int) -> str:
         *nonfinite_verdict(scan.extremes, scan.nonfinite_deltas),
         *learning_verdicts(facts, iterations),
     )
-    numbers = key_numbers(facts, iterations, steps, found)
-    summary = summary_html(verdicts, run_facts(facts), numbers, facts.config_text)
+    tables = (
+        ("Whole run", whole_run_numbers(iterations, found)),
+        ("First and last iteration", first_and_last_numbers(iterations, steps)),
+    )
+    summary = summary_html(verdicts, run_facts(facts), tables, facts.config_text)
     sections = (
         Section("learning", "Learning", (), curves.learning_figures([("this run", scan.curves)])),
         mismatch_section(scan, found),
@@ -145,14 +149,14 @@ def clipping_section(facts: RunFacts, iterations: pd.DataFrame, scan: Scan) -> S
         clipping_figures.extremes_figure(scan.extremes, bounds),
     ]
     if bounds is None:
-        return Section("clipping", title, (f"The objective {facts.config.ppo.objective.kind} does not clip.",), tuple(figures))
+        return Section(
+            "clipping", title, (f"The objective {facts.config.ppo.objective.kind} does not clip.",), tuple(figures)
+        )
     figures.insert(1, clipping_figures.flag_figure(scan.flags))
-    notes = ()
     if scan.overshoot["count"].any():
         figures.append(clipping_figures.overshoot_figure(scan.overshoot))
-    else:
-        notes = ("No ratio ever left the clip bounds.",)
-    return Section("clipping", title, notes, tuple(figures))
+        return Section("clipping", title, (), tuple(figures))
+    return Section("clipping", title, ("No ratio ever left the clip bounds.",), tuple(figures))
 
 
 def text_section(scan: Scan) -> Section:
@@ -166,8 +170,8 @@ def text_section(scan: Scan) -> Section:
 def selection_words(chosen: pd.DataFrame, everything: pd.DataFrame) -> str:
     """Which responses the token view holds, of how many."""
     return (
-        f"{number(len(chosen))} of {number(len(everything))} responses, {number(int(chosen['tokens'].sum()))} tokens: in "
-        "turn those with the largest |old - rollout| difference, with the most clipped token updates, with the best "
+        f"{number(len(chosen))} of {number(len(everything))} responses, {number(int(chosen['tokens'].sum()))} tokens: "
+        "in turn those with the largest |old - rollout| difference, with the most clipped token updates, with the best "
         "score, with the worst (the latest first), and the first ones of the first and of the last iteration; "
         f"at most {number(MAX_TOKENS)} tokens. --responses N chooses another number."
     )

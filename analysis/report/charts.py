@@ -30,11 +30,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Rule:
-    """A straight line across the plot at a value of y, or of x, with its label."""
+    """A straight line across the plot at a value of y, or of x, with its label; that of y stands above or below it."""
 
     value: float
     label: str
     along: str = "y"
+    below: bool = False
 
 
 def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = ()) -> str:
@@ -85,7 +86,7 @@ def heat_map(
     x_edges: Floats, y_edges: Floats, counts: npt.NDArray[np.number], x: Axis, y: Axis, about: str,
     rules: Sequence[Rule] = (), under: Sequence[tuple[float, float, float, float]] = (), diagonal: bool = False,
 ) -> str:  # fmt: skip
-    """Counts [x bins, y bins] as shades on a log scale; `under` are hatched boxes (x lo, x hi, y lo, y hi)."""
+    """Counts [x bins, y bins] as shades on a log scale; `under` are shaded boxes (x lo, x hi, y lo, y hi)."""
     plot = Plot(x, y, 10.0)
     level = heat_levels(counts)
     left, right = plot.across(x_edges[:-1]), plot.across(x_edges[1:])
@@ -93,9 +94,7 @@ def heat_map(
     parts = [_box(plot, *box) for box in under]
     for shade in range(1, HEAT_LEVELS + 1):
         found = np.argwhere(level == shade)
-        cells = [
-            f"M{left[i]:.1f} {low[j]:.1f}V{high[j]:.1f}H{right[i]:.1f}V{low[j]:.1f}Z" for i, j in found.tolist()
-        ]
+        cells = [f"M{left[i]:.1f} {low[j]:.1f}V{high[j]:.1f}H{right[i]:.1f}V{low[j]:.1f}Z" for i, j in found.tolist()]
         if cells:
             parts.append(f'<path class="heat{shade}" d="{"".join(cells)}"></path>')
     if diagonal:
@@ -162,7 +161,8 @@ def _rules(plot: Plot, rules: Sequence[Rule]) -> str:
         if rule.along == "y":
             y = float(plot.down(rule.value))
             parts.append(f'<path class="rule" d="M{LEFT:.1f} {y:.1f}H{right:.1f}"></path>')
-            place = f'class="end rule-label" x="{right - 4:.1f}" y="{y - 4 if y > plot.top + 14 else y + 13:.1f}"'
+            line = y + 13 if rule.below or y < plot.top + 14 else y - 4
+            place = f'class="end rule-label" x="{right - 4:.1f}" y="{line:.1f}"'
         else:
             x = float(plot.across(rule.value))
             parts.append(f'<path class="rule" d="M{x:.1f} {plot.top:.1f}V{bottom:.1f}"></path>')

@@ -31,10 +31,14 @@ class ClipBounds:
     high: float
     adaptive: bool
 
-    def rules(self, along: str, log: bool) -> tuple[Rule, ...]:
+    def rules(self, log: bool) -> tuple[Rule, Rule]:
         """Both bounds as lines, at the ratio or at its logarithm."""
-        bounds = (("lower bound", self.low), ("upper bound", self.high))
-        return tuple(Rule(float(np.log(b)) if log else b, f"{name} {b:g}", along) for name, b in bounds)
+
+        def place(bound: float) -> float:
+            return float(np.log(bound)) if log else bound
+
+        low, high = f"lower bound {self.low:g}", f"upper bound {self.high:g}"
+        return Rule(place(self.low), low, below=True), Rule(place(self.high), high)
 
 
 def ratio_figure(histogram: pd.DataFrame, bounds: ClipBounds | None) -> Figure:
@@ -57,12 +61,12 @@ def ratio_figure(histogram: pd.DataFrame, bounds: ClipBounds | None) -> Figure:
     outside = _outside(grid, edges, bounds)
     about = f"Log-ratios by step of the iteration. {outside}"
     at = np.arange(len(steps) + 1, dtype=np.float64)
-    chart = heat_map(at, kept, shares[:, inside], x, y, about, rules=bounds.rules("y", True) if bounds else ())
+    chart = heat_map(at, kept, shares[:, inside], x, y, about, rules=bounds.rules(log=True) if bounds else ())
     caption = (
-        "Each column is a step (epoch.minibatch), all iterations together; darker is a larger share of its tokens "
-        f"(log scale). {outside} What is beyond ±1 nat is in the outermost bins."
+        "Each column is a step (epoch.minibatch), all iterations together; stronger is a larger share of its tokens "
+        f"(log scale). {outside} What is beyond ±2 nats is in the outermost bins."
     )
-    numbers = histogram.groupby(["epoch", "minibatch"], as_index=False)["count"].sum()
+    numbers = _step_numbers(steps, grid, edges)
     return Figure("Log-ratios over the steps", chart, caption, numbers)
 
 
@@ -79,9 +83,10 @@ def flag_figure(flags: pd.DataFrame) -> Figure:
     x, y = axis_for("iteration", [at]), Axis("share of token updates", 0.0, top * 1.04)
     removed = int(rows[["clip_high", "clip_low", "clip_dual"]].to_numpy().sum())
     wrong = int(rows[["wrong_high", "wrong_low"]].to_numpy().sum())
+    count = int(total.sum())
     said = (
-        f"Of {number(int(total.sum()))} token updates the clip removed the gradient of {share(removed, int(total.sum()))};"
-        f" {share(wrong, int(total.sum()))} were outside the band and kept it."
+        f"Of {number(count)} token updates the clip removed the gradient of {share(removed, count)}; "
+        f"{share(wrong, count)} were outside the band and kept it."
     )
     chart = area_chart(at, list(shares.items()), x, y, said)
     caption = (
@@ -92,7 +97,7 @@ def flag_figure(flags: pd.DataFrame) -> Figure:
 
 
 def quadrant_figure(grid: Counts, bounds: ClipBounds | None) -> Figure:
-    """Ratio against advantage, the two regions without gradient hatched; `grid` as `counts.quadrant_grid` makes it."""
+    """Ratio against advantage, the two regions without gradient shaded; `grid` as `counts.quadrant_grid` makes it."""
     x_edges, y_edges = counts.ADVANTAGE_EDGES, counts.RATIO_EDGES
     x = Axis("advantage", float(x_edges[0]), float(x_edges[-1]))
     marks = tuple((2.0**power, f"{2.0**power:g}") for power in (-2, -1, 0, 1, 2))
@@ -102,8 +107,8 @@ def quadrant_figure(grid: Counts, bounds: ClipBounds | None) -> Figure:
     about = f"{total:,} token updates by advantage and ratio."
     rules = (Rule(1.0, ""), Rule(0.0, "", "x"))
     chart = heat_map(x_edges, y_edges, grid, x, y, about, rules=rules, under=under)
-    said = "Hatched: the clip removes the gradient. " if bounds else ""
-    caption = f"{said}Darker is more token updates (log scale); what is beyond the ends is in the outermost bins."
+    said = "Shaded: the clip removes the gradient. " if bounds else ""
+    caption = f"{said}Stronger is more token updates (log scale); what is beyond the ends is in the outermost bins."
     numbers = fullest_cells(x_edges, y_edges, grid, "advantage", "ratio")
     return Figure("Ratio and advantage", chart, caption, numbers)
 
@@ -120,7 +125,7 @@ def extremes_figure(extremes: pd.DataFrame, bounds: ClipBounds | None) -> Figure
     y = axis_for("ratio", list(values.values()), log=True, include=include)
     largest = float(np.nanmax(values["max_ratio"])) if np.isfinite(values["max_ratio"]).any() else np.nan
     said = f"Largest ratio of all: {number(largest)}."
-    rules = bounds.rules("y", False) if bounds else ()
+    rules = bounds.rules(log=False) if bounds else ()
     chart = line_chart(lines, axis_for("iteration", [at]), y, f"Extreme ratios by iteration. {said}", rules)
     caption = f"{said} Clipping takes a token's gradient away; it does not bound its ratio, which other tokens move on."
     return Figure("Extreme ratios", chart, caption, extremes)
@@ -151,7 +156,19 @@ def _reach(edges: Floats, filled: Floats, bounds: ClipBounds | None) -> float:
     far = float(max(-edges[used[0]], edges[used[-1] + 1])) if len(used) else 0.0
     near = float(max(-np.log(bounds.low), np.log(bounds.high))) if bounds else 0.0
     width = float(edges[1] - edges[0])
-    return min(1.0, float(np.ceil(max(far, near + 0.05) / width - 1e-9)) * width)
+    return min(float(edges[-1]), float(np.ceil(max(far, near + 0.05) / width - 1e-9)) * width)
+
+
+def _step_numbers(steps: pd.DataFrame, grid: Floats, edges: Floats) -> pd.DataFrame:
+    """Tokens of each step, and between which log-ratios (bins) the middle 98 % of them lie."""
+    part = np.cumsum(grid, axis=1) / grid.sum(axis=1, keepdims=True)
+    low, high = (part < 0.01).sum(axis=1), (part < 0.99).sum(axis=1)
+    found = {
+        "tokens": grid.sum(axis=1).astype(np.int64),
+        "1 % below (nats)": edges[low + 1],
+        "99 % below": edges[high + 1],
+    }
+    return steps.assign(**found)
 
 
 def _outside(grid: Floats, edges: Floats, bounds: ClipBounds | None) -> str:

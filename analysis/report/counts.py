@@ -13,7 +13,7 @@ Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 PROBABILITY_EDGES: Floats = 10.0 ** np.linspace(-6.0, 0.0, 37)
-LOG_RATIO_EDGES: Floats = np.linspace(-1.0, 1.0, 81)
+LOG_RATIO_EDGES: Floats = np.linspace(-2.0, 2.0, 161)
 ADVANTAGE_EDGES: Floats = np.linspace(-4.0, 4.0, 41)
 RATIO_EDGES: Floats = 2.0 ** np.linspace(-2.0, 2.0, 49)
 OVERSHOOT_EDGES: Floats = 10.0 ** np.linspace(-4.0, 2.0, 49)

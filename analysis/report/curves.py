@@ -68,7 +68,7 @@ def sampled_rows(records: IterationRecords) -> list[dict[str, float | str]]:
     lengths = sequences["response_length"].to_numpy(np.float64)
 
     def per_sequence(name: str) -> Floats:
-        return np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences))
+        return np.asarray(np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences)), dtype=np.float64)
 
     found = {
         "score": mean_and_error(sequences["scores"].to_numpy(np.float64)),

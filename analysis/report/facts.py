@@ -86,10 +86,11 @@ def parity_verdicts(found: Parity, config: RunConfig) -> tuple[Verdict, ...]:
             text = f"{share(first, rows)} of first ratios are not exactly 1 ({first:,} of {rows:,}, anchor {anchor})."
         said.append(Verdict("differs" if first else "holds", text))
     if rows and config.value.kind != "none":
+        unequal = found.unequal_values
         text = f"Values computed again in the first minibatches agree on every bit ({rows:,} tokens)."
-        if found.unequal_values:
-            text = f"{share(found.unequal_values, rows)} of values differ when computed again ({found.unequal_values:,} of {rows:,})."
-        said.append(Verdict("differs" if found.unequal_values else "holds", text))
+        if unequal:
+            text = f"{share(unequal, rows)} of values differ when computed again ({unequal:,} of {rows:,})."
+        said.append(Verdict("differs" if unequal else "holds", text))
     return tuple(said)
 
 
@@ -101,8 +102,12 @@ def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdic
     kl = float(iterations["ref_kl_per_sequence"].iloc[-1])
     return (
         Verdict("fact", f"Held-out accuracy {verb} from {before:.3f} to {after:.3f} (greedy)."),
-        Verdict("fact", f"Mean score of the sampled responses: {number(first, 3)} at first, {number(last, 3)} at last."),
-        Verdict("fact", f"KL(policy || reference) at last: {number(kl, 3)} nats per response (exact, seq_mean_token_sum)."),
+        Verdict(
+            "fact", f"Mean score of the sampled responses: {number(first, 3)} at first, {number(last, 3)} at last."
+        ),
+        Verdict(
+            "fact", f"KL(policy || reference) at last: {number(kl, 3)} nats per response (exact, seq_mean_token_sum)."
+        ),
     )
 
 
@@ -115,37 +120,44 @@ def nonfinite_verdict(extremes: pd.DataFrame, nonfinite_deltas: int) -> tuple[Ve
     return (Verdict("differs", text),)
 
 
-def key_numbers(facts: RunFacts, iterations: pd.DataFrame, steps: pd.DataFrame, parity: Parity) -> pd.DataFrame:
-    """quantity, unit, first iteration, last iteration (or whole run in the last column)."""
-    rows: list[tuple[str, str, object, object]] = [
-        ("iterations", "", "", len(iterations)),
-        ("responses", "", "", int(iterations["sequences"].sum())),
-        ("response tokens", "", "", int(iterations["tokens"].sum())),
-        ("optimizer steps of the policy", "", "", int(iterations["policy_steps"].sum())),
-        ("unequal old and rollout log-probs", "tokens", "", parity.unequal_old_rollout_logprobs),
-        ("largest |old - rollout|", "nats", "", parity.max_abs_old_rollout),
+def whole_run_numbers(iterations: pd.DataFrame, parity: Parity) -> pd.DataFrame:
+    """quantity, value, unit: counts over all iterations, and the time of each phase."""
+    rows: list[tuple[str, object, str]] = [
+        ("iterations", len(iterations), ""),
+        ("responses", int(iterations["sequences"].sum()), ""),
+        ("response tokens", int(iterations["tokens"].sum()), ""),
+        ("optimizer steps of the policy", int(iterations["policy_steps"].sum()), ""),
+        ("unequal old and rollout log-probs", parity.unequal_old_rollout_logprobs, "tokens"),
+        ("largest |old - rollout|", parity.max_abs_old_rollout, "nats"),
     ]
-    columns = (
-        ("score, mean", "", "score_mean"), ("accuracy, sampled", "", "accuracy"),
-        ("reward per response", "", "reward_mean"),
-        ("KL(policy || reference), exact", "nats per response", "ref_kl_per_sequence"),
-        ("KL(policy || reference), exact", "nats per token", "ref_kl_per_token"),
-        ("entropy", "nats per token", "entropy"), ("response length", "tokens", "response_length_mean"),
-        ("cut at the length limit", "share", "truncated_fraction"),
-        ("explained variance", "", "explained_variance"), ("kl_coef", "", "kl_coef"),
-    )  # fmt: skip
-    for name, unit, column in columns:
-        rows.append((name, unit, float(iterations[column].iloc[0]), float(iterations[column].iloc[-1])))
-    by_step = steps.groupby("iteration")[["clip_fraction", "approx_kl", "grad_norm"]].mean()
-    for name, unit, column in (
-        ("clip fraction, mean of the steps", "share", "clip_fraction"),
-        ("KL(anchor || new), k3, mean of the steps", "nats per token", "approx_kl"),
-        ("gradient norm, mean of the steps", "", "grad_norm"),
-    ):
-        rows.append((name, unit, float(by_step[column].iloc[0]), float(by_step[column].iloc[-1])))
     for phase in ("rollout", "forward", "update", "evaluation"):
-        rows.append((f"time, {phase}", "s, all iterations", "", round(float(iterations[f"seconds_{phase}"].sum()), 1)))
-    return pd.DataFrame(rows, columns=["quantity", "unit", "first iteration", "last iteration, or all"])
+        rows.append((f"time, {phase}", round(float(iterations[f"seconds_{phase}"].sum()), 1), "s"))
+    return pd.DataFrame(rows, columns=["quantity", "value", "unit"])
+
+
+def first_and_last_numbers(iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """quantity, first, last, unit: recorded values of the first and of the last iteration."""
+    columns = (
+        ("score, mean", "score_mean", ""), ("accuracy, sampled", "accuracy", ""),
+        ("reward per response", "reward_mean", ""),
+        ("KL(policy || reference), exact", "ref_kl_per_sequence", "nats/response"),
+        ("KL(policy || reference), exact", "ref_kl_per_token", "nats/token"),
+        ("entropy", "entropy", "nats/token"), ("response length", "response_length_mean", "tokens"),
+        ("cut at the length limit", "truncated_fraction", "share"),
+        ("explained variance", "explained_variance", ""), ("kl_coef", "kl_coef", ""),
+    )  # fmt: skip
+    of_steps = (
+        ("clip fraction, mean of the steps", "clip_fraction", "share"),
+        ("KL(anchor || new), k3, mean of the steps", "approx_kl", "nats/token"),
+        ("gradient norm, mean of the steps", "grad_norm", ""),
+    )
+    by_step = steps.groupby("iteration")[[column for _, column, _ in of_steps]].mean()
+    rows = [
+        (name, float(frame[column].iloc[0]), float(frame[column].iloc[-1]), unit)
+        for frame, chosen in ((iterations, columns), (by_step, of_steps))
+        for name, column, unit in chosen
+    ]
+    return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
 
 
 def run_facts(facts: RunFacts) -> list[tuple[str, str]]:
@@ -153,18 +165,18 @@ def run_facts(facts: RunFacts) -> list[tuple[str, str]]:
     environment, manifest = facts.environment, facts.manifest
     packages = environment.get("packages", {})
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
+    commit = environment.get("git_commit") or "no commit"
     dirty = " with changes" if environment.get("git_dirty") else ""
     found = [
         ("run", facts.name),
         ("fingerprint", manifest.fingerprint),
-        ("configuration digest", manifest.config_digest),
+        ("configuration", manifest.config_digest),
         ("seed", str(facts.config.seed)),
         ("numerics", f"{facts.config.numerics.mode}, {environment.get('numerics_backend', 'not recorded')}"),
-        ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {environment.get('git_commit') or 'no commit'}{dirty}"),
+        ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}"),
         ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
         ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
         ("layout", f"{environment.get('threads', '?')} threads, {environment.get('processes', '?')} processes"),
-        ("run it again and compare every bit", f"ppo-repro rerun {facts.name}"),
+        ("run again", f"ppo-repro rerun {facts.name}"),
     ]  # fmt: skip
     return found
-

@@ -59,7 +59,7 @@ def grid_page(folder: Path, run_dirs: Sequence[Path]) -> str:
     sections = (Section("learning", "Learning", (), curves.learning_figures(lines, band)),)
     known = [("folder", folder.resolve().name), ("runs", str(len(runs))), ("cells", str(len(cells)))]
     title = f"{folder.resolve().name}: {len(runs)} runs"
-    return page(title, summary_html(_verdicts(runs), known, _table(runs, cells), ""), sections, None, "")
+    return page(title, summary_html(_verdicts(runs), known, (("Cells", _table(runs, cells)),), ""), sections, None, "")
 
 
 def cell_labels(configs: Sequence[dict[str, Any]]) -> list[str]:
@@ -97,7 +97,9 @@ def _verdicts(runs: Sequence[GridRun]) -> list[Verdict]:
     unequal = sum(int(run.iterations["unequal_old_rollout_logprobs"].sum()) for run in runs)
     if unequal == 0:
         return [Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens of {len(runs)} runs.")]
-    text = f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} tokens)."
+    text = (
+        f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} tokens)."
+    )
     return [Verdict("differs", text)]
 
 

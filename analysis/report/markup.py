@@ -40,13 +40,13 @@ def number(value: object, digits: int = 4) -> str:
         return f"{int(value):,}"
     if not isinstance(value, float | np.floating):
         return str(value)
-    if math.isnan(value):
+    plain = float(value)
+    if math.isnan(plain):
         return "–"
-    if value == int(value) if math.isfinite(value) else False:
-        return f"{int(value):,}" if abs(value) < 10**15 else f"{value:.{digits}g}"
-    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}" if 1 <= abs(value) < 1e6 else (
-        f"{value:.{digits}g}"
-    )
+    if not 1 <= abs(plain) < 1e15:
+        return f"{plain:.{digits}g}"
+    fixed = f"{plain:,.{max(0, digits - 1 - math.floor(math.log10(abs(plain))))}f}"
+    return fixed.rstrip("0").rstrip(".") if "." in fixed else fixed
 
 
 def share(part: int, whole: int) -> str:
@@ -71,13 +71,14 @@ def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
     rows = spread(len(frame), limit)
     if len(rows) < len(frame):
         caption = f"{caption} ({len(rows)} of {len(frame):,} rows, evenly spread)"
-    head = "".join(element("th", escape(name), scope="col") for name in frame.columns)
+    words = [name for name in frame.columns if any(isinstance(value, str) for value in frame[name])]
+    head = "".join(
+        element("th", escape(name), scope="col", class_="" if name in words else "number") for name in frame.columns
+    )
     body = [_row([frame.iat[int(i), column] for column in range(frame.shape[1])]) for i in rows]
     return element(
         "table",
-        element("caption", escape(caption))
-        + element("thead", element("tr", head))
-        + element("tbody", "".join(body)),
+        element("caption", escape(caption)) + element("thead", element("tr", head)) + element("tbody", "".join(body)),
     )
 
 

@@ -28,10 +28,12 @@ def probability_figure(grid: Counts) -> Figure:
     )
     chart = heat_map(edges, edges, grid, x, y, about, diagonal=True)
     caption = (
-        "Every response token, six bins per decade, what is rarer than 1e-6 in the first bin; darker is more tokens "
+        "Every response token, six bins per decade, what is rarer than 1e-6 in the first bin; stronger is more tokens "
         "(log scale); on the line both agree. The test for equal bits is in the summary."
     )
-    return Figure("Probability, sampler and trainer", chart, caption, fullest_cells(edges, edges, grid, "sampler", "trainer"))
+    return Figure(
+        "Probability, sampler and trainer", chart, caption, fullest_cells(edges, edges, grid, "sampler", "trainer")
+    )
 
 
 def delta_figure(found: Counts) -> Figure:
@@ -54,7 +56,9 @@ def delta_figure(found: Counts) -> Figure:
     y = Axis(y.label, 0.5, y.hi, True, tuple((10.0**p, f"{10**p:,}") for p in range(0, 12) if 10.0**p <= y.hi))
     about = f"Histogram of the log-prob difference; {share(zero, total)} of {total:,} tokens are within 1e-9 nats of 0."
     chart = bar_chart(places[:-1], places[1:], [("tokens", found.astype(np.float64))], x, y, about)
-    caption = "Bin in the middle: less than 1e-9 nats apart. Pure rounding noise is symmetric; a bias is a difference in kind."
+    caption = (
+        "Bin in the middle: less than 1e-9 nats apart. Rounding is symmetric about 0; a shift to one side is a bias."
+    )
     numbers = pd.DataFrame({"from (nats)": edges[:-1][used], "to (nats)": edges[1:][used], "tokens": found[used]})
     return Figure("Log-prob difference", chart, caption, numbers)
 
@@ -125,4 +129,3 @@ def fullest_cells(x: Floats, y: Floats, grid: Counts, x_name: str, y_name: str) 
             f"{y_name} from": y[j], f"{y_name} to": y[j + 1], "tokens": grid[i, j],
         }
     )  # fmt: skip
-

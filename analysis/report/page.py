@@ -45,7 +45,10 @@ def security_policy(style: str, script: str) -> str:
 
 
 def summary_html(
-    verdicts: Sequence[Verdict], facts: Sequence[tuple[str, str]], numbers: pd.DataFrame, config: str
+    verdicts: Sequence[Verdict],
+    facts: Sequence[tuple[str, str]],
+    tables: Sequence[tuple[str, pd.DataFrame]],
+    config: str,
 ) -> str:
     """Verdicts in words, what the run is, its key numbers, its configuration."""
     said = "".join(
@@ -60,15 +63,15 @@ def summary_html(
     )
     known = "".join(element("dt", escape(n)) + element("dd", element("code", escape(v))) for n, v in facts)
     folded = element("details", element("summary", "Configuration") + element("pre", _lines(config), tabindex="0"))
+    numbers = [element("div", table(frame, name), class_="scroll", tabindex="0") for name, frame in tables]
     return element(
         "section",
         element("h2", "Summary", id="summary-title")
         + element("ul", said, class_="verdicts")
         + element(
             "div",
-            element("div", element("dl", known) + (folded if config else ""), class_="facts")
-            + element("div", table(numbers, "Key numbers"), class_="scroll", tabindex="0"),
-            class_="two",
+            element("div", element("dl", known) + (folded if config else ""), class_="facts") + "".join(numbers),
+            class_="three",
         ),
         id="summary",
         aria_labelledby="summary-title",
@@ -96,8 +99,7 @@ def page(title: str, summary: str, sections: Sequence[Section], view: dict[str, 
     )
     header = element("header", element("h1", escape(title)) + nav)
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{header}\n'
-        f'{element("main", body)}</body></html>\n'
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{header}\n{element("main", body)}</body></html>\n'
     )
 
 

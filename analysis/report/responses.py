@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,16 +98,20 @@ def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> p
         "first": rows[rows["iteration"] == first],
         "last": rows[rows["iteration"] == last],
     }
+    sizes = rows["tokens"].to_numpy(np.int64)
     chosen: dict[int, list[str]] = {}
     used = 0
     for index, reason in _in_turn({name: frame.index.to_numpy()[:count] for name, frame in ranked.items()}):
-        size = 0 if index in chosen else int(rows.at[index, "tokens"])
-        if used + size > max_tokens or (index not in chosen and len(chosen) == count):
+        size = 0 if index in chosen else int(sizes[index])
+        full = index not in chosen and len(chosen) == count
+        # one response there is always, however long
+        if full or (chosen and used + size > max_tokens):
             continue
         used += size
         chosen.setdefault(index, []).append(reason)
-    found = rows.loc[sorted(chosen)]
-    return found.assign(why=[chosen[index] for index in sorted(chosen)])
+    found = rows.iloc[sorted(chosen)].copy()
+    found["why"] = pd.Series([chosen[index] for index in sorted(chosen)], index=found.index, dtype=object)
+    return found
 
 
 def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, str]]:
@@ -138,7 +142,8 @@ def token_data(run_dir: Path, chosen: pd.DataFrame) -> dict[str, Any]:
 
 def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dict[str, Any]]:
     one = [iteration]
-    sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES).set_index("sequence")
+    sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES)
+    about = {row["sequence"]: row for row in sequences[sequences["sequence"].isin(rows["sequence"])].to_dict("records")}
     tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ)
     names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
     updates = reader.read_updates(run_dir, iterations=one, columns=names)
@@ -149,7 +154,7 @@ def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dic
     wanted = dict(zip(rows["sequence"], rows.to_dict("records"), strict=True))
     groups = tokens[tokens["sequence"].isin(rows["sequence"])].groupby("sequence", sort=True)
     return [
-        {**_response(wanted[key], sequences.loc[key], mine.sort_values("position")), "epochs": epochs}
+        {**_response({**about[key], **wanted[key]}, mine.sort_values("position")), "epochs": epochs}
         for key, mine in groups
     ]
 
@@ -157,7 +162,7 @@ def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dic
 def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.DataFrame:
     """ratio_e and flag_e per token; empty where the epoch did not reach the token."""
     rows = token_rows(tokens, updates, where)
-    found = {}
+    found: dict[str, Any] = {}
     for epoch in np.unique(updates["epoch"].to_numpy()).tolist():
         mine = (updates["epoch"] == epoch).to_numpy()
         ratios = np.full(len(tokens), np.nan)
@@ -168,15 +173,15 @@ def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.Dat
     return pd.DataFrame(found, index=tokens.index)
 
 
-def _response(row: dict[str, Any], sequence: pd.Series, tokens: pd.DataFrame) -> dict[str, Any]:
-    text = str(sequence["response"])
+def _response(row: dict[Hashable, Any], tokens: pd.DataFrame) -> dict[str, Any]:
+    text = str(row["response"])
     spans = zip(tokens["char_start"], tokens["char_end"], strict=True)
     keys = [name for name in tokens.columns if name.startswith(("ratio_", "flag_"))]
     columns = {key: _plain(tokens[key]) for key in [*(column.key for column in TOKEN_COLUMNS), *keys]}
     return {
         "iteration": int(row["iteration"]), "sequence": int(row["sequence"]), "why": row["why"],
-        "prompt": str(sequence["prompt"]), "response": text, "answer": str(sequence["answer"]),
-        "score": _number(float(sequence["scores"])), "finish": str(sequence["finish_reason"]),
+        "prompt": str(row["prompt"]), "response": text, "answer": str(row["answer"]),
+        "score": _number(float(row["scores"])), "finish": str(row["finish_reason"]),
         "max_abs_delta": _number(float(row["max_abs_delta"])), "clipped": int(row["clipped"]),
         "ids": tokens["token_id"].tolist(), "texts": [text[start:end] for start, end in spans],
         "special": tokens["special"].astype(int).tolist(), "words": tokens["word_id"].tolist(), "columns": columns,

@@ -11,7 +11,7 @@ from analysis.report.figure import Figure
 from analysis.report.markup import number
 
 UNITS = {"response": "sequences", "word": "words", "token": "tokens", "character": "characters", "byte": "bytes"}
-PARTS = {"first": "first token of a word", "continuation": "later token", "special": "special token"}
+PARTS = {"first": "first tokens of words", "continuation": "later tokens", "special": "special tokens"}
 
 
 def unit_figure(sums: pd.DataFrame) -> Figure:
@@ -33,8 +33,8 @@ def unit_figure(sums: pd.DataFrame) -> Figure:
     last = ", ".join(f"{number(line.y[-1], 3)} {line.name}" for line in drawn)
     chart = line_chart(drawn, axis_for("iteration", [at]), y, f"KL to the reference in five units; at the end {last}.")
     caption = (
-        "One sum over the iteration, exact over the vocabulary, divided by five counts. Nats per response can be "
-        "compared between tokenizers, nats per token cannot."
+        "One sum over the iteration, exact over the vocabulary, divided by five counts; where two counts are equal, so "
+        "are the lines. Nats per response can be compared between tokenizers, nats per token cannot."
     )
     return Figure("KL in five units", chart, caption, numbers)
 
@@ -48,7 +48,7 @@ def share_figure(sums: pd.DataFrame, quantity: str) -> Figure:
     layers = [(name, value[there] / total[there]) for name, value in parts.items()]
     tokens = sums[[f"tokens_{part}" for part in PARTS]].sum()
     counted = ", ".join(
-        f"{number(100 * tokens[f'tokens_{part}'] / tokens.sum(), 3)} % {name}s" for part, name in PARTS.items()
+        f"{number(100 * tokens[f'tokens_{part}'] / tokens.sum(), 3)} % {name}" for part, name in PARTS.items()
     )
     words = {"kl": "KL to the reference", "entropy": "entropy"}[quantity]
     ends = ", ".join(f"{name} {number(float(value[-1]), 3)}" for name, value in layers) if len(at) else "nothing"

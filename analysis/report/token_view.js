@@ -37,9 +37,11 @@
     return visible(text).replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
   }
 
-  function say(value) {
+  function say(value, digits = 6) {
     if (value === null || value === undefined) return "–";
-    return typeof value === "number" ? String(Number(value.toPrecision(6))) : String(value);
+    if (typeof value !== "number") return String(value);
+    const rounded = Number(value.toPrecision(digits));
+    return rounded !== 0 && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : String(rounded);
   }
 
   function levelName(column, level) {
@@ -107,7 +109,7 @@
 
   function swatch(name, label) {
     const item = make("li");
-    const sample = make("span", "a", "token " + name);
+    const sample = make("span", "", "token " + name);
     sample.setAttribute("aria-hidden", "true");
     item.append(sample, make("span", label));
     return item;
@@ -124,7 +126,7 @@
       const least = chosen.scale in ONE_SIDED ? 0 : -LEVELS;
       for (let k = least; k <= LEVELS; k += 1) {
         const part = (k / LEVELS) * chosen.limit * (ONE_SIDED[chosen.scale] || 1);
-        const edge = String(Number((chosen.scale === "ratio" ? Math.exp(part) : part).toPrecision(3)));
+        const edge = say(chosen.scale === "ratio" ? Math.exp(part) : part, 3);
         const beyond = Math.abs(k) < LEVELS ? "" : part > 0 ? " and more" : " and less";
         items.push(swatch(levelName(chosen, k), edge + beyond + (k === LEVELS ? unit : "")));
       }
@@ -239,6 +241,9 @@
     const worth = { mismatch: (r) => r.max_abs_delta, clipped: (r) => r.clipped, best: (r) => r.score, worst: (r) => -r.score };
     const rank = worth[key] || (() => 0);
     show(all.reduce((a, b) => (rank(b[0]) > rank(a[0]) ? b : a))[1]);
+    if (key !== "mismatch") return;
+    const sizes = data.responses[state.response].columns.delta.map((d) => (typeof d === "number" ? Math.abs(d) : 0));
+    focusable(sizes.indexOf(Math.max(...sizes)));
   }
 
   // the nearest token of the line above or below

@@ -13,7 +13,7 @@ SHOWN_CHARACTERS = 160
 
 
 def token_section(view: dict[str, Any], selection: str) -> str:
-    """Controls, the token area, the values of one token, and the shown responses as a table for those without script."""
+    """Controls, token area, the values of one token, and the shown responses as a table that needs no script."""
     controls = (
         _labelled("Colour by", element("select", id="tv-column"), "tv-column")
         + _labelled("Iteration", element("select", id="tv-iteration"), "tv-iteration")
@@ -45,7 +45,9 @@ def token_section(view: dict[str, Any], selection: str) -> str:
         hidden=True,
     )
     needs = element("noscript", element("p", "The token view needs the script inside this page."))
-    shown = element("summary", "The responses shown here") + element("div", _listed(view), class_="scroll", tabindex="0")
+    shown = element("summary", "The responses shown here") + element(
+        "div", _listed(view), class_="scroll", tabindex="0"
+    )
     return element(
         "section",
         element("h2", "Tokens", id="token-section-title")

@@ -20,6 +20,8 @@ from ppo_repro.records import reader
 MAX_TOKENS = 100_000
 DIGITS = 6
 
+NULLABLE = ("values", "returns", "ratio_")
+
 # why a response is shown; the keys are buttons of the page
 REASONS = {
     "mismatch": "worst mismatch", "clipped": "most clipped", "best": "best score", "worst": "worst score",
@@ -190,7 +192,9 @@ def _response(row: dict[Hashable, Any], tokens: pd.DataFrame) -> dict[str, Any]:
 
 def _plain(values: pd.Series) -> list[Any]:
     if values.dtype.kind == "f":
-        return [_number(value) for value in values.to_numpy(np.float64).tolist()]
+        # where there is no null, NaN is a recorded NaN
+        absent = None if str(values.name).startswith(NULLABLE) else "nan"
+        return [absent if value != value else _number(value) for value in values.to_numpy(np.float64).tolist()]
     return [None if value is None or value != value else str(value) for value in values.tolist()]
 
 

@@ -50,7 +50,7 @@
   }
 
   function shade(column, value) {
-    if (column.scale === "category") return value === null ? "" : "f-" + value;
+    if (column.scale === "category") return value === null || value === "none" ? "" : "f-" + value;
     if (typeof value === "string") return "odd";
     if (value === null || column.limit === 0) return "";
     const size = column.scale === "ratio" ? (value > 0 ? Math.log(value) : -Infinity) : value;

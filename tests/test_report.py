@@ -20,7 +20,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from tests.hostile_run import HOSTILE, LONG, make_hostile_run
 from tests.html_page import check, embedded
-from tests.synthetic_run import make_run
+from tests.synthetic_run import make_run, start_run
 
 
 @pytest.fixture(scope="session")
@@ -161,14 +161,19 @@ def test_without_the_checkout_the_command_says_so(
 
 def test_a_grid_has_one_line_per_cell(exact_run: Path, native_run: Path, tmp_path: Path) -> None:
     for run, name in ((exact_run, "a"), (native_run, "b")):
-        shutil.copytree(run, tmp_path / "grid" / name)
+        shutil.copytree(run, tmp_path / "grid" / "cells" / name / "small" / run.name)
     path, size = build.write_report(tmp_path / "grid", None, None)
     page = path.read_text()
     assert path == tmp_path / "grid" / "report.html" and size == len(page.encode())
     said = text_of(page)
     assert "numerics.mode=exact" in said and "numerics.mode=native" in said and "grid: 2 runs" in said
     assert "± one standard error over them" in said and "<script" not in page
+    assert "Not complete" not in said
     check(page)
+    start_run(tmp_path / "grid" / "cells" / "c" / "run")
+    (tmp_path / "grid" / "cells" / "c" / "run" / "records").mkdir(exist_ok=True)
+    said = text_of(build.write_report(tmp_path / "grid", None, None)[0].read_text())
+    assert "Not complete and not in this page: cells/c/run (running)." in said and "grid: 2 runs" in said
 
 
 def test_cells_are_what_differs_but_for_the_seed() -> None:

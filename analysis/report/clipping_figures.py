@@ -96,6 +96,30 @@ def flag_figure(flags: pd.DataFrame) -> Figure:
     return Figure("Clip flags by iteration", chart, caption, flags)
 
 
+def definition_figure(steps: pd.DataFrame) -> Figure:
+    """Clip fraction by three definitions, token mean over the steps of each iteration.
+
+    `steps` has columns iteration, n_tok, band_out, grad_zero, clip_floor (shares of the n_tok tokens of a step).
+    """
+    names = {"outside the band": "band_out", "gradient removed": "grad_zero", "without any step": "clip_floor"}
+    found = steps[steps["n_tok"] > 0]
+    weights = found["n_tok"].to_numpy(np.float64)
+    weighted = found[[*names.values()]].mul(weights, axis=0).assign(iteration=found["iteration"], n_tok=weights)
+    sums = weighted.groupby("iteration").sum()
+    rates = sums[[*names.values()]].div(sums["n_tok"], axis=0)
+    at = rates.index.to_numpy(np.float64)
+    lines = [Line(name, at, rates[column].to_numpy(np.float64)) for name, column in names.items()]
+    whole = sums[[*names.values()]].sum() / sums["n_tok"].sum()
+    said = ", ".join(f"{name} {number(100 * float(whole[column]), 3)} %" for name, column in names.items())
+    y = axis_for("share of token updates", [line.y for line in lines])
+    chart = line_chart(lines, axis_for("iteration", [at]), y, f"Clip fraction by three definitions: {said}.")
+    caption = (
+        f"Whole run: {said}. Outside the band counts both signs of the advantage, as some dashboards do; without any "
+        "step is what the mismatch alone would clip."
+    )
+    return Figure("Clip fraction, by definition", chart, caption, rates.reset_index())
+
+
 def quadrant_figure(grid: Counts, bounds: ClipBounds | None) -> Figure:
     """Ratio against advantage, the two regions without gradient shaded; `grid` as `counts.quadrant_grid` makes it."""
     x_edges, y_edges = counts.ADVANTAGE_EDGES, counts.RATIO_EDGES

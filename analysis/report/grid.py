@@ -20,7 +20,9 @@ from analysis.report.page import page, summary_html
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 
-MAX_CELLS = 8
+MAX_LINES = 8
+# GRID/cells/<cell>/<experiment>/<run>, RUNS/<experiment>/<run>, or the runs themselves
+DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
 
 
 @dataclass(frozen=True)
@@ -36,30 +38,38 @@ class GridRun:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The runs in a folder, up to two levels down, by name; raises UserError where there is none."""
-    found = sorted({path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{manifest.FILE_NAME}")})
-    if not found:
+    """The runs in a folder, up to four levels down, by name; raises UserError where there is none."""
+    found = {path.parent for depth in DEPTHS for path in folder.glob(f"{depth}/{manifest.FILE_NAME}")}
+    runs = sorted(path for path in found if (path / "records").is_dir())
+    if not runs:
         raise UserError(f"{folder}: holds no run; give the folder of a run, or one with runs in it")
-    return found
+    return runs
 
 
 def grid_page(folder: Path, run_dirs: Sequence[Path]) -> str:
-    """The page about all runs of a folder; raises UserError where one is damaged or there are too many cells."""
-    facts = [read_facts(run_dir) for run_dir in run_dirs]
+    """The page about the complete runs of a folder, the others by name; UserError where none is, or one is damaged."""
+    states = {run_dir: manifest.load(run_dir).status for run_dir in run_dirs}
+    facts = [read_facts(run_dir) for run_dir, state in states.items() if state == "complete"]
+    if not facts:
+        raise UserError(f"{folder}: none of its {len(states)} runs is complete; finish them first")
+    missing = [f"{run_dir.relative_to(folder)} ({state})" for run_dir, state in states.items() if state != "complete"]
     labels = cell_labels([one.config.model_dump(mode="json") for one in facts])
-    cells = list(dict.fromkeys(labels))
-    if len(cells) > MAX_CELLS:
-        raise UserError(
-            f"{folder}: {len(cells)} configurations; one page shows at most {MAX_CELLS} beside each other; "
-            "give a folder with fewer"
-        )
     runs = [_read_run(one, label) for one, label in zip(facts, labels, strict=True)]
-    lines = [(cell, curves.over_seeds([run.curves for run in runs if run.cell == cell])) for cell in cells]
+    cells = list(dict.fromkeys(labels))
+    numbers = _table(runs, cells)
+    drawn = numbers.sort_values("last score", ascending=False, kind="stable")["cell"].head(MAX_LINES).tolist()
+    lines = [
+        (cell, curves.over_seeds([run.curves for run in runs if run.cell == cell])) for cell in cells if cell in drawn
+    ]
+    notes: tuple[str, ...] = ()
+    if len(cells) > MAX_LINES:
+        notes = (f"The {MAX_LINES} of {len(cells)} cells with the highest last score; the table has all.",)
     band = "mean over the seeds of a cell, band: ± one standard error over them (none for a single seed)"
-    sections = (Section("learning", "Learning", (), curves.learning_figures(lines, band)),)
+    sections = (Section("learning", "Learning", notes, curves.learning_figures(lines, band)),)
     known = [("folder", folder.resolve().name), ("runs", str(len(runs))), ("cells", str(len(cells)))]
     title = f"{folder.resolve().name}: {len(runs)} runs"
-    return page(title, summary_html(_verdicts(runs), known, (("Cells", _table(runs, cells)),), ""), sections, None, "")
+    summary = summary_html(_verdicts(runs, missing), known, (("Cells", numbers),), "")
+    return page(title, summary, sections, None, "")
 
 
 def cell_labels(configs: Sequence[dict[str, Any]]) -> list[str]:
@@ -92,15 +102,16 @@ def _read_run(facts: RunFacts, cell: str) -> GridRun:
     return GridRun(cell, facts.config.seed, facts.name, iterations, joined, accuracy)
 
 
-def _verdicts(runs: Sequence[GridRun]) -> list[Verdict]:
+def _verdicts(runs: Sequence[GridRun], missing: Sequence[str]) -> list[Verdict]:
     tokens = sum(int(run.iterations["tokens"].sum()) for run in runs)
     unequal = sum(int(run.iterations["unequal_old_rollout_logprobs"].sum()) for run in runs)
-    if unequal == 0:
-        return [Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens of {len(runs)} runs.")]
-    text = (
-        f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} tokens)."
-    )
-    return [Verdict("differs", text)]
+    said = Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens of {len(runs)} runs.")
+    if unequal:
+        words = f"({unequal:,} of {tokens:,} tokens)"
+        said = Verdict("differs", f"{share(unequal, tokens)} of log-probs differ between sampler and trainer {words}.")
+    if not missing:
+        return [said]
+    return [said, Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}.")]
 
 
 def _table(runs: Sequence[GridRun], cells: Sequence[str]) -> pd.DataFrame:

@@ -71,7 +71,9 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
     found = buckets[(buckets["kind"] == kind) & (buckets["n"] > 0)].sort_values("lo", ignore_index=True)
     columns = {"largest": "abs_max", "99th percentile": "abs_p99", "mean": "abs_mean"}
     values = {name: found[column].to_numpy(np.float64) for name, column in columns.items()}
-    y = axis_for("|old - rollout| (nats)", list(values.values()), log=True)
+    # below the smallest, or its bar would have no height
+    above_zero = [value[value > 0] / 2 for value in values.values()]
+    y = axis_for("|old - rollout| (nats)", [*values.values(), *above_zero], log=True)
     places = np.arange(len(found), dtype=np.float64)
     ends = [f"{lo:g}" for lo in found["lo"]] + [f"{float(found['hi'].iloc[-1]):g}"]
     every = max(1, len(ends) // 8)

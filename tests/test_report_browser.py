@@ -216,6 +216,8 @@ def test_tokens_by_key(browser: Any, pages: dict[str, Path]) -> None:
     assert at() == 1
     press(browser, Keys.END, Keys.ARROW_RIGHT)
     assert at() == len(shown["ids"]) - 1
+    ring = "return getComputedStyle(document.activeElement).boxShadow"
+    assert "inset" in browser.execute_script(ring), "the chosen token is marked, a special one too"
     press(browser, Keys.PAGE_DOWN)
     assert "iteration 0, sequence 1;" in one(browser, "#tv-about").text and at() == 0
     press(browser, Keys.PAGE_UP)

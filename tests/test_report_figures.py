@@ -89,7 +89,7 @@ def test_flags_are_shares_and_add_up() -> None:
     flags = pd.DataFrame([{"iteration": i, **dict.fromkeys(counts.FLAGS, 0), "token_updates": 100} for i in range(2)])
     flags["clip_high"], flags["wrong_low"] = [10, 20], [0, 5]
     chart, said = drawn(flag_figure(flags))
-    assert "Of 200 token updates the clip removed the gradient of 15 %; 2 % were outside" in said
+    assert "Of 200 token updates the clip removed the gradient of 15 %; 2.5 % were outside" in said
     assert count(chart, "area") == 2, "flags that never occur have no layer"
 
 

@@ -54,7 +54,7 @@ def share(part: int, whole: int) -> str:
     if whole == 0 or part in (0, whole):
         return "100 %" if part and part == whole else "0 %"
     percent = 100 * part / whole
-    if percent < 1:
+    if percent < 10:
         return f"{percent:.2g} %"
     return f"{percent:.0f} %" if percent < 99 else f"{min(percent, 99.99):.2f} %"
 

@@ -75,7 +75,7 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
     above_zero = [value[value > 0] / 2 for value in values.values()]
     y = axis_for("|old - rollout| (nats)", [*values.values(), *above_zero], log=True)
     places = np.arange(len(found), dtype=np.float64)
-    ends = [f"{lo:g}" for lo in found["lo"]] + [f"{float(found['hi'].iloc[-1]):g}"]
+    ends = [_short(value) for value in [*found["lo"], found["hi"].iloc[-1]]]
     every = max(1, len(ends) // 8)
     marks = tuple((float(k), end) for k, end in enumerate(ends) if k % every == 0)
     words = {"prob": "probability under the sampler", "position": "position in the response (tokens)"}
@@ -88,7 +88,7 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
     title = {"prob": "Difference by probability", "position": "Difference by position"}[kind]
     caption = {
         "prob": "Rounding moves the log-probs of rare tokens most: the error goes with 1 - p.",
-        "position": "An error that grows with position accumulates through the cache.",
+        "position": "An error that accumulates through the cache would grow with position.",
     }[kind]
     return Figure(title, chart, caption, found[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
 
@@ -118,6 +118,11 @@ def divergence_figure(divergences: pd.DataFrame) -> Figure:
         "Where |k1| is within its error, only k3 says something."
     )
     return Figure("KL from sampler to trainer", chart, caption, divergences)
+
+
+def _short(value: float) -> str:
+    """0.01, but 1e-4: labels stand close to each other."""
+    return f"{value:g}" if value == 0 or value >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")
 
 
 def fullest_cells(x: Floats, y: Floats, grid: Counts, x_name: str, y_name: str) -> pd.DataFrame:

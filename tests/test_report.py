@@ -168,6 +168,7 @@ def test_a_grid_has_one_line_per_cell(exact_run: Path, native_run: Path, tmp_pat
     said = text_of(page)
     assert "numerics.mode=exact" in said and "numerics.mode=native" in said and "grid: 2 runs" in said
     assert "± one standard error over them" in said and "<script" not in page
+    assert "agree on every bit in 1 of 2 runs" in said and "of log-probs differ in the other 1 (" in said
     assert "Not complete" not in said
     check(page)
     start_run(tmp_path / "grid" / "cells" / "c" / "run")

@@ -64,7 +64,7 @@ def grid_page(folder: Path, run_dirs: Sequence[Path]) -> str:
     notes: tuple[str, ...] = ()
     if len(cells) > MAX_LINES:
         notes = (f"The {MAX_LINES} of {len(cells)} cells with the highest last score; the table has all.",)
-    band = "mean over the seeds of a cell, band: ± one standard error over them (none for a single seed)"
+    band = "mean over the seeds of a cell, band: ± one standard error over them (none for a single seed)."
     sections = (Section("learning", "Learning", notes, curves.learning_figures(lines, band)),)
     known = [("folder", folder.resolve().name), ("runs", str(len(runs))), ("cells", str(len(cells)))]
     title = f"{folder.resolve().name}: {len(runs)} runs"
@@ -103,15 +103,20 @@ def _read_run(facts: RunFacts, cell: str) -> GridRun:
 
 
 def _verdicts(runs: Sequence[GridRun], missing: Sequence[str]) -> list[Verdict]:
-    tokens = sum(int(run.iterations["tokens"].sum()) for run in runs)
-    unequal = sum(int(run.iterations["unequal_old_rollout_logprobs"].sum()) for run in runs)
-    said = Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens of {len(runs)} runs.")
-    if unequal:
-        words = f"({unequal:,} of {tokens:,} tokens)"
-        said = Verdict("differs", f"{share(unequal, tokens)} of log-probs differ between sampler and trainer {words}.")
-    if not missing:
-        return [said]
-    return [said, Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}.")]
+    counted = [[int(run.iterations[n].sum()) for n in ("unequal_old_rollout_logprobs", "tokens")] for run in runs]
+    equal = [tokens for unequal, tokens in counted if not unequal]
+    unequal, tokens = (sum(pair[k] for pair in counted if pair[0]) for k in (0, 1))
+    said = []
+    if equal:
+        text = f"Sampler and trainer agree on every bit in {len(equal)} of {len(runs)} runs ({sum(equal):,} tokens)."
+        said.append(Verdict("holds", text))
+    if tokens:
+        where = f"in the other {len(runs) - len(equal)}" if equal else f"in all {len(runs)} runs"
+        text = f"{share(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
+        said.append(Verdict("differs", text))
+    if missing:
+        said.append(Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}."))
+    return said
 
 
 def _table(runs: Sequence[GridRun], cells: Sequence[str]) -> pd.DataFrame:

@@ -71,7 +71,7 @@ def summary_html(
         + element(
             "div",
             element("div", element("dl", known) + (folded if config else ""), class_="facts") + "".join(numbers),
-            class_="three",
+            class_="three" if len(tables) > 1 else "stacked",
         ),
         id="summary",
         aria_labelledby="summary-title",

@@ -309,8 +309,8 @@ def rgb(text: str) -> list[float]:
     return [float(part) for part in re.findall(r"[\d.]+", text)]
 
 
-CLASSES = [*(f"{k}{i}" for k in "pnq" for i in range(1, 5)), "f-clip_high", "f-clip_low", "f-wrong_high", "special"]
-CLASSES += [f"special {name}" for name in ("p1", "p2", "p4", "n2", "n4", "q2", "f-clip_high")]
+CLASSES = [*(f"{k}{i}" for k in "pnq" for i in range(1, 5)), "f-clip_high", "f-clip_low", "f-clip_dual", "special"]
+CLASSES += [f"special {name}" for name in ("p1", "p4", "n2", "n4", "q2", "f-clip_high", "f-wrong_high", "f-wrong_low")]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

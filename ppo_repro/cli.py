@@ -20,6 +20,7 @@ from ppo_repro.commands import (
     plan_command,
     probe_command,
     processes,
+    report_command,
     rerun_command,
     resume_command,
     run_command,
@@ -95,6 +96,12 @@ def build_parser() -> argparse.ArgumentParser:
     parted.add_argument("source", metavar="CONFIG_OR_RUN", type=Path, help="YAML configuration, or folder of a run")
     _add_set(parted, "override one field of a configuration; may be repeated")
     parted.add_argument("--out", metavar="DIR", type=Path, default=Path("bisections"), help="where tables go")
+    reported = add("report", report_command)
+    reported.add_argument("run", metavar="RUN_OR_GRID", type=Path, help="folder of a run, or a folder of runs")
+    reported.add_argument("--out", metavar="FILE", type=Path, help="the page; default report.html in that folder")
+    reported.add_argument(
+        "--responses", metavar="N", type=_count, help="responses in the token view of a run; default 60, 0 for none"
+    )
     compared = add("diff", diff_command)
     compared.add_argument("a", metavar="A", type=Path, help="folder of a recorded run")
     compared.add_argument("b", metavar="B", type=Path, help="folder of another")

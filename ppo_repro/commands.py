@@ -14,7 +14,6 @@ from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say
 
 if TYPE_CHECKING:
-    from ppo_repro.grids.engines import Engine
     from ppo_repro.ranks import Ranks
     from ppo_repro.runs.diff import Difference
     from ppo_repro.runs.progress import Watcher
@@ -223,49 +222,25 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
-    from ppo_repro.grids.spec import load_grid
+    from ppo_repro.grids import commands
 
-    grid = load_grid(arguments.grid)
-    from ppo_repro.grids.grid import grid_folder, run_grid
-    from ppo_repro.grids.progress import ConsoleGrid
-    from ppo_repro.grids.summary import as_json, lines
-
-    folder = grid_folder(grid, arguments.out)
-    with ConsoleGrid() as watcher:
-        outcome = run_grid(grid, arguments.out, _grid_engine(arguments, folder), watcher, arguments.changed)
-    if arguments.track is not None:
-        _track_grid(folder, arguments.track)
-    print_result(arguments.json, as_json(grid, folder, outcome), lines(grid, folder, outcome))
-    return 0 if (outcome.table["state"] == "complete").all() else 1
+    return commands.run(arguments)
 
 
-def _track_grid(folder: Path, uri: str) -> None:
-    from ppo_repro.tracking import track_grid
-
+def report_command(arguments: argparse.Namespace) -> int:
+    """Write one HTML page about a recorded run, or about the runs of a folder."""
     try:
-        track_grid(folder, uri)
-    except UserError as error:  # the grid is done: what it found does not hang on a server
-        say(f"tracking failed: {error}; copy it later with `ppo-repro track {folder} --uri {uri}`")
-
-
-def _grid_engine(arguments: argparse.Namespace, folder: Path) -> Engine:
-    from ppo_repro.grids.engines import Processes, Ray, Slurm
-
-    if arguments.workers < 1:
-        raise UserError(f"--workers {arguments.workers}: must be at least 1")
-    if arguments.ray is not None and arguments.slurm is not None:
-        raise UserError("--ray and --slurm: choose one")
-    if arguments.ray is not None:
-        return Ray(arguments.ray, arguments.workers)
-    if arguments.slurm is None:
-        return Processes(arguments.workers)
-    parameters = {}
-    for setting in arguments.slurm:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise UserError(f"--slurm {setting}: must be NAME=VALUE, for example --slurm slurm_partition=cpu")
-        parameters[name] = value
-    return Slurm(folder / "slurm", arguments.workers, parameters)
+        from analysis.report.build import write_report
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "analysis":
+            raise
+        raise UserError(
+            "report: `analysis` is not installed; it comes with the checkout, not with the wheel: "
+            "clone the repository and `pip install -e .` there"
+        ) from error
+    path, size = write_report(arguments.run, arguments.out, arguments.responses)
+    print_result(arguments.json, {"report": str(path), "bytes": size}, [f"report      {path} ({size / 1e6:.2f} MB)"])
+    return 0
 
 
 def track_command(arguments: argparse.Namespace) -> int:

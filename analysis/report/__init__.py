@@ -1,0 +1,1 @@
+"""One self-contained HTML page about a recorded run, or about the runs of a grid."""

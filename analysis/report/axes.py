@@ -1,0 +1,140 @@
+"""Axes of a chart: ranges, ticks, places on the page, the frame around the plot, the legend above it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from analysis.report.markup import element, escape
+
+Floats = npt.NDArray[np.float64]
+
+WIDTH, PLOT_HEIGHT = 400.0, 200.0
+LEFT, RIGHT, BOTTOM, TOP = 62.0, 18.0, 46.0, 10.0
+LEGEND_ROW = 19.0
+# an upper bound of the width of a character at the size of the legend
+CHARACTER = 7.9
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: label with unit, range in the units of the data, linear or log10; `ticks` replaces the usual ones."""
+
+    label: str
+    lo: float
+    hi: float
+    log: bool = False
+    ticks: tuple[tuple[float, str], ...] = ()
+
+    def at(self, values: Floats | float) -> Floats:
+        """Where values lie between the ends, 0 at `lo` and 1 at `hi`; beyond the ends at the ends, NaN stays."""
+        data = np.asarray(values, dtype=np.float64)
+        lo, hi = self.lo, self.hi
+        if self.log:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                data = np.where(data > 0, np.log10(data), np.where(np.isnan(data), np.nan, -np.inf))
+            lo, hi = math.log10(lo), math.log10(hi)
+        return np.clip((data - lo) / (hi - lo), 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Where the plot lies inside the picture, in its units."""
+
+    x: Axis
+    y: Axis
+    top: float
+
+    @property
+    def height(self) -> float:
+        """Height of the whole picture."""
+        return self.top + PLOT_HEIGHT + BOTTOM
+
+    def across(self, values: Floats | float) -> Floats:
+        """x positions of values."""
+        return LEFT + self.x.at(values) * (WIDTH - LEFT - RIGHT)
+
+    def down(self, values: Floats | float) -> Floats:
+        """y positions of values."""
+        return self.top + (1.0 - self.y.at(values)) * PLOT_HEIGHT
+
+
+def axis_for(label: str, values: Iterable[object], log: bool = False, include: Sequence[float] = ()) -> Axis:
+    """An axis that holds every finite value (positive, if log) and what is to be included, with a little room."""
+    joined = np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in (*values, list(include))])
+    found = joined[np.isfinite(joined) & ((joined > 0) | (not log))]
+    lo, hi = (float(found.min()), float(found.max())) if len(found) else (1.0, 10.0)
+    if log:
+        lo, hi = 10.0 ** math.floor(math.log10(lo)), 10.0 ** math.ceil(math.log10(hi))
+        return Axis(label, lo, hi if hi > lo else lo * 10.0, True)
+    if hi == lo:
+        room = abs(lo) * 0.1 or 1.0
+    else:
+        room = (hi - lo) * 0.04
+    # a quantity that is never negative keeps its zero line clean
+    return Axis(label, max(lo - room, 0.0) if lo >= 0 else lo - room, hi + room)
+
+
+def ticks(axis: Axis) -> list[tuple[float, str]]:
+    """Round values within an axis with their labels, about five."""
+    if axis.ticks:
+        return list(axis.ticks)
+    if axis.log:
+        lo, hi = round(math.log10(axis.lo)), round(math.log10(axis.hi))
+        every = max(1, math.ceil((hi - lo) / 6))
+        return [(10.0**power, _power(power)) for power in range(lo, hi + 1, every)]
+    raw = (axis.hi - axis.lo) / 5
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * magnitude >= raw * 0.999)
+    first = math.ceil(axis.lo / step - 1e-9)
+    count = math.floor(axis.hi / step + 1e-9) - first
+    return [((first + k) * step, f"{(first + k) * step:.6g}") for k in range(count + 1)]
+
+
+def _power(power: int) -> str:
+    return f"{10.0**power:g}" if -3 <= power <= 4 else f"1e{power}"
+
+
+def legend(names: Sequence[str], marks: Sequence[str]) -> tuple[str, float]:
+    """The row or rows above the plot, one mark (class of a colour) per name, and the height they take."""
+    if len(names) < 2:
+        return "", TOP
+    parts, x, y = [], LEFT, 13.0
+    for name, mark in zip(names, marks, strict=True):
+        width = 24 + CHARACTER * len(name)
+        if x > LEFT and x + width > WIDTH:
+            x, y = LEFT, y + LEGEND_ROW
+        parts.append(f'<rect class="{mark}" x="{x:.1f}" y="{y - 8:.1f}" width="14" height="8"></rect>')
+        parts.append(f'<text x="{x + 19:.1f}" y="{y:.1f}">{escape(name)}</text>')
+        x += width + 9
+    return element("g", "".join(parts), class_="legend"), y + 12.0
+
+
+def frame(plot: Plot) -> str:
+    """Grid lines, tick labels and axis labels."""
+    parts = []
+    right, bottom = WIDTH - RIGHT, plot.top + PLOT_HEIGHT
+    for value, label in ticks(plot.y):
+        y = float(plot.down(value))
+        parts.append(f'<path class="grid" d="M{LEFT:.1f} {y:.1f}H{right:.1f}"></path>')
+        parts.append(f'<text class="end" x="{LEFT - 6:.1f}" y="{y + 4:.1f}">{escape(label)}</text>')
+    for value, label in ticks(plot.x):
+        x = float(plot.across(value))
+        parts.append(f'<path class="grid" d="M{x:.1f} {plot.top:.1f}V{bottom:.1f}"></path>')
+        parts.append(f'<text class="middle" x="{x:.1f}" y="{bottom + 17:.1f}">{escape(label)}</text>')
+    middle = (LEFT + right) / 2
+    parts.append(f'<text class="middle label" x="{middle:.1f}" y="{bottom + 38:.1f}">{escape(plot.x.label)}</text>')
+    center = plot.top + PLOT_HEIGHT / 2
+    turned = f'transform="rotate(-90 13 {center:.1f})" x="13" y="{center:.1f}"'
+    parts.append(f'<text class="middle label" {turned}>{escape(plot.y.label)}</text>')
+    return element("g", "".join(parts), class_="axes")
+
+
+def picture(plot: Plot, content: str, about: str) -> str:
+    """The whole SVG element with its text alternative."""
+    box = f"0 0 {WIDTH:g} {plot.height:g}"
+    return f'<svg class="chart" viewBox="{box}" role="img" aria-label="{escape(about)}">{content}</svg>'

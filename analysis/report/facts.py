@@ -1,0 +1,182 @@
+"""What a run is: its name, configuration, digests, machine; and its verdicts and key numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from analysis.parity import Parity
+from analysis.report.clipping_figures import ClipBounds
+from analysis.report.markup import number, share
+from ppo_repro.config import RunConfig
+from ppo_repro.config_algorithm import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config_yaml import load_config
+from ppo_repro.errors import UserError
+from ppo_repro.records import reader
+from ppo_repro.records.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sentence; `kind` says whether a promise holds, something differs, or it just informs."""
+
+    kind: Literal["holds", "differs", "fact"]
+    text: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A recorded run; `name` is experiment/folder, so that no path of a machine gets into the page."""
+
+    run_dir: Path
+    name: str
+    manifest: Manifest
+    config: RunConfig
+    config_text: str
+    environment: dict[str, Any]
+
+
+def read_facts(run_dir: Path) -> RunFacts:
+    """Manifest, configuration and environment of a complete language run; raises UserError on any other."""
+    manifest = reader.open_manifest(run_dir)
+    if manifest.kind != "language":
+        raise UserError(f"{run_dir}: is a {manifest.kind} run; reports are of language runs, use ppo-repro show")
+    try:
+        environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
+        text = (run_dir / "config.yaml").read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run_dir}: config.yaml or environment.json cannot be read ({error})") from error
+    config = load_config(run_dir / "config.yaml")
+    return RunFacts(run_dir, f"{config.experiment}/{run_dir.resolve().name}", manifest, config, text, environment)
+
+
+def clip_bounds(config: RunConfig, iterations: pd.DataFrame) -> ClipBounds | None:
+    """Where the ratio is clipped in the last iteration; None for an objective that does not clip."""
+    objective = config.ppo.objective
+    if isinstance(objective, ClipObjective):
+        high = objective.clip_range if objective.clip_range_high is None else objective.clip_range_high
+        return ClipBounds(1.0 - objective.clip_range, 1.0 + high, False)
+    if isinstance(objective, AdaptiveClipObjective):
+        ranges = iterations["clip_range"]
+        last = float(ranges.iloc[-1])
+        return ClipBounds(1.0 - last, 1.0 + last, bool(ranges.nunique() > 1))
+    return None
+
+
+def parity_verdicts(found: Parity, config: RunConfig) -> tuple[Verdict, ...]:
+    """Do sampler and trainer agree, in words; nothing is said of ratios or values that do not exist."""
+    unequal, tokens = found.unequal_old_rollout_logprobs, found.tokens
+    if unequal == 0:
+        said = [Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens.")]
+    else:
+        text = (
+            f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} "
+            f"tokens, largest difference {number(found.max_abs_old_rollout, 2)} nats)."
+        )
+        said = [Verdict("differs", text)]
+    first, rows = found.unequal_first_ratios, found.first_minibatch_tokens
+    anchor = config.ppo.ratio_anchor
+    if rows and config.ppo.objective.kind != "policy_gradient":
+        text = f"Every ratio of the first minibatches is exactly 1 ({rows:,} tokens, anchor {anchor})."
+        if first:
+            text = f"{share(first, rows)} of first ratios are not exactly 1 ({first:,} of {rows:,}, anchor {anchor})."
+        said.append(Verdict("differs" if first else "holds", text))
+    if rows and config.value.kind != "none":
+        unequal = found.unequal_values
+        text = f"Values computed again in the first minibatches agree on every bit ({rows:,} tokens)."
+        if unequal:
+            text = f"{share(unequal, rows)} of values differ when computed again ({unequal:,} of {rows:,})."
+        said.append(Verdict("differs" if unequal else "holds", text))
+    return tuple(said)
+
+
+def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdict, ...]:
+    """What became of accuracy, score and KL, in words."""
+    before, after = float(iterations["eval_accuracy"].iloc[0]), float(facts.manifest.final["eval_accuracy"])
+    verb = "rose" if after > before else "fell" if after < before else "stayed"
+    first, last = (float(iterations["score_mean"].iloc[i]) for i in (0, -1))
+    kl = float(iterations["ref_kl_per_sequence"].iloc[-1])
+    return (
+        Verdict("fact", f"Held-out accuracy {verb} from {before:.3f} to {after:.3f} (greedy)."),
+        Verdict(
+            "fact", f"Mean score of the sampled responses: {number(first, 3)} at first, {number(last, 3)} at last."
+        ),
+        Verdict(
+            "fact", f"KL(policy || reference) at last: {number(kl, 3)} nats per response (exact, seq_mean_token_sum)."
+        ),
+    )
+
+
+def nonfinite_verdict(extremes: pd.DataFrame, nonfinite_deltas: int) -> tuple[Verdict, ...]:
+    """A sentence only where something is not finite."""
+    ratios = int(extremes["nonfinite_ratios"].sum())
+    if ratios + nonfinite_deltas == 0:
+        return ()
+    text = f"Not finite: {ratios:,} ratios, {nonfinite_deltas:,} log-prob differences. They are in no figure."
+    return (Verdict("differs", text),)
+
+
+def whole_run_numbers(iterations: pd.DataFrame, parity: Parity) -> pd.DataFrame:
+    """quantity, value, unit: counts over all iterations, and the time of each phase."""
+    rows: list[tuple[str, object, str]] = [
+        ("iterations", len(iterations), ""),
+        ("responses", int(iterations["sequences"].sum()), ""),
+        ("response tokens", int(iterations["tokens"].sum()), ""),
+        ("optimizer steps of the policy", int(iterations["policy_steps"].sum()), ""),
+        ("unequal old and rollout log-probs", parity.unequal_old_rollout_logprobs, "tokens"),
+        ("largest |old - rollout|", parity.max_abs_old_rollout, "nats"),
+    ]
+    for phase in ("rollout", "forward", "update", "evaluation"):
+        rows.append((f"time, {phase}", round(float(iterations[f"seconds_{phase}"].sum()), 1), "s"))
+    return pd.DataFrame(rows, columns=["quantity", "value", "unit"])
+
+
+def first_and_last_numbers(iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """quantity, first, last, unit: recorded values of the first and of the last iteration."""
+    columns = (
+        ("score, mean", "score_mean", ""), ("accuracy, sampled", "accuracy", ""),
+        ("reward per response", "reward_mean", ""),
+        ("KL(policy || reference), exact", "ref_kl_per_sequence", "nats/response"),
+        ("KL(policy || reference), exact", "ref_kl_per_token", "nats/token"),
+        ("entropy", "entropy", "nats/token"), ("response length", "response_length_mean", "tokens"),
+        ("cut at the length limit", "truncated_fraction", "share"),
+        ("explained variance", "explained_variance", ""), ("kl_coef", "kl_coef", ""),
+    )  # fmt: skip
+    of_steps = (
+        ("clip fraction, mean of the steps", "clip_fraction", "share"),
+        ("KL(anchor || new), k3, mean of the steps", "approx_kl", "nats/token"),
+        ("gradient norm, mean of the steps", "grad_norm", ""),
+    )
+    by_step = steps.groupby("iteration")[[column for _, column, _ in of_steps]].mean()
+    rows = [
+        (name, float(frame[column].iloc[0]), float(frame[column].iloc[-1]), unit)
+        for frame, chosen in ((iterations, columns), (by_step, of_steps))
+        for name, column, unit in chosen
+    ]
+    return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
+
+
+def run_facts(facts: RunFacts) -> list[tuple[str, str]]:
+    """Name and value of what identifies the run and its machine."""
+    environment, manifest = facts.environment, facts.manifest
+    packages = environment.get("packages", {})
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
+    commit = environment.get("git_commit") or "no commit"
+    dirty = " with changes" if environment.get("git_dirty") else ""
+    found = [
+        ("run", facts.name),
+        ("fingerprint", manifest.fingerprint),
+        ("configuration", manifest.config_digest),
+        ("seed", str(facts.config.seed)),
+        ("numerics", f"{facts.config.numerics.mode}, {environment.get('numerics_backend', 'not recorded')}"),
+        ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}"),
+        ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
+        ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
+        ("layout", f"{environment.get('threads', '?')} threads, {environment.get('processes', '?')} processes"),
+        ("run again", f"ppo-repro rerun {facts.name}"),
+    ]  # fmt: skip
+    return found

@@ -1,0 +1,92 @@
+"""Text into HTML: escaping, elements, numbers as people read them, tables."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+MAX_ROWS = 120
+
+# what may not stand in HTML at all, and what reorders or hides the text around it
+_HIDDEN = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x200E, 0x200F}
+_HIDDEN |= {0x2028, 0x2029, 0x2060, 0xFEFF, 0xFFFE, 0xFFFF}
+_SHOWN = {code: f"⟨U+{code:04X}⟩" for code in sorted(_HIDDEN)} | {0x0A: "↵\n", 0x09: "⇥"}
+
+
+def escape(text: object) -> str:
+    """Text that is safe inside elements and quoted attributes; what cannot be seen is named, such as ⟨U+202E⟩."""
+    return html.escape(str(text).translate(_SHOWN), quote=True)
+
+
+def element(tag: str, content: str = "", **attributes: str | float | bool) -> str:
+    """`<tag name="value">content</tag>`, values escaped, content as it is; `for_` and `class_` lose the underscore."""
+    parts = [tag]
+    for name, value in attributes.items():
+        if value is not False:
+            parts.append(f'{name.rstrip("_").replace("_", "-")}="{escape("" if value is True else value)}"')
+    return f"<{' '.join(parts)}>{content}</{tag}>"
+
+
+def number(value: object, digits: int = 4) -> str:
+    """A number for people: thousands grouped, `digits` significant ones; a dash where there is none."""
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    if isinstance(value, int | np.integer):
+        return f"{int(value):,}"
+    if not isinstance(value, float | np.floating):
+        return str(value)
+    plain = float(value)
+    if math.isnan(plain):
+        return "–"
+    if not 1 <= abs(plain) < 1e15:
+        return f"{plain:.{digits}g}"
+    fixed = f"{plain:,.{max(0, digits - 1 - math.floor(math.log10(abs(plain))))}f}"
+    return fixed.rstrip("0").rstrip(".") if "." in fixed else fixed
+
+
+def share(part: int, whole: int) -> str:
+    """`33 %`, with more digits for small shares, never a rounded 0 or 100."""
+    if whole == 0 or part in (0, whole):
+        return "100 %" if part and part == whole else "0 %"
+    percent = 100 * part / whole
+    if percent < 10:
+        return f"{percent:.2g} %"
+    return f"{percent:.0f} %" if percent < 99 else f"{min(percent, 99.99):.2f} %"
+
+
+def spread(count: int, limit: int) -> npt.NDArray[np.int64]:
+    """Up to `limit` of the indices 0 to count - 1, evenly spread, the first and the last among them."""
+    if count <= limit:
+        return np.arange(count, dtype=np.int64)
+    return np.unique(np.linspace(0, count - 1, limit).round().astype(np.int64))
+
+
+def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
+    """A frame as an HTML table; of more than `limit` rows evenly spread ones, and the caption says so."""
+    rows = spread(len(frame), limit)
+    if len(rows) < len(frame):
+        caption = f"{caption} ({len(rows)} of {len(frame):,} rows, evenly spread)"
+    words = [name for name in frame.columns if any(isinstance(value, str) for value in frame[name])]
+    head = "".join(
+        element("th", escape(name), scope="col", class_="" if name in words else "number") for name in frame.columns
+    )
+    body = [_row([frame.iat[int(i), column] for column in range(frame.shape[1])]) for i in rows]
+    return element(
+        "table",
+        element("caption", escape(caption)) + element("thead", element("tr", head)) + element("tbody", "".join(body)),
+    )
+
+
+def _row(cells: Sequence[object]) -> str:
+    shown = []
+    for cell in cells:
+        if isinstance(cell, str):
+            shown.append(element("td", element("bdi", escape(cell), dir="auto")))
+        else:
+            shown.append(element("td", escape(number(cell)), class_="number"))
+    return element("tr", "".join(shown))

@@ -1,0 +1,218 @@
+"""Which responses the token view shows, and the data it shows of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from analysis.report.counts import special_tokens
+from analysis.report.load import IterationRecords, token_rows
+from ppo_repro.records import reader
+
+# above this the page would be slow to open
+MAX_TOKENS = 100_000
+DIGITS = 6
+
+NULLABLE = ("values", "returns", "ratio_")
+
+# why a response is shown; the keys are buttons of the page
+REASONS = {
+    "mismatch": "worst mismatch", "clipped": "most clipped", "best": "best score", "worst": "worst score",
+    "first": "first iteration", "last": "last iteration",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenColumn:
+    """A column of the token view. scale: diverging (about 0), sequential (0 and up), negative (0 and down),
+    ratio (about 1) or category.
+
+    `word` is how a word's value follows from its tokens': sum, mean, product, or none.
+    """
+
+    key: str
+    label: str
+    unit: str
+    scale: str
+    word: str
+
+
+TOKEN_COLUMNS = (
+    TokenColumn("delta", "mismatch, old - rollout log-prob", "nats", "diverging", "sum"),
+    TokenColumn("rollout_logprobs", "rollout log-prob", "nats", "negative", "sum"),
+    TokenColumn("old_logprobs", "old log-prob", "nats", "negative", "sum"),
+    TokenColumn("ref_logprobs", "reference log-prob", "nats", "negative", "sum"),
+    TokenColumn("ref_kl", "KL(policy || reference), exact", "nats", "sequential", "sum"),
+    TokenColumn("entropies", "entropy", "nats", "sequential", "sum"),
+    TokenColumn("kl_penalties", "KL penalty", "reward", "diverging", "sum"),
+    TokenColumn("rewards", "reward", "reward", "diverging", "sum"),
+    TokenColumn("advantages", "advantage", "", "diverging", "mean"),
+    TokenColumn("values", "value", "reward", "diverging", "mean"),
+    TokenColumn("returns", "return", "reward", "diverging", "mean"),
+)
+_READ = [
+    "iteration", "sequence", "position", "token_id", "char_start", "char_end", "word_id", "sub_idx",
+    *(column.key for column in TOKEN_COLUMNS if column.key != "delta"),
+]  # fmt: skip
+_READ_SEQUENCES = [
+    "iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason", "response_length",
+]  # fmt: skip
+
+
+def response_summary(records: IterationRecords) -> pd.DataFrame:
+    """iteration, sequence, tokens, score, max_abs_delta (nats), clipped (token updates) of one iteration."""
+    sequences, tokens, updates = records.sequences, records.tokens, records.updates
+    owner = tokens["sequence"].to_numpy(np.int64)
+    delta = tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
+    largest = np.zeros(len(sequences))
+    # NaN would win every comparison; what is not finite is reported elsewhere
+    np.maximum.at(largest, owner, np.where(np.isfinite(delta), np.abs(delta), 0.0))
+    clipped = updates["clip_flag"].str.startswith("clip_").fillna(False).to_numpy(np.bool_)
+    counted = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
+    return pd.DataFrame(
+        {
+            "iteration": records.iteration, "sequence": sequences["sequence"], "tokens": sequences["response_length"],
+            "score": sequences["scores"], "max_abs_delta": largest, "clipped": counted,
+        }
+    )  # fmt: skip
+
+
+def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> pd.DataFrame:
+    """Up to `count` rows of the summaries of all iterations, with `why` (keys of REASONS), in their order.
+
+    The reasons choose in turn, each its next best response, until `count` or `max_tokens` is reached.
+    """
+    rows = summary.reset_index(drop=True)
+    latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
+    first, last = rows["iteration"].min(), rows["iteration"].max()
+    ranked = {
+        "mismatch": rows[rows["max_abs_delta"] > 0].sort_values("max_abs_delta", ascending=False, kind="stable"),
+        "clipped": rows[rows["clipped"] > 0].sort_values("clipped", ascending=False, kind="stable"),
+        "best": latest.sort_values("score", ascending=False, kind="stable"),
+        "worst": latest.sort_values("score", kind="stable"),
+        "first": rows[rows["iteration"] == first],
+        "last": rows[rows["iteration"] == last],
+    }
+    sizes = rows["tokens"].to_numpy(np.int64)
+    chosen: dict[int, list[str]] = {}
+    used = 0
+    for index, reason in _in_turn({name: frame.index.to_numpy()[:count] for name, frame in ranked.items()}):
+        size = 0 if index in chosen else int(sizes[index])
+        full = index not in chosen and len(chosen) == count
+        # one response there is always, however long
+        if full or (chosen and used + size > max_tokens):
+            continue
+        used += size
+        chosen.setdefault(index, []).append(reason)
+    found = rows.iloc[sorted(chosen)].copy()
+    found["why"] = pd.Series([chosen[index] for index in sorted(chosen)], index=found.index, dtype=object)
+    return found
+
+
+def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, str]]:
+    for place in range(max(len(order) for order in ranked.values())):
+        for reason, order in ranked.items():
+            if place < len(order):
+                yield int(order[place]), reason
+
+
+def token_data(run_dir: Path, chosen: pd.DataFrame) -> dict[str, Any]:
+    """What the page embeds: columns with their scales, and the chosen responses token by token."""
+    responses: list[dict[str, Any]] = []
+    for iteration, rows in chosen.groupby("iteration", sort=True):
+        responses += _of_iteration(run_dir, int(str(iteration)), rows)
+    epochs = max((response.pop("epochs") for response in responses), default=0)
+    columns = [*TOKEN_COLUMNS]
+    for epoch in range(epochs):
+        columns.append(TokenColumn(f"ratio_{epoch}", f"ratio, epoch {epoch}", "", "ratio", "product"))
+        columns.append(TokenColumn(f"flag_{epoch}", f"clip flag, epoch {epoch}", "", "category", "none"))
+    described = []
+    for column in columns:
+        values = [value for response in responses for value in response["columns"].get(column.key, [])]
+        if any(value is not None for value in values):
+            about = {"key": column.key, "label": column.label, "unit": column.unit, "scale": column.scale}
+            described.append({**about, "word": column.word, "limit": _limit(column.scale, values)})
+    return {"columns": described, "reasons": REASONS, "responses": responses}
+
+
+def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dict[str, Any]]:
+    one = [iteration]
+    sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES)
+    about = {row["sequence"]: row for row in sequences[sequences["sequence"].isin(rows["sequence"])].to_dict("records")}
+    tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ)
+    names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
+    updates = reader.read_updates(run_dir, iterations=one, columns=names)
+    tokens = tokens.join(_by_epoch(tokens, updates, f"{run_dir}: iteration {iteration}"))
+    delta = tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
+    tokens = tokens.assign(delta=delta, special=special_tokens(tokens))
+    epochs = int(updates["epoch"].max()) + 1 if len(updates) else 0
+    wanted = dict(zip(rows["sequence"], rows.to_dict("records"), strict=True))
+    groups = tokens[tokens["sequence"].isin(rows["sequence"])].groupby("sequence", sort=True)
+    return [
+        {**_response({**about[key], **wanted[key]}, mine.sort_values("position")), "epochs": epochs}
+        for key, mine in groups
+    ]
+
+
+def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.DataFrame:
+    """ratio_e and flag_e per token; empty where the epoch did not reach the token."""
+    rows = token_rows(tokens, updates, where)
+    found: dict[str, Any] = {}
+    for epoch in np.unique(updates["epoch"].to_numpy()).tolist():
+        mine = (updates["epoch"] == epoch).to_numpy()
+        ratios = np.full(len(tokens), np.nan)
+        ratios[rows[mine]] = updates["ratios"].to_numpy(np.float64)[mine]
+        flags = np.full(len(tokens), None, dtype=object)
+        flags[rows[mine]] = updates["clip_flag"].to_numpy(object)[mine]
+        found |= {f"ratio_{epoch}": ratios, f"flag_{epoch}": flags}
+    return pd.DataFrame(found, index=tokens.index)
+
+
+def _response(row: dict[Hashable, Any], tokens: pd.DataFrame) -> dict[str, Any]:
+    text = str(row["response"])
+    spans = zip(tokens["char_start"], tokens["char_end"], strict=True)
+    keys = [name for name in tokens.columns if name.startswith(("ratio_", "flag_"))]
+    columns = {key: _plain(tokens[key]) for key in [*(column.key for column in TOKEN_COLUMNS), *keys]}
+    return {
+        "iteration": int(row["iteration"]), "sequence": int(row["sequence"]), "why": row["why"],
+        "prompt": str(row["prompt"]), "response": text, "answer": str(row["answer"]),
+        "score": _number(float(row["scores"])), "finish": str(row["finish_reason"]),
+        "max_abs_delta": _number(float(row["max_abs_delta"])), "clipped": int(row["clipped"]),
+        "ids": tokens["token_id"].tolist(), "texts": [text[start:end] for start, end in spans],
+        "special": tokens["special"].astype(int).tolist(), "words": tokens["word_id"].tolist(), "columns": columns,
+    }  # fmt: skip
+
+
+def _plain(values: pd.Series) -> list[Any]:
+    if values.dtype.kind == "f":
+        # where there is no null, NaN is a recorded NaN
+        absent = None if str(values.name).startswith(NULLABLE) else "nan"
+        return [absent if value != value else _number(value) for value in values.to_numpy(np.float64).tolist()]
+    return [None if value is None or value != value else str(value) for value in values.tolist()]
+
+
+def _number(value: float) -> float | str | None:
+    """Rounded to the digits the page promises; infinities as words, since JSON has none."""
+    if math.isnan(value):
+        return None
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
+
+
+def _limit(scale: str, values: list[Any]) -> float:
+    """Where the colour is full: the 98th percentile of the sizes, the largest if that is 0."""
+    if scale == "category":
+        return 0.0
+    data = np.array([value for value in values if isinstance(value, float | int)], dtype=np.float64)
+    if scale == "ratio":
+        data = np.log(data[data > 0])
+    if not len(data):
+        return 0.0
+    full = float(np.quantile(np.abs(data), 0.98)) or float(np.abs(data).max())
+    return float(f"{full:.3g}")

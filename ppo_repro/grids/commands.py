@@ -1,0 +1,53 @@
+"""What the command line does with grids."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ppo_repro.errors import UserError
+from ppo_repro.grids.engines import Engine, Processes, Ray, Slurm
+from ppo_repro.grids.grid import grid_folder, run_grid
+from ppo_repro.grids.progress import ConsoleGrid
+from ppo_repro.grids.spec import load_grid
+from ppo_repro.grids.summary import as_json, lines
+from ppo_repro.output import print_result, say
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run what is missing of a grid and print its table; exit code 1 if a cell is not complete at the end."""
+    grid = load_grid(arguments.grid)
+    folder = grid_folder(grid, arguments.out)
+    with ConsoleGrid() as watcher:
+        outcome = run_grid(grid, arguments.out, _engine(arguments, folder), watcher, arguments.changed)
+    if arguments.track is not None:
+        _track_grid(folder, arguments.track)
+    print_result(arguments.json, as_json(grid, folder, outcome), lines(grid, folder, outcome))
+    return 0 if (outcome.table["state"] == "complete").all() else 1
+
+
+def _track_grid(folder: Path, uri: str) -> None:
+    from ppo_repro.tracking import track_grid  # mlflow, which takes seconds
+
+    try:
+        track_grid(folder, uri)
+    except UserError as error:  # the grid is done: what it found does not hang on a server
+        say(f"tracking failed: {error}; copy it later with `ppo-repro track {folder} --uri {uri}`")
+
+
+def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
+    if arguments.workers < 1:
+        raise UserError(f"--workers {arguments.workers}: must be at least 1")
+    if arguments.ray is not None and arguments.slurm is not None:
+        raise UserError("--ray and --slurm: choose one")
+    if arguments.ray is not None:
+        return Ray(arguments.ray, arguments.workers)
+    if arguments.slurm is None:
+        return Processes(arguments.workers)
+    parameters = {}
+    for setting in arguments.slurm:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise UserError(f"--slurm {setting}: must be NAME=VALUE, for example --slurm slurm_partition=cpu")
+        parameters[name] = value
+    return Slurm(folder / "slurm", arguments.workers, parameters)

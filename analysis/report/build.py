@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.parity import Parity, parity
-from analysis.report import clipping_figures, counts, curves, mismatch_figures, text_figures
+from analysis.report import analyses, clipping_figures, counts, curves, mismatch_figures, text_figures
+from analysis.report.analyses import Found
 from analysis.report.facts import (
     RunFacts,
     clip_bounds,
@@ -70,8 +71,10 @@ def run_page(run_dir: Path, responses: int) -> str:
     iterations, steps = reader.read_iterations(run_dir), reader.read_steps(run_dir)
     scan = scan_run(facts, iterations, steps)
     found = parity(run_dir)
+    of_mismatch = analyses.mismatch(run_dir) if found.unequal_old_rollout_logprobs else Found((), ())
     verdicts = (
         *parity_verdicts(found, facts.config),
+        *of_mismatch.verdicts,
         *nonfinite_verdict(scan.extremes, scan.nonfinite_deltas),
         *learning_verdicts(facts, iterations),
     )
@@ -82,7 +85,7 @@ def run_page(run_dir: Path, responses: int) -> str:
     summary = summary_html(verdicts, run_facts(facts), tables, facts.config_text)
     sections = (
         Section("learning", "Learning", (), curves.learning_figures([("this run", scan.curves)])),
-        mismatch_section(scan, found),
+        mismatch_section(scan, found, of_mismatch),
         clipping_section(facts, iterations, scan),
         text_section(scan),
     )
@@ -128,13 +131,14 @@ def scan_run(facts: RunFacts, iterations: pd.DataFrame, steps: pd.DataFrame) -> 
     )
 
 
-def mismatch_section(scan: Scan, found: Parity) -> Section:
+def mismatch_section(scan: Scan, found: Parity, analysed: Found) -> Section:
     """The mismatch between sampler and trainer; where every bit agrees a sentence takes the place of most figures."""
     grid = mismatch_figures.probability_figure(scan.probabilities)
     if found.unequal_old_rollout_logprobs == 0:
         note = f"All {found.tokens:,} differences are exactly 0, so there is no distribution of them to draw."
         return Section("mismatch", "Sampler and trainer", (note,), (grid,))
-    return Section("mismatch", "Sampler and trainer", (), (grid, mismatch_figures.delta_figure(scan.deltas)))
+    figures = (grid, mismatch_figures.delta_figure(scan.deltas), *analysed.figures)
+    return Section("mismatch", "Sampler and trainer", (), figures)
 
 
 def clipping_section(facts: RunFacts, iterations: pd.DataFrame, scan: Scan) -> Section:
@@ -153,6 +157,7 @@ def clipping_section(facts: RunFacts, iterations: pd.DataFrame, scan: Scan) -> S
             "clipping", title, (f"The objective {facts.config.ppo.objective.kind} does not clip.",), tuple(figures)
         )
     figures.insert(1, clipping_figures.flag_figure(scan.flags))
+    figures += analyses.clipping(facts.run_dir, facts.config).figures
     if scan.overshoot["count"].any():
         figures.append(clipping_figures.overshoot_figure(scan.overshoot))
         return Section("clipping", title, (), tuple(figures))

@@ -1,0 +1,54 @@
+"""What the other analyses of this package give the report: sentences and figures, from their own tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.clipping_step import clip_step
+from analysis.diagnosis import diagnose_chunks
+from analysis.mismatch import measure, tables, whole
+from analysis.mismatch_bucket import bucket_table
+from analysis.pairs import run_pairs
+from analysis.report.clipping_figures import definition_figure
+from analysis.report.facts import Verdict
+from analysis.report.figure import Figure
+from analysis.report.mismatch_figures import bucket_figure, divergence_figure
+from analysis.update_rows import load_iterations
+from ppo_repro.config import RunConfig
+
+DIVERGENCES = ("k1", "k2", "k3")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Sentences for the summary, and figures for a section."""
+
+    verdicts: tuple[Verdict, ...]
+    figures: tuple[Figure, ...]
+
+
+def mismatch(run_dir: Path) -> Found:
+    """Why sampler and trainer differ, and where: by probability, by position, over the iterations."""
+    measured = list(measure(run_pairs(run_dir), corrections=()))
+    update = tables(measured).update
+    chosen = update["metric"].isin(DIVERGENCES) & (update["reduction"] == "token_mean")
+    buckets = bucket_table(whole(measured).buckets)
+    cause = diagnose_chunks(run_pairs(run_dir))
+    named = cause.verdict.replace("_", " ")
+    verdict = Verdict("fact", f"Cause of the difference: {named} (tier {cause.tier}). {cause.advice}")
+    figures = (
+        bucket_figure(buckets, "prob"),
+        bucket_figure(buckets, "position"),
+        divergence_figure(update.loc[chosen, ["iteration", "metric", "value", "se"]]),
+    )
+    return Found((verdict,), figures)
+
+
+def clipping(run_dir: Path, config: RunConfig) -> Found:
+    """Clip fractions by several definitions; for objectives that clip."""
+    parts = [clip_step(item, config) for item in load_iterations(run_dir)]
+    steps = pd.concat([part[part["subset"] == "all"] for part in parts], ignore_index=True)
+    return Found((), (definition_figure(steps),))

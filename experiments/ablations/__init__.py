@@ -1,0 +1,1 @@
+"""Ablations: grid files, and the table that reads them."""

@@ -1,4 +1,4 @@
-"""Grids that really run: the same cells on every engine, failures, kills, changed code. Slow but for the first."""
+"""Grids that really run: the same cells on every engine, failures, kills, changed code. Mostly slow."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from ppo_repro.cli import _run
 from ppo_repro.errors import UserError
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Order, run_of, start_cell
@@ -220,6 +221,7 @@ def test_two_calls_on_one_folder(tmp_path: Path) -> None:
         finished(grid_file(tmp_path, {}, [1]), tmp_path)
 
 
+@slow
 def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     cell = load_grid(grid_file(tmp_path, {}, [1], **{"ppo.iterations": 5000})).cells[0]
     grid_module._lay_out(load_grid(tmp_path / "g.yaml"), tmp_path / "g")
@@ -244,10 +246,18 @@ def test_the_command(tmp_path: Path) -> None:
     assert (
         found["cells"][0]["fingerprint"] == manifest.load(tmp_path / "out/g" / found["cells"][0]["run_dir"]).fingerprint
     )
-    for arguments, said in (
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (["--workers", "0"], "error: --workers 0: must be at least 1\n"),
         (["--ray", "local", "--slurm", "a=b"], "error: --ray and --slurm: choose one\n"),
         (["--slurm", "a"], "error: --slurm a: must be NAME=VALUE, for example --slurm slurm_partition=cpu\n"),
-    ):
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
-        assert (done.returncode, done.stderr) == (2, said)
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert _run(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert capsys.readouterr().err == said and not (tmp_path / "out").exists()

@@ -139,6 +139,7 @@ def test_what_is_followed_is_logged_as_it_comes(exact_run: Path, store: str, tmp
     assert client.get_run(run_id).info.status == "KILLED", "it is over, and not complete"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_costs_a_run_nothing(
     store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,9 @@ from analysis import compare, compare_bitwise, compare_paired
 from analysis.compare_distribution import distribution_rows, responses_of
 from analysis.compare_rows import Row, run_compare
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest, reader, writer
 from ppo_repro.runs import diff
+from tests import synthetic_run
 from tests.test_significance import array, rng
 
 
@@ -69,11 +70,13 @@ def test_the_order_of_the_runs(both: pd.DataFrame, exact_run: Path, native_run: 
     pd.testing.assert_frame_equal(compare.compare_runs(exact_run, native_run, rng(), draws=199), both)
 
 
-def test_paired_responses_by_definition(exact_run: Path, native_run: Path) -> None:
-    found = compare_paired.paired_responses(exact_run, native_run).set_index(["iteration", "sequence"])
+def test_paired_responses_by_definition(exact_run: Path, parted_run: Path) -> None:
+    found = compare_paired.paired_responses(exact_run, parted_run)
+    assert 0.05 < found["diverged"].mean() < 0.95
+    found = found.set_index(["iteration", "sequence"])
     runs = [
         (reader.read_sequences(run), dict(list(reader.read_tokens(run).groupby(["iteration", "sequence"]))))
-        for run in (exact_run, native_run)
+        for run in (exact_run, parted_run)
     ]
     assert len(found) == len(runs[0][0]) == len(runs[1][0])
     for key, ids_a, ids_b in zip(
@@ -244,3 +247,42 @@ def test_the_command(exact_run: Path, native_run: Path, capsys: pytest.CaptureFi
         assert compare.main([*arguments, "--seed", "0"]) == 2
         captured = capsys.readouterr()
         assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize("kind", ["language", "control"])
+def test_the_first_difference_is_the_one_of_diff(kind: manifest.Kind, tmp_path: Path) -> None:
+    def recorded(name: str, changes: dict[str, str], rows: int = 12) -> Path:
+        """Two iterations; the columns named by table are other ones in the second."""
+        current = synthetic_run.start_run(tmp_path / name, kind)
+        for iteration in range(2):
+            tables = synthetic_run.random_tables(iteration, rows if iteration else 12, 0, kind)
+            other = synthetic_run.random_tables(iteration, 12, 1, kind)
+            for table, column in changes.items() if iteration else ():
+                place = tables[table].column_names.index(column)
+                field = tables[table].schema.field(column)
+                tables[table] = tables[table].set_column(place, field, other[table].column(column))
+            current = writer.append_iteration(tmp_path / name, current, iteration, tables)
+        writer.finish(tmp_path / name, current, synthetic_run.FINAL)
+        return tmp_path / name
+
+    base = recorded("base", {})
+    assert compare_bitwise.first_difference(base, recorded("same", {})) is None
+    changes = (
+        {"iterations": "score_mean"},
+        {"iterations": "seconds_update", "steps": "policy_loss"},
+        {"steps": "tokens"},
+    )
+    if kind == "control":
+        changes = ({"iterations": "episodes"}, {"steps": "policy_loss"}, {"steps": "tokens"})
+    for index, change in enumerate(changes):
+        other = recorded(f"other{index}", change)
+        found, named = compare_bitwise.first_difference(base, other), diff.first_difference(base, other)
+        assert found is not None and named is not None and found.iteration == 1
+        assert (found.iteration, found.table, found.column) == (named.iteration, named.table, named.column)
+        shares = {row.metric: row.stat for row in compare_bitwise.bitwise_rows(base, other)}
+        assert shares[found.table] == 0.5 and shares["final"] == 1.0 and shares["fingerprint"] == 0.0
+    shorter = recorded("shorter", {}, rows=11)
+    found = compare_bitwise.first_difference(base, shorter)
+    assert found is not None and found.column == "(rows)"
+    with pytest.raises(UserError, match="has no tokens" if kind == "control" else "there is no iteration"):
+        compare_paired.paired_responses(base, shorter, iterations=[])

@@ -46,6 +46,7 @@ def compare_runs(
 ) -> pd.DataFrame:
     """`run_compare` of two language runs, all four levels; one run a side, so outcomes get a number and no verdict.
 
+    iterations: of levels numeric and distribution; None is all.
     margin: nats of mean |delta| of `column` below which log-probs count as the same (`calibrated_margin` finds one).
     Raises UserError on a margin or alpha out of range, and on anything missing, unknown or damaged in the records.
     """
@@ -130,6 +131,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     runs = parser.add_argument_group("two runs")
     runs.add_argument("--column", choices=COLUMNS, help="which log-probs (old_logprobs)")
     runs.add_argument("--aa", nargs=2, type=Path, action="append", help="runs that should be equal; gives the margin")
+    runs.add_argument("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
     grid = parser.add_argument_group("a grid")
     grid.add_argument("--axis")
     grid.add_argument("--a", help="label of the first group")
@@ -142,8 +144,8 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def _chosen(found: argparse.Namespace) -> pd.DataFrame:
     rng = np.random.default_rng(found.seed)
     if found.axis is not None:
-        if len(found.paths) != 1 or found.a is None or found.b is None or found.aa or found.column:
-            raise UserError("--axis: goes with one grid, --a and --b, and without --aa and --column")
+        if len(found.paths) != 1 or found.a is None or found.b is None or found.aa or found.column or found.iterations:
+            raise UserError("--axis: goes with one grid, --a and --b, and without --aa, --column and --iterations")
         metrics = found.metric or USUAL_METRICS
         return compare_grid(
             *(found.paths[0], found.axis, found.a, found.b, metrics, rng),
@@ -157,7 +159,9 @@ def _chosen(found: argparse.Namespace) -> pd.DataFrame:
     margin = DIVERGENCE_TAU if found.margin is None else found.margin
     if found.aa:
         margin = calibrated_margin([tuple(pair) for pair in found.aa], column)
-    return compare_runs(found.paths[0], found.paths[1], rng, margin=margin, column=column, alpha=found.alpha)
+    chosen = None if found.iterations is None else range(found.iterations[0], found.iterations[1] + 1)
+    a, b = found.paths
+    return compare_runs(a, b, rng, margin=margin, column=column, iterations=chosen, alpha=found.alpha)
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pandas as pd
 from analysis.compare_rows import Row
 from analysis.significance import Permutation
 from analysis.two_sample import energy_distance, mmd_hamming, padded
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
 _COLUMNS = ["iteration", "sequence", "prompt_key", "prompt", "response_ids", "scores", "response_length"]
@@ -29,7 +29,8 @@ def distribution_rows(a: pd.DataFrame, b: pd.DataFrame, rng: np.random.Generator
     both runs answer alike in every iteration, however the policies move and whatever noise they share. Without common
     places (other prompts or batches) labels are shuffled within the prompt, over all iterations.
 
-    Raises UserError where no prompt has two responses in both.
+    A test that has nothing to go on (no prompt with two responses in both runs, scores that are not finite) has
+    p-value NaN. Raises UserError on more than 4,096 responses to one prompt.
     """
     keys = ["iteration", "sequence", "prompt_key", "prompt"]
     places = [pd.MultiIndex.from_frame(frame[keys]) for frame in (a, b)]
@@ -46,8 +47,12 @@ def distribution_rows(a: pd.DataFrame, b: pd.DataFrame, rng: np.random.Generator
     rows = [_row("responses", "MMD^2 above its null mean, Hamming kernel, by prompt", found, paired)]
     for name, column in (("scores", "scores"), ("response_length", "response_length")):
         values = [frame[column].to_numpy(np.float64) for frame in (a, b)]
-        if not all(np.isfinite(v).all() for v in values):
-            raise UserError(f"{name}: some are not finite; an energy distance needs finite numbers")
+        odd = sum(int((~np.isfinite(v)).sum()) for v in values)
+        if odd:
+            # leaving them out would compare other responses than were given
+            what = f"{odd} values are not finite: no energy distance"
+            rows.append(Row("distribution", name, math.nan, len(a) + len(b), what, "difference"))
+            continue
         found = energy_distance(values[0], values[1], rng, paired=paired, draws=draws)
         rows.append(_row(name, "energy distance above its null mean", found, paired))
     return rows

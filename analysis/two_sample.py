@@ -6,6 +6,7 @@ under H0 whether the two share their random numbers or not; without pairs all la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -66,12 +67,14 @@ def mmd_hamming(
     its mean over the relabellings: about 0 under H0. n_units = responses of prompts that both samples have, with
     at least two in each: others say nothing and are left out.
 
-    Raises ValueError where widths differ or pairs lie in different strata, UserError without a usable prompt or with
-    more than 4,096 responses to one.
+    NaN without such a prompt. Raises ValueError where widths differ or pairs lie in different strata, UserError
+    with more than 4,096 responses to one prompt.
     """
     if a.shape[1] != b.shape[1] or (paired and not np.array_equal(strata_a, strata_b)):
         raise ValueError("samples must have one width, and pairs one stratum")
     usable = _usable(strata_a, strata_b)
+    if not len(usable):
+        return Permutation(math.nan, math.nan, 0, 0, False)
     exact, flips = False, None
     kept = np.isin(strata_a, usable)
     a, strata_a = a[kept], strata_a[kept]
@@ -95,10 +98,8 @@ def _usable(strata_a: npt.NDArray[np.int64], strata_b: npt.NDArray[np.int64]) ->
     names_a, counts_a = np.unique(strata_a, return_counts=True)
     names_b, counts_b = np.unique(strata_b, return_counts=True)
     usable = np.intersect1d(names_a[counts_a > 1], names_b[counts_b > 1])
-    if not len(usable):
-        raise UserError("no prompt has two or more responses in both samples; compare more iterations")
     size = counts_a[np.isin(names_a, usable)] + counts_b[np.isin(names_b, usable)]
-    if size.max() > _LARGEST:
+    if size.max(initial=0) > _LARGEST:
         raise UserError(f"{size.max()} responses to one prompt, at most {_LARGEST}; compare fewer iterations")
     return usable
 

@@ -205,6 +205,16 @@ def test_other_prompts_are_compared_without_pairs(exact_run: Path) -> None:
     assert all("swaps" in row.method for row in distribution_rows(a, swapped, rng(), 99))
 
 
+def test_tests_with_nothing_to_go_on(exact_run: Path) -> None:
+    a = responses_of(exact_run, None)
+    alone = a.assign(prompt=[str(i) for i in range(len(a))])
+    rows = distribution_rows(alone, alone, rng(), 99)
+    assert [math.isnan(row.p_value) for row in rows] == [True, False, False]
+    odd = a.assign(scores=a["scores"].where(a["sequence"] != 3, math.inf))
+    found = distribution_rows(a, odd, rng(), 99)[1]
+    assert math.isnan(found.p_value) and found.method.startswith(f"{(a['sequence'] == 3).sum()} values are not finite")
+
+
 def test_only_the_final_results_differ(exact_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(exact_run, copy)
@@ -238,6 +248,9 @@ def test_the_command(exact_run: Path, native_run: Path, capsys: pytest.CaptureFi
     assert said.startswith(f"a  {exact_run}\nb  {native_run}\n") and "0.5" in said
     assert compare.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
     assert capsys.readouterr().out == said
+    assert compare.main([*paths, "--seed", "3", "--iterations", "1", "2"]) == 0
+    two = len(reader.read_sequences(native_run, iterations=[1, 2]))
+    assert f" {two} " in capsys.readouterr().out
     for arguments, words in (
         ([*paths, "--a", "x"], "--a, --b, --metric and --unpaired are for grids"),
         (paths[:1], "two runs, or a grid with --axis"),

@@ -126,6 +126,20 @@ def test_energy_by_definition(pairs: list[tuple[int, int]]) -> None:
     assert (turned.stat, turned.p_value) == (pytest.approx(found.stat), found.p_value)
 
 
+def test_error_rates_while_policies_move() -> None:
+    """Responses of later iterations are others, and both runs share half of their noise: pairs may still be swapped."""
+    strata, moving = np.repeat(np.arange(5), 4), np.tile(np.linspace(0.1, 0.9, 4), 5)[:, None]
+    rejected = 0
+    for seed in range(SETS):
+        noise = rng(seed)
+        prompt, shared = noise.integers(0, 3, (5, 6))[strata], noise.random((20, 6))
+        drawn = [np.where(noise.random((20, 6)) < 0.5, shared, noise.random((20, 6))) for _ in "ab"]
+        a, b = (np.where(u < moving, prompt, 3 + np.floor(3 * u).astype(int)) for u in drawn)
+        rejected += two_sample.mmd_hamming(a, b, strata, strata, noise, paired=True, draws=199).p_value <= 0.05
+    low, high = limits(0.05, SETS)
+    assert low <= rejected / SETS <= high
+
+
 @pytest.mark.parametrize("paired", [True, False])
 def test_error_rates_of_permutations(paired: bool) -> None:
     strata = np.repeat(np.arange(5), 4)

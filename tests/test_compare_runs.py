@@ -215,6 +215,15 @@ def test_tests_with_nothing_to_go_on(exact_run: Path) -> None:
     assert math.isnan(found.p_value) and found.method.startswith(f"{(a['sequence'] == 3).sum()} values are not finite")
 
 
+def test_only_common_places_are_pairs(exact_run: Path, native_run: Path) -> None:
+    a, b = responses_of(exact_run, None), responses_of(native_run, None)
+    common = (a["sequence"] >= 4) & (a["sequence"] < 40)
+    expected = distribution_rows(a[common], b[common], rng(), 99)
+    assert distribution_rows(a[a["sequence"] >= 4], b[b["sequence"] < 40], rng(), 99) == expected
+    shuffled = b[common].sample(frac=1, random_state=2)
+    assert distribution_rows(a[common], shuffled, rng(), 99) == expected
+
+
 def test_only_the_final_results_differ(exact_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(exact_run, copy)

@@ -55,6 +55,8 @@ def test_sign_flip_by_definition() -> None:
     drawn = significance.sign_flip(many, rng(), draws=20_000)
     low, high = limits(float(expected), 20_000)
     assert not drawn.exact and low <= drawn.p_value <= high
+    # the observed signs are one of the possible ones: no p-value is 0
+    assert significance.sign_flip(np.ones(40), rng(), draws=99).p_value == 0.01
 
 
 @SOME

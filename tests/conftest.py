@@ -53,3 +53,13 @@ def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     config = small_config("numerics.mode=native")
     return run(config, tmp_path_factory.mktemp("native"), Silent())[0]
+
+
+@pytest.fixture(scope="session")
+def parted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The native run with larger steps: soon it samples other tokens than the other two."""
+    from ppo_repro.runs.progress import Silent
+    from ppo_repro.runs.run import run
+
+    config = small_config("numerics.mode=native", "ppo.learning_rate=1e-2")
+    return run(config, tmp_path_factory.mktemp("parted"), Silent())[0]

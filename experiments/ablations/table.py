@@ -1,8 +1,8 @@
-"""What a grid found: `python -m experiments.ablations.table GRID` prints one row per point of its axes, over the seeds.
+"""What a grid found: `python -m experiments.ablations.table GRID` prints one row per point of its axes, over seeds.
 
-Mean and 95 % Student interval over seeds of the final greedy accuracy on held-out prompts; means over seeds and the last
-five iterations of score, KL(policy || reference) per response (exact, nats) and entropy (nats); shares of the run's token
-visits whose policy gradient the clip removed, and whose ratio was outside the band; distinct fingerprints.
+Mean and 95 % Student interval over seeds of the final greedy accuracy on held-out prompts; means over seeds and the
+last five iterations of score, KL(policy || reference) per response (exact, nats) and entropy (nats); shares of the
+run's token visits whose policy gradient the clip removed, and whose ratio was outside the band; fingerprints.
 """
 
 from __future__ import annotations

@@ -15,12 +15,14 @@ from transformers import (
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.families import CAUSAL_MODELS
+from ppo_repro.runs.folder import check_sums
 
 
 def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in float32 and tokenizer of a folder; UserError says what is missing or not supported."""
     if not (path / "config.json").is_file():
         raise UserError(f"model.path = {path}: must be a transformers model folder; there is no config.json in it")
+    check_sums(path)
     known = ", ".join(c.__name__ for c in CAUSAL_MODELS)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -26,7 +26,7 @@ from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, trunk_of
 from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.layers import ExactLinear
-from ppo_repro.runs.folder import whole_folder
+from ppo_repro.runs.folder import check_sums, whole_folder, write_sums
 from ppo_repro.seeding import bell
 
 CLASSIFIER_OF = dict(zip(CAUSAL_MODELS, CLASSIFIERS, strict=True))
@@ -68,6 +68,7 @@ def load_reward_model(
     where = f"reward model {folder}"
     if not (folder / "config.json").is_file():
         raise UserError(f"{where}: must be a transformers model folder; there is no config.json in it")
+    check_sums(folder)
     known = ", ".join(c.__name__ for c in CLASSIFIERS)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -115,6 +116,7 @@ def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     with whole_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        write_sums(temporary)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ _TABLES: dict[Kind, tuple[schema.Table, ...]] = {"language": schema.TABLES, "con
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants")
 
 
 class TableEntry(_Entry):
@@ -62,15 +62,19 @@ def table_path(run_dir: Path, table_name: str, iteration: int) -> Path:
     return run_dir / "records" / table_name / f"iteration={iteration:06d}.parquet"
 
 
-def next_link(iterations: tuple[IterationEntry, ...], tables: dict[str, TableEntry]) -> str:
-    """The chain link of an iteration that follows `iterations`."""
-    previous = iterations[-1].chain if iterations else digests.FINGERPRINT_SEED
+def last_link(iterations: tuple[IterationEntry, ...]) -> str:
+    """The chain up to here; the seed where nothing is recorded."""
+    return iterations[-1].chain if iterations else digests.FINGERPRINT_SEED
+
+
+def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
+    """The chain link of an iteration that follows the link `previous`."""
     return digests.chain(previous, {name: entry.digest for name, entry in tables.items()})
 
 
 def expected_fingerprint(manifest: Manifest) -> str:
     """The fingerprint that follows from the chain, the status and the final results."""
-    last = manifest.iterations[-1].chain if manifest.iterations else digests.FINGERPRINT_SEED
+    last = last_link(manifest.iterations)
     if manifest.status != "complete":
         return last
     return digests.chain(last, {name: digests.scalar_digest(value) for name, value in manifest.final.items()})
@@ -80,7 +84,8 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
     """Write the whole file or leave what was there; raises UserError with path and reason."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
+        # a link in its place would be written through, out of the folder
+        with open(temporary, "wb", opener=_without_links) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -95,6 +100,10 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
         raise UserError(f"{path}: cannot be written ({reason}); {advice}") from error
 
 
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames inside `folder` survive a power cut; raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -106,7 +115,7 @@ def sync_folder(folder: Path) -> None:
 
 def to_json(manifest: Manifest) -> str:
     """The text of the file; final results keep their type, floats their bits (NaN its being NaN)."""
-    return json.dumps(manifest.model_dump(), indent=1, ensure_ascii=False) + "\n"
+    return manifest.model_dump_json(indent=1) + "\n"
 
 
 def from_json(text: str) -> Manifest:
@@ -117,6 +126,16 @@ def from_json(text: str) -> Manifest:
 def save(manifest: Manifest, run_dir: Path) -> None:
     """Write the manifest atomically; raises UserError where that fails."""
     atomic_write(run_dir / FILE_NAME, to_json(manifest).encode())
+
+
+def is_on_disk(manifest: Manifest, run_dir: Path) -> bool:
+    """Whether the file says what `manifest` says; UserError as `load`, which is asked only where the text differs."""
+    try:
+        if (run_dir / FILE_NAME).read_bytes() == to_json(manifest).encode():
+            return True
+    except OSError:
+        pass  # `load` names it
+    return load(run_dir) == manifest
 
 
 def load(run_dir: Path) -> Manifest:
@@ -158,13 +177,15 @@ def _read_json(run_dir: Path, path: Path) -> Any:
 
 def _inconsistency(manifest: Manifest) -> str:
     names = {table.name for table in tables_of(manifest)}
+    previous = digests.FINGERPRINT_SEED
     for index, entry in enumerate(manifest.iterations):
         if entry.iteration != index:
             return f"iterations.{index} is iteration {entry.iteration}, expected {index}"
         if set(entry.tables) != names:
             return f"iteration {index} lists tables {sorted(entry.tables)}, expected {sorted(names)}"
-        if entry.chain != next_link(manifest.iterations[:index], entry.tables):
+        if entry.chain != next_link(previous, entry.tables):
             return f"chain of iteration {index} = {entry.chain!r} does not follow from its digests"
+        previous = entry.chain
     if manifest.final and manifest.status != "complete":
         return f"status = {manifest.status!r} but final results are there"
     if manifest.fingerprint != expected_fingerprint(manifest):

@@ -1,13 +1,17 @@
 """A process that has imported and compiled everything, and forks children which run or resume, to be killed.
 
-Reads lines `run CONFIG OUT` and `resume RUN`; for each says the child's process id, and when it has ended its code.
+Reads lines `SECONDS run CONFIG OUT` and `SECONDS resume RUN`, kills the child after so many seconds (inf: never), and
+says with which code it ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -38,12 +42,15 @@ def work(line: str) -> int:
 def main() -> None:
     """Until stdin ends."""
     for line in sys.stdin:
+        seconds, command = line.split(maxsplit=1)
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                os._exit(work(line))
+                os._exit(work(command))
             os._exit(1)
-        print(child, flush=True)
+        if math.isfinite(float(seconds)):
+            time.sleep(float(seconds))
+            os.kill(child, signal.SIGKILL)  # not reaped yet, so the number is still this child's
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 

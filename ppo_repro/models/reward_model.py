@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -90,7 +91,7 @@ def load_reward_model(
         if report["missing_keys"]:  # transformers would fill them with random numbers
             raise UserError(f"{where}: has no tensor {sorted(report['missing_keys'])[0]}; save the model again")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
     for name in ("is_local", "local_files_only"):  # how it was read would be saved with it
         tokenizer.init_kwargs.pop(name, None)

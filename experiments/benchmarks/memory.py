@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from ppo_repro.records import reader
+
 CONFIG = Path(__file__).with_name("memory.yaml")
 BLOCKS = 10  # a multiple of BLOCKS iterations is left after the warm-up; evaluations fall on every block alike
 
@@ -46,6 +48,7 @@ class Growth:
     skipped: int
     memory: Slope  # KiB
     time: Slope  # microseconds
+    recording: Slope  # microseconds of it outside the phases that compute: records, checkpoints, the manifest
     resident_kib: list[int]
     seconds: list[float]
 
@@ -96,10 +99,14 @@ def measure(mode: str, iterations: int, skipped: int) -> Growth:
         done = subprocess.run(
             [*command, "--iterations", str(iterations)], stdout=subprocess.PIPE, text=True, check=True
         )
+        table = reader.read_iterations(next(Path(out).glob("*/*/manifest.json")).parent)
     rows = [line.split() for line in done.stdout.splitlines()]
     memory, seconds = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
+    computing = table[[name for name in table.columns if name.startswith("seconds_")]].sum(axis=1)
+    outside = [1e6 * (total - spent) for total, spent in zip(seconds, computing, strict=True)]
+    of_memory = slope([float(value) for value in memory[skipped:]])
     of_time = slope([1e6 * value for value in seconds[skipped:]])
-    return Growth(mode, iterations, skipped, slope([float(v) for v in memory[skipped:]]), of_time, memory, seconds)
+    return Growth(mode, iterations, skipped, of_memory, of_time, slope(outside[skipped:]), memory, seconds)
 
 
 def markdown(found: list[Growth]) -> str:
@@ -109,11 +116,16 @@ def markdown(found: list[Growth]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for growth in found:
-        for name, unit, s in (("resident memory", "KiB", growth.memory), ("time", "µs", growth.time)):
+        rows = (
+            ("resident memory", "KiB", growth.memory),
+            ("time", "µs", growth.time),
+            ("time of records and checkpoints", "µs", growth.recording),
+        )
+        for name, unit, s in rows:
             verdict = "flat: 0 is in the interval" if s.is_flat else "grows" if s.low > 0 else "falls"
             interval = f"[{s.low:+.2f}, {s.high:+.2f}]"
             lines.append(
-                f"| {growth.mode} | {name} | {s.mean:,.0f} {unit} | {s.per_iteration:+.2f} {unit} | {interval} | {verdict} |"
+                f"| {growth.mode} | {name} | {s.mean:,.0f} {unit} | {s.per_iteration:+.2f} | {interval} | {verdict} |"
             )
     return "\n".join(lines)
 

@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import control_schema, digests, schema
@@ -20,27 +21,31 @@ Kind = Literal["language", "control"]
 _TABLES: dict[Kind, tuple[schema.Table, ...]] = {"language": schema.TABLES, "control": control_schema.TABLES}
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants")
+_CONFIG = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
 
-class TableEntry(_Entry):
+# slots: a run keeps one entry per table and iteration in memory, and a pydantic model takes 4 times the space
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class TableEntry:
     """One recorded file."""
 
-    rows: int = Field(ge=0)
+    rows: Annotated[int, Field(ge=0)]
     digest: str
 
 
-class IterationEntry(_Entry):
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class IterationEntry:
     """One recorded iteration; `chain` follows from the iteration before and the digests here."""
 
-    iteration: int = Field(ge=0)
+    iteration: Annotated[int, Field(ge=0)]
     tables: dict[str, TableEntry]
     chain: str
 
 
-class Manifest(_Entry):
+class Manifest(BaseModel):
     """The whole run; `fingerprint` is the last chain link, once complete the one over `final` too."""
+
+    model_config = ConfigDict(**_CONFIG, frozen=True)
 
     schema_version: int
     kind: Kind = "language"  # which tables there are: of responses and tokens, or of episodes and their steps

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.pairs import KEY
-from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.config_file import load_recorded_config
 
 Floats = npt.NDArray[np.float64]
 
@@ -89,7 +89,7 @@ def clip_steps(run_dir: Path | str, iterations: Sequence[int] | None = None) -> 
 
     Holds one iteration of tokens and updates. Raises UserError on objectives without a clip, and as the reader does.
     """
-    config = load_config(Path(run_dir) / "config.yaml")
+    config = load_recorded_config(run_dir)
     objective = config.ppo.objective
     if objective.kind not in ("clip", "adaptive_clip"):
         raise UserError(f"{run_dir}: ppo.objective.kind = {objective.kind}: nothing is clipped; give a run that clips")

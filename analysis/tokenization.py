@@ -27,9 +27,9 @@ from analysis.tokenization_tokenizer import RecordedTokenizer, recorded_tokenize
 from analysis.tokenization_words import BOUNDARIES, Boundary
 from ppo_repro.config import RunConfig
 from ppo_repro.config_algorithm import AdaptiveClipObjective, ClipObjective, GaeAdvantages
-from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.config_file import load_recorded_config
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def run_drift(
 def _config(run_dir: Path | str) -> RunConfig:
     if reader.open_manifest(run_dir).kind != "language":
         raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
-    return load_config(Path(run_dir) / "config.yaml")
+    return load_recorded_config(run_dir)
 
 
 def _iterations(run_dir: Path | str, iterations: Sequence[int] | None) -> Sequence[int]:

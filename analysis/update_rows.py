@@ -12,9 +12,9 @@ import pandas as pd
 
 from ppo_repro.config import RunConfig
 from ppo_repro.config_algorithm import AdaptiveClipObjective, ClipObjective, NoValue
-from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.config_file import load_recorded_config
 
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
@@ -56,7 +56,7 @@ def recorded_config(run_dir: Path | str) -> RunConfig:
     """The configuration of a recorded language run; raises UserError where there is none."""
     if reader.open_manifest(run_dir, allow_incomplete=True).kind != "language":
         raise UserError(f"{run_dir}: is a control run; the clip analyses read runs on language models")
-    return load_config(Path(run_dir) / "config.yaml", [])
+    return load_recorded_config(run_dir)
 
 
 def clip_rule(

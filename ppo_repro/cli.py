@@ -26,6 +26,7 @@ from ppo_repro.commands import (
     run_command,
     show_command,
     track_command,
+    verify_command,
 )
 from ppo_repro.errors import PromiseBroken, Terminated, UserError
 from ppo_repro.output import say
@@ -81,7 +82,13 @@ def build_parser() -> argparse.ArgumentParser:
             _add_track(configured)
         if name in {"run", "control", "dpo"}:
             configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go")
-    on_runs = {"resume": resume_command, "rerun": rerun_command, "show": show_command, "track": track_command}
+    on_runs = {
+        "resume": resume_command,
+        "rerun": rerun_command,
+        "verify": verify_command,
+        "show": show_command,
+        "track": track_command,
+    }
     for name, command in on_runs.items():
         recorded = add(name, command)
         recorded.add_argument("run", metavar="RUN", type=Path, help="folder of a recorded run")
@@ -89,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
             _add_set(recorded, "another layout field, such as layout.threads=2; may be repeated")
         elif name == "track":
             recorded.add_argument("--uri", default="sqlite:///mlflow.db", help="MLflow tracking store")
-        else:
+        elif name == "show":
             recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
     _add_grid(add("grid", grid_command))
     parted = add("bisect", bisect_command)

@@ -92,13 +92,13 @@ def resume_command(arguments: argparse.Namespace) -> int:
 
 
 def _report_run(summary: Summary, run_dir: Path, as_json: bool) -> None:
-    from ppo_repro.config_yaml import load_config
+    from ppo_repro.records.config_file import load_recorded_config
     from ppo_repro.runs.summary import speeds, verdicts
 
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
-    config = load_config(run_dir / "config.yaml")
+    config = load_recorded_config(run_dir)
     said = verdicts(summary, config.ppo.ratio_anchor, config.value.kind != "none")
     print("\n".join([*said, *speeds(summary)]))
     print(f"fingerprint {summary.fingerprint}")
@@ -123,6 +123,21 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     return _report_difference(report.difference, arguments.json, identical)
 
 
+def verify_command(arguments: argparse.Namespace) -> int:
+    """Compare every file of a run folder with its recorded digest, without computing anything again."""
+    from ppo_repro.runs.verify import verify
+
+    found = verify(arguments.run)
+    if arguments.json:
+        print_json(dataclasses.asdict(found))
+        return 0
+    print(
+        f"whole: {found.status}, {found.iterations} iterations in {found.tables} tables, "
+        f"{found.checkpoints} checkpoints, {found.model_folders} model folders, fingerprint {found.fingerprint}"
+    )
+    return 0
+
+
 def diff_command(arguments: argparse.Namespace) -> int:
     """Compare two recorded runs bit by bit; exit 1 at a difference."""
     from ppo_repro.runs.diff import first_difference
@@ -141,8 +156,8 @@ def _report_difference(difference: Difference | None, as_json: bool, identical: 
 
 def show_command(arguments: argparse.Namespace) -> int:
     """Print what a recorded run did."""
-    from ppo_repro.config_yaml import load_config
     from ppo_repro.records import reader
+    from ppo_repro.records.config_file import load_recorded_config
     from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds, summarise, verdicts
 
     run_dir = arguments.run
@@ -160,7 +175,7 @@ def show_command(arguments: argparse.Namespace) -> int:
         print("\n".join(sample_lines(run_dir, len(manifest.iterations) - 1, arguments.samples)))
     if manifest.status == "complete":
         summary = summarise(run_dir)
-        config = load_config(run_dir / "config.yaml")
+        config = load_recorded_config(run_dir)
         said = verdicts(summary, config.ppo.ratio_anchor, config.value.kind != "none")
         print("\n".join([*said, *speeds(summary)]))
     return 0

@@ -6,7 +6,6 @@ run. The only importer of mlflow.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from ppo_repro.config_yaml import load_config, read_tree
 from ppo_repro.control.config import load_control_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
+from ppo_repro.records.config_file import check_config, read_environment
 from ppo_repro.records.manifest import Manifest
 
 METRICS_PER_CALL = 1000  # MLflow's own limits of one log_batch
@@ -94,9 +94,10 @@ def _begin(
 
 
 def _begin_run(client: MlflowClient, run_dir: Path, recorded: Manifest, parent: str | None) -> Copied:
+    check_config(run_dir, recorded)
     load = load_control_config if recorded.kind == "control" else load_config
     config = load(run_dir / "config.yaml")
-    environment: dict[str, Any] = json.loads((run_dir / "environment.json").read_text())
+    environment: dict[str, Any] = read_environment(run_dir / "environment.json")
     tags = {name: str(environment[name]) for name in ("code_digest", "git_commit", "git_dirty", "python", "platform")}
     tags |= {"config_digest": recorded.config_digest, "numerics": str(environment["numerics_backend"])}
     tags |= {f"package.{name}": version for name, version in environment["packages"].items()}

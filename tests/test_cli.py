@@ -238,7 +238,7 @@ def test_bad_prompts(cli: Cli, tmp_path: Path, policy_folder: Path, prompts: lis
     from transformers import AutoTokenizer
 
     model = tmp_path / "model"
-    shutil.copytree(policy_folder, model)
+    shutil.copytree(policy_folder, model, ignore=shutil.ignore_patterns("SHA256SUMS"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["Q"])  # the model has no such token
     tokenizer.save_pretrained(model)

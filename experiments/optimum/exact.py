@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from ppo_repro.config import RunConfig
 from ppo_repro.config_algorithm import KLInReward
-from ppo_repro.config_yaml import load_config
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.runs.checkpoints import final_folder
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.tasks.tokenizer import decode
@@ -120,7 +120,7 @@ def distance(
 
 def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
     """The distances of a recorded run's final policy, for the run's own beta or another one."""
-    config = load_config(run_dir / "config.yaml")
+    config = load_recorded_config(run_dir)
     prepared = prepare(config, lambda step, total, loss: None)
     source, _ = load_folder(final_folder(run_dir))
     policy = make_policy(source, config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits)

@@ -7,7 +7,6 @@ computed again from its beginning, which takes minutes, and compared as far as i
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.diff import first_final_difference
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.folder import only_writer
+from ppo_repro.runs.folder import check_links, only_writer, remove_folder
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.run import Final, Rerun, check_overrides, compared, mark_ended, require_same
 
@@ -89,7 +88,7 @@ def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[
             if manifest.load(run_dir).iterations:
                 mark_ended(run_dir, error)
             else:
-                shutil.rmtree(run_dir)
+                remove_folder(run_dir)
             raise
     return run_dir, seconds
 
@@ -129,6 +128,8 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> in
     if an iteration computed again differs from its record.
     """
     check_overrides(overrides)
+    manifest.load(run_dir)  # before a lock is put into a folder that is no run
+    check_links(run_dir)
     with only_writer(run_dir):
         recorded = manifest.load(run_dir)
         if recorded.status == "complete":

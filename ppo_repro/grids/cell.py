@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
+from ppo_repro.records.config_file import read_environment
 
 RESULT = "result.json"
 LOG = "log.txt"
@@ -44,6 +45,7 @@ class Result:
 def run_of(folder: Path) -> Path | None:
     """The folder of the cell's run, if one has begun; UserError where there are several."""
     found = sorted(path.parent for path in folder.glob(f"*/*/{manifest.FILE_NAME}"))
+    found = [run_dir for run_dir in found if run_dir.suffix not in (".tmp", ".removed")]  # of a process that was killed
     if len(found) > 1:
         raise UserError(f"{folder}: holds {len(found)} runs; a cell has one, remove what was put there")
     return found[0] if found else None
@@ -66,8 +68,8 @@ def environment_of(folder: Path) -> dict[str, Any]:
     run_dir = run_of(folder)
     if run_dir is None:
         return {}
-    first = json.loads((run_dir / "environment.json").read_text())
-    resumed = [json.loads(path.read_text())["environment"] for path in sorted(run_dir.glob("resumed-*.json"))]
+    first = read_environment(run_dir / "environment.json")
+    resumed = [read_environment(path)["environment"] for path in sorted(run_dir.glob("resumed-*.json"))]
     return {"code_digest": [first["code_digest"], *(later["code_digest"] for later in resumed)], **without_code(first)}
 
 

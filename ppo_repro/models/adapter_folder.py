@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
 from ppo_repro.models.lora import Lora, attach_factors, choose_layers, shape_of
+from ppo_repro.runs.folder import check_sums
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -56,6 +57,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> Lora:
 
     UserError names the file, the field or the tensor that is missing, not supported or not of this model.
     """
+    check_sums(folder)
     rank, alpha, targets = _read_config(folder)
     tensors = _read_tensors(folder / TENSORS_NAME)
     factors = {}

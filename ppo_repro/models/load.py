@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,12 +16,14 @@ from transformers import (
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.families import CAUSAL_MODELS
+from ppo_repro.runs.folder import check_sums
 
 
 def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in float32 and tokenizer of a folder; UserError says what is missing or not supported."""
     if not (path / "config.json").is_file():
         raise UserError(f"model.path = {path}: must be a transformers model folder; there is no config.json in it")
+    check_sums(path)
     known = ", ".join(c.__name__ for c in CAUSAL_MODELS)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -33,7 +36,7 @@ def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if type(model) not in CAUSAL_MODELS:  # model_type and architectures of the folder disagree
             raise UserError(f"model.path = {path}: loads as {type(model).__name__}; must be one of {known}")
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"model.path = {path}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
     for name in ("is_local", "local_files_only"):  # how it was read would be saved with it
         tokenizer.init_kwargs.pop(name, None)

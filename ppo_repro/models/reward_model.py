@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -26,7 +27,7 @@ from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, trunk_of
 from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.layers import ExactLinear
-from ppo_repro.runs.folder import whole_folder
+from ppo_repro.runs.folder import check_sums, whole_folder, write_sums
 from ppo_repro.seeding import bell
 
 CLASSIFIER_OF = dict(zip(CAUSAL_MODELS, CLASSIFIERS, strict=True))
@@ -68,6 +69,7 @@ def load_reward_model(
     where = f"reward model {folder}"
     if not (folder / "config.json").is_file():
         raise UserError(f"{where}: must be a transformers model folder; there is no config.json in it")
+    check_sums(folder)
     known = ", ".join(c.__name__ for c in CLASSIFIERS)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -89,7 +91,7 @@ def load_reward_model(
         if report["missing_keys"]:  # transformers would fill them with random numbers
             raise UserError(f"{where}: has no tensor {sorted(report['missing_keys'])[0]}; save the model again")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
     for name in ("is_local", "local_files_only"):  # how it was read would be saved with it
         tokenizer.init_kwargs.pop(name, None)
@@ -115,6 +117,7 @@ def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     with whole_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        write_sums(temporary)
 
 
 @torch.no_grad()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -42,11 +41,9 @@ def golden_of(run_dir: Path) -> Golden:
 
 
 def _environment(run_dir: Path) -> dict[str, str]:
-    path = run_dir / "environment.json"
-    try:
-        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); restore it") from error
+    from ppo_repro.records.config_file import read_environment
+
+    recorded = read_environment(run_dir / "environment.json")
     packages = {f"packages.{name}": str(version) for name, version in recorded.get("packages", {}).items()}
     return {**{name: str(recorded.get(name)) for name in _ENVIRONMENT}, **packages}
 

@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import control_schema, digests, schema
@@ -20,27 +21,31 @@ Kind = Literal["language", "control"]
 _TABLES: dict[Kind, tuple[schema.Table, ...]] = {"language": schema.TABLES, "control": control_schema.TABLES}
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+_CONFIG = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
 
-class TableEntry(_Entry):
+# slots: a run keeps one entry per table and iteration in memory, and a pydantic model takes 4 times the space
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class TableEntry:
     """One recorded file."""
 
-    rows: int = Field(ge=0)
+    rows: Annotated[int, Field(ge=0)]
     digest: str
 
 
-class IterationEntry(_Entry):
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class IterationEntry:
     """One recorded iteration; `chain` follows from the iteration before and the digests here."""
 
-    iteration: int = Field(ge=0)
+    iteration: Annotated[int, Field(ge=0)]
     tables: dict[str, TableEntry]
     chain: str
 
 
-class Manifest(_Entry):
+class Manifest(BaseModel):
     """The whole run; `fingerprint` is the last chain link, once complete the one over `final` too."""
+
+    model_config = ConfigDict(**_CONFIG, frozen=True)
 
     schema_version: int
     kind: Kind = "language"  # which tables there are: of responses and tokens, or of episodes and their steps
@@ -62,15 +67,19 @@ def table_path(run_dir: Path, table_name: str, iteration: int) -> Path:
     return run_dir / "records" / table_name / f"iteration={iteration:06d}.parquet"
 
 
-def next_link(iterations: tuple[IterationEntry, ...], tables: dict[str, TableEntry]) -> str:
-    """The chain link of an iteration that follows `iterations`."""
-    previous = iterations[-1].chain if iterations else digests.FINGERPRINT_SEED
+def last_link(iterations: tuple[IterationEntry, ...]) -> str:
+    """The chain up to here; the seed where nothing is recorded."""
+    return iterations[-1].chain if iterations else digests.FINGERPRINT_SEED
+
+
+def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
+    """The chain link of an iteration that follows the link `previous`."""
     return digests.chain(previous, {name: entry.digest for name, entry in tables.items()})
 
 
 def expected_fingerprint(manifest: Manifest) -> str:
     """The fingerprint that follows from the chain, the status and the final results."""
-    last = manifest.iterations[-1].chain if manifest.iterations else digests.FINGERPRINT_SEED
+    last = last_link(manifest.iterations)
     if manifest.status != "complete":
         return last
     return digests.chain(last, {name: digests.scalar_digest(value) for name, value in manifest.final.items()})
@@ -80,7 +89,8 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
     """Write the whole file or leave what was there; raises UserError with path and reason."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
+        # a link in its place would be written through, out of the folder
+        with open(temporary, "wb", opener=_without_links) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -95,6 +105,10 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
         raise UserError(f"{path}: cannot be written ({reason}); {advice}") from error
 
 
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames inside `folder` survive a power cut; raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -106,7 +120,7 @@ def sync_folder(folder: Path) -> None:
 
 def to_json(manifest: Manifest) -> str:
     """The text of the file; final results keep their type, floats their bits (NaN its being NaN)."""
-    return json.dumps(manifest.model_dump(), indent=1, ensure_ascii=False) + "\n"
+    return manifest.model_dump_json(indent=1) + "\n"
 
 
 def from_json(text: str) -> Manifest:
@@ -117,6 +131,16 @@ def from_json(text: str) -> Manifest:
 def save(manifest: Manifest, run_dir: Path) -> None:
     """Write the manifest atomically; raises UserError where that fails."""
     atomic_write(run_dir / FILE_NAME, to_json(manifest).encode())
+
+
+def is_on_disk(manifest: Manifest, run_dir: Path) -> bool:
+    """Whether the file says what `manifest` says; UserError as `load`, which is asked only where the text differs."""
+    try:
+        if (run_dir / FILE_NAME).read_bytes() == to_json(manifest).encode():
+            return True
+    except OSError:
+        pass  # `load` names it
+    return load(run_dir) == manifest
 
 
 def load(run_dir: Path) -> Manifest:
@@ -158,13 +182,15 @@ def _read_json(run_dir: Path, path: Path) -> Any:
 
 def _inconsistency(manifest: Manifest) -> str:
     names = {table.name for table in tables_of(manifest)}
+    previous = digests.FINGERPRINT_SEED
     for index, entry in enumerate(manifest.iterations):
         if entry.iteration != index:
             return f"iterations.{index} is iteration {entry.iteration}, expected {index}"
         if set(entry.tables) != names:
             return f"iteration {index} lists tables {sorted(entry.tables)}, expected {sorted(names)}"
-        if entry.chain != next_link(manifest.iterations[:index], entry.tables):
+        if entry.chain != next_link(previous, entry.tables):
             return f"chain of iteration {index} = {entry.chain!r} does not follow from its digests"
+        previous = entry.chain
     if manifest.final and manifest.status != "complete":
         return f"status = {manifest.status!r} but final results are there"
     if manifest.fingerprint != expected_fingerprint(manifest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def create_run(
     inputs: Mapping[str, str],
     kind: Kind = "language",
 ) -> None:
-    """Make the run folder with an empty manifest; raises UserError, and then leaves no folder behind."""
+    """Make the run folder with an empty manifest; it appears whole or not at all, with UserError."""
     environment_json = json.dumps(environment, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     start = Manifest(
         schema_version=schema.SCHEMA_VERSION,
@@ -115,17 +116,18 @@ def create_run(
         final={},
         fingerprint=digests.FINGERPRINT_SEED,
     )
-    _make_folder(run_dir)
+    temporary = _make_folder(run_dir)
     try:
         for table in manifest.tables_of(start):
-            (run_dir / "records" / table.name).mkdir(parents=True)
-        for folder in (run_dir / "records", run_dir.parent):
-            manifest.sync_folder(folder)
-        manifest.atomic_write(run_dir / "config.yaml", config_yaml.encode())
-        manifest.atomic_write(run_dir / "environment.json", environment_json.encode())
-        manifest.save(start, run_dir)
+            (temporary / "records" / table.name).mkdir(parents=True)
+        manifest.sync_folder(temporary / "records")
+        manifest.atomic_write(temporary / "config.yaml", config_yaml.encode())
+        manifest.atomic_write(temporary / "environment.json", environment_json.encode())
+        manifest.save(start, temporary)
+        os.rename(temporary, run_dir)
+        manifest.sync_folder(run_dir.parent)
     except BaseException as error:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
         raise UserError(f"{run_dir}: cannot be written ({error.strerror}); choose another --out") from error
@@ -151,7 +153,7 @@ def append_iteration(run_dir: Path, current: Manifest, iteration: int, tables: M
         data = tables[table.name]
         entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
         manifest.atomic_write(manifest.table_path(run_dir, table.name, iteration), to_parquet(table, data))
-    link = manifest.next_link(current.iterations, entries)
+    link = manifest.next_link(manifest.last_link(current.iterations), entries)
     entry = IterationEntry(iteration=iteration, tables=entries, chain=link)
     return _save(run_dir, current, {"iterations": (*current.iterations, entry)})
 
@@ -176,25 +178,32 @@ def mark(run_dir: Path, current: Manifest, status: Status) -> Manifest:
     return _save(run_dir, current, {"status": status})
 
 
-def _make_folder(run_dir: Path) -> None:
+def _make_folder(run_dir: Path) -> Path:
+    """An empty folder that will become `run_dir`; UserError where something is there."""
+    temporary = run_dir.with_name(run_dir.name + ".tmp")
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        run_dir.mkdir()
+        if run_dir.is_dir():
+            raise UserError(
+                f"{run_dir}: exists already; choose another --out, "
+                f"or use `ppo-repro show {run_dir}`, `ppo-repro rerun {run_dir}` or `ppo-repro resume {run_dir}`"
+            )
+        if os.path.lexists(run_dir):
+            raise UserError(f"{run_dir}: the file {run_dir} is in the way; choose another --out")
+        if temporary.exists():  # of a process that was killed
+            shutil.rmtree(temporary)
+        temporary.mkdir()
+        return temporary
     except FileExistsError as error:
-        if not run_dir.is_dir():
-            raise UserError(f"{run_dir}: the file {error.filename} is in the way; choose another --out") from error
-        raise UserError(
-            f"{run_dir}: exists already; choose another --out, "
-            f"or use `ppo-repro show {run_dir}`, `ppo-repro rerun {run_dir}` or `ppo-repro resume {run_dir}`"
-        ) from error
+        raise UserError(f"{run_dir}: the file {error.filename} is in the way; choose another --out") from error
     except OSError as error:
-        raise UserError(f"{run_dir}: cannot be made ({error.strerror}); choose another --out") from error
+        raise UserError(f"{run_dir}: cannot be made ({error.strerror or error}); choose another --out") from error
 
 
 def _require_open(run_dir: Path, current: Manifest) -> None:
     if current.status == "complete":
         raise ValueError("the run is complete; nothing can be added to it")
-    if manifest.load(run_dir) != current:
+    if not manifest.is_on_disk(current, run_dir):
         raise UserError(f"{run_dir}: the manifest changed meanwhile; let one process at a time write a run")
 
 

@@ -22,6 +22,7 @@ from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import freeze
 from ppo_repro.records.bisect import write
+from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.capture import Captured, decoded, patched, trained
@@ -188,7 +189,7 @@ def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | Non
     folder = path / "checkpoints" / "final"
     if not folder.is_dir():
         raise UserError(f"{path}: has no checkpoints/final; finish it with `ppo-repro resume {path}`")
-    return load_config(path / "config.yaml"), folder
+    return load_recorded_config(path), folder
 
 
 def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:

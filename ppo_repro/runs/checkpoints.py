@@ -19,7 +19,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint, Origin
-from ppo_repro.runs.folder import remove_folder, whole_folder
+from ppo_repro.runs.folder import remove_folder, whole_folder, write_sums
 from ppo_repro.runs.prepare import Prepared
 
 _NAME = re.compile(r"iteration-(\d{6,})")
@@ -65,6 +65,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     with whole_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        write_sums(temporary)
 
 
 def save_final(run_dir: Path, config: RunConfig, prepared: Prepared) -> None:
@@ -79,6 +80,7 @@ def save_final(run_dir: Path, config: RunConfig, prepared: Prepared) -> None:
             save_model(prepared.state.reference, tokenizer, base)
         with whole_folder(folder.with_name("adapter")) as temporary:
             save_adapter(prepared.lora, temporary, str(base))
+            write_sums(temporary)
     if prepared.reward_training is not None and prepared.task.reward_model is not None:
         save_reward_model(prepared.task.reward_model, tokenizer, folder.with_name("reward_model"))
 
@@ -146,6 +148,16 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
     except UserError as error:
         raise UserError(f"{error}; remove {checkpoints_folder(run_dir)} to start from the beginning") from error
     return saved
+
+
+def load_all(run_dir: Path, recorded: Manifest) -> int:
+    """Verify every checkpoint and the reference; returns how many there are. UserError names the damaged file."""
+    found = _checkpoints(run_dir)
+    for number, folder in found:
+        saved = checkpoint.load(folder)
+        _require_of_run(saved, number, folder, recorded)
+        _require_reference(reference_folder(run_dir), saved.origin.reference)
+    return len(found)
 
 
 def _checkpoints(run_dir: Path) -> list[tuple[int, Path]]:

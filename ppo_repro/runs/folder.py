@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from ppo_repro.errors import UserError
 from ppo_repro.records.manifest import sync_folder
 
 LOCK_NAME = "lock"
+SUMS_NAME = "SHA256SUMS"
+_RESTORE = "restore it, or remove the sums if you changed the folder yourself"
 
 
 @contextmanager
@@ -25,7 +28,8 @@ def only_writer(run_dir: Path) -> Iterator[None]:
     """
     path = run_dir / LOCK_NAME
     try:
-        file = path.open("w")
+        # neither through a link nor emptied: what lies there may be no lock of ours
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); make the run folder writable") from error
     with file:
@@ -37,6 +41,13 @@ def only_writer(run_dir: Path) -> Iterator[None]:
             reason = f"{path}: cannot be locked ({error.strerror})"
             raise UserError(f"{reason}; keep runs on a file system with flock") from error
         yield
+
+
+def check_links(run_dir: Path) -> None:
+    """Raise UserError where anything inside a run folder is a symbolic link, through which writes would leave it."""
+    for path in sorted(run_dir.rglob("*")):
+        if path.is_symlink():
+            raise UserError(f"{path}: is a symbolic link; put what it points to in its place")
 
 
 @contextmanager
@@ -61,6 +72,35 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"{folder}: cannot be written ({reason}); make room there") from error
+
+
+def write_sums(folder: Path) -> None:
+    """Write SHA256SUMS over every file of a folder, in the format of `sha256sum -c`; raises OSError."""
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / SUMS_NAME).write_text("".join(lines), encoding="utf-8")
+
+
+def check_sums(folder: Path) -> None:
+    """Raise UserError naming the first file that SHA256SUMS has otherwise or lacks; without it nothing is checked."""
+    path = folder / SUMS_NAME
+    if not path.exists():
+        return
+    listed = {SUMS_NAME}
+    for line in path.read_bytes().splitlines():
+        digest, _, name = line.decode("utf-8", "replace").partition("  ")
+        # a name that leads out of the folder is no name of ours
+        if len(digest) != 64 or not name or Path(name).name != name:
+            raise UserError(f"{path}: is not a list of SHA-256; {_RESTORE}")
+        try:
+            found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / name}: cannot be read, and {path} lists it; {_RESTORE}") from error
+        if found != digest:
+            raise UserError(f"{folder / name}: has another SHA-256 than {path} says; {_RESTORE}")
+        listed.add(name)
+    # a file more could change what is loaded, and sums that were cut off would list too little
+    for name in sorted({entry.name for entry in folder.iterdir() if entry.is_file()} - listed):
+        raise UserError(f"{path}: does not list {name}; {_RESTORE}")
 
 
 def remove_folder(folder: Path) -> None:

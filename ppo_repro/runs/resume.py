@@ -15,7 +15,7 @@ from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.folder import only_writer
+from ppo_repro.runs.folder import check_links, only_writer
 from ppo_repro.runs.prepare import task_inputs
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.run import check_inputs, check_overrides, execute, mark_ended
@@ -38,6 +38,7 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
     """
     check_overrides(overrides)
     manifest.load(run_dir)  # before a lock is put into a folder that is no run
+    check_links(run_dir)
     with only_writer(run_dir):
         recorded = manifest.load(run_dir)
         if recorded.status == "complete":

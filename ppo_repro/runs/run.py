@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
 from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import dump_yaml, load_config
+from ppo_repro.config_yaml import dump_yaml
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.loop import Clock, Iteration, ppo_iterations
 from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import digests, manifest, reader, writer
+from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest, Status
 from ppo_repro.records.tables import iteration_tables
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
 from ppo_repro.runs.environment import describe_environment, file_digests
-from ppo_repro.runs.folder import only_writer
+from ppo_repro.runs.folder import only_writer, remove_folder
 from ppo_repro.runs.prepare import Prepared, prepare, run_inputs
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.shares import check_shares
@@ -105,7 +106,7 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
             if manifest.load(run_dir).iterations:
                 mark_ended(run_dir, error)
             else:
-                shutil.rmtree(run_dir)
+                remove_folder(run_dir)
             raise
     return run_dir, seconds
 
@@ -120,12 +121,16 @@ def _work_along(config: RunConfig, inputs: Mapping[str, str], watcher: Watcher, 
 
 
 def mark_ended(run_dir: Path, error: BaseException) -> None:
-    """Note in the manifest that `error` ended the run; what is recorded stays."""
-    # as it is on disk: the error may have come between the file and our copy of it
-    current = manifest.load(run_dir)
+    """Note in the manifest that `error` ended the run; what is recorded stays.
+
+    Where the note cannot be written either, the manifest goes on saying "running": `error` is the one to report.
+    """
     ended: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-    if current.status != "complete":
-        writer.mark(run_dir, current, ended)
+    with suppress(UserError):
+        # as it is on disk: the error may have come between the file and our copy of it
+        current = manifest.load(run_dir)
+        if current.status != "complete":
+            writer.mark(run_dir, current, ended)
 
 
 def execute(
@@ -226,7 +231,7 @@ def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks:
     """
     recorded = reader.open_manifest(run_dir)
     check_overrides(overrides)
-    config = load_config(run_dir / "config.yaml", overrides)
+    config = load_recorded_config(run_dir, overrides)
     check_shares(config.layout.rank_shares, ranks.size)
     check_inputs(recorded.inputs)
     prepared = _prepare(config, recorded.inputs, watcher, ranks, None)

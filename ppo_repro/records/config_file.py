@@ -1,0 +1,44 @@
+"""What a run folder says beside its manifest: the configuration, checked against it, and the environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ppo_repro.config import RunConfig
+from ppo_repro.config_yaml import load_config, read_tree
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest
+from ppo_repro.records.manifest import Manifest
+
+
+def check_config(run_dir: Path, recorded: Manifest) -> None:
+    """Raise UserError unless config.yaml says what it said when the run was started.
+
+    As it was written, not as it loads: fields that came later have their defaults and are in no old digest.
+    """
+    path = run_dir / "config.yaml"
+    text = json.dumps(read_tree(path), sort_keys=True, separators=(",", ":"), default=str)
+    if hashlib.sha256(text.encode()).hexdigest()[:12] != recorded.config_digest:
+        raise UserError(f"{path}: is not the configuration the run was started with; restore it")
+
+
+def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration a language run was started with; UserError where it or the manifest is missing or damaged."""
+    folder = Path(run_dir)
+    check_config(folder, manifest.load(folder))
+    return load_config(folder / "config.yaml", overrides)
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    """environment.json or resumed-NNN.json of a run folder; UserError where it is missing or no JSON object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); restore it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: must hold one JSON object; restore it")
+    return found

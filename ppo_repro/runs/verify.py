@@ -1,0 +1,56 @@
+"""Looking at every file of a run folder: is it what was written?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.config_file import check_config, read_environment
+from ppo_repro.runs import checkpoints
+from ppo_repro.runs.folder import SUMS_NAME, check_links, check_sums
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was found to be whole."""
+
+    status: str
+    fingerprint: str
+    iterations: int
+    tables: int  # Parquet files
+    checkpoints: int
+    model_folders: int
+
+
+def verify(run_dir: Path) -> Verified:
+    """Compare every file of a run folder with the digests kept of it; UserError names the first damaged one.
+
+    Nothing is computed again; `rerun` does that. The environment notes have no digest: they are only parsed.
+    """
+    found = manifest.load(run_dir)
+    check_links(run_dir)
+    check_config(run_dir, found)
+    for note in [run_dir / "environment.json", *sorted(run_dir.glob("resumed-*.json"))]:
+        read_environment(note)
+    tables = manifest.tables_of(found)
+    for entry in found.iterations:
+        for table in tables:
+            reader.read_recorded(run_dir, found, table, entry.iteration, verify=True)
+    folder = checkpoints.checkpoints_folder(run_dir)
+    models = sorted(path for path in folder.iterdir() if _is_model(path)) if folder.is_dir() else []
+    for model in models:
+        if not (model / SUMS_NAME).is_file():
+            raise UserError(f"{model / SUMS_NAME}: is missing; restore it")
+        check_sums(model)
+    whole = checkpoints.load_all(run_dir, found)
+    if found.status == "complete" and found.kind == "language" and not checkpoints.final_folder(run_dir).is_dir():
+        raise UserError(f"{checkpoints.final_folder(run_dir)}: is missing; restore it")
+    return Verified(
+        found.status, found.fingerprint, len(found.iterations), len(tables) * len(found.iterations), whole, len(models)
+    )
+
+
+def _is_model(path: Path) -> bool:
+    return path.is_dir() and not path.suffix and not path.name.startswith("iteration-")

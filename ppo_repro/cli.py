@@ -103,12 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     parted.add_argument("source", metavar="CONFIG_OR_RUN", type=Path, help="YAML configuration, or folder of a run")
     _add_set(parted, "override one field of a configuration; may be repeated")
     parted.add_argument("--out", metavar="DIR", type=Path, default=Path("bisections"), help="where tables go")
-    reported = add("report", report_command)
-    reported.add_argument("run", metavar="RUN_OR_GRID", type=Path, help="folder of a run, or a folder of runs")
-    reported.add_argument("--out", metavar="FILE", type=Path, help="the page; default report.html in that folder")
-    reported.add_argument(
-        "--responses", metavar="N", type=_count, help="responses in the token view of a run; default 60, 0 for none"
-    )
+    _add_report(add("report", report_command))
     compared = add("diff", diff_command)
     compared.add_argument("a", metavar="A", type=Path, help="folder of a recorded run")
     compared.add_argument("b", metavar="B", type=Path, help="folder of another")
@@ -117,6 +112,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_track(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--track", metavar="URI", help="copy the records into this MLflow store as they come")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN_OR_GRID", type=Path, help="folder of a run, or a folder of runs")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the page; default report.html in that folder")
+    parser.add_argument(
+        "--responses", metavar="N", type=_count, help="responses in the token view of a run; default 60, 0 for none"
+    )
 
 
 def _add_grid(parser: argparse.ArgumentParser) -> None:

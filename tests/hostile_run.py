@@ -106,7 +106,7 @@ def make_hostile_run(run_dir: Path, *, broken: bool = False) -> Path:
     """
     config = small_config("experiment=hostile")
     environment = {"numerics_mode": "native", "platform": "</code><script>window.hacked=1</script>"}
-    writer.create_run(run_dir, dump_yaml(config), environment, "0123456789ab", {}, "language")
+    writer.create_run(run_dir, dump_yaml(config), environment, config.digest(), {}, "language")
     current, generator = manifest.load(run_dir), np.random.default_rng(7)
     for iteration, responses in enumerate((list(HOSTILE), [*HOSTILE, LONG_RESPONSE])):
         tables = iteration_tables(iteration, responses, generator, broken)

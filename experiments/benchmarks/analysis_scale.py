@@ -143,6 +143,7 @@ source = f"read_parquet('{run_dir}/records/tokens/*.parquet', hive_partitioning=
 pairs = (f"select iteration, sequence, rollout_logprobs a, old_logprobs b, "
     f"old_logprobs::double - rollout_logprobs::double d from {source}")
 connection = duckdb.connect()
+connection.execute("SET enable_progress_bar = false")  # it would be written between the figures
 connection.execute("set threads = 1")
 tokens = connection.execute(f"select count(*), avg((a = b)::int), avg(abs(d)), avg(exp(d) - 1 - d), avg(0.5 * d * d), "
     f"avg(-d), avg(exp(d)), avg(exp(abs(d))), corr(exp(a::double), exp(b::double)), max(abs(d)), min(exp(d)), "

@@ -75,7 +75,8 @@ def test_each_fault_is_named_and_no_other(setting: Setting, name: str) -> None:
     check(setting, name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("setting", MANY, ids=shown)
 def test_each_fault_is_named_in_other_models_and_seeds(setting: Setting) -> None:
     for name in FAULTS:

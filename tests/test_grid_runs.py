@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from ppo_repro.cli import _run
 from ppo_repro.errors import UserError
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Order, run_of, start_cell
+from ppo_repro.grids.commands import _engine as grid_engine
 from ppo_repro.grids.engines import Engine, Processes, Ray, Slurm
 from ppo_repro.grids.grid import Outcome, run_grid
 from ppo_repro.grids.progress import SilentGrid
@@ -254,6 +256,10 @@ def test_the_command(tmp_path: Path) -> None:
         (["--workers", "0"], "error: --workers 0: must be at least 1\n"),
         (["--ray", "local", "--slurm", "a=b"], "error: --ray and --slurm: choose one\n"),
         (["--slurm", "a"], "error: --slurm a: must be NAME=VALUE, for example --slurm slurm_partition=cpu\n"),
+        (
+            ["--slurm", "a=["],
+            "error: --slurm a=[: line 1: not valid YAML: expected the node content, but found '<stream end>'\n",
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line(
@@ -261,3 +267,9 @@ def test_a_wrong_option_is_one_line(
 ) -> None:
     assert _run(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *arguments]) == 2
     assert capsys.readouterr().err == said and not (tmp_path / "out").exists()
+
+
+def test_parameters_of_jobs_have_the_types_that_submitit_wants(tmp_path: Path) -> None:
+    given = argparse.Namespace(workers=3, ray=None, slurm=["timeout_min=60", "slurm_partition=cpu"])
+    expected = Slurm(tmp_path / "slurm", 3, {"timeout_min": 60, "slurm_partition": "cpu"})
+    assert grid_engine(given, tmp_path) == expected

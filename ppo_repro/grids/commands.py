@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from ppo_repro.config_yaml import parse_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.grids.engines import Engine, Processes, Ray, Slurm
 from ppo_repro.grids.grid import grid_folder, run_grid
@@ -44,10 +46,13 @@ def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
         return Ray(arguments.ray, arguments.workers)
     if arguments.slurm is None:
         return Processes(arguments.workers)
-    parameters = {}
+    parameters: dict[str, Any] = {}
     for setting in arguments.slurm:
         name, equals, value = setting.partition("=")
         if not equals:
             raise UserError(f"--slurm {setting}: must be NAME=VALUE, for example --slurm slurm_partition=cpu")
-        parameters[name] = value
+        try:
+            parameters[name] = parse_yaml(value)  # submitit checks types: a time is a number
+        except UserError as error:
+            raise UserError(f"--slurm {setting}: {error}") from error
     return Slurm(folder / "slurm", arguments.workers, parameters)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, Result, finish_cell, run_cell, start_cell
@@ -119,7 +119,7 @@ class Slurm:
 
     log_folder: Path
     workers: int
-    parameters: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     cluster: Literal["slurm", "local"] = "slurm"
 
     def run(self, orders: Sequence[Order]) -> Iterator[Result | None]:

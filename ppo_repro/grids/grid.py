@@ -17,7 +17,7 @@ from ppo_repro.grids.cell import Order, environment_of, run_of, state_of, withou
 from ppo_repro.grids.engines import Engine
 from ppo_repro.grids.progress import GridWatcher
 from ppo_repro.grids.results import write_tables
-from ppo_repro.grids.spec import Cell, Config, Grid
+from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.folder import only_writer, remove_folder
@@ -37,10 +37,6 @@ class Outcome:
 def grid_folder(grid: Grid, out: Path) -> Path:
     """OUT/<name of the grid file>."""
     return out / grid.name
-
-
-def _threads(config: Config) -> int:
-    return config.layout.threads
 
 
 def _lay_out(grid: Grid, grid_dir: Path) -> None:
@@ -97,7 +93,7 @@ def _orders(grid: Grid, grid_dir: Path) -> list[Order]:
         folder = grid_dir / "cells" / cell.name
         if state_of(folder) != "complete":
             kind = "control" if isinstance(cell.config, ControlConfig) else "language"
-            orders.append(Order(cell.name, str(folder.absolute()), kind, _threads(cell.config)))
+            orders.append(Order(cell.name, str(folder.absolute()), kind, cell.config.layout.threads))
     return orders
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from analysis.mismatch_token import unequal_bits
 from ppo_repro.records import reader
 
 KEY = ["iteration", "sequence", "position"]
@@ -32,11 +33,6 @@ class Parity:
     unequal_update_values: int
 
 
-def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> int:
-    """Elements of two float32 arrays whose bit patterns differ."""
-    return int(np.count_nonzero(a.view(np.int32) != b.view(np.int32)))
-
-
 def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(frame[column].to_numpy(), dtype=np.float32)
 
@@ -52,15 +48,15 @@ def parity(run_dir: Path | str) -> Parity:
     def ratios(frame: pd.DataFrame) -> int:
         # null where the policy took no step
         found = _float32(frame[frame["ratios"].notna()], "ratios")
-        return unequal_bits(found, np.ones_like(found))
+        return int(unequal_bits(found, np.ones_like(found)).sum())
 
     def values(frame: pd.DataFrame) -> int:
         seen = frame[frame["new_values"].notna()]
-        return unequal_bits(_float32(seen, "new_values"), _float32(seen, "values"))
+        return int(unequal_bits(_float32(seen, "new_values"), _float32(seen, "values")).sum())
 
     return Parity(
         tokens=len(tokens),
-        unequal_old_rollout_logprobs=unequal_bits(old, rollout),
+        unequal_old_rollout_logprobs=int(unequal_bits(old, rollout).sum()),
         max_abs_old_rollout=float(np.abs(old - rollout).max()),
         first_minibatch_tokens=len(first),
         unequal_first_ratios=ratios(first),

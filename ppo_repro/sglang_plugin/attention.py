@@ -1,0 +1,75 @@
+"""The attention backend: it ties the model to SGLang's pools, and refuses to start where anything is not as it must be.
+
+The model's own attention reads those pools (`pool`), so the backend computes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from ppo_repro.errors import UserError
+from ppo_repro.sglang_plugin.model import PpoReproExactForCausalLM
+from ppo_repro.sglang_plugin.pool import PoolCache
+from ppo_repro.sglang_plugin.sampler import ExactSampler
+from ppo_repro.sglang_plugin.settings import ARCHITECTURE, ATTENTION_BACKEND
+
+RESERVED = 8  # tokens that SGLang may keep of its context length for itself
+
+
+class ExactAttention(AttentionBackend):
+    """Nothing to prepare and nothing to compute: see `PpoReproExactForCausalLM.forward`."""
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Each pass aims its own cache."""
+
+    def support_triton(self) -> bool:
+        """No Triton kernel may write to the pools."""
+        return False
+
+
+def make_backend(runner: Any) -> ExactAttention:
+    """The backend of a model runner whose model is ready; UserError says what the server was started wrong with."""
+    for field, found, wanted in _requirements(runner):
+        if found != wanted:
+            raise UserError(f"exact numerics in SGLang: {field} is {found}; must be {wanted}")
+    model = runner.model
+    limit = model.settings.max_context + RESERVED
+    context = runner.model_config.context_len
+    if context > limit:
+        raise UserError(
+            f"exact numerics in SGLang: --context-length is {context}; with max_context = {model.settings.max_context} "
+            f"it must be {limit} at most"
+        )
+    model.cache = PoolCache(model.config, runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool, context)
+    return ExactAttention()
+
+
+def _requirements(runner: Any) -> list[tuple[str, object, object]]:
+    """(what, as it is, as it must be)."""
+    from sglang.srt.mem_cache import allocation
+    from sglang.srt.model_executor import forward_batch_info
+
+    arguments, pool = runner.server_args, runner.token_to_kv_pool
+    return [
+        ("the model class", type(runner.model).__name__, ARCHITECTURE),
+        ("the model", isinstance(runner.model, PpoReproExactForCausalLM), True),
+        ("the sampler", type(runner.sampler).__name__, ExactSampler.__name__),
+        ("--enable-deterministic-inference", arguments.enable_deterministic_inference, True),
+        ("--device", runner.device, "cpu"),
+        ("--tp-size", runner.tp_size, 1),
+        ("--pp-size", arguments.pp_size, 1),
+        ("--dp-size", arguments.dp_size, 1),
+        ("--page-size", runner.page_size, 1),
+        ("--speculative-algorithm", arguments.speculative_algorithm, None),
+        ("--dtype", runner.dtype, torch.float32),
+        ("the dtype of keys", pool.get_key_buffer(0).dtype, torch.float32),
+        ("the dtype of values", pool.get_value_buffer(0).dtype, torch.float32),
+        # whether the two wrapped functions are the wrapped ones where they are called
+        ("Triton in allocation", allocation.support_triton(ATTENTION_BACKEND), False),
+        ("Triton in positions", forward_batch_info.support_triton(ATTENTION_BACKEND), False),
+        ("the batch-invariant mode", hasattr(type(runner).maybe_enable_batch_invariant_mode, "__wrapped__"), True),
+    ]

@@ -1,0 +1,25 @@
+"""Python imports this at start-up: torchvision for CUDA beside a torch for CPUs. See README.md."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+
+
+class _BeforeTorchvision(importlib.abc.MetaPathFinder):
+    """Declares, once, the operators whose absence would make `import torchvision` fail."""
+
+    def __init__(self) -> None:
+        self.library = None
+
+    def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
+        if name == "torchvision" and self.library is None:
+            import torch
+
+            self.library = torch.library.Library("torchvision", "DEF")
+            for operator in ("nms", "qnms"):
+                self.library.define(f"{operator}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
+        return None  # somebody else finds it
+
+
+sys.meta_path.insert(0, _BeforeTorchvision())

@@ -1,0 +1,119 @@
+"""The model class of the exact numerics: an unmodified transformers model, lowered as the trainer lowers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ppo_repro.errors import UserError
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
+from ppo_repro.numerics.lowering import lower
+from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.sglang_plugin.logits import ExactLogits
+from ppo_repro.sglang_plugin.pool import POOLED, PoolCache
+from ppo_repro.sglang_plugin.settings import KEY, read_settings
+
+DIGEST = "ppo_repro.digest"  # a name that /get_weights_by_name answers with the digest of all weights
+
+
+class PpoReproExactForCausalLM(nn.Module):
+    """What SGLang expects of a model, around the same layers that training runs.
+
+    `cache` is set by the attention backend when SGLang has made its pools.
+    """
+
+    def __init__(self, config: PretrainedConfig, quant_config: object | None = None, prefix: str = "") -> None:
+        super().__init__()
+        if quant_config is not None:
+            raise UserError("exact numerics in SGLang: --quantization is not supported; leave it out")
+        self.config, self.settings = config, read_settings(config)
+        backend.use(self.settings.backend, self.settings.threads)
+        self.policy = _lowered(config, self.settings.max_context, self.settings.operand_bits)
+        self.logits_processor = ExactLogits(config)
+        self.cache: PoolCache | None = None
+        self._missing = {name for name, _ in self.policy.named_parameters()}
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch) -> Any:
+        """Logits after the last token of each request, SGLang's LogitsProcessorOutput; keys and values go to its pool.
+
+        input_ids, positions int64 [N], the new tokens of all requests one after another.
+        """
+        if self.cache is None or self._missing:
+            raise RuntimeError("exact numerics in SGLang: the pools were not made, or weights are missing")
+        starts, lengths = _spans(forward_batch)
+        self.cache.begin(forward_batch.req_pool_indices.long(), starts, lengths, forward_batch.out_cache_loc.long())
+        aimed = self.cache.aimed
+        assert aimed is not None
+        if not torch.equal(aimed.positions[aimed.valid], positions.long()):
+            raise RuntimeError("exact numerics in SGLang: positions are not those of the requests' tokens")
+        ids = torch.zeros_like(aimed.positions)
+        ids[aimed.valid] = input_ids.long()
+        hidden = trunk_of(self.policy)(
+            input_ids=ids,
+            position_ids=aimed.positions,
+            attention_mask=torch.ones_like(ids),  # what is visible is the cache's
+            kv_cache=self.cache,
+            use_cache=False,
+        ).last_hidden_state
+        return self.logits_processor(input_ids, hidden[aimed.valid], head_of(self.policy), forward_batch)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy float32 weights with transformers' names; ValueError for a name, shape or type that does not fit."""
+        known = dict(self.policy.named_parameters(remove_duplicate=False))
+        for name, weight in weights:
+            if name not in known:
+                raise ValueError(f"weight {name}: the model has no parameter of that name")
+            if weight.shape != known[name].shape or weight.dtype != torch.float32:
+                raise ValueError(
+                    f"weight {name}: {weight.dtype} {tuple(weight.shape)}; "
+                    f"must be torch.float32 {tuple(known[name].shape)}"
+                )
+            known[name].copy_(weight)
+            self._missing.discard(name)
+        if self._missing:
+            raise ValueError(f"weight {min(self._missing)}: missing")
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100, tp_size: int = 1) -> list[Any]:
+        """The first `truncate_size` rows of a weight; for DIGEST the bytes of the hexadecimal digest of all weights."""
+        if name == DIGEST:
+            return list(weights_digest(self.policy.named_parameters()).encode())
+        return list(self.policy.get_parameter(name)[:truncate_size].tolist())
+
+    def get_input_embeddings(self) -> nn.Module:
+        """SGLang asks for it."""
+        return self.policy.get_input_embeddings()
+
+
+def _lowered(config: PretrainedConfig, max_context: int, bits: int) -> PreTrainedModel:
+    """The transformers model of a config in exact numerics; its weights come later."""
+    check_visibility(config, max_context)
+    given = config.to_dict()
+    given.pop(KEY)
+    model = AutoModelForCausalLM.from_config(type(config).from_dict(given), dtype=torch.float32).eval()
+    if type(model) not in CAUSAL_MODELS:
+        known = ", ".join(c.__name__ for c in CAUSAL_MODELS)
+        raise UserError(f"--model-path: the model is a {type(model).__name__}; must be one of {known}")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    lower(model, max_context, bits)
+    model.set_attn_implementation(POOLED)
+    return model
+
+
+def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    """Position of the first new token of each request, and how many are new: int64 [R] each."""
+    if batch.forward_mode.is_decode():
+        return batch.seq_lens.long() - 1, torch.ones(len(batch.seq_lens), dtype=torch.int64)
+    if not batch.forward_mode.is_extend():
+        raise RuntimeError(f"exact numerics in SGLang: a forward pass of mode {batch.forward_mode} is not known")
+    assert batch.extend_prefix_lens is not None
+    assert batch.extend_seq_lens is not None
+    return batch.extend_prefix_lens.long(), batch.extend_seq_lens.long()

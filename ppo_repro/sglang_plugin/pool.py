@@ -1,0 +1,98 @@
+"""SGLang's pool of keys and values, and beside it the same on their grids, where the kernels read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ppo_repro.numerics.attention import IMPLEMENTATION, attention
+from ppo_repro.numerics.kv_cache import GridCache
+
+POOLED = f"{IMPLEMENTATION}_pooled"
+
+
+class PoolCache(GridCache):
+    """A GridCache with a slot for each entry of SGLang's request table.
+
+    The pool is what counts: prefixes, retracted requests and chunks come from there. Each token that is written to
+    it gets a stamp of its own, and a slot remembers the stamps of what it holds; where they differ from those
+    of the request's locations in the pool, the slot takes the token again. So a token is put on its grid once for
+    each request that sees it, never once for each step.
+    """
+
+    def __init__(self, config: PretrainedConfig, table: Tensor, pool: Any, width: int) -> None:
+        super().__init__(config, len(table), width, table.device)
+        self.table, self.pool = table, pool
+        self.written = torch.zeros(len(pool.get_key_buffer(0)), dtype=torch.int64)  # stamp by location
+        self.held = torch.zeros(len(table), width, dtype=torch.int64)  # stamp by slot and position
+        self.clock = 0
+        self.locations = torch.empty(0, dtype=torch.int64)
+
+    def begin(self, requests: Tensor, starts: Tensor, lengths: Tensor, locations: Tensor) -> None:
+        """Aim at tokens starts[r]..starts[r]+lengths[r]-1 of each request, which go to `locations` of the pool.
+
+        requests, starts, lengths int64 [R]; locations int64 [sum of lengths], request after request.
+        """
+        self._take_prefixes(requests, starts)
+        columns = torch.arange(int(lengths.max()))
+        valid = columns < lengths[:, None]
+        # a padded query sits at position 0, where it sees one key, and its result is not used
+        positions = torch.where(valid, starts[:, None] + columns, 0)
+        self.aim(requests, positions, valid)
+        self.locations = locations
+        stamps = self.clock + 1 + torch.arange(len(locations))
+        self.clock += len(locations)
+        self.written[locations] = stamps
+        self.held[requests[:, None].expand_as(positions)[valid], positions[valid]] = stamps
+
+    def _take_prefixes(self, requests: Tensor, starts: Tensor) -> None:
+        width = int(starts.max())
+        if width == 0:
+            return
+        locations = self.table[requests, :width].to(torch.int64)
+        known = torch.arange(width) < starts[:, None]
+        stale = known & (self.held[requests, :width] != self.written[locations])
+        counts = stale.sum(1)
+        if not int(counts.max()):
+            return
+        rows = counts > 0
+        # the stale positions of each row to the left, in order
+        order = torch.argsort((~stale[rows]).to(torch.int8), dim=1, stable=True)[:, : int(counts.max())]
+        valid = torch.arange(order.shape[1]) < counts[rows][:, None]
+        self.aim(requests[rows], order, valid)
+        places = locations[rows].gather(1, order)
+        for layer in range(len(self.keys)):
+            keys, values = self.pool.get_key_buffer(layer)[places], self.pool.get_value_buffer(layer)[places]
+            self.write(layer, keys.transpose(1, 2), values.transpose(1, 2))
+        self.held[requests[rows][:, None].expand_as(order)[valid], order[valid]] = self.written[places[valid]]
+
+    def to_pool(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store new keys and values [R, Hk, L, D] float32 where SGLang wants them."""
+        assert self.aimed is not None, "begin first"
+        valid = self.aimed.valid
+        self.pool.get_key_buffer(layer)[self.locations] = keys.transpose(1, 2)[valid]
+        self.pool.get_value_buffer(layer)[self.locations] = values.transpose(1, 2)[valid]
+
+
+def pooled_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    kv_cache: PoolCache,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """`numerics.attention.attention` over a PoolCache; what is new goes to SGLang's pool too."""
+    kv_cache.to_pool(module.layer_idx, key, value)  # type: ignore[arg-type]
+    return attention(module, query, key, value, attention_mask, scaling, kv_cache=kv_cache, **options)
+
+
+ALL_ATTENTION_FUNCTIONS.register(POOLED, pooled_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(POOLED, ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION])

@@ -1,0 +1,70 @@
+"""The entry point that SGLang calls in each of its processes before it parses arguments.
+
+Names are added and two functions are wrapped; nothing changes for a server that does not ask for the exact
+numerics by name. SGLang logs and swallows whatever a plugin raises, so nothing here is trusted to have worked:
+without the plugin the names do not exist and the server refuses them, and `attention.make_backend` checks the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ppo_repro.sglang_plugin.settings import ARCHITECTURE, ATTENTION_BACKEND
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.sampler import Sampler
+
+BATCH_INVARIANT_MODE = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
+SUPPORT_TRITON = "sglang.srt.utils.common.support_triton"
+
+
+def register() -> None:
+    """Make `--attention-backend ppo_repro_exact` and its model class known to this process."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.sampler import register_sampler_backend
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from ppo_repro.sglang_plugin.attention import make_backend
+    from ppo_repro.sglang_plugin.model import PpoReproExactForCausalLM
+
+    choices.add_attention_backend_choices([ATTENTION_BACKEND])
+    choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    choices.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        # SGLang has no batch-invariant kernels for a CPU; its seeded sampler, which the mode brings along, needs none
+        choices.add_deterministic_attention_backend_choices(["torch_native"])
+    register_attention_backend(ATTENTION_BACKEND)(make_backend)
+    # deterministic mode forces the sampling backend of this name, and a registered one goes before the built-in one
+    register_sampler_backend("pytorch", _make_sampler)
+    ModelRegistry.models[ARCHITECTURE] = PpoReproExactForCausalLM
+    HookRegistry.register(BATCH_INVARIANT_MODE, _without_kernels, HookType.AROUND)
+    HookRegistry.register(SUPPORT_TRITON, _no_triton, HookType.AROUND)
+
+
+def is_asked_for() -> bool:
+    """Whether this server was started with the exact numerics."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(get_server_args().attention_backend == ATTENTION_BACKEND)
+
+
+def _make_sampler() -> Sampler:
+    from sglang.srt.layers.sampler import Sampler
+
+    from ppo_repro.sglang_plugin.sampler import ExactSampler
+
+    return ExactSampler() if is_asked_for() else Sampler()
+
+
+def _without_kernels(original: Callable[[Any], None], runner: Any) -> None:
+    """The batch-invariant kernels take the place of torch's products; exact numerics do not use those."""
+    if runner.device != "cpu" and not is_asked_for():
+        original(runner)
+
+
+def _no_triton(original: Callable[[str], bool], backend: str) -> bool:
+    return backend != ATTENTION_BACKEND and original(backend)

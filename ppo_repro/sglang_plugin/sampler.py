@@ -1,0 +1,89 @@
+"""The sampler of the torch engine in SGLang's place for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from torch import Tensor
+
+from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.rollout.engine import Sampling
+from ppo_repro.rollout.sampler import sample
+from ppo_repro.sglang_plugin.logits import log_softmax
+
+
+class ExactSampler(Sampler):
+    """A token is a function of logits, seed and position; log-probs as SGLang has them.
+
+    That is log_softmax(logits / temperature) without renormalising over what top-k and top-p keep.
+    """
+
+    def forward(
+        self,
+        logits_output: LogitsProcessorOutput,
+        sampling_info: SamplingBatchInfo,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: Tensor,
+    ) -> Tensor:
+        """One token per row, int64 [n]; RuntimeError where something is asked for that this sampler does not do."""
+        _refuse(sampling_info)
+        logits, seeds = logits_output.next_token_logits, sampling_info.sampling_seed
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        logprobs = torch.empty(len(logits))
+        for rows, sampling in _groups(sampling_info):
+            drawn = sample(logits[rows], seeds[rows].long(), positions[rows].long(), sampling, "exact")
+            tokens[rows], logprobs[rows] = drawn.tokens, drawn.logprobs
+            if sampling.cuts:
+                logprobs[rows], _ = token_statistics(logits[rows], drawn.tokens, sampling.temperature, None, "exact")
+        if return_logprob:
+            logits_output.next_token_logprobs = logprobs
+            self._more_logprobs(logits_output, sampling_info, top_logprobs_nums, token_ids_logprobs, tokens)
+        return tokens
+
+    def _more_logprobs(
+        self,
+        output: LogitsProcessorOutput,
+        info: SamplingBatchInfo,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        tokens: Tensor,
+    ) -> None:
+        """Those of other tokens, where a request wants them."""
+        if any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):
+            everything = log_softmax(output.next_token_logits / info.temperatures.view(-1, 1))
+            self.output_logprob_processor.compute_logprobs(
+                everything, top_logprobs_nums, token_ids_logprobs, tokens
+            ).write_output_to(output)
+
+
+def _refuse(info: SamplingBatchInfo) -> None:
+    asked: dict[str, Any] = {
+        "min_p": info.need_min_p_sampling,
+        "custom_logit_processor": info.has_custom_logit_processor,
+        "return_sampling_mask": info.sampling_mask_batch_indices is not None,
+        "no sampling_seed": info.sampling_seed is None,
+    }
+    for name in (name for name, given in asked.items() if given):
+        raise RuntimeError(f"exact numerics in SGLang: a request with {name} is not supported")
+
+
+def _groups(info: SamplingBatchInfo) -> list[tuple[Tensor, Sampling]]:
+    """Rows that are sampled alike. SGLang says greedy by top_k = 1."""
+    temperatures = info.temperatures.flatten().tolist()
+    kinds = list(zip(temperatures, info.top_ks.tolist(), info.top_ps.tolist(), strict=True))
+    groups = []
+    for kind in dict.fromkeys(kinds):
+        temperature, top_k, top_p = kind
+        greedy = top_k == 1
+        sampling = Sampling(
+            temperature, 0 if greedy or top_k == TOP_K_ALL else top_k, 1.0 if greedy else top_p, 0, greedy
+        )
+        groups.append((torch.tensor([row for row, other in enumerate(kinds) if other == kind]), sampling))
+    return groups

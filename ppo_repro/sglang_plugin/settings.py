@@ -1,0 +1,43 @@
+"""What the exact numerics need to know and a model's config does not say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ppo_repro.errors import UserError
+from ppo_repro.numerics.backend import BACKENDS
+
+ARCHITECTURE = "PpoReproExactForCausalLM"
+ATTENTION_BACKEND = "ppo_repro_exact"
+KEY = "ppo_repro"  # of the model's config, through --json-model-override-args
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`numerics` and `layout` of a run's configuration, as far as a server is concerned."""
+
+    max_context: int
+    operand_bits: int
+    threads: int
+    backend: str
+
+
+def read_settings(config: Any) -> Settings:
+    """The settings in a model's config; UserError names the one that is missing, unknown or wrong."""
+    given = getattr(config, KEY, None)
+    names = [field.name for field in fields(Settings)]
+    if not isinstance(given, dict) or sorted(given) != sorted(names):
+        raise UserError(
+            f"--json-model-override-args: {KEY} = {given!r}; must be an object with exactly {', '.join(names)}"
+        )
+    settings = Settings(**given)
+    wrong = {
+        "max_context": type(settings.max_context) is not int or not 2 <= settings.max_context <= 32768,
+        "operand_bits": settings.operand_bits not in (14, 20),
+        "threads": type(settings.threads) is not int or settings.threads < 1,
+        "backend": settings.backend not in ("auto", *BACKENDS),
+    }
+    for name in (name for name, broken in wrong.items() if broken):
+        raise UserError(f"--json-model-override-args: {KEY}.{name} = {given[name]!r} is not allowed")
+    return settings

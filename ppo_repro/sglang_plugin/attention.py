@@ -60,7 +60,7 @@ def _requirements(runner: Any) -> list[tuple[str, object, object]]:
         ("the sampler", type(runner.sampler).__name__, ExactSampler.__name__),
         ("--enable-deterministic-inference", arguments.enable_deterministic_inference, True),
         ("--device", runner.device, "cpu"),
-        ("--tp-size", runner.tp_size, 1),
+        ("--tp-size", arguments.tp_size, 1),
         ("--pp-size", arguments.pp_size, 1),
         ("--dp-size", arguments.dp_size, 1),
         ("--page-size", runner.page_size, 1),

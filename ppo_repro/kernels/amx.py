@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ppo_repro.kernels.compile import kernel
+from ppo_repro.kernels.memory import LINE, empty, from_line, zeros
 from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.rows import INFINITY_BITS, largest_bits
 from ppo_repro.kernels.scalar import exponent32, pow2_32, pow2_64
@@ -136,7 +137,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     palette, a, a_scales, b, b_scales, bias, blocks, digits, first, last, from_column, to_column, rows, columns, y
 ):
     """Row blocks first..last times column blocks from_column..to_column into flat y [rows, columns]."""
-    scratch = np.empty(6 * TILE, np.int8)
+    scratch = from_line(np.empty(6 * TILE + LINE, np.int8))
     short = np.empty(16, np.float32)
     a0, b0, y0, s0 = a.ctypes.data, b.ctypes.data, y.ctypes.data, scratch.ctypes.data
     c0, bias0, short0 = b_scales.ctypes.data, bias.ctypes.data, short.ctypes.data
@@ -195,7 +196,7 @@ def _flat(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _no_operand(terms: int, columns: int, digits: int) -> tuple[np.ndarray, np.ndarray]:
     width = -(-columns // 16)
-    return np.zeros(width * -(-terms // 64) * digits * TILE, np.int8), np.zeros(width * 16)
+    return zeros(width * -(-terms // 64) * digits * TILE, np.int8), zeros(width * 16, np.float64)
 
 
 def pack(w: np.ndarray, p: int, along_rows: bool) -> Packed:
@@ -243,7 +244,7 @@ def quantise_rows(x: np.ndarray, p: int) -> Quantised:
     rows, terms = x.shape
     digits = digits_for(p)
     blocks, row_blocks = -(-terms // 64), -(-rows // 16)
-    a, scales = np.empty(row_blocks * blocks * digits * TILE, np.int8), np.empty(row_blocks * 16)
+    a, scales = empty(row_blocks * blocks * digits * TILE, np.int8), np.empty(row_blocks * 16)
     flat, bits = _flat(x)
     finite: list[bool] = []
     in_parts(

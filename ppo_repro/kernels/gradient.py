@@ -11,6 +11,7 @@ import numpy as np
 
 from ppo_repro.kernels.amx import MAX_TERMS, digits_for
 from ppo_repro.kernels.compile import kernel
+from ppo_repro.kernels.memory import LINE, empty, from_line, zeros
 from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.tiles import add_integers, clear, configuration, configure, multiply, release, save
 from ppo_repro.kernels.vectors import TILE, column_quantiser, transpose_tile
@@ -50,7 +51,7 @@ def _pack(x, rows, columns, digits, is_a, scales, first, last, tiles):  # type: 
 @kernel
 def _accumulate(a, b, blocks, a_digits, b_digits, palette, first, last, rows, columns, sums):  # type: ignore[no-untyped-def]
     """Row blocks first..last of flat int64 sums [rows, columns] += A B."""
-    scratch, short = np.empty(6 * TILE, np.int8), np.zeros(16, np.int64)
+    scratch, short = from_line(np.empty(6 * TILE + LINE, np.int8)), np.zeros(16, np.int64)
     a0, b0, y0, s0 = a.ctypes.data, b.ctypes.data, sums.ctypes.data, scratch.ctypes.data
     a_size, b_size, kind = a_digits * TILE, b_digits * TILE, a_digits * 10 + b_digits
     # as many rows at a time as stay in the second-level cache while all columns pass by
@@ -90,7 +91,7 @@ def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.nd
     blocks = -(-columns // 16)
     size = blocks * -(-rows // 64) * digits * TILE
     # terms beyond the last row are 0 in A; in B they may then be anything
-    tiles = np.zeros(size, np.int8) if is_a and rows % 64 else np.empty(size, np.int8)
+    tiles = zeros(size, np.int8) if is_a and rows % 64 else empty(size, np.int8)
     padded = np.zeros((-(-rows // 4) * 4, 2), np.float32)
     padded[:rows] = _two_factors(scales)
     flat = x.reshape(-1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.memory import LINE, empty, from_line, zeros
+from ppo_repro.kernels.memory import LINE, empty_bytes, from_line, zero_bytes
 from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.rows import INFINITY_BITS, largest_bits
 from ppo_repro.kernels.scalar import exponent32, pow2_32, pow2_64
@@ -196,7 +196,7 @@ def _flat(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _no_operand(terms: int, columns: int, digits: int) -> tuple[np.ndarray, np.ndarray]:
     width = -(-columns // 16)
-    return zeros(width * -(-terms // 64) * digits * TILE, np.int8), zeros(width * 16, np.float64)
+    return zero_bytes(width * -(-terms // 64) * digits * TILE), np.zeros(width * 16)
 
 
 def pack(w: np.ndarray, p: int, along_rows: bool) -> Packed:
@@ -221,7 +221,8 @@ def pack(w: np.ndarray, p: int, along_rows: bool) -> Packed:
 
 def padded_bias(bias: np.ndarray) -> np.ndarray:
     """A bias of a multiple of 16 elements."""
-    return np.concatenate([bias, np.zeros(-len(bias) % 16, np.float32)])
+    missing = -len(bias) % 16
+    return np.concatenate([bias, np.zeros(missing, np.float32)]) if missing else bias
 
 
 NO_BIAS = np.empty(0, np.float32)
@@ -244,7 +245,7 @@ def quantise_rows(x: np.ndarray, p: int) -> Quantised:
     rows, terms = x.shape
     digits = digits_for(p)
     blocks, row_blocks = -(-terms // 64), -(-rows // 16)
-    a, scales = empty(row_blocks * blocks * digits * TILE, np.int8), np.empty(row_blocks * 16)
+    a, scales = empty_bytes(row_blocks * blocks * digits * TILE), np.empty(row_blocks * 16)
     flat, bits = _flat(x)
     finite: list[bool] = []
     in_parts(

@@ -11,7 +11,7 @@ import numpy as np
 
 from ppo_repro.kernels.amx import MAX_TERMS, digits_for
 from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.memory import LINE, empty, from_line, zeros
+from ppo_repro.kernels.memory import LINE, empty_bytes, from_line, zero_bytes
 from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.tiles import add_integers, clear, configuration, configure, multiply, release, save
 from ppo_repro.kernels.vectors import TILE, column_quantiser, transpose_tile
@@ -91,7 +91,7 @@ def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.nd
     blocks = -(-columns // 16)
     size = blocks * -(-rows // 64) * digits * TILE
     # terms beyond the last row are 0 in A; in B they may then be anything
-    tiles = zeros(size, np.int8) if is_a and rows % 64 else empty(size, np.int8)
+    tiles = zero_bytes(size) if is_a and rows % 64 else empty_bytes(size)
     padded = np.zeros((-(-rows // 4) * 4, 2), np.float32)
     padded[:rows] = _two_factors(scales)
     flat = x.reshape(-1)

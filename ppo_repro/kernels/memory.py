@@ -1,31 +1,27 @@
 """Arrays that begin where a cache line does.
 
-A vector or a row of a tile that lies across two lines takes two accesses: an AMX product of operands in L1 took 2.9
-times as long with operands 16 bytes further on (`experiments/benchmarks/README.md`).
+A vector or a row of a tile that lies across two lines takes two accesses: AMX products of operands in L1 took 2.9
+times as long with operands 16 bytes further on.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from ppo_repro.kernels.compile import inline
 
 LINE = 64
 
 
-def empty(count: int, dtype: type[np.generic]) -> np.ndarray:
-    """`count` elements of any value; contiguous, the first at a multiple of LINE bytes."""
-    return _cut(np.empty(count * np.dtype(dtype).itemsize + LINE, np.uint8), count, dtype)
+def empty_bytes(count: int) -> np.ndarray:
+    """int8 [count] of any value, the first at a multiple of LINE."""
+    return torch.empty(count, dtype=torch.int8).numpy()  # NumPy aligns to 16, torch's allocator to 64
 
 
-def zeros(count: int, dtype: type[np.generic]) -> np.ndarray:
-    """`count` zeros; contiguous, the first at a multiple of LINE bytes."""
-    return _cut(np.zeros(count * np.dtype(dtype).itemsize + LINE, np.uint8), count, dtype)
-
-
-def _cut(raw: np.ndarray, count: int, dtype: type[np.generic]) -> np.ndarray:
-    start = -raw.ctypes.data % LINE
-    return raw[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+def zero_bytes(count: int) -> np.ndarray:
+    """int8 [count] of zeros, the first at a multiple of LINE."""
+    return torch.zeros(count, dtype=torch.int8).numpy()
 
 
 @inline

@@ -14,7 +14,7 @@ from ppo_repro.numerics import backend, elementwise
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.grid import OPERAND_BITS, operand_bits, quantise
 from ppo_repro.numerics.products import NOTHING, Weight, array
-from ppo_repro.numerics.silu import SiLU
+from ppo_repro.numerics.silu import SiLU, silu
 
 
 class ExactModule(nn.Module):
@@ -42,10 +42,9 @@ class _Linear(Function):
         accumulator: GradientAccumulator | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        y = prepared.contract(rows, weight, 1, bias)
         ctx.save_for_backward(rows)
         ctx.parameters, ctx.prepared, ctx.accumulator, ctx.shape = (weight, bias), prepared, accumulator, x.shape
-        return y.view(*x.shape[:-1], -1)
+        return _linear(rows, weight, bias, prepared, x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,6 +61,10 @@ class _Linear(Function):
         return dx, None, None, None, None
 
 
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, prepared: Weight, shape: torch.Size) -> Tensor:
+    return prepared.contract(rows, weight, 1, bias).view(*shape[:-1], -1)
+
+
 class ExactLinear(ExactModule):
     """`nn.Linear` with exact sums. x [.., K] float32 -> [.., N] float32."""
 
@@ -71,7 +74,23 @@ class ExactLinear(ExactModule):
         self.prepared = Weight(name, bits)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # decoding one token, autograd's own work would be a sixth of the time
+            return _linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias, self.prepared, x.shape)
         return _Linear.apply(x, self.weight, self.bias, self.prepared, self.accumulator)
+
+
+def _rms_norm(rows: Tensor, weight: Tensor, eps: float, name: str) -> tuple[Tensor, Tensor]:
+    """The norm of each row and 1 / sqrt(mean(x^2) + eps), float64 [n, 1]."""
+    size = rows.shape[-1]
+    if backend.has_kernels(rows):
+        inverse, y = torch.empty(len(rows), 1, dtype=torch.float64), torch.empty(rows.shape)
+        if not norms.rms_norm(array(rows), array(weight), eps, operand_bits(size), inverse.numpy()[:, 0], y.numpy()):
+            raise NumericsError(f"the input of {name} is not finite")
+        return y, inverse
+    integers, scale = quantise(rows, operand_bits(size), where=f"the input of {name}")
+    mean_square = (integers * integers).sum(-1, keepdim=True) * (scale * scale) / size
+    inverse = 1.0 / elementwise.sqrt(mean_square + eps)
+    return ((rows.to(torch.float64) * inverse) * weight.to(torch.float64)).to(torch.float32), inverse
 
 
 class _RMSNorm(Function):
@@ -81,19 +100,8 @@ class _RMSNorm(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, name: str, accumulator: GradientAccumulator | None
     ) -> Tensor:
-        size = x.shape[-1]
-        rows = x.reshape(-1, size)
-        if backend.has_kernels(x):
-            rows = rows.contiguous()
-            inverse, y = torch.empty(len(rows), 1, dtype=torch.float64), torch.empty_like(rows)
-            p = operand_bits(size)
-            if not norms.rms_norm(array(rows), array(weight), eps, p, inverse.numpy()[:, 0], y.numpy()):
-                raise NumericsError(f"the input of {name} is not finite")
-        else:
-            integers, scale = quantise(rows, operand_bits(size), where=f"the input of {name}")
-            mean_square = (integers * integers).sum(-1, keepdim=True) * (scale * scale) / size
-            inverse = 1.0 / elementwise.sqrt(mean_square + eps)
-            y = ((rows.to(torch.float64) * inverse) * weight.to(torch.float64)).to(torch.float32)
+        rows = x.reshape(-1, x.shape[-1])
+        y, inverse = _rms_norm(rows, weight, eps, name)
         ctx.save_for_backward(rows, inverse)
         ctx.weight, ctx.accumulator, ctx.shape = weight, accumulator, x.shape
         return y.view(x.shape)
@@ -153,6 +161,8 @@ class ExactRMSNorm(ExactModule):
         self.weight, self.eps, self.name = weight, eps, name
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return _rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps, self.name)[0].view(x.shape)
         return _RMSNorm.apply(x, self.weight, self.eps, self.name, self.accumulator)
 
 
@@ -190,7 +200,7 @@ class ExactSiLU(nn.Module):
     """x / (1 + exp(-x)) by the elementwise law."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return SiLU.apply(x)
+        return SiLU.apply(x) if torch.is_grad_enabled() else silu(x)
 
 
 class ExactRotary(nn.Module):

@@ -20,7 +20,7 @@ NOTHING = int(rows.NOTHING)
 
 def array(x: Tensor) -> np.ndarray:
     """A contiguous CPU tensor as an array, without a copy where it already is one."""
-    return x.detach().contiguous().numpy()
+    return (x.detach() if x.requires_grad else x).contiguous().numpy()
 
 
 class _Prepared:

@@ -13,17 +13,22 @@ from ppo_repro.numerics import backend, elementwise
 from ppo_repro.numerics.products import array
 
 
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)), float32; not differentiable."""
+    if not backend.has_kernels(x):
+        return x / (elementwise.exp(-x) + 1.0)
+    y = torch.empty(x.shape)
+    activations.silu(array(x).reshape(-1), y.numpy().reshape(-1))
+    return y
+
+
 class SiLU(Function):
     """silu(x) = x / (1 + exp(-x)), float32; derivative s (1 + x (1 - s)) with s = 1 / (1 + exp(-x))."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        if not backend.has_kernels(x):
-            return x / (elementwise.exp(-x) + 1.0)
-        y = torch.empty(x.shape)
-        activations.silu(array(x).reshape(-1), y.numpy().reshape(-1))
-        return y
+        return silu(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class _RMSNorm(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, name: str, accumulator: GradientAccumulator | None
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, inverse = _rms_norm(rows, weight, eps, name)
         ctx.save_for_backward(rows, inverse)
         ctx.weight, ctx.accumulator, ctx.shape = weight, accumulator, x.shape

@@ -106,7 +106,7 @@ def wait_until_ready(url: str, process: Process, timeout_s: int, waiting: Waitin
 def _is_healthy(url: str) -> bool:
     try:
         # a healthy server takes a second for this: it generates a token
-        return ask(url, "GET", "/health", None, timeout=25).status == 200
+        return ask(url, "GET", "/health", None, timeout=5).status == 200
     except (ServerGone, ServerSilent):
         return False
 

@@ -109,7 +109,6 @@ def test_a_server_that_never_gets_ready(policy: PreTrainedModel, tmp_path: Path)
 def test_a_port_that_is_taken(policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        taken.listen()
         monkeypatch.setattr(server, "free_port", lambda: taken.getsockname()[1])
         with pytest.raises(UserError, match="Address already in use"), started(tmp_path, policy, timeout=2):
             pass

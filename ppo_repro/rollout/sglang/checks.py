@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from ppo_repro.config import NumericsConfig
 from ppo_repro.config_engine import SGLangServers
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.client import get
@@ -18,7 +20,7 @@ RECORDED = (
 )
 
 
-def check_server(url: str, engine: SGLangServers, max_context: int, timeout: float) -> dict[str, Any]:
+def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, timeout: float) -> dict[str, Any]:
     """What the server says of itself; UserError where it would not sample what the run asks for."""
     said = get(url, "/server_info", timeout)
     model = get(url, "/model_info", timeout)
@@ -38,10 +40,24 @@ def check_server(url: str, engine: SGLangServers, max_context: int, timeout: flo
     for name, value in wanted.items():
         if said.get(name) != value:
             raise UserError(f"{url}: has {name} = {said.get(name)!r}; must be {value!r}")
-    context = said.get("context_length")
+    if engine.numerics == "exact":
+        _check_grids(url, said, numerics)
+    context, max_context = said.get("context_length"), numerics.max_context
     if isinstance(context, int) and context < max_context + SPARE_CONTEXT:
         raise UserError(
             f"{url}: has --context-length {context}; must be at least numerics.max_context + {SPARE_CONTEXT} "
             f"= {max_context + SPARE_CONTEXT}, because SGLang keeps some of it for itself"
         )
     return {name: said.get(name) for name in RECORDED} | {"architectures": model.get("architectures")}
+
+
+def _check_grids(url: str, said: dict[str, Any], numerics: NumericsConfig) -> None:
+    """The number grids of the exact numerics are constants of a run."""
+    try:
+        settings = json.loads(said.get("json_model_override_args") or "{}").get("ppo_repro", {})
+        found = {name: settings.get(name) for name in ("max_context", "operand_bits")}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{url}: has unreadable --json-model-override-args ({error})") from error
+    for name, value in found.items():
+        if value != getattr(numerics, name):
+            raise UserError(f"{url}: computes with {name} = {value}; numerics.{name} = {getattr(numerics, name)}")

@@ -78,7 +78,7 @@ class Fleet:
             version = get(found.url, "/model_info", timeout).get("weight_version")
             if version != found.started_with:  # our server lost the race for its port and is about to end
                 raise UserError(f"{found.url}: another program took this port; start the run again")
-        self._note(found, check_server(found.url, self.engine, self.config.numerics.max_context, timeout))
+        self._note(found, check_server(found.url, self.engine, self.config.numerics, timeout))
 
     def _note(self, found: Server, said: dict[str, Any]) -> None:
         path = self.folder / NOTES

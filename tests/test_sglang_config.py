@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +23,8 @@ from tests.fake_sglang import fake_python
 from tests.runs_for_tests import SMALL, small_config
 
 SGLANG = "rollout.engine.kind=sglang"
-PACKAGE = Path(sys.modules["ppo_repro"].__file__ or "").parent
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ppo_repro"
 
 
 def engine_of(*overrides: str) -> SGLangServers:
@@ -163,3 +163,15 @@ def test_a_relative_interpreter_is_recorded_with_its_folder() -> None:
     assert engine_of("rollout.engine.python=python3").python == "python3"
     assert load_config(SMALL).rollout.engine.kind == "torch"
     assert build_config(small_config(SGLANG).model_dump(mode="json"), "file") == small_config(SGLANG)
+
+
+def test_server_and_trainer_pin_what_both_have_to_the_same_version() -> None:
+    def pins(name: str) -> dict[str, str]:
+        lines = (ROOT / name).read_text().splitlines()
+        pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+        return {package.lower().replace("_", "-"): version for package, version in pairs}
+
+    ours, theirs = pins("constraints.txt"), pins("constraints-sglang.txt")
+    both = set(ours) & set(theirs)
+    assert {"torch", "transformers", "tokenizers", "numpy", "numba", "llvmlite", "safetensors"} <= both
+    assert {name: theirs[name] for name in both} == {name: ours[name] for name in both}

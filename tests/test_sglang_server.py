@@ -189,7 +189,7 @@ def test_exact_servers_hold_what_they_are_given(exact: Subject, sync: str) -> No
         for seed in (1, 2):
             with moved(exact, seed):
                 expected = exact.prepared.engine.generate(requests, PLAIN)
-                assert differing(expected, before) > 0 or not same(expected, before)
+                assert not same(expected, before)
                 assert same(engine.generate(requests, PLAIN), expected)
         assert same(engine.generate(requests, PLAIN), before)
 
@@ -270,7 +270,9 @@ def test_a_server_that_hangs_is_given_up(stock: Subject) -> None:
             engine.generate(requests, PLAIN)
     finally:
         os.kill(scheduler, signal.SIGCONT)
-    assert same(one_by_one(stock.engine, requests), before)
+    # tokens only: it may still be busy with the requests that were given up, and stock bits depend on what is beside
+    after = one_by_one(stock.engine, requests)
+    assert [c.response_ids for c in after] == [c.response_ids for c in before]
 
 
 def test_an_exact_server_killed_in_the_middle_is_replaced_and_no_bit_changes(exact: Subject) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedModel
@@ -109,7 +110,7 @@ def test_a_server_that_never_gets_ready(policy: PreTrainedModel, tmp_path: Path)
 def test_a_port_that_is_taken(policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(server, "free_port", lambda: taken.getsockname()[1])
+        monkeypatch.setattr(server, "reserve_port", lambda: taken)
         with pytest.raises(UserError, match="Address already in use"), started(tmp_path, policy, timeout=2):
             pass
 
@@ -118,10 +119,23 @@ def test_a_port_on_which_another_server_answers(
     policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving() as other:
-        monkeypatch.setattr(server, "free_port", lambda: other.server_address[1])
+        port = SimpleNamespace(getsockname=lambda: other.server_address, close=lambda: None)
+        monkeypatch.setattr(server, "reserve_port", lambda: port)
         with pytest.raises(UserError, match="another program took this port"), started(tmp_path, policy):
             pass
     assert not any(path == "/generate" for path, _ in other.asked)
+
+
+def test_a_reserved_port_is_free_for_the_server_and_given_to_nobody_else() -> None:
+    with server.reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        others = [server.reserve_port() for _ in range(50)]
+        assert port not in [other.getsockname()[1] for other in others]
+        with socket.create_server(("127.0.0.1", port)) as listening:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            listening.accept()[0].close()
+        for other in others:
+            other.close()
 
 
 def test_exact_servers_that_die_are_replaced_once_and_nothing_changes(policy: PreTrainedModel, tmp_path: Path) -> None:

@@ -63,11 +63,12 @@ class Fleet:
             self._make_sure(found)
 
     def _start(self, index: int, digest: str) -> Server:
-        port = server.free_port()
+        reserved = server.reserve_port()
+        port = reserved.getsockname()[1]
         arguments = server_arguments(self.config, self.engine, self.model_folder, port, digest)
         environment = server_environment(os.environ, self.engine, self.config.layout.threads)
         command = [self.engine.python or sys.executable, "-m", "sglang.launch_server", *arguments]
-        process = server.start(command, environment, self.folder / f"server-{index}.log")
+        process = server.start(command, environment, self.folder / f"server-{index}.log", reserved)
         return Server(f"http://127.0.0.1:{port}", process, digest)
 
     def _make_sure(self, found: Server) -> None:
@@ -76,7 +77,7 @@ class Fleet:
         if found.process is not None:
             server.wait_until_ready(found.url, found.process, timeout, self.waiting)
             version = get(found.url, "/model_info", timeout).get("weight_version")
-            if version != found.started_with:  # our server lost the race for its port and is about to end
+            if version != found.started_with:  # it is not ours that answers
                 raise UserError(f"{found.url}: another program took this port; start the run again")
         self._note(found, check_server(found.url, self.engine, self.config.numerics, timeout))
 

@@ -30,16 +30,21 @@ class Process:
     guard: subprocess.Popen[bytes]
     group: int  # process group of the server
     log: Path
+    reserved: socket.socket  # keeps others off its port
 
 
-def free_port() -> int:
-    """A loopback port nobody listens on now; another program may take it first, and then the server ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def reserve_port() -> socket.socket:
+    """A socket on a free loopback port, which nobody else is given while it is open, but a server can listen on.
+
+    Half a minute passes until SGLang listens. Linux lets two sockets have one address if both say SO_REUSEADDR.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
-def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+def start(command: Sequence[str], environment: Mapping[str, str], log: Path, reserved: socket.socket) -> Process:
     """Start a server; its output is added to `log`. UserError where the command cannot be run."""
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -54,9 +59,9 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> 
     line = process.stdout.readline()
     if not line:
         end_of_log = _last_lines(log)
-        end(Process(process, 0, log))
+        end(Process(process, 0, log, reserved))
         raise UserError(f"{command[0]}: cannot be started ({end_of_log[-1] if end_of_log else 'no reason given'})")
-    return Process(process, int(line), log)
+    return Process(process, int(line), log, reserved)
 
 
 def end(process: Process) -> None:
@@ -71,6 +76,7 @@ def end(process: Process) -> None:
         process.guard.wait()
     if process.group:
         guard.kill_group(process.group)  # nobody is left of it, unless the guard was killed
+    process.reserved.close()
 
 
 def kill_now(process: Process) -> None:
@@ -92,6 +98,8 @@ def wait_until_ready(url: str, process: Process, timeout_s: int, waiting: Waitin
         waited = time.monotonic() - started
         if not is_running(process):
             raise UserError(f"{death(process)}; it did not start")
+        if any("address already in use" in line for line in _last_lines(process.log)):  # SGLang does not end then
+            raise UserError(f"{url}: another program took this port; start the run again")
         if waited > timeout_s:
             raise UserError(
                 f"SGLang did not start within rollout.engine.timeout_s = {timeout_s}: see {process.log}, "

@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         recorded = add(name, command)
         recorded.add_argument("run", metavar="RUN", type=Path, help="folder of a recorded run")
         if name in {"resume", "rerun"}:
-            _add_set(recorded, "another layout field, such as layout.threads=2; may be repeated")
+            _add_set(recorded, "another layout field or rollout engine, such as layout.threads=2; may be repeated")
         elif name == "track":
             recorded.add_argument("--uri", default="sqlite:///mlflow.db", help="MLflow tracking store")
         elif name == "show":

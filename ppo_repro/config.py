@@ -23,6 +23,7 @@ from ppo_repro.config_algorithm import (
     SeparateValue,
     ValueConfig,
 )
+from ppo_repro.config_engine import BuiltInEngine, SGLangServers
 from ppo_repro.config_reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config_section import Count, Fraction, Index, Positive, Section, with_usual
 
@@ -96,6 +97,17 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."
     )
+    engine: BuiltInEngine | SGLangServers = Field(BuiltInEngine(), discriminator="kind")
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> Self:
+        cuts = [name for name, all_kept in (("top_k", 0), ("top_p", 1.0)) if getattr(self, name) != all_kept]
+        if cuts and self.engine.kind == "sglang":
+            raise ValueError(
+                f"engine.kind = sglang needs {cuts[0]} = {0 if cuts[0] == 'top_k' else 1}: "
+                "SGLang's log-probs are not those of the cut distribution"
+            )
+        return self
 
 
 class EvaluationConfig(Section):
@@ -222,6 +234,9 @@ def _numerics(config: RunConfig) -> None:
     native = config.numerics.mode == "native"
     if native and (config.numerics.operand_bits != 20 or config.layout.backend != "auto"):
         raise ValueError("numerics.operand_bits and layout.backend need numerics.mode = exact")
+    engine = config.rollout.engine
+    if native and engine.kind == "sglang" and engine.numerics == "exact":
+        raise ValueError("rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both")
     if config.rollout.max_response_tokens >= config.numerics.max_context:
         raise ValueError(
             f"rollout.max_response_tokens = {config.rollout.max_response_tokens} must be smaller than "

@@ -11,8 +11,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ppo_repro.config import JsonlTask, ModelFolder, RunConfig
+from ppo_repro.config import JsonlTask, ModelFolder, RolloutConfig, RunConfig
 from ppo_repro.config_dpo import DPOConfig
+from ppo_repro.config_engine import SGLangServers
 from ppo_repro.config_reward import FunctionReward, RewardModelFolder
 from ppo_repro.config_section import Section
 from ppo_repro.errors import UserError
@@ -84,9 +85,19 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not path:
         raise UserError(f"--set {override}: must be FIELD=VALUE, for example --set ppo.learning_rate=1e-4")
     try:
-        set_field(tree, path, parse_yaml(text))
+        value = parse_yaml(text)
+        if path == ENGINE_KIND:
+            # the fields of one engine say nothing to another, and a recorded run may be repeated with both
+            path, value = path.removesuffix(".kind"), _of_kind(tree, value)
+        set_field(tree, path, value)
     except UserError as error:
         raise UserError(f"--set {override}: {error}") from error
+
+
+def _of_kind(tree: dict[str, Any], kind: Any) -> dict[str, Any]:
+    rollout = tree.get("rollout")
+    engine = rollout.get("engine") if isinstance(rollout, dict) else None
+    return {**engine, "kind": kind} if isinstance(engine, dict) and engine.get("kind") == kind else {"kind": kind}
 
 
 def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
@@ -120,11 +131,23 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     )
     potential = None if reward.potential is None else absolute(reward.potential)
     reward = reward.model_copy(update={"terms": terms, "potential": potential})
-    return config.model_copy(update={"model": model, "task": task, "reward": reward})
+    parts = {"model": model, "task": task, "reward": reward, "rollout": _absolute_python(config.rollout)}
+    return config.model_copy(update=parts)
 
 
+def _absolute_python(rollout: RolloutConfig) -> RolloutConfig:
+    """The interpreter of SGLang's environment by its absolute path; a name without a folder is looked up on PATH."""
+    engine = rollout.engine
+    if not isinstance(engine, SGLangServers) or engine.python is None or "/" not in engine.python:
+        return rollout
+    python = str(Path(engine.python).absolute())
+    return rollout.model_copy(update={"engine": engine.model_copy(update={"python": python})})
+
+
+ENGINE_KIND = "rollout.engine.kind"
 # the words by which the variants of a field are chosen
 VARIANTS = {
+    "engine": ("torch", "sglang"),
     "model": ("tiny", "folder"),
     "task": ("arithmetic", "jsonl"),
     "kl": ("reward", "loss", "none"),

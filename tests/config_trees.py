@@ -20,6 +20,7 @@ JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
 TRAINED = {"kind": "trained_model", "num_pairs": 8, "minibatch_size": 4, "learning_rate": 1e-3}
 ADAPTIVE = {"kind": "adaptive", "target_kl": 0.5}
 WEIGHTS = {"kind": "truncated", "level": "sequence"}
+ROLLOUT = {"prompts_per_iteration": 24, "samples_per_prompt": 2, "max_response_tokens": 6}
 
 # for every variant a configuration that has it, with what the variant needs; no two alike
 TREES: dict[str, dict[str, Any]] = {
@@ -43,6 +44,7 @@ TREES: dict[str, dict[str, Any]] = {
     "policy gradient": {"ppo": {"objective": {"kind": "policy_gradient"}}},
     "importance weights": {"ppo": {"ratio_anchor": "old", "importance_weights": WEIGHTS}},
     "lora": {"lora": {"rank": 2, "alpha": 4.0}},
+    "sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang"}}, "kl": {"placement": "none"}},
 }
 
 Path = tuple[str | int, ...]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ppo_repro.buffers import Prompts
 from ppo_repro.config import RunConfig
 from ppo_repro.config_dpo import DPOConfig
-from ppo_repro.config_yaml import build_config, dump_yaml, load_config
+from ppo_repro.config_yaml import build_config, dump_yaml
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.preference_training import (
     PairLogprobs,
@@ -35,6 +35,7 @@ from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import dpo as records
 from ppo_repro.records import reader
+from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.checkpoints import final_folder, reference_folder, save_model
 from ppo_repro.runs.environment import describe_environment
@@ -95,13 +96,12 @@ def _recorded(config: DPOConfig) -> tuple[Manifest, RunConfig]:
     """The run, and its configuration with the numerics and layout of this one."""
     run_dir = Path(config.run)
     recorded = reader.open_manifest(run_dir)
-    path = run_dir / "config.yaml"
-    of_run = load_config(path)
-    if of_run.digest() != recorded.config_digest:
-        raise UserError(f"{path}: is not the configuration the run was started with; restore it")
+    of_run = load_recorded_config(run_dir).model_dump(mode="json")
     check_inputs(recorded.inputs)
     ours = {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
-    return recorded, build_config({**of_run.model_dump(mode="json"), **ours}, f"{path} with numerics and layout of DPO")
+    built_in = {"rollout": {**of_run["rollout"], "engine": {"kind": "torch"}}}  # another one may not go with `ours`
+    source = f"{run_dir / 'config.yaml'} with numerics and layout of DPO"
+    return recorded, build_config({**of_run, **ours, **built_in}, source)
 
 
 def _start(config: DPOConfig, recorded: Manifest, run_config: RunConfig, watcher: Watcher) -> Prepared:
@@ -114,7 +114,7 @@ def _start(config: DPOConfig, recorded: Manifest, run_config: RunConfig, watcher
     digest = weights_digest(prepared.state.reference.named_parameters())
     expected = recorded.final["initial_policy_digest"]
     if digest != expected:
-        if load_config(Path(config.run) / "config.yaml").numerics != config.numerics:
+        if load_recorded_config(config.run).numerics != config.numerics:
             raise UserError(
                 f"run = {config.run}: keeps no reference, and its warm start was in other numerics; "
                 "choose the numerics of the run, or record it with checkpoints.every > 0"

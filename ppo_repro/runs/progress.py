@@ -17,6 +17,8 @@ class Watcher(Protocol):
 
     def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None: ...
 
+    def servers(self, waited: int, limit: int) -> None: ...
+
     def preferences(self, what: str, step: int, total: int, loss: float) -> None: ...
     def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None: ...
 
@@ -28,6 +30,9 @@ class Silent:
         pass
 
     def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+        pass
+
+    def servers(self, waited: int, limit: int) -> None:
         pass
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
@@ -74,6 +79,9 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
 
     def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
         self._show("PPO", done, total, f"score {score:.3f}  accuracy {accuracy:.3f}  KL {approx_kl:.4f}")
+
+    def servers(self, waited: int, limit: int) -> None:
+        self._show("SGLang", waited, limit, "seconds of the longest wait for a server to start")
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
         self._show(what, step, total, f"loss {loss:.3f} nats/pair")

@@ -11,6 +11,7 @@ from ppo_repro.config import RunConfig
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
+from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
@@ -32,9 +33,9 @@ class Resumed:
 def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Resumed:
     """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
 
-    `overrides` may change the layout, which must not change a bit. UserError if another process writes the
-    run, it is finished, its checkpoint is damaged, its inputs have changed or an override is not of the layout;
-    then nothing has changed. PromiseBroken if an iteration computed again differs from its record.
+    `overrides` may change layout and rollout engine, which must not change a bit. UserError if another process
+    writes the run, it is finished, its checkpoint is damaged, its inputs have changed or an override is of
+    anything else; then nothing has changed. PromiseBroken if an iteration computed again differs from its record.
     """
     check_overrides(overrides)
     manifest.load(run_dir)  # before a lock is put into a folder that is no run
@@ -58,10 +59,8 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
 
 
 def _config(run_dir: Path, recorded: Manifest, overrides: Sequence[str]) -> RunConfig:
-    path = run_dir / "config.yaml"
-    if load_config(path).digest() != recorded.config_digest:
-        raise UserError(f"{path}: is not the configuration the run was started with; restore it")
-    return load_config(path, overrides)
+    check_config(run_dir, recorded)
+    return load_config(run_dir / "config.yaml", overrides)
 
 
 def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | None) -> None:

@@ -21,6 +21,8 @@ from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest, Status
 from ppo_repro.records.tables import iteration_tables
+from ppo_repro.rollout.choose import check_engine, rollout_engine
+from ppo_repro.rollout.engine import Engine
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
@@ -40,9 +42,9 @@ def run_folder(config: RunConfig, out: Path) -> Path:
 
 
 def _iterate(
-    config: RunConfig, prepared: Prepared, watcher: Watcher, ranks: Ranks
+    config: RunConfig, prepared: Prepared, engine: Engine, watcher: Watcher, ranks: Ranks
 ) -> Iterator[tuple[Iteration, dict[str, pa.Table]]]:
-    for item in ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ranks):
+    for item in ppo_iterations(config, prepared.task, prepared.state, engine, ranks):
         yield item, iteration_tables(item, config)
         rewards = item.rewards
         watcher.iteration(
@@ -71,8 +73,8 @@ def _prepare(
     return prepared
 
 
-def _final_results(config: RunConfig, prepared: Prepared, ranks: Ranks) -> Final:
-    evaluation = evaluate(config, prepared.task, prepared.engine, ranks)
+def _final_results(config: RunConfig, prepared: Prepared, engine: Engine, ranks: Ranks) -> Final:
+    evaluation = evaluate(config, prepared.task, engine, ranks)
     training = prepared.reward_training
     judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
     return {
@@ -93,6 +95,7 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
     Of several ranks the first one records.
     """
     check_shares(config.layout.rank_shares, ranks.size)
+    check_engine(config, ranks.size)
     run_dir = run_folder(config, out)
     inputs = file_digests(run_inputs(config))
     if not ranks.is_first:
@@ -114,9 +117,9 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
 def _work_along(config: RunConfig, inputs: Mapping[str, str], watcher: Watcher, ranks: Ranks) -> dict[str, float]:
     """What a rank does that does not record: everything else."""
     prepared = _prepare(config, inputs, watcher, ranks, None)
-    for _ in _iterate(config, prepared, watcher, ranks):
+    for _ in _iterate(config, prepared, prepared.engine, watcher, ranks):
         pass
-    _final_results(config, prepared, ranks)
+    _final_results(config, prepared, prepared.engine, ranks)
     return {}
 
 
@@ -145,20 +148,21 @@ def execute(
     start_folder = None if start is None else checkpoints.reference_folder(run_dir)
     prepared = _prepare(config, current.inputs, watcher, ranks, start_folder)
     origin = checkpoints.begin(run_dir, config, prepared, start)
-    seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
-    for item, tables in _iterate(config, prepared, watcher, ranks):
-        clock = Clock()
-        if item.index < len(current.iterations):
-            require_same(run_dir, current, item.index, tables)
-        else:
-            current = writer.append_iteration(run_dir, current, item.index, tables)
-        clock.lap("records")
-        if checkpoints.is_due(config, item.index + 1):
-            checkpoints.write(run_dir, config, prepared.state, current.iterations[item.index].chain, origin)
-            clock.lap("checkpoints")
-        for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
-            seconds[phase] = seconds.get(phase, 0.0) + spent
-    final = _final_results(config, prepared, ranks)
+    with rollout_engine(config, prepared.engine, run_dir / "sglang", watcher) as engine:
+        seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
+        for item, tables in _iterate(config, prepared, engine, watcher, ranks):
+            clock = Clock()
+            if item.index < len(current.iterations):
+                require_same(run_dir, current, item.index, tables)
+            else:
+                current = writer.append_iteration(run_dir, current, item.index, tables)
+            clock.lap("records")
+            if checkpoints.is_due(config, item.index + 1):
+                checkpoints.write(run_dir, config, prepared.state, current.iterations[item.index].chain, origin)
+                clock.lap("checkpoints")
+            for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
+                seconds[phase] = seconds.get(phase, 0.0) + spent
+        final = _final_results(config, prepared, engine, ranks)
     checkpoints.save_final(run_dir, config, prepared)
     writer.finish(run_dir, current, final)
     seconds["total"] = time.perf_counter() - started
@@ -208,9 +212,10 @@ def check_inputs(inputs: Mapping[str, str]) -> None:
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise UserError for an override that could change a result of a recorded run."""
     for override in overrides:
-        if not override.startswith("layout."):
+        if not override.startswith(("layout.", "rollout.engine.", "rollout.engine=")):
             raise UserError(
-                f"--set {override}: a recorded run may change layout fields only; use `ppo-repro run` instead"
+                f"--set {override}: a recorded run may change layout fields and the rollout engine only; "
+                "use `ppo-repro run` instead"
             )
 
 
@@ -225,21 +230,23 @@ def compared(
 def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> Rerun:
     """Execute a recorded configuration again, in memory, and compare every buffer with the files as they are.
 
-    `overrides` may change the layout, which must not change a bit. Stops at the first difference. UserError
-    if the run is incomplete, its inputs have changed or an override is not of the layout. Of several ranks the
-    first one compares; all return what it found.
+    `overrides` may change layout and rollout engine, which must not change a bit. Stops at the first difference.
+    UserError if the run is incomplete, its inputs have changed or an override is of anything else. Of several
+    ranks the first one compares; all return what it found.
     """
     recorded = reader.open_manifest(run_dir)
     check_overrides(overrides)
     config = load_recorded_config(run_dir, overrides)
     check_shares(config.layout.rank_shares, ranks.size)
+    check_engine(config, ranks.size)
     check_inputs(recorded.inputs)
     prepared = _prepare(config, recorded.inputs, watcher, ranks, None)
     fingerprint = digests.FINGERPRINT_SEED
-    for item, tables in _iterate(config, prepared, watcher, ranks):
-        fingerprint, difference = ranks.first(compared, run_dir, recorded, item.index, tables, fingerprint)
-        if difference is not None:
-            return Rerun(difference, fingerprint, item.index + 1)
-    final = _final_results(config, prepared, ranks)
+    with rollout_engine(config, prepared.engine, None, watcher) as engine:
+        for item, tables in _iterate(config, prepared, engine, watcher, ranks):
+            fingerprint, difference = ranks.first(compared, run_dir, recorded, item.index, tables, fingerprint)
+            if difference is not None:
+                return Rerun(difference, fingerprint, item.index + 1)
+        final = _final_results(config, prepared, engine, ranks)
     fingerprint = digests.chain(fingerprint, {k: digests.scalar_digest(v) for k, v in final.items()})
     return Rerun(first_final_difference(recorded.final, final), fingerprint, config.ppo.iterations)

@@ -1,0 +1,108 @@
+"""Which program samples the responses: the `rollout.engine` section."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from ppo_repro.config_section import Count, Section
+
+# flags of a server that follow from the rest of the configuration, or that its checks rely on
+OWN_ARGUMENTS = (
+    "--model-path",
+    "--model",
+    "--host",
+    "--port",
+    "--device",
+    "--enable-deterministic-inference",
+    "--skip-tokenizer-init",
+    "--sleep-on-idle",
+    "--context-length",
+    "--max-running-requests",
+    "--chunked-prefill-size",
+    "--disable-radix-cache",
+    "--weight-version",
+    "--api-key",
+    "--admin-api-key",
+    "--config",
+)
+# what the exact numerics are in SGLang; for others a user chooses them
+EXACT_ARGUMENTS = ("--attention-backend", "--dtype", "--json-model-override-args", "--rl-on-policy-target")
+# what only servers have that the run starts itself
+OF_STARTED_SERVERS = ("python", "servers", "device", "arguments")
+
+
+class BuiltInEngine(Section):
+    """The engine of this package, in the process of the run."""
+
+    kind: Literal["torch"] = Field("torch", description="Sample with the built-in engine.")
+
+
+class SGLangServers(Section):
+    """SGLang servers, which the run starts and ends or which run already. With exact numerics the same bits as torch.
+
+    Zheng et al., 2024. Servers are trusted: whoever reaches one can change its weights.
+    """
+
+    kind: Literal["sglang"] = Field(description="Sample with SGLang servers.")
+    numerics: Literal["exact", "stock"] = Field(
+        "exact", description="`exact`: this package's plugin computes inside SGLang; `stock`: SGLang as it comes."
+    )
+    urls: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="Servers that run already, such as http://127.0.0.1:30000; [] to start them here."
+    )
+    python: str | None = Field(
+        None, min_length=1, description="Interpreter of the environment SGLang is installed in; null: this one."
+    )
+    servers: Count = Field(1, description="Servers to start; which one serves a request changes no exact result.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="What started servers compute on.")
+    weight_sync: Literal["disk", "tensor", "distributed"] = Field(
+        "disk", description="New weights go through a folder, inside a request, or over a process group."
+    )
+    arguments: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="More arguments for started servers, as on the command line of sglang.launch_server."
+    )
+    timeout_s: Count = Field(600, description="Longest wait for a server to start, or to answer one request, seconds.")
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not _is_server_url(url):
+                raise ValueError(f"{url!r} must be http://HOST:PORT and nothing more")
+        if len(set(urls)) < len(urls):
+            raise ValueError("each server may be named once")
+        return urls
+
+    @model_validator(mode="after")
+    def _no_idle_field(self) -> Self:
+        if self.urls:
+            for name in OF_STARTED_SERVERS:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is for servers the run starts; remove it, or remove urls")
+        if self.device == "cuda" and self.servers > 1:
+            raise ValueError("servers must be 1 on device cuda: start more of them yourself and give their urls")
+        return self
+
+    @model_validator(mode="after")
+    def _arguments_are_free(self) -> Self:
+        taken = (*OWN_ARGUMENTS, *(EXACT_ARGUMENTS if self.numerics == "exact" else ()))
+        for argument in self.arguments:
+            name = argument.partition("=")[0]
+            # argparse takes every beginning of a name that is not ambiguous for the name
+            hit = [own for own in taken if len(name) > 2 and own.startswith(name)] if name.startswith("--") else []
+            if hit:
+                raise ValueError(f"arguments: {name} is set by the run ({hit[0]}); remove it")
+        return self
+
+
+def _is_server_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    bare = not (parts.path.strip("/") or parts.query or parts.fragment or parts.username or parts.password)
+    return parts.scheme == "http" and bool(parts.hostname) and port is not None and bare

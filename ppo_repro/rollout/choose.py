@@ -1,0 +1,46 @@
+"""The engine a configuration asks for."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ppo_repro.config import RunConfig
+from ppo_repro.config_engine import SGLangServers
+from ppo_repro.errors import UserError
+from ppo_repro.rollout.engine import Engine
+from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.runs.progress import Watcher
+
+
+def check_engine(config: RunConfig, ranks: int) -> None:
+    """Raise UserError where several processes ask for an engine that serves one."""
+    if ranks > 1 and config.rollout.engine.kind == "sglang":
+        raise UserError(
+            f"rollout.engine.kind = sglang: works in one process, and here are {ranks}; start it without torchrun, "
+            "or take kind torch"
+        )
+
+
+@contextmanager
+def rollout_engine(config: RunConfig, built_in: TorchEngine, folder: Path | None, watcher: Watcher) -> Iterator[Engine]:
+    """`built_in`, or one of SGLang servers with its policy and end tokens; they end with the block.
+
+    `folder` is for their logs and notes; None for a temporary one.
+    """
+    settings = config.rollout.engine
+    if not isinstance(settings, SGLangServers):
+        yield built_in
+        return
+    from ppo_repro.rollout.sglang.engine import sglang_engine
+
+    with ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppo-sglang-")))
+
+        def waiting(seconds: int) -> None:
+            watcher.servers(seconds, settings.timeout_s)
+
+        yield stack.enter_context(sglang_engine(config, settings, built_in.policy, built_in.stop_ids, folder, waiting))

@@ -1,0 +1,63 @@
+"""Is a server what the run needs? Read from what it says of itself, and kept for the records."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ppo_repro.config import NumericsConfig
+from ppo_repro.config_engine import SGLangServers
+from ppo_repro.errors import UserError
+from ppo_repro.rollout.sglang.client import get
+from ppo_repro.rollout.sglang.command import EXACT_ARCHITECTURE, EXACT_BACKEND, SPARE_CONTEXT
+
+# what of a server is kept: anything that can change a number or explain a speed
+RECORDED = (
+    *("version", "launch_command", "attention_backend", "sampling_backend", "dtype", "kv_cache_dtype", "quantization"),
+    *("enable_deterministic_inference", "rl_on_policy_target", "device", "tp_size", "context_length", "page_size"),
+    *("max_total_num_tokens", "max_running_requests", "chunked_prefill_size", "disable_radix_cache"),
+    *("disable_overlap_schedule", "speculative_algorithm", "json_model_override_args"),
+)
+
+
+def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, timeout: float) -> dict[str, Any]:
+    """What the server says of itself; UserError where it would not sample what the run asks for."""
+    said = get(url, "/server_info", timeout)
+    model = get(url, "/model_info", timeout)
+    if "version" not in said or "is_generation" not in model:
+        raise UserError(f"{url}: does not describe itself as an SGLang server")
+    if said.get("enable_deterministic_inference") is not True:
+        raise UserError(
+            f"{url}: runs without --enable-deterministic-inference, where SGLang ignores every seed; start it with that"
+        )
+    wanted: dict[str, Any] = {"sampling_backend": "pytorch", "speculative_algorithm": None}
+    if engine.numerics == "exact":
+        wanted |= {"attention_backend": EXACT_BACKEND, "dtype": "float32"}
+        if model.get("architectures") != [EXACT_ARCHITECTURE]:
+            raise UserError(
+                f"{url}: serves {model.get('architectures')}; rollout.engine.numerics = exact needs the plugin"
+            )
+    for name, value in wanted.items():
+        if said.get(name) != value:
+            raise UserError(f"{url}: has {name} = {said.get(name)!r}; must be {value!r}")
+    if engine.numerics == "exact":
+        _check_grids(url, said, numerics)
+    context, max_context = said.get("context_length"), numerics.max_context
+    if isinstance(context, int) and context < max_context + SPARE_CONTEXT:
+        raise UserError(
+            f"{url}: has --context-length {context}; must be at least numerics.max_context + {SPARE_CONTEXT} "
+            f"= {max_context + SPARE_CONTEXT}, because SGLang keeps some of it for itself"
+        )
+    return {name: said.get(name) for name in RECORDED} | {"architectures": model.get("architectures")}
+
+
+def _check_grids(url: str, said: dict[str, Any], numerics: NumericsConfig) -> None:
+    """The number grids of the exact numerics are constants of a run."""
+    try:
+        settings = json.loads(said.get("json_model_override_args") or "{}").get("ppo_repro", {})
+        found = {name: settings.get(name) for name in ("max_context", "operand_bits")}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{url}: has unreadable --json-model-override-args ({error})") from error
+    for name, value in found.items():
+        if value != getattr(numerics, name):
+            raise UserError(f"{url}: computes with {name} = {value}; numerics.{name} = {getattr(numerics, name)}")

@@ -1,0 +1,101 @@
+"""HTTP with an SGLang server: one request, one answer; a lost and a silent server are told apart."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ppo_repro.errors import UserError
+
+
+class ServerGone(UserError):
+    """The server cannot be reached, or closed the connection before it answered."""
+
+
+class ServerSilent(UserError):
+    """The server took the request and did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server answered."""
+
+    status: int
+    text: str
+
+
+class Call:
+    """A request that was sent; the answer is waited for in `reply`, so that several servers can work at once."""
+
+    def __init__(self, url: str, method: str, path: str, body: Any, timeout: float) -> None:
+        self.url, self.path, self.timeout = url, path, timeout
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout)
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        try:
+            self._connection.request(method, path, data, headers)
+        except TimeoutError as error:
+            self.close()
+            raise self._silent() from error
+        except OSError as error:
+            self.close()
+            raise ServerGone(f"{url}: no SGLang server answers there ({error})") from error
+
+    def reply(self) -> Reply:
+        """Wait for the answer."""
+        try:
+            response = self._connection.getresponse()
+            return Reply(response.status, response.read().decode("utf-8", "replace"))
+        except TimeoutError as error:
+            raise self._silent() from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerGone(f"{self.url}: the server went away during {self.path} ({error!r})") from error
+        finally:
+            self.close()
+
+    def json(self) -> Any:
+        """Wait for the answer and read it; UserError where the server refuses or does not speak JSON."""
+        reply = self.reply()
+        if reply.status != 200:
+            reason = " ".join(reply.text.split())[:300]
+            raise UserError(f"{self.url}{self.path}: refused with status {reply.status}: {reason}")
+        try:
+            return json.loads(reply.text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.url}{self.path}: the answer is not JSON; is this an SGLang server?") from error
+
+    def close(self) -> None:
+        """Give up on the answer."""
+        self._connection.close()
+
+    def _silent(self) -> ServerSilent:
+        return ServerSilent(
+            f"{self.url}{self.path}: no answer within rollout.engine.timeout_s = {self.timeout:g}; "
+            "the server hangs, or needs more time"
+        )
+
+
+def ask(url: str, method: str, path: str, body: Any, timeout: float) -> Reply:
+    """Send a request and wait for the answer."""
+    return Call(url, method, path, body, timeout).reply()
+
+
+def get(url: str, path: str, timeout: float) -> dict[str, Any]:
+    """The JSON object at a path; UserError where it is none."""
+    return _object(url, path, Call(url, "GET", path, None, timeout).json())
+
+
+def post(url: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
+    """What the server answers to a POST, a JSON object; UserError where it refuses."""
+    return _object(url, path, Call(url, "POST", path, body, timeout).json())
+
+
+def _object(url: str, path: str, found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise UserError(f"{url}{path}: the answer is no JSON object; is this an SGLang server?")
+    return found

@@ -1,0 +1,140 @@
+"""How a server is started: its command line, its environment, what its interpreter has. Pure but for `look_into`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ppo_repro
+from ppo_repro.config import RunConfig
+from ppo_repro.config_engine import SGLangServers
+from ppo_repro.errors import UserError
+
+EXACT_BACKEND, EXACT_ARCHITECTURE = "ppo_repro_exact", "PpoReproExactForCausalLM"
+PLUGINS = "sglang.srt.plugins"
+# SGLang ends a response this many tokens before the end of its context (measured: 2), and refuses prompts earlier (6)
+SPARE_CONTEXT = 8
+_PACKAGE = Path(ppo_repro.__file__).parent
+_CPU_SHIM = _PACKAGE / "sglang_plugin" / "cpu_shim"
+_QUESTION = f"""
+import importlib.metadata as m, importlib.util, json, sys
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return None
+found = importlib.util.find_spec("ppo_repro")
+print(json.dumps({{
+    "python": sys.version.split()[0],
+    "packages": {{name: version(name) for name in ("sglang", "torch", "transformers", "ppo_repro")}},
+    "plugins": sorted({{entry.value for entry in m.entry_points(group={PLUGINS!r})}}),
+    "ppo_repro": list(found.submodule_search_locations) if found else [],
+}}))
+"""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What the interpreter of a server has."""
+
+    python: str
+    packages: Mapping[str, str | None]
+    plugins: tuple[str, ...]
+    numerics_digest: str  # of the exact numerics it would import; empty without
+
+
+def numerics_digest(package: Path) -> str:
+    """SHA-256 over the files that decide the bits of a forward pass."""
+    files = sorted(path for part in ("numerics", "kernels") for path in (package / part).glob("*.py"))
+    sums = [f"{path.relative_to(package)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
+    return hashlib.sha256("\n".join(sums).encode()).hexdigest()
+
+
+def look_into(engine: SGLangServers) -> Interpreter:
+    """Ask the interpreter of the servers what it has; UserError where that cannot work."""
+    python = engine.python or sys.executable
+    wrong = f"rollout.engine.python = {python}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        done = subprocess.run(
+            [python, "-c", _QUESTION], capture_output=True, text=True, timeout=60, check=False, env=environment
+        )
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{wrong}: cannot be run ({error}); give the interpreter of an environment") from error
+    except ValueError as error:
+        raise UserError(f"{wrong}: is no Python interpreter that answers; give the one of an environment") from error
+    if found["packages"]["sglang"] is None:
+        raise UserError(f"{wrong}: has no sglang; give the interpreter of an environment made by .ci/sglang.sh")
+    ours = [entry for entry in found["plugins"] if entry.startswith("ppo_repro.")]
+    needs_plugin = engine.numerics == "exact" or engine.device == "cpu"
+    if needs_plugin and not ours:
+        raise UserError(f"{wrong}: has sglang but not ppo_repro's plugin; pip install --no-deps ppo_repro there")
+    digest = numerics_digest(Path(found["ppo_repro"][0])) if found["ppo_repro"] else ""
+    if engine.numerics == "exact" and digest != numerics_digest(_PACKAGE):
+        raise UserError(f"{wrong}: its ppo_repro has other numerics than this one; install this one there")
+    return Interpreter(found["python"], found["packages"], tuple(found["plugins"]), digest)
+
+
+def server_arguments(config: RunConfig, engine: SGLangServers, model: Path, port: int, version: str) -> list[str]:
+    """The arguments of sglang.launch_server; those of the configuration come last."""
+    layout, context = config.layout, config.numerics.max_context
+    given = {argument.partition("=")[0] for argument in engine.arguments}
+    pairs: list[tuple[str, str]] = [
+        ("--model-path", str(model)),
+        ("--host", "127.0.0.1"),
+        ("--port", str(port)),
+        ("--device", engine.device),
+        ("--context-length", str(context + SPARE_CONTEXT)),
+        ("--max-running-requests", str(layout.rollout_slots)),
+        ("--weight-version", version),
+    ]
+    if layout.prefill_chunk:
+        pairs.append(("--chunked-prefill-size", str(layout.prefill_chunk)))
+    if engine.device == "cpu" and "--max-total-tokens" not in given:
+        # otherwise a share of all memory, and filled with zeros before the first request
+        pairs.append(("--max-total-tokens", str(layout.rollout_slots * (context + SPARE_CONTEXT))))
+    pairs += _numerics_arguments(config, engine, given)
+    words = ["--enable-deterministic-inference", "--skip-tokenizer-init", "--sleep-on-idle"]
+    if not layout.prefix_cache:
+        words.append("--disable-radix-cache")
+    return [*(word for pair in pairs for word in pair), *words, *engine.arguments]
+
+
+def _numerics_arguments(config: RunConfig, engine: SGLangServers, given: set[str]) -> list[tuple[str, str]]:
+    if engine.numerics == "stock":
+        usual = [("--dtype", "float32")]
+        if engine.device == "cpu":
+            usual.append(("--attention-backend", "torch_native"))
+        return [(name, value) for name, value in usual if name not in given]
+    settings = {
+        "max_context": config.numerics.max_context,
+        "operand_bits": config.numerics.operand_bits,
+        "threads": config.layout.threads,
+        "backend": config.layout.backend,
+    }
+    override = {"architectures": [EXACT_ARCHITECTURE], "ppo_repro": settings}
+    return [
+        ("--attention-backend", EXACT_BACKEND),
+        ("--dtype", "float32"),
+        ("--json-model-override-args", json.dumps(override, sort_keys=True)),
+    ]
+
+
+def server_environment(outside: Mapping[str, str], engine: SGLangServers, threads: int) -> dict[str, str]:
+    """Environment variables of a server: those of the run, less what would change its numbers or its imports."""
+    ours = {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the temperature sampled at
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_CONTEXT, which no request uses
+    }
+    if engine.device == "cpu":
+        # without the third, the first seeded sample costs a minute of compilation
+        ours |= {"PYTHONPATH": str(_CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    dropped = {"PYTHONPATH", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    return {**{name: value for name, value in outside.items() if name not in dropped}, **ours}

@@ -1,0 +1,137 @@
+"""Servers the run starts: a free port, a process group that ends with the run, a log, and news of their death."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo_repro.errors import UserError
+from ppo_repro.output import say
+from ppo_repro.rollout.sglang import guard
+from ppo_repro.rollout.sglang.client import ServerGone, ServerSilent, ask
+
+LAST_LINES = 20  # of the log of a server that died
+POLL_SECONDS = 0.25
+END_SECONDS = 10.0
+
+Waiting = Callable[[int], None]  # seconds waited so far
+
+
+@dataclass(frozen=True)
+class Process:
+    """A server with the guard around it."""
+
+    guard: subprocess.Popen[bytes]
+    group: int  # process group of the server
+    log: Path
+    reserved: socket.socket  # keeps others off its port
+
+
+def reserve_port() -> socket.socket:
+    """A socket on a free loopback port, which nobody else is given while it is open, but a server can listen on.
+
+    Half a minute passes until SGLang listens. Linux lets two sockets have one address if both say SO_REUSEADDR.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], log: Path, reserved: socket.socket) -> Process:
+    """Start a server; its output is added to `log`. UserError where the command cannot be run."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-I", guard.__file__, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env=dict(environment),
+            start_new_session=True,  # Ctrl-C in the terminal is for the run, which ends its servers itself
+        )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        end_of_log = _last_lines(log)
+        end(Process(process, 0, log, reserved))
+        raise UserError(f"{command[0]}: cannot be started ({end_of_log[-1] if end_of_log else 'no reason given'})")
+    return Process(process, int(line), log, reserved)
+
+
+def end(process: Process) -> None:
+    """Kill a server with everything it started, and wait until it is gone; it may be gone already."""
+    for pipe in (process.guard.stdin, process.guard.stdout):
+        if pipe is not None:
+            pipe.close()  # of stdin: the guard kills the server
+    try:
+        process.guard.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.guard.kill()
+        process.guard.wait()
+    if process.group:
+        guard.kill_group(process.group)  # nobody is left of it, unless the guard was killed
+    process.reserved.close()
+
+
+def kill_now(process: Process) -> None:
+    """Kill a server without waiting for its end."""
+    process.guard.kill()
+    if process.group:
+        guard.kill_group(process.group)
+
+
+def is_running(process: Process) -> bool:
+    """Whether the server has not ended."""
+    return process.guard.poll() is None
+
+
+def wait_until_ready(url: str, process: Process, timeout_s: int, waiting: Waiting) -> None:
+    """Wait until the server answers that it is healthy; UserError where it ends before or takes too long."""
+    started, said = time.monotonic(), 0
+    while not _is_healthy(url):
+        waited = time.monotonic() - started
+        if not is_running(process):
+            raise UserError(f"{death(process)}; it did not start")
+        if any("address already in use" in line for line in _last_lines(process.log)):  # SGLang does not end then
+            raise UserError(f"{url}: another program took this port; start the run again")
+        if waited > timeout_s:
+            raise UserError(
+                f"SGLang did not start within rollout.engine.timeout_s = {timeout_s}: see {process.log}, "
+                "or allow more time"
+            )
+        if int(waited) > said:
+            said = int(waited)
+            waiting(said)
+        time.sleep(POLL_SECONDS)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        # a healthy server takes a second for this: it generates a token
+        return ask(url, "GET", "/health", None, timeout=5).status == 200
+    except (ServerGone, ServerSilent):
+        return False
+
+
+def death(process: Process) -> str:
+    """What became of a server that has ended; shows the last lines of its log."""
+    code = process.guard.wait(END_SECONDS)
+    lines = _last_lines(process.log)
+    say(f"the last lines of {process.log}:")
+    for line in lines:
+        say(f"    {line}")
+    how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+    reason = next((line for line in reversed(lines) if "Error" in line or "error" in line), "")
+    return f"SGLang ended with {how}{f' ({reason.strip()[:200]})' if reason else ''}, log {process.log}"
+
+
+def _last_lines(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
+        return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]

@@ -1,0 +1,186 @@
+"""New weights for a server that runs: through a folder, inside a request, or over a process group.
+
+A server is told the digest of the weights as their version and puts it on every response. With exact numerics it also
+computes the digest of what it holds, by the trainer's own function; stock SGLang cannot, and skips a name it does not
+know without a word.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from transformers import PreTrainedModel
+
+from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.rollout.sglang.client import Call, get, post
+from ppo_repro.runs.folder import whole_folder
+
+DIGEST_NAME = "ppo_repro.digest"
+LEAVE_SECONDS = 5.0
+BUCKET_BYTES = 256 * 2**20  # of weights in one request
+
+
+def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
+    """The policy as a folder a server loads; the end tokens in it are those of the run. UserError where that fails."""
+    with whole_folder(folder) as temporary:
+        policy.save_pretrained(temporary)
+        path = temporary / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**config, "eos_token_id": sorted(stop_ids)}, indent=1), encoding="utf-8")
+        (temporary / "generation_config.json").unlink(missing_ok=True)  # it may name others
+
+
+def from_disk(url: str, folder: Path, version: str, timeout: float) -> None:
+    """Let the server load a folder, which it must see under the same path."""
+    body = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
+    post(url, "/update_weights_from_disk", body, timeout)
+
+
+def from_tensor(url: str, policy: PreTrainedModel, version: str, timeout: float) -> None:
+    """Send the weights themselves, some to a request.
+
+    Plain pickles: tensors in shared memory, which SGLang's own client sends, need the sender's authentication key.
+    """
+    buckets = list(_buckets(policy))
+    with _session(url, timeout):
+        for index, bucket in enumerate(buckets):
+            payload = base64.b64encode(pickle.dumps(bucket)).decode()
+            body: dict[str, object] = {"serialized_named_tensors": [payload], "flush_cache": True}
+            if index == len(buckets) - 1:
+                body["weight_version"] = version
+            post(url, "/update_weights_from_tensor", body, timeout)
+
+
+def _buckets(policy: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
+    """The weights, copied to plain tensors of their own, at least one and at most BUCKET_BYTES of several."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, parameter in policy.named_parameters():
+        if bucket and size + parameter.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter.detach().cpu().clone(memory_format=torch.contiguous_format)))
+        size += parameter.nbytes
+    yield bucket
+
+
+def join_group(url: str, device: str, timeout: float) -> dist.ProcessGroup:
+    """A process group of this process, rank 0, and the server, rank 1; UserError where they do not meet."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    address, limit, name = _address_towards(url), timedelta(seconds=timeout), _group_name(url)
+    with suppress(UserError):  # of a run that ended without a word; usually there is none, which is refused
+        post(url, "/destroy_weights_update_group", {"group_name": name}, timeout)
+    store = dist.TCPStore(address, 0, 2, is_master=True, wait_for_workers=False, timeout=limit)
+    body = {
+        "master_address": address,
+        "master_port": store.port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": name,
+        "backend": backend,
+    }
+    call = Call(url, "POST", "/init_weights_update_group", body, timeout)
+    try:
+        group = _new_group(store, name, backend, limit)
+    except RuntimeError as error:
+        call.close()
+        raise UserError(f"{url}: did not join the process group ({' '.join(str(error).split())[:200]})") from error
+    call.json()
+    return group
+
+
+def _address_towards(url: str) -> str:
+    """The address of this machine that the server can reach."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((parts.hostname, parts.port))
+        return str(probe.getsockname()[0])
+
+
+def _group_name(url: str) -> str:
+    return "ppo_repro " + url.removeprefix("http://").rstrip("/")
+
+
+def _new_group(store: dist.Store, name: str, backend: str, limit: timedelta) -> dist.ProcessGroup:
+    """What SGLang's `init_custom_process_group` makes on its side; torch has no public way to make the other half."""
+    prefixed = dist.PrefixStore(name, store)
+    group, _ = distributed_c10d._new_process_group_helper(
+        2, 0, [], dist.Backend(backend), prefixed, group_name=distributed_c10d.GroupName(name), timeout=limit
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+
+
+def leave_group(url: str, group: dist.ProcessGroup, timeout: float) -> None:
+    """Take the group apart on both sides; a server that is gone, or too busy to answer soon, has no part in that."""
+    with suppress(UserError):
+        post(url, "/destroy_weights_update_group", {"group_name": _group_name(url)}, min(timeout, LEAVE_SECONDS))
+    dist.destroy_process_group(group)
+
+
+def from_distributed(url: str, policy: PreTrainedModel, group: dist.ProcessGroup, version: str, timeout: float) -> None:
+    """Broadcast the weights to the server; a server that refuses is heard before the broadcast is waited for."""
+    named = [(name, parameter.detach().contiguous()) for name, parameter in policy.named_parameters()]
+    body = {
+        "names": [name for name, _ in named],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+        "shapes": [list(tensor.shape) for _, tensor in named],
+        "group_name": _group_name(url),
+        "weight_version": version,
+        "flush_cache": True,
+    }
+    with _session(url, timeout):
+        call = Call(url, "POST", "/update_weights_from_distributed", body, timeout)
+        try:
+            works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for _, tensor in named]
+            call.json()
+            for work in works:
+                work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise UserError(f"{url}: the weights did not arrive ({' '.join(str(error).split())[:200]})") from error
+        finally:
+            call.close()
+
+
+@contextmanager
+def _session(url: str, timeout: float) -> Iterator[None]:
+    """SGLang takes tensors only between these two requests."""
+    post(url, "/begin_weight_update", {}, timeout)
+    try:
+        yield
+    except BaseException:
+        with suppress(UserError):  # the first error is the one to report
+            post(url, "/end_weight_update", {}, timeout)
+        raise
+    post(url, "/end_weight_update", {}, timeout)
+
+
+def confirm(url: str, digest: str, exact: bool, timeout: float) -> None:
+    """Raise unless the server says it holds these weights, and with exact numerics has computed so."""
+    found = get(url, "/model_info", timeout).get("weight_version")
+    if found != digest:
+        raise UserError(f"{url}: has weights {found!r} after an update to {digest!r}; somebody else updates it")
+    if exact:
+        held = _held_digest(url, timeout)
+        if held != digest:
+            raise PromiseBroken(f"{url}: holds weights of digest {held} after an update to {digest}")
+
+
+def _held_digest(url: str, timeout: float) -> str:
+    answer = Call(url, "POST", "/get_weights_by_name", {"name": DIGEST_NAME}, timeout).json()
+    try:
+        return bytes(int(code) for code in answer).decode("ascii")
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{url}: its digest of the weights is {answer!r}; is it a server of this package?") from error

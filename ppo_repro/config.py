@@ -96,6 +96,10 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."
     )
+    mismatch_sigma: Positive | None = Field(
+        None,
+        description="For studies: the sampler alone sees logits / temperature plus noise of this standard deviation.",
+    )
 
 
 class EvaluationConfig(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from ppo_repro.config import RunConfig
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
+from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
@@ -47,8 +47,9 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
         start = checkpoints.load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
         found = Resumed(0 if start is None else start.iteration, len(recorded.iterations))
-        _note(run_dir, config, found, overrides)
-        writer.mark(run_dir, recorded, "running")
+        environment = describe_environment(config, 1)
+        note = {"iteration": found.start, "overrides": list(overrides), "environment": environment}
+        writer.resume_run(run_dir, recorded, note)
         try:
             execute(run_dir, config, watcher, start)
         except BaseException as error:
@@ -58,10 +59,8 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
 
 
 def _config(run_dir: Path, recorded: Manifest, overrides: Sequence[str]) -> RunConfig:
-    path = run_dir / "config.yaml"
-    if load_config(path).digest() != recorded.config_digest:
-        raise UserError(f"{path}: is not the configuration the run was started with; restore it")
-    return load_config(path, overrides)
+    check_config(run_dir, recorded)
+    return load_config(run_dir / "config.yaml", overrides)
 
 
 def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | None) -> None:
@@ -71,11 +70,3 @@ def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | Non
     else:
         needed = {str(path.resolve()) for path in task_inputs(config)}
         check_inputs({path: digest for path, digest in recorded.inputs.items() if path in needed})
-
-
-def _note(run_dir: Path, config: RunConfig, found: Resumed, overrides: Sequence[str]) -> None:
-    """Record what this part of the run ran on, beside the environment of the first part."""
-    number = len(list(run_dir.glob("resumed-*.json"))) + 1
-    tree = {"iteration": found.start, "overrides": list(overrides), "environment": describe_environment(config, 1)}
-    text = json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    manifest.atomic_write(run_dir / f"resumed-{number:03d}.json", text.encode())

@@ -13,7 +13,7 @@ import pytest
 
 from experiments.ablations.figure import across, by_point, place, span, ticks
 from experiments.ablations.figure import main as figure_main
-from experiments.ablations.outcomes import MEASURES, measures_of, outcomes
+from experiments.ablations.outcomes import MEASURES, measures_of, mismatch, outcomes
 from experiments.ablations.table import comparisons, interval, markdown, rank_correlation, report, rows
 from experiments.ablations.table import main as table_main
 from ppo_repro.errors import UserError
@@ -111,7 +111,22 @@ def test_the_measures_are_those_of_the_records(grid: Path, exact_run: Path, nati
         by_training = (steps["clip_fraction"] * steps["tokens"]).sum() / steps["tokens"].sum()
         assert made["removed"] == pytest.approx(by_training, rel=1e-5, abs=1e-9)
         assert 0 < made["removed"] <= made["outside"]
+        # mismatch below 1e-4 nats puts no ratio beyond 0.2, before a step is taken
+        assert made["floor"] == 0.0
         assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
+
+
+def test_the_clip_floor_is_what_mismatch_alone_removes(exact_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = reader.read_tokens(exact_run)
+    moved = tokens.assign(rollout_logprobs=tokens["old_logprobs"] + tokens["iteration"].map({0: 0.3, 1: -0.3, 2: 0.0}))
+    monkeypatch.setattr(reader, "read_tokens", lambda run_dir, columns: moved[columns])
+    k3, floor = mismatch(exact_run)
+    # a ratio of e^-0.3 = 0.74 is below 0.8: removed where A < 0; one of e^0.3 = 1.35 is above 1.2: where A > 0
+    first, second = tokens["iteration"] == 0, tokens["iteration"] == 1
+    removed = (first & (tokens["advantages"] < 0)) | (second & (tokens["advantages"] > 0))
+    assert floor == removed.mean() and 0.2 < floor < 0.5
+    expected = first.mean() * (math.expm1(-0.3) + 0.3) + second.mean() * (math.expm1(0.3) - 0.3)
+    assert k3 == pytest.approx(expected, rel=1e-5)  # log-probs are float32
 
 
 def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from analysis.mismatch_clip import clip_floor
+from ppo_repro.config_algorithm import ClipObjective
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.config_file import load_recorded_config
 
 LAST = FIRST = 5  # iterations
 MEASURES = {
@@ -18,6 +22,7 @@ MEASURES = {
     "entropy": f"entropy of the policy, token mean, nats, last {LAST} iterations",
     "explained": f"explained variance of the value model, first {FIRST} iterations",
     "mismatch": "KL(rollout || old) by k3, token mean, nats, all iterations",
+    "floor": "share of response tokens whose gradient the clip would remove before any step, by mismatch alone",
     "removed": "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count",
     "outside": "share of token visits whose ratio was outside the band, as CleanRL counts",
 }
@@ -35,11 +40,21 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
     return float(removed.sum() / counts.sum()), float(outside.sum() / counts.sum())
 
 
-def mismatch(run_dir: Path) -> float:
-    """Mean over the run's response tokens of k3 = expm1(d) - d with d = log p_old - log p_rollout, float64, nats."""
-    tokens = reader.read_tokens(run_dir, columns=["old_logprobs", "rollout_logprobs"])
-    delta = (tokens["old_logprobs"].astype(np.float64) - tokens["rollout_logprobs"]).to_numpy()
-    return float(np.mean(np.expm1(delta) - delta))
+def mismatch(run_dir: Path) -> tuple[float, float]:
+    """(mean k3, clip floor) over the run's response tokens, with d = log p_old - log p_rollout in float64.
+
+    k3 = expm1(d) - d, nats. The floor (`analysis.mismatch_clip.clip_floor`) is 0 with the anchor old, where the first
+    ratio is 1 whatever d is, and NaN where the objective has no fixed clip range.
+    """
+    columns = ["old_logprobs", "rollout_logprobs", "advantages"]
+    tokens = reader.read_tokens(run_dir, columns=columns).astype(np.float64)
+    delta = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).to_numpy()
+    ppo, floor = load_recorded_config(run_dir).ppo, math.nan
+    if isinstance(ppo.objective, ClipObjective):
+        low, high, dual = ppo.objective.clip_range, ppo.objective.clip_range_high, ppo.objective.dual_clip
+        start = delta if ppo.ratio_anchor == "rollout" else np.zeros_like(delta)
+        floor = clip_floor(start, tokens["advantages"].to_numpy(), low, low if high is None else high, dual)
+    return float(np.mean(np.expm1(delta) - delta)), floor
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:
@@ -47,12 +62,14 @@ def measures_of(run_dir: Path) -> dict[str, float]:
     rows = reader.read_iterations(run_dir)
     last, first = rows.tail(LAST), rows.head(FIRST)
     removed, outside = clip_shares(run_dir, len(rows))
+    k3, floor = mismatch(run_dir)
     return {
         "score": float(last["score_mean"].mean()),
         "KL": float(last["ref_kl_per_sequence"].mean()),
         "entropy": float(last["entropy"].mean()),
         "explained": float(first["explained_variance"].mean()),
-        "mismatch": mismatch(run_dir),
+        "mismatch": k3,
+        "floor": floor,
         "removed": removed,
         "outside": outside,
     }

@@ -29,6 +29,7 @@ FORMATS = {
     "entropy": "{:.2f}",
     "explained": "{:.2f}",
     "mismatch": "{:.1e}",
+    "floor": "{:.2%}",
     "removed": "{:.1%}",
     "outside": "{:.1%}",
 }

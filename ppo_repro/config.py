@@ -97,6 +97,10 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."
     )
+    mismatch_sigma: Positive | None = Field(
+        None,
+        description="For studies: the sampler alone sees logits / temperature plus noise of this standard deviation.",
+    )
     engine: BuiltInEngine | SGLangServers = Field(BuiltInEngine(), discriminator="kind")
 
     @model_validator(mode="after")
@@ -107,6 +111,8 @@ class RolloutConfig(Section):
                 f"engine.kind = sglang needs {cuts[0]} = {0 if cuts[0] == 'top_k' else 1}: "
                 "SGLang's log-probs are not those of the cut distribution"
             )
+        if self.mismatch_sigma is not None and self.engine.kind == "sglang":
+            raise ValueError("mismatch_sigma needs engine.kind = torch, whose sampler adds the noise")
         return self
 
 

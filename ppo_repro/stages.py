@@ -23,6 +23,7 @@ from ppo_repro.config_algorithm import (
     NoValue,
     PenaltyObjective,
 )
+from ppo_repro.errors import UserError
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import gae, group_advantages, whiten
@@ -82,11 +83,26 @@ def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
 
 
 def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
-    """The sampling distribution of the configuration; greedy evaluation cuts nothing."""
+    """The sampling distribution of the configuration; greedy evaluation cuts and disturbs nothing."""
     rollout = config.rollout
     if greedy:
         return Sampling(1.0, 0, 1.0, rollout.max_response_tokens, greedy=True)
-    return Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_response_tokens)
+    return Sampling(
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.max_response_tokens,
+        mismatch_sigma=rollout.mismatch_sigma or 0.0,
+    )
+
+
+def require_undisturbed(config: RunConfig) -> None:
+    """Raise UserError where the sampler is disturbed on purpose, which hides how two paths compute."""
+    sigma = config.rollout.mismatch_sigma
+    if sigma is not None:
+        raise UserError(
+            f"rollout.mismatch_sigma = {sigma}: must be null here, where sampler and trainer are compared; remove it"
+        )
 
 
 def _generate(

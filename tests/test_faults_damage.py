@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config_yaml import load_config, read_tree
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import digests, manifest, reader
 from ppo_repro.runs.progress import Silent
@@ -19,9 +21,6 @@ from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import run, run_folder
 from ppo_repro.runs.verify import verify
 from tests.option_cases import TINY
-
-# no digest covers them and no result depends on them: the lock is empty, the others note what a run ran on
-NOTES = ("lock", "environment.json", "resumed-001.json")
 
 
 class Interrupted(Silent):
@@ -97,12 +96,12 @@ def test_any_file_cut_short_or_gone_is_named(whole: Path, tmp_path: Path) -> Non
         for size in sorted({0, len(content) // 2, len(content) - 1} - {len(content), -1}):
             path.write_bytes(content[:size])
             said = refusal(copy)
-            if not said and size == len(content) - 1:  # the last line break of a JSON, YAML or notes file
+            if not said and size == len(content) - 1:  # the last line break of a JSON or YAML file
                 assert content[-1:] == b"\n"
             else:
                 assert names(said, copy, name), f"{name} cut to {size}: {said!r}"
         path.unlink()
-        assert names(refusal(copy), copy, name) or name.name in ("lock", "resumed-001.json"), f"{name} removed"
+        assert names(refusal(copy), copy, name) or name.name == "lock", f"{name} removed"
         path.write_bytes(content)
     assert refusal(copy) == ""
 
@@ -119,7 +118,7 @@ def test_a_flipped_bit_anywhere_is_named_or_changes_nothing(whole: Path, tmp_pat
     expected, generator = contents(whole), random.Random(0)
     refused = unnoticed = 0
     for name in files_of(whole):
-        if name.name in NOTES:
+        if name.name == "lock":  # empty
             continue
         content = (whole / name).read_bytes()
         for damaged in flips(content, 30 if name.name == "manifest.json" else 6, generator):
@@ -132,6 +131,22 @@ def test_a_flipped_bit_anywhere_is_named_or_changes_nothing(whole: Path, tmp_pat
                 unnoticed += 1
         (copy / name).write_bytes(content)
     assert refused > 3 * unnoticed > 0, (refused, unnoticed)
+
+
+def test_a_run_of_a_version_with_fewer_fields_is_verified_and_resumed(part: Path, whole: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(part, tmp_path / "run"))
+    text = (copy / "config.yaml").read_text()
+    assert "  mismatch_sigma: null\n" in text
+    (copy / "config.yaml").write_text(text.replace("  mismatch_sigma: null\n", ""))
+    tree = json.dumps(read_tree(copy / "config.yaml"), sort_keys=True, separators=(",", ":"))
+    older = json.loads((copy / "manifest.json").read_text())
+    del older["notes"]
+    older["config_digest"] = hashlib.sha256(tree.encode()).hexdigest()[:12]
+    (copy / "manifest.json").write_text(json.dumps(older))
+    assert refusal(copy) == ""
+    resume(copy, Silent())
+    assert refusal(copy) == "" and manifest.load(copy).fingerprint == manifest.load(whole).fingerprint
+    assert set(manifest.load(copy).notes) == {"resumed-001.json"}
 
 
 @pytest.mark.slow

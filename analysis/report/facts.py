@@ -78,6 +78,9 @@ def parity_verdicts(found: Parity, config: RunConfig) -> tuple[Verdict, ...]:
             f"tokens, largest difference {number(found.max_abs_old_rollout, 2)} nats)."
         )
         said = [Verdict("differs", text)]
+    sigma = config.rollout.mismatch_sigma
+    if sigma is not None:
+        said.insert(0, Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}."))
     first, rows = found.unequal_first_ratios, found.first_minibatch_tokens
     anchor = config.ppo.ratio_anchor
     if rows and config.ppo.objective.kind != "policy_gradient":

@@ -42,3 +42,16 @@ def read_environment(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path}: must hold one JSON object; restore it")
     return found
+
+
+def check_notes(run_dir: Path, recorded: Manifest) -> None:
+    """Raise UserError where environment.json or a resumed-NNN.json is damaged, or gone though the manifest has it.
+
+    A note that a kill kept out of the manifest, and those of runs from before it had digests of them, are only parsed.
+    """
+    found = {path.name for path in run_dir.glob("resumed-*.json")}
+    for name in sorted({"environment.json", *found, *recorded.notes}):
+        read_environment(run_dir / name)
+        digest = hashlib.sha256((run_dir / name).read_bytes()).hexdigest()
+        if digest != recorded.notes.get(name, digest):
+            raise UserError(f"{run_dir / name}: is not what was noted when the run was started or resumed; restore it")

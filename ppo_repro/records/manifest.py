@@ -52,6 +52,7 @@ class Manifest(BaseModel):
     status: Status
     config_digest: str
     inputs: dict[str, str]
+    notes: dict[str, str] = Field(default_factory=dict)  # SHA-256 of environment.json and of each resumed-NNN.json
     iterations: tuple[IterationEntry, ...]
     final: dict[str, float | int | str]
     fingerprint: str

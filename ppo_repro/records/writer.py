@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -96,6 +97,11 @@ def to_parquet(table: schema.Table, data: pa.Table) -> memoryview:
     return memoryview(sink.getvalue())
 
 
+def note_json(tree: Mapping[str, Any]) -> bytes:
+    """The content of environment.json or of a resumed-NNN.json."""
+    return (json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
 def create_run(
     run_dir: Path,
     config_yaml: str,
@@ -105,13 +111,14 @@ def create_run(
     kind: Kind = "language",
 ) -> None:
     """Make the run folder with an empty manifest; it appears whole or not at all, with UserError."""
-    environment_json = json.dumps(environment, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    note = note_json(environment)
     start = Manifest(
         schema_version=schema.SCHEMA_VERSION,
         kind=kind,
         status="running",
         config_digest=config_digest,
         inputs=dict(sorted(inputs.items())),
+        notes={"environment.json": hashlib.sha256(note).hexdigest()},
         iterations=(),
         final={},
         fingerprint=digests.FINGERPRINT_SEED,
@@ -122,7 +129,7 @@ def create_run(
             (temporary / "records" / table.name).mkdir(parents=True)
         manifest.sync_folder(temporary / "records")
         manifest.atomic_write(temporary / "config.yaml", config_yaml.encode())
-        manifest.atomic_write(temporary / "environment.json", environment_json.encode())
+        manifest.atomic_write(temporary / "environment.json", note)
         manifest.save(start, temporary)
         os.rename(temporary, run_dir)
         manifest.sync_folder(run_dir.parent)
@@ -168,6 +175,15 @@ def finish(run_dir: Path, current: Manifest, final: Mapping[str, float | int | s
         if type(value) not in (float, int, str):
             raise ValueError(f"final result {name} is a {type(value).__name__}, expected float, int or str")
     return _save(run_dir, current, {"status": "complete", "final": dict(final)})
+
+
+def resume_run(run_dir: Path, current: Manifest, environment: Mapping[str, Any]) -> Manifest:
+    """Note that the run is running again, and what it runs on in the next resumed-NNN.json; UserError as `mark`."""
+    _require_open(run_dir, current)
+    name, content = f"resumed-{len(list(run_dir.glob('resumed-*.json'))) + 1:03d}.json", note_json(environment)
+    manifest.atomic_write(run_dir / name, content)
+    notes = {**current.notes, name: hashlib.sha256(content).hexdigest()}
+    return _save(run_dir, current, {"status": "running", "notes": notes})
 
 
 def mark(run_dir: Path, current: Manifest, status: Status) -> Manifest:

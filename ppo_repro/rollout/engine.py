@@ -20,6 +20,7 @@ class Sampling:
     top_p: float  # 1 keeps all
     max_response_tokens: int
     greedy: bool = False  # take the likeliest token; the other fields still define its log-prob
+    mismatch_sigma: float = 0.0  # standard deviation of the noise that is added to logits / temperature
 
     @property
     def cuts(self) -> bool:

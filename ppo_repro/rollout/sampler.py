@@ -6,6 +6,7 @@ engines whatever else is in the batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +16,14 @@ from torch import Tensor
 from ppo_repro.kernels import noise
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.distribution import distribution, require_finite
-from ppo_repro.numerics.elementwise import log
+from ppo_repro.numerics.elementwise import cos_sin, log, sqrt
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.rollout.engine import Sampling
 
 _MASK = 0xFFFFFFFF
 _FLOAT64_MAX = 1.7976931348623157e308
+# first words of hashes that are not those of the Gumbel noise, which has one word less
+_RADIUS, _ANGLE = 1, 2
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,42 @@ def murmur_hash32(words: list[Tensor]) -> Tensor:
     return h ^ (h >> 16)
 
 
+def _words(seeds: Tensor, positions: Tensor, columns: int) -> list[Tensor]:
+    by_row = [seeds & _MASK, (seeds >> 32) & _MASK, positions & _MASK]
+    return [*(word[:, None] for word in by_row), torch.arange(columns)[None, :]]
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
     """Gumbel(0, 1) noise g = -log(-log u), float64 [n, columns], u = hash(seed, position, column) / (2^32 - 1).
 
     seeds, positions int64 [n]. log u is clamped to [-DBL_MAX, -2^-32] as SGLang does.
     """
-    words = [seeds & _MASK, (seeds >> 32) & _MASK, positions & _MASK]
-    column = torch.arange(columns)
-    h = murmur_hash32([*(w[:, None] for w in words), column[None, :]])
+    h = murmur_hash32(_words(seeds, positions, columns))
     u = h.to(torch.float64) / float(_MASK)
     log_u = torch.where(h > 0, log(u.clamp(min=1e-300)), -_FLOAT64_MAX)
     return -log(-log_u.clamp(max=-(2.0**-32)))
+
+
+def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """Standard normal noise z = sqrt(-2 ln u) cos(2 pi v), float64 [n, columns], independent of the Gumbel noise.
+
+    u, v = (h + 1/2) / 2^32 with h = hash(1 for u and 2 for v, seed, position, column); |z| < 6.8. seeds,
+    positions int64 [n]. Box and Muller, 1958.
+    """
+    words = _words(seeds, positions, columns)
+    hashes = (murmur_hash32([torch.tensor(first), *words]) for first in (_RADIUS, _ANGLE))
+    u, v = ((h.to(torch.float64) + 0.5) * 2.0**-32 for h in hashes)
+    return sqrt(log(u) * -2.0) * cos_sin(v * (2.0 * math.pi))[0]
+
+
+def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, sigma: float) -> Tensor:
+    """logits + temperature sigma z, float32 [n, V], rounded once; z is `normal_noise` of the token's id.
+
+    Divided by the temperature it is what a sampler sees whose logits / temperature are off by sigma. To first
+    order in sigma^2, KL(sampler || model) and KL(model || sampler) are both sigma^2 / 2 (1 - sum_v p_v^2) nats.
+    """
+    offsets = normal_noise(seeds, positions, logits.shape[-1]) * (temperature * sigma)
+    return (logits.to(torch.float64) + offsets).to(torch.float32)
 
 
 def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,8 +126,11 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     """One token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
 
     logits float32 [n, V]; seeds, positions int64 [n], the position being that of the last input token.
-    The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang.
+    The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang. With a
+    `mismatch_sigma` all of it is done with `disturbed` logits, which nobody else sees.
     """
+    if sampling.mismatch_sigma:
+        logits = disturbed(logits, seeds, positions, sampling.temperature, sampling.mismatch_sigma)
     fused = backend.has_kernels(logits) and not sampling.greedy
     if fused and mode == "exact" and not sampling.cuts:
         tokens, logprobs = _sample_fused(logits, seeds, positions, sampling.temperature, None)

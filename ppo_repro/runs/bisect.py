@@ -29,7 +29,7 @@ from ppo_repro.runs.capture import Captured, decoded, patched, trained
 from ppo_repro.runs.ladder import Step, ladder
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages import sampling_of
+from ppo_repro.stages import require_undisturbed, sampling_of
 
 SEQUENCES = 16  # what every module gives for all their tokens is held at once, for both paths
 MODES: tuple[Literal["exact", "native"], ...] = ("exact", "native")
@@ -198,6 +198,7 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
     The tables go to OUT/<experiment>/<config digest>, in the place of what an earlier call left there.
     """
     config, folder = _source(path, overrides)
+    require_undisturbed(config)
     ops: list[Op] = []
     steps: list[Step] = []
     first: dict[str, str] = {}

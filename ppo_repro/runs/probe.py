@@ -25,7 +25,7 @@ from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages import sampling_of
+from ppo_repro.stages import require_undisturbed, sampling_of
 
 SEQUENCES = 24
 Mode = Literal["exact", "native"]
@@ -228,7 +228,8 @@ def _checks(s: _Subject) -> Iterator[Check]:
 
 
 def probe(config: RunConfig) -> list[Row]:
-    """Check every promise for the model and prompts of `config`, in both modes."""
+    """Check every promise for the model and prompts of `config`, in both modes; UserError where it is made to break."""
+    require_undisturbed(config)
     # one mode after the other: the backend is chosen for the whole process
     exact = list(_checks(_subject(config, "exact")))
     native = list(_checks(_subject(config, "native")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +47,9 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
         start = checkpoints.load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
         found = Resumed(0 if start is None else start.iteration, len(recorded.iterations))
-        _note(run_dir, config, found, overrides)
-        writer.mark(run_dir, recorded, "running")
+        environment = describe_environment(config, 1)
+        note = {"iteration": found.start, "overrides": list(overrides), "environment": environment}
+        writer.resume_run(run_dir, recorded, note)
         try:
             execute(run_dir, config, watcher, start)
         except BaseException as error:
@@ -70,11 +70,3 @@ def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | Non
     else:
         needed = {str(path.resolve()) for path in task_inputs(config)}
         check_inputs({path: digest for path, digest in recorded.inputs.items() if path in needed})
-
-
-def _note(run_dir: Path, config: RunConfig, found: Resumed, overrides: Sequence[str]) -> None:
-    """Record what this part of the run ran on, beside the environment of the first part."""
-    number = len(list(run_dir.glob("resumed-*.json"))) + 1
-    tree = {"iteration": found.start, "overrides": list(overrides), "environment": describe_environment(config, 1)}
-    text = json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    manifest.atomic_write(run_dir / f"resumed-{number:03d}.json", text.encode())

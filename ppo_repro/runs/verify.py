@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.config_file import check_config, read_environment
+from ppo_repro.records.config_file import check_config, check_notes
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.folder import SUMS_NAME, check_links, check_sums
 
@@ -27,13 +27,12 @@ class Verified:
 def verify(run_dir: Path) -> Verified:
     """Compare every file of a run folder with the digests kept of it; UserError names the first damaged one.
 
-    Nothing is computed again; `rerun` does that. The environment notes have no digest: they are only parsed.
+    Nothing is computed again; `rerun` does that.
     """
     found = manifest.load(run_dir)
     check_links(run_dir)
     check_config(run_dir, found)
-    for note in [run_dir / "environment.json", *sorted(run_dir.glob("resumed-*.json"))]:
-        read_environment(note)
+    check_notes(run_dir, found)
     tables = manifest.tables_of(found)
     for entry in found.iterations:
         for table in tables:

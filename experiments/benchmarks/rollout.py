@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, Qwen2ForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from experiments.benchmarks import timing
 from experiments.benchmarks.timing import Cost, Measured
@@ -28,7 +28,7 @@ PEER = "transformers generate"
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)
 
 
-def engine(model: Qwen2ForCausalLM, size: Size, mode: str, kind: str, bits: int, threads: int) -> Callable[[], Cost]:
+def engine(model: LlamaForCausalLM, size: Size, mode: str, kind: str, bits: int, threads: int) -> Callable[[], Cost]:
     """One execution of the built-in engine, its backend chosen before the clock starts."""
     sampler = TorchEngine(make_policy(model, mode, CONTEXT, bits), frozenset(), mode, CONTEXT, SEQUENCES, 0)
     requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, SEQUENCES))]
@@ -44,7 +44,7 @@ def engine(model: Qwen2ForCausalLM, size: Size, mode: str, kind: str, bits: int,
     return run
 
 
-def stock(model: Qwen2ForCausalLM, size: Size, threads: int) -> Callable[[], Cost]:
+def stock(model: LlamaForCausalLM, size: Size, threads: int) -> Callable[[], Cost]:
     """One execution of `generate`."""
     ids = torch.tensor(prompt_ids(size, SEQUENCES))
     mask = torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""The work that is compared: two sizes of Qwen2, prompts of 16 tokens, responses of 64, nobody stops early."""
+"""The work that is compared: two sizes of Llama, prompts of 16 tokens, responses of 64, nobody stops early."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from ppo_repro.seeding import bell, permutation
 
@@ -18,7 +18,7 @@ CONTEXT = PROMPT + RESPONSE
 
 @dataclass(frozen=True)
 class Size:
-    """Widths of a Qwen2 with heads of 64 and as many key/value heads as `kv_heads`."""
+    """Widths of a Llama with heads of 64 and as many key/value heads as `kv_heads`."""
 
     name: str
     layers: int
@@ -33,9 +33,9 @@ LARGE = Size("4x896, vocabulary 8192", 4, 896, 4864, 2, 8192)
 SIZES = {"small": SMALL, "large": LARGE}
 
 
-def make_model(size: Size) -> Qwen2ForCausalLM:
+def make_model(size: Size) -> LlamaForCausalLM:
     """Random weights from named streams; embedding and head are one matrix."""
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
@@ -47,7 +47,7 @@ def make_model(size: Size) -> Qwen2ForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = Qwen2ForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.from_numpy(bell(p.numel(), "benchmark", 0, name)).view(p.shape)

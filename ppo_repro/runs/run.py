@@ -19,6 +19,7 @@ from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.background import appending
 from ppo_repro.records.manifest import Manifest, Status
 from ppo_repro.records.tables import iteration_tables
 from ppo_repro.runs import checkpoints
@@ -39,19 +40,19 @@ def run_folder(config: RunConfig, out: Path) -> Path:
     return out / config.experiment / f"seed{config.seed}-{config.digest()}"
 
 
-def _iterate(
-    config: RunConfig, prepared: Prepared, watcher: Watcher, ranks: Ranks
-) -> Iterator[tuple[Iteration, dict[str, pa.Table]]]:
-    for item in ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ranks):
-        yield item, iteration_tables(item, config)
-        rewards = item.rewards
-        watcher.iteration(
-            item.index + 1,
-            config.ppo.iterations,
-            exact_mean(rewards.scores),
-            exact_mean(rewards.is_correct),
-            last_kl(item.updates),
-        )
+def _tell(watcher: Watcher, config: RunConfig, item: Iteration) -> None:
+    rewards = item.rewards
+    watcher.iteration(
+        item.index + 1,
+        config.ppo.iterations,
+        exact_mean(rewards.scores),
+        exact_mean(rewards.is_correct),
+        last_kl(item.updates),
+    )
+
+
+def _iterations(config: RunConfig, prepared: Prepared, ranks: Ranks) -> Iterator[Iteration]:
+    return ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ranks)
 
 
 def _prepare(
@@ -114,8 +115,8 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
 def _work_along(config: RunConfig, inputs: Mapping[str, str], watcher: Watcher, ranks: Ranks) -> dict[str, float]:
     """What a rank does that does not record: everything else."""
     prepared = _prepare(config, inputs, watcher, ranks, None)
-    for _ in _iterate(config, prepared, watcher, ranks):
-        pass
+    for item in _iterations(config, prepared, ranks):
+        _tell(watcher, config, item)
     _final_results(config, prepared, ranks)
     return {}
 
@@ -146,18 +147,30 @@ def execute(
     prepared = _prepare(config, current.inputs, watcher, ranks, start_folder)
     origin = checkpoints.begin(run_dir, config, prepared, start)
     seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
-    for item, tables in _iterate(config, prepared, watcher, ranks):
-        clock = Clock()
-        if item.index < len(current.iterations):
-            require_same(run_dir, current, item.index, tables)
-        else:
-            current = writer.append_iteration(run_dir, current, item.index, tables)
-        clock.lap("records")
-        if checkpoints.is_due(config, item.index + 1):
-            checkpoints.write(run_dir, config, prepared.state, current.iterations[item.index].chain, origin)
-            clock.lap("checkpoints")
-        for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
-            seconds[phase] = seconds.get(phase, 0.0) + spent
+    with appending(run_dir, current) as appender:
+        written: Iteration | None = None
+        for item in _iterations(config, prepared, ranks):
+            clock = Clock()
+            tables = iteration_tables(item, config)
+            current = appender.settle()
+            if written is not None:
+                _tell(watcher, config, written)  # only of what is on disk
+            if item.index < len(current.iterations):
+                require_same(run_dir, current, item.index, tables)
+            else:
+                appender.start(item.index, tables)
+            written = item
+            clock.lap("records")
+            if checkpoints.is_due(config, item.index + 1):
+                current = appender.settle()  # a checkpoint names the chain it follows
+                clock.lap("records")
+                checkpoints.write(run_dir, config, prepared.state, current.iterations[item.index].chain, origin)
+                clock.lap("checkpoints")
+            for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
+                seconds[phase] = seconds.get(phase, 0.0) + spent
+        current = appender.settle()
+        if written is not None:
+            _tell(watcher, config, written)
     final = _final_results(config, prepared, ranks)
     checkpoints.save_final(run_dir, config, prepared)
     writer.finish(run_dir, current, final)
@@ -236,10 +249,12 @@ def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks:
     check_inputs(recorded.inputs)
     prepared = _prepare(config, recorded.inputs, watcher, ranks, None)
     fingerprint = digests.FINGERPRINT_SEED
-    for item, tables in _iterate(config, prepared, watcher, ranks):
+    for item in _iterations(config, prepared, ranks):
+        tables = iteration_tables(item, config)
         fingerprint, difference = ranks.first(compared, run_dir, recorded, item.index, tables, fingerprint)
         if difference is not None:
             return Rerun(difference, fingerprint, item.index + 1)
+        _tell(watcher, config, item)
     final = _final_results(config, prepared, ranks)
     fingerprint = digests.chain(fingerprint, {k: digests.scalar_digest(v) for k, v in final.items()})
     return Rerun(first_final_difference(recorded.final, final), fingerprint, config.ppo.iterations)

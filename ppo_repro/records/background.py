@@ -14,7 +14,7 @@ from ppo_repro.records.manifest import Manifest
 
 
 class Appender:
-    """Appends to one run. At most one iteration waits to be on disk, so memory is bounded and so is what a kill loses."""
+    """Appends to one run. At most one iteration waits for the disk: bounded memory, and no more for a kill to lose."""
 
     def __init__(self, run_dir: Path, current: Manifest, thread: ThreadPoolExecutor) -> None:
         self._run_dir, self._current, self._thread = run_dir, current, thread
@@ -28,7 +28,7 @@ class Appender:
         return self._current
 
     def start(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
-        """Begin to write an iteration, after the one before; the tables must not change any more. Raises as `settle`."""
+        """Begin to write an iteration, after the one before; the tables must not change now. Raises as `settle`."""
         current = self.settle()
         self._writing = self._thread.submit(writer.append_iteration, self._run_dir, current, iteration, tables)
 

@@ -18,8 +18,8 @@ from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import digests, manifest, reader, writer
-from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.background import appending
+from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest, Status
 from ppo_repro.records.tables import iteration_tables
 from ppo_repro.runs import checkpoints

@@ -16,6 +16,7 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.loop import Clock, Iteration, ppo_iterations
 from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.profiling import measure_peak
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.background import appending
@@ -87,9 +88,12 @@ def _final_results(config: RunConfig, prepared: Prepared, ranks: Ranks) -> Final
     }
 
 
-def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) -> tuple[Path, dict[str, float]]:
+def run(
+    config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE, profile: bool = False
+) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; returns the run folder and wall seconds by phase.
 
+    `profile`: measure what the machine can do first, and record which share of it every iteration reached.
     UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
     Of several ranks the first one records.
     """
@@ -102,7 +106,7 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
     writer.create_run(run_dir, dump_yaml(config), environment, config.digest(), inputs)
     with only_writer(run_dir):
         try:
-            seconds = execute(run_dir, config, watcher, None, ranks)
+            seconds = execute(run_dir, config, watcher, None, ranks, profile)
         except BaseException as error:
             if manifest.load(run_dir).iterations:
                 mark_ended(run_dir, error)
@@ -135,7 +139,12 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
 
 
 def execute(
-    run_dir: Path, config: RunConfig, watcher: Watcher, start: Checkpoint | None, ranks: Ranks = ALONE
+    run_dir: Path,
+    config: RunConfig,
+    watcher: Watcher,
+    start: Checkpoint | None,
+    ranks: Ranks = ALONE,
+    profile: bool = False,
 ) -> dict[str, float]:
     """Do what is left of a run, from a checkpoint or from the beginning; returns wall seconds by phase.
 
@@ -146,12 +155,13 @@ def execute(
     start_folder = None if start is None else checkpoints.reference_folder(run_dir)
     prepared = _prepare(config, current.inputs, watcher, ranks, start_folder)
     origin = checkpoints.begin(run_dir, config, prepared, start)
+    peak = measure_peak(config, prepared.state) if profile else None
     seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
     with appending(run_dir, current) as appender:
         written: Iteration | None = None
         for item in _iterations(config, prepared, ranks):
             clock = Clock()
-            tables = iteration_tables(item, config)
+            tables = iteration_tables(item, config, peak)
             current = appender.settle()
             if written is not None:
                 _tell(watcher, config, written)  # only of what is on disk

@@ -220,7 +220,7 @@ def pack(w: np.ndarray, p: int, along_rows: bool) -> Packed:
 
 def padded_bias(bias: np.ndarray) -> np.ndarray:
     """A bias of a multiple of 16 elements."""
-    return np.concatenate([bias, np.zeros(-len(bias) % 16, np.float32)])
+    return bias if len(bias) % 16 == 0 else np.concatenate([bias, np.zeros(-len(bias) % 16, np.float32)])
 
 
 NO_BIAS = np.empty(0, np.float32)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.decoding import Decoder, decode, decoder_of
 from ppo_repro.numerics.families import head_of, stock_masks, trunk_of
 from ppo_repro.numerics.kv_cache import GridCache
 from ppo_repro.rollout.cache import SlotCache
@@ -54,6 +56,7 @@ class TorchEngine:
         self.max_context, self.slots = max_context, slots
         self.prefill_chunk = prefill_chunk or max_context
         self.prefix_cache = prefix_cache
+        self._decoder: Decoder | None = None  # of the generation in progress; without one the modules are called
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -62,6 +65,8 @@ class TorchEngine:
         slots = min(self.slots, len(requests))
         kind = GridCache if self.mode == "exact" else SlotCache
         cache = kind(self.policy.config, slots, self.max_context, self.policy.device)
+        has_kernels = self.mode == "exact" and backend.has_kernels(self.policy.get_input_embeddings().weight)
+        self._decoder = decoder_of(trunk_of(self.policy)) if has_kernels else None
         free = list(range(slots))
         held = PrefixIndex()
         waiting = deque(enumerate(requests))
@@ -150,6 +155,8 @@ class TorchEngine:
         positions = torch.where(valid, torch.tensor(starts)[:, None] + columns, 0)
         cache.aim(torch.tensor(slots), positions, valid)
         trunk = trunk_of(self.policy)
+        if isinstance(cache, GridCache) and width == 1 and self._decoder is not None:
+            return decode(self._decoder, ids[:, 0], cache)[:, None]
         if isinstance(cache, GridCache):
             everything = torch.ones_like(ids)  # see hidden_states: what is visible is the cache's
             out = trunk(

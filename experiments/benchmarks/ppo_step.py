@@ -32,6 +32,7 @@ from ppo_repro.runs.prepare import Prepared, prepare
 
 QUESTION, PEER = "PPO step", "TRL PPOTrainer"
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
+MODES = ("exact", "exact, 14 bits", "native")
 PROMPTS = 256  # in the folder; every iteration takes SEQUENCES of them
 SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
 
@@ -90,8 +91,9 @@ class Own:
         writer.append_iteration(self.run_dir, current, item.index, iteration_tables(item, self.config))
 
 
-def own(folder: Path, size: Size, mode: str, bits: int = 20) -> Own:
-    """A run of its own, before its first iteration."""
+def own(folder: Path, size: Size, name: str) -> Own:
+    """A run of its own, before its first iteration; `name` is one of MODES."""
+    mode, bits = name.partition(",")[0], 14 if name.endswith("14 bits") else 20
     config = config_of(folder, size, mode, bits)
     prepared = without_stop(config, prepare(config, lambda step, total, loss: None))
     run_dir = folder / f"run-{mode}-{bits}"
@@ -128,7 +130,9 @@ def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
         log.close()
 
 
-def measure(python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int) -> list[Measured]:
+def measure(
+    python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int, modes: Sequence[str] = MODES
+) -> list[Measured]:
     """Every size on every number of threads; the peer and our runs go on through all of them."""
     rows: list[Measured] = []
     for name in sizes:
@@ -136,7 +140,7 @@ def measure(python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: 
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             workload.write_folder(size, folder, PROMPTS)
-            runs = {"exact": own(folder, size, "exact"), "native": own(folder, size, "native")}
+            runs = {mode: own(folder, size, mode) for mode in modes}
             with trl(python, folder) as peer:
                 for count in threads:
                     candidates: dict[str, Callable[[], Cost]] = {PEER: lambda count=count: peer(count)}
@@ -155,10 +159,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES, reverse=True))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     python = environment.make(arguments.peers / "trl")
-    rows = measure(python, arguments.sizes, arguments.threads, arguments.rounds)
+    rows = measure(python, arguments.sizes, arguments.threads, arguments.rounds, arguments.modes)
     print(timing.table(rows))
     if arguments.json:
         found = {"machine": timing.machine(), "results": [asdict(r) for r in rows]}

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -195,8 +196,13 @@ def within(positions: Tensor, window: int | None) -> Tensor:
 def _completion(item: _Active, reason: str) -> Completion:
     return Completion(
         response_ids=tuple(item.tokens),
-        logprobs=torch.stack([drawn.logprobs[row] for drawn, row in item.samples]),
-        log_kept_mass=torch.stack([drawn.log_kept_mass[row] for drawn, row in item.samples]),
-        kept_tokens=torch.stack([drawn.kept_tokens[row] for drawn, row in item.samples]),
+        logprobs=_rows([(drawn.logprobs, row) for drawn, row in item.samples]),
+        log_kept_mass=_rows([(drawn.log_kept_mass, row) for drawn, row in item.samples]),
+        kept_tokens=_rows([(drawn.kept_tokens, row) for drawn, row in item.samples]),
         finish_reason=reason,
     )
+
+
+def _rows(places: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """The given row of each tensor, stacked; through NumPy, which is quicker with single numbers."""
+    return torch.from_numpy(np.array([column.numpy()[row] for column, row in places]))

@@ -42,7 +42,7 @@ def make_model(size: Size) -> LlamaForCausalLM:
         num_hidden_layers=size.layers,
         num_attention_heads=size.hidden // 64,
         num_key_value_heads=size.kv_heads,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,

@@ -80,6 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
         _add_set(configured, "override one field; may be repeated")
         if name == "run":
             _add_track(configured)
+            configured.add_argument(
+                "--profile", action="store_true", help="measure the machine first; say which share of it each phase got"
+            )
         if name in {"run", "control", "dpo"}:
             configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go")
     on_runs = {

@@ -58,9 +58,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         from ppo_repro.runs.summary import summarise
 
         with followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None):
-            run_dir, seconds = run(config, arguments.out, watcher, ranks)
+            run_dir, seconds = run(config, arguments.out, watcher, ranks, arguments.profile)
     if ranks.is_first:
-        _report_run(summarise(run_dir, seconds), run_dir, arguments.json)
+        _report_run(summarise(run_dir, seconds), run_dir, arguments.json, arguments.profile)
     return 0
 
 
@@ -91,16 +91,18 @@ def resume_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _report_run(summary: Summary, run_dir: Path, as_json: bool) -> None:
+def _report_run(summary: Summary, run_dir: Path, as_json: bool, with_profile: bool = False) -> None:
     from ppo_repro.records.config_file import load_recorded_config
-    from ppo_repro.runs.summary import speeds, verdicts
+    from ppo_repro.runs.summary import profile, profile_lines, speeds, verdicts
 
     if as_json:
-        print_json(dataclasses.asdict(summary))
+        profiled = {"profile": dataclasses.asdict(profile(run_dir))} if with_profile else {}
+        print_json({**dataclasses.asdict(summary), **profiled})
         return
     config = load_recorded_config(run_dir)
     said = verdicts(summary, config.ppo.ratio_anchor, config.value.kind != "none")
-    print("\n".join([*said, *speeds(summary)]))
+    measured = profile_lines(profile(run_dir)) if with_profile else []
+    print("\n".join([*said, *speeds(summary), *measured]))
     print(f"fingerprint {summary.fingerprint}")
     print(f"records     {run_dir}")
     print(f"policy      {run_dir / 'checkpoints' / 'final'}")

@@ -34,7 +34,11 @@ def _flat(x: Tensor) -> np.ndarray:
 
 
 def _spec(q: Tensor, kv_heads: int, scaling: float, context: int) -> Spec:
-    heads, dim = q.shape[1], q.shape[3]
+    return spec_of(q.shape[1], kv_heads, q.shape[3], scaling, context)
+
+
+def spec_of(heads: int, kv_heads: int, dim: int, scaling: float, context: int) -> Spec:
+    """The sizes and grids of an attention whose queries see up to `context` keys."""
     key_bits, query_bits = folded_bits(context), folded_bits(context * (heads // kv_heads))
     return Spec(heads, kv_heads, dim, float(scaling), operand_bits(dim), key_bits, query_bits, _KEPT)
 
@@ -115,23 +119,38 @@ def attend_cached(
     context: int,
 ) -> Tensor:
     """Store new keys and values where `cache` aims, then `attend` over positions begin..end-1 of each row's slot."""
-    assert cache.aimed is not None, "aim first"
     (r, h, length, d), kv_heads = q.shape, k.shape[1]
-    spec, a, b = _spec(q, kv_heads, scaling, context), begin.numpy(), end.numpy()
+    spec = _spec(q, kv_heads, scaling, context)
+    out = attend_arrays(_flat(q), _flat(k), _flat(v), cache, layer, begin.numpy(), end.numpy(), spec)
+    return torch.from_numpy(out).view(r, length, h, d).transpose(1, 2)
+
+
+def attend_arrays(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    cache: GridCache,
+    layer: int,
+    begin: np.ndarray,
+    end: np.ndarray,
+    spec: Spec,
+) -> np.ndarray:
+    """`attend_cached` of contiguous float32 q [R, L, H, D] and k, v [R, L, Hk, D], however shaped -> [R, L H D]."""
+    assert cache.aimed is not None, "aim first"
     slots, positions, valid = (
         x.contiguous().numpy() for x in (cache.aimed.slots, cache.aimed.positions, cache.aimed.valid)
     )
     held = cache.keys[layer].numpy(), cache.values[layer].numpy(), cache.value_scales[layer].numpy()
-    queries, keys, values = _flat(q), _flat(k), _flat(v)
-    out = torch.empty(r, length, h, d)
-    result = out.numpy().reshape(-1)
+    queries, keys, values = (x.reshape(-1) for x in (q, k, v))
+    rows = len(slots)
+    result = np.empty(queries.size, np.float32)
 
     def store(start: int, stop: int) -> None:
         forward_kernels.store(start, stop, spec, slots, positions, valid, keys, values, *held)
 
     def kernel(start: int, stop: int) -> int:
-        return int(forward_kernels.forward_cached(start, stop, spec, queries, slots, a, b, *held, result))
+        return int(forward_kernels.forward_cached(start, stop, spec, queries, slots, begin, end, *held, result))
 
-    pool.in_parts(store, r, k.numel() / r * 2.0)
-    _in_parts(kernel, r * kv_heads, _cost(spec, a, b))
-    return out.transpose(1, 2)
+    pool.in_parts(store, rows, keys.size / rows * 2.0)
+    _in_parts(kernel, rows * spec.kv_heads, _cost(spec, begin, end))
+    return result.reshape(rows, -1)

@@ -45,6 +45,13 @@ class _Prepared:
 _contracted, _measured, _accumulated = _Prepared(), _Prepared(), _Prepared()
 
 
+Operand = amx.Quantised | dense.Dense
+
+
+def _operand(x: np.ndarray, kind: str, p: int) -> Operand:
+    return amx.quantise_rows(x, p) if kind == "amx" else dense.prepare_rows(x, p)
+
+
 class Weight:
     """A weight matrix prepared for contractions, made anew when the weight or the backend changes."""
 
@@ -79,22 +86,33 @@ class Weight:
         x [M, K] float32 -> [M, N] for dim 1; [M, N] -> [M, K] for dim 0. Raises NumericsError naming the
         module where x or the weight is not finite.
         """
-        kind = backend.active() if backend.has_kernels(x) else "eager"
-        if kind == "amx" and weight.shape[dim] > amx.MAX_TERMS:
-            kind = "dgemm"
-        prepared = self._get(weight, dim, kind)
-        if kind == "eager":
-            y = contract(quantise(x, self.bits(weight.shape[dim]), where=f"the input of {self.name}"), prepared)
+        if not backend.has_kernels(x):
+            grid = quantise(x, self.bits(weight.shape[dim]), where=f"the input of {self.name}")
+            y = contract(grid, self._get(weight, dim, "eager"))
             return y if bias is None else y + bias
-        y = torch.empty(len(x), weight.shape[1 - dim])
-        added = amx.NO_BIAS if bias is None else array(bias)
-        p = prepared.p
-        if kind == "amx":
-            operand = _contracted.of(x, ("amx", p), lambda: amx.quantise_rows(array(x), p))
-            finite = amx.contract(operand, prepared, amx.padded_bias(added), y.numpy())
+        kind, p = self._kernels(weight.shape[dim]), self.bits(weight.shape[dim])
+        operand = _contracted.of(x, (kind, p), lambda: _operand(array(x), kind, p))
+        return torch.from_numpy(self._multiply(operand, weight, dim, amx.NO_BIAS if bias is None else array(bias)))
+
+    def _kernels(self, terms: int) -> str:
+        return "dgemm" if backend.active() == "amx" and terms > amx.MAX_TERMS else backend.active()
+
+    def operand(self, x: np.ndarray) -> Operand:
+        """x [M, K] float32 on its grid, for `product` with any weight of so many bits; for kernels only."""
+        terms = x.shape[1]
+        return _operand(x, self._kernels(terms), self.bits(terms))
+
+    def product(self, operand: Operand, weight: Tensor, bias: np.ndarray) -> np.ndarray:
+        """`contract` over dimension 1 with an input already on its grid; the bias may be empty."""
+        return self._multiply(operand, weight, 1, bias)
+
+    def _multiply(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
+        if isinstance(operand, amx.Quantised):
+            y = np.empty((operand.rows, weight.shape[1 - dim]), np.float32)
+            finite = amx.contract(operand, self._get(weight, dim, "amx"), amx.padded_bias(bias), y)
         else:
-            rows = _contracted.of(x, ("dgemm", p), lambda: dense.prepare_rows(array(x), p))
-            finite = dense.contract(rows, prepared, added, y.numpy())
+            y = np.empty((len(operand.values), weight.shape[1 - dim]), np.float32)
+            finite = dense.contract(operand, self._get(weight, dim, "dgemm"), bias, y)
         if not finite:
             raise NumericsError(f"the input or the weight of {self.name} is not finite")
         return y

@@ -182,11 +182,12 @@ def _pages(
     except _READ_ERRORS as error:
         raise _unreadable(path, error) from error
     _to_plain(path, table.columns, layout)
+    names = [column.name for column in columns if column.name in layout.column_names]
     with file:
         missing = found.iterations[iteration].tables[table.name].rows
         if file.metadata.num_rows != missing:
             raise UserError(f"{path}: {_DAMAGED}")
-        batches = file.iter_batches(batch_size=rows, columns=[column.name for column in columns])
+        batches = file.iter_batches(batch_size=rows, columns=names)
         while missing:
             try:
                 # a damaged page header ends a column early
@@ -197,8 +198,7 @@ def _pages(
             except _READ_ERRORS as error:
                 raise _unreadable(path, error) from error
             # Arrow hands the columns out in the order of the file
-            part = pa.Table.from_batches([batch]).select([column.name for column in columns])
-            yield _to_plain(path, columns, part)
+            yield _to_plain(path, columns, pa.Table.from_batches([batch]).select(names))
 
 
 def _table(run_dir: Path, found: Manifest, table_name: str) -> schema.Table:
@@ -220,8 +220,7 @@ def _read(
     found = open_manifest(folder, allow_incomplete)
     table = next(table for table in manifest.tables_of(found) if table.name == table_name)
     chosen_columns = _checked_columns(folder, table, columns)
-    wanted = range(len(found.iterations)) if iterations is None else iterations
-    chosen = _checked_iterations(folder, found, wanted)
+    chosen = _checked_iterations(folder, found, range(len(found.iterations)) if iterations is None else iterations)
     names = [column.name for column in chosen_columns]
     parts = [read_recorded(folder, found, table, iteration, verify).select(names) for iteration in chosen]
     return to_frame(chosen_columns, parts)
@@ -285,6 +284,8 @@ def _unreadable(path: Path, error: BaseException) -> UserError:
 
 def _to_plain(path: Path, columns: Sequence[schema.Column], data: pa.Table) -> pa.Table:
     names = [column.name for column in columns]
+    for column in (c for c in columns if c.may_be_missing and c.name not in data.column_names):
+        data = data.append_column(column.name, pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind]))
     if data.column_names != names:
         raise UserError(f"{path}: has columns {', '.join(data.column_names)}; {_DAMAGED}")
     arrays = []

@@ -21,6 +21,11 @@ class Column:
     nullable: bool = False
     in_fingerprint: bool = True
 
+    @property
+    def may_be_missing(self) -> bool:
+        """Whether files of an earlier version may lack it: no result, and null says that it is not there."""
+        return self.nullable and not self.in_fingerprint
+
 
 @dataclass(frozen=True)
 class Table:
@@ -175,6 +180,11 @@ ITERATIONS = Table(
         Column("seconds_forward", "float64", "s", "Wall time of the scoring forwards.", in_fingerprint=False),
         Column("seconds_update", "float64", "s", "Wall time of the update.", in_fingerprint=False),
         Column("seconds_evaluation", "float64", "s", "Wall time of the evaluation.", in_fingerprint=False),
+        Column("tokens_per_second", "float64", "tokens/s", "Sampled tokens over the wall time of rollout, forward and update.", nullable=True, in_fingerprint=False),
+        Column("memory_peak", "float64", "bytes", "Most memory the process has held so far.", nullable=True, in_fingerprint=False),
+        Column("peak_fraction_rollout", "float64", "", "Multiply-accumulates per second of sampling over what a large product reached at the start; null without --profile.", nullable=True, in_fingerprint=False),
+        Column("peak_fraction_forward", "float64", "", "The same of the scoring forwards.", nullable=True, in_fingerprint=False),
+        Column("peak_fraction_update", "float64", "", "The same of the update.", nullable=True, in_fingerprint=False),
     ),
 )
 

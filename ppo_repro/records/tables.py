@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from ppo_repro import profiling
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.config import RunConfig
 from ppo_repro.config_algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
@@ -17,6 +19,7 @@ from ppo_repro.numerics.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import CLIP_FLAGS
 from ppo_repro.ppo.update import learning_rates
+from ppo_repro.profiling import Peak
 from ppo_repro.records import schema
 from ppo_repro.records.writer import WithNulls, to_arrow
 
@@ -28,14 +31,14 @@ def unequal_bits(a: Tensor, b: Tensor) -> int:
     return int((a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)).sum())
 
 
-def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
-    """All five tables of one iteration."""
+def iteration_tables(item: Iteration, config: RunConfig, peak: Peak | None = None) -> dict[str, pa.Table]:
+    """All five tables of one iteration; without `peak` the fractions of it are null."""
     columns = {
         "sequences": _sequences(item),
         "tokens": _tokens(item),
         "updates": _updates(item),
         "steps": _steps(item, config),
-        "iterations": _iteration(item, config),
+        "iterations": _iteration(item, config, peak),
     }
     return {table.name: to_arrow(table, columns[table.name]) for table in schema.TABLES}
 
@@ -200,7 +203,18 @@ def _first_minibatch(item: Iteration) -> dict[str, Any]:
     }
 
 
-def _iteration(item: Iteration, config: RunConfig) -> Columns:
+def _speed(item: Iteration, peak: Peak | None) -> dict[str, Any]:
+    """No results: what this machine made of the iteration."""
+    fractions = dict.fromkeys(profiling.PHASES) if peak is None else profiling.fractions(item, peak)
+    spent = math.fsum(item.seconds[phase] for phase in profiling.PHASES)
+    return {
+        "tokens_per_second": len(item.rollout.response_ids) / spent if spent else None,
+        "memory_peak": float(profiling.memory_peak()),
+        **{f"peak_fraction_{phase}": fraction for phase, fraction in fractions.items()},
+    }
+
+
+def _iteration(item: Iteration, config: RunConfig, peak: Peak | None) -> Columns:
     rollout, forward, rewards = item.rollout, item.forward, item.rewards
     evaluation, returns = item.evaluation, item.advantages.returns
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
@@ -226,6 +240,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
+        **_speed(item, peak),
     }
     return {
         "iteration": _int32([item.index]),

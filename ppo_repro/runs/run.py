@@ -16,8 +16,10 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.loop import Clock, Iteration, ppo_iterations
 from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.profiling import measure_peak
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import digests, manifest, reader, writer
+from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest, Status
 from ppo_repro.records.tables import iteration_tables
@@ -41,19 +43,19 @@ def run_folder(config: RunConfig, out: Path) -> Path:
     return out / config.experiment / f"seed{config.seed}-{config.digest()}"
 
 
-def _iterate(
-    config: RunConfig, prepared: Prepared, engine: Engine, watcher: Watcher, ranks: Ranks
-) -> Iterator[tuple[Iteration, dict[str, pa.Table]]]:
-    for item in ppo_iterations(config, prepared.task, prepared.state, engine, ranks):
-        yield item, iteration_tables(item, config)
-        rewards = item.rewards
-        watcher.iteration(
-            item.index + 1,
-            config.ppo.iterations,
-            exact_mean(rewards.scores),
-            exact_mean(rewards.is_correct),
-            last_kl(item.updates),
-        )
+def _tell(watcher: Watcher, config: RunConfig, item: Iteration) -> None:
+    rewards = item.rewards
+    watcher.iteration(
+        item.index + 1,
+        config.ppo.iterations,
+        exact_mean(rewards.scores),
+        exact_mean(rewards.is_correct),
+        last_kl(item.updates),
+    )
+
+
+def _iterations(config: RunConfig, prepared: Prepared, engine: Engine, ranks: Ranks) -> Iterator[Iteration]:
+    return ppo_iterations(config, prepared.task, prepared.state, engine, ranks)
 
 
 def _prepare(
@@ -88,9 +90,12 @@ def _final_results(config: RunConfig, prepared: Prepared, engine: Engine, ranks:
     }
 
 
-def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) -> tuple[Path, dict[str, float]]:
+def run(
+    config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE, profile: bool = False
+) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; returns the run folder and wall seconds by phase.
 
+    `profile`: measure what the machine can do first, and record which share of it every iteration reached.
     UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
     Of several ranks the first one records.
     """
@@ -104,7 +109,7 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
     writer.create_run(run_dir, dump_yaml(config), environment, config.digest(), inputs)
     with only_writer(run_dir):
         try:
-            seconds = execute(run_dir, config, watcher, None, ranks)
+            seconds = execute(run_dir, config, watcher, None, ranks, profile)
         except BaseException as error:
             if manifest.load(run_dir).iterations:
                 mark_ended(run_dir, error)
@@ -117,8 +122,8 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
 def _work_along(config: RunConfig, inputs: Mapping[str, str], watcher: Watcher, ranks: Ranks) -> dict[str, float]:
     """What a rank does that does not record: everything else."""
     prepared = _prepare(config, inputs, watcher, ranks, None)
-    for _ in _iterate(config, prepared, prepared.engine, watcher, ranks):
-        pass
+    for item in _iterations(config, prepared, prepared.engine, ranks):
+        _tell(watcher, config, item)
     _final_results(config, prepared, prepared.engine, ranks)
     return {}
 
@@ -137,7 +142,12 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
 
 
 def execute(
-    run_dir: Path, config: RunConfig, watcher: Watcher, start: Checkpoint | None, ranks: Ranks = ALONE
+    run_dir: Path,
+    config: RunConfig,
+    watcher: Watcher,
+    start: Checkpoint | None,
+    ranks: Ranks = ALONE,
+    profile: bool = False,
 ) -> dict[str, float]:
     """Do what is left of a run, from a checkpoint or from the beginning; returns wall seconds by phase.
 
@@ -148,20 +158,35 @@ def execute(
     start_folder = None if start is None else checkpoints.reference_folder(run_dir)
     prepared = _prepare(config, current.inputs, watcher, ranks, start_folder)
     origin = checkpoints.begin(run_dir, config, prepared, start)
-    with rollout_engine(config, prepared.engine, run_dir / "sglang", watcher) as engine:
-        seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
-        for item, tables in _iterate(config, prepared, engine, watcher, ranks):
+    peak = measure_peak(config, prepared.state) if profile else None
+    seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
+    with (
+        rollout_engine(config, prepared.engine, run_dir / "sglang", watcher) as engine,
+        appending(run_dir, current) as appender,
+    ):
+        written: Iteration | None = None
+        for item in _iterations(config, prepared, engine, ranks):
             clock = Clock()
+            tables = iteration_tables(item, config, peak)
+            current = appender.settle()
+            if written is not None:
+                _tell(watcher, config, written)  # only of what is on disk
             if item.index < len(current.iterations):
                 require_same(run_dir, current, item.index, tables)
             else:
-                current = writer.append_iteration(run_dir, current, item.index, tables)
+                appender.start(item.index, tables)
+            written = item
             clock.lap("records")
             if checkpoints.is_due(config, item.index + 1):
+                current = appender.settle()  # a checkpoint names the chain it follows
+                clock.lap("records")
                 checkpoints.write(run_dir, config, prepared.state, current.iterations[item.index].chain, origin)
                 clock.lap("checkpoints")
             for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
                 seconds[phase] = seconds.get(phase, 0.0) + spent
+        current = appender.settle()
+        if written is not None:
+            _tell(watcher, config, written)
         final = _final_results(config, prepared, engine, ranks)
     checkpoints.save_final(run_dir, config, prepared)
     writer.finish(run_dir, current, final)
@@ -243,10 +268,12 @@ def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks:
     prepared = _prepare(config, recorded.inputs, watcher, ranks, None)
     fingerprint = digests.FINGERPRINT_SEED
     with rollout_engine(config, prepared.engine, None, watcher) as engine:
-        for item, tables in _iterate(config, prepared, engine, watcher, ranks):
+        for item in _iterations(config, prepared, engine, ranks):
+            tables = iteration_tables(item, config)
             fingerprint, difference = ranks.first(compared, run_dir, recorded, item.index, tables, fingerprint)
             if difference is not None:
                 return Rerun(difference, fingerprint, item.index + 1)
+            _tell(watcher, config, item)
         final = _final_results(config, prepared, engine, ranks)
     fingerprint = digests.chain(fingerprint, {k: digests.scalar_digest(v) for k, v in final.items()})
     return Rerun(first_final_difference(recorded.final, final), fingerprint, config.ppo.iterations)

@@ -9,6 +9,8 @@ import pandas as pd
 
 from ppo_repro.records import reader
 
+PROFILED = ("rollout", "forward", "update")
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -84,6 +86,36 @@ def speeds(summary: Summary) -> list[str]:
         rate = f"  {summary.tokens / seconds:,.0f} tokens/s" if handles_tokens else ""
         lines.append(f"{phase:<12}{seconds:8.1f} s{rate}")
     return lines
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a profiled run made of its machine, over all iterations."""
+
+    tokens_per_second: float  # sampled tokens over rollout, forward and update
+    peak_fraction: dict[str, float]  # by phase, and `all` three together
+    memory_peak: float  # bytes
+
+
+def profile(run_dir: Path) -> Profile:
+    """From the records of a run with --profile; shares are means weighted by time, NaN where none was measured."""
+    rows = reader.read_iterations(run_dir)
+    seconds = {phase: rows[f"seconds_{phase}"] for phase in PROFILED}
+    work = {phase: rows[f"peak_fraction_{phase}"] * seconds[phase] for phase in PROFILED}
+    fractions = {phase: float(work[phase].sum(skipna=False) / seconds[phase].sum()) for phase in PROFILED}
+    total = float(sum(s.sum() for s in seconds.values()))
+    fractions["all"] = float(sum(w.sum(skipna=False) for w in work.values())) / total
+    return Profile(float(rows["tokens"].sum()) / total, fractions, float(rows["memory_peak"].max()))
+
+
+def profile_lines(found: Profile) -> list[str]:
+    """The profile in words."""
+    shares = ", ".join(f"{phase} {share:.1%}" for phase, share in found.peak_fraction.items())
+    return [
+        f"of the peak   {shares}",
+        f"tokens/s    {found.tokens_per_second:8,.0f} over rollout, forward and update",
+        f"memory      {found.memory_peak / 2**20:8,.0f} MiB at most",
+    ]
 
 
 def iteration_lines(run_dir: Path, count: int) -> pd.DataFrame:

@@ -1,0 +1,174 @@
+"""A whole PPO step beside TRL's PPOTrainer: rollout, scoring, advantages, 4 epochs of minibatches, two optimizers.
+
+`python -m experiments.benchmarks.ppo_step --peers DIR` makes an environment for `trl` in DIR (kept for the next
+time), starts it as a process of its own and asks both sides for a step in turn. Both begin with the same weights and
+prompts; 32 prompts of 16 tokens, 64 response tokens, 4 epochs of 4 minibatches, a value model of its own, float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from experiments.benchmarks import timing, workload
+from experiments.benchmarks.peers import environment
+from experiments.benchmarks.timing import Cost, Measured
+from experiments.benchmarks.workload import SIZES, Size
+from ppo_repro.config import RunConfig
+from ppo_repro.config_yaml import load_config
+from ppo_repro.loop import Iteration, ppo_iterations
+from ppo_repro.numerics import backend
+from ppo_repro.ranks import ALONE
+from ppo_repro.records import writer
+from ppo_repro.records.tables import iteration_tables
+from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.runs.prepare import Prepared, prepare
+
+QUESTION, PEER = "PPO step", "TRL PPOTrainer"
+CONFIG = Path(__file__).with_name("ppo_step.yaml")
+MODES = ("exact", "exact, 14 bits", "native")
+PROMPTS = 256  # in the folder; every iteration takes SEQUENCES of them
+SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
+
+
+def config_of(folder: Path, size: Size, mode: str, bits: int = 20) -> RunConfig:
+    """The run that is measured: of model and prompts in `folder`."""
+    numerics = [f"numerics.mode={mode}", f"numerics.max_context={workload.CONTEXT}"]
+    return load_config(
+        CONFIG,
+        [
+            f"model.path={folder}",
+            f"task.path={folder / 'prompts.jsonl'}",
+            f"rollout.prompts_per_iteration={workload.SEQUENCES}",
+            f"rollout.max_response_tokens={workload.RESPONSE}",
+            f"ppo.epochs={workload.EPOCHS}",
+            f"ppo.minibatch_size={workload.SEQUENCES // workload.MINIBATCHES}",
+            *numerics,
+            *([f"numerics.operand_bits={bits}"] if mode == "exact" else []),
+        ],
+    )
+
+
+def without_stop(config: RunConfig, prepared: Prepared) -> Prepared:
+    """The same run with an engine that no token stops, so that every response has all its tokens."""
+    engine = TorchEngine(
+        prepared.state.policy,
+        frozenset(),
+        config.numerics.mode,
+        config.numerics.max_context,
+        config.layout.rollout_slots,
+        config.layout.prefill_chunk,
+    )
+    return replace(prepared, engine=engine)
+
+
+@dataclass(frozen=True)
+class Own:
+    """One side of the comparison: iterations on request, written to a run folder."""
+
+    config: RunConfig
+    iterations: Iterator[Iteration]
+    run_dir: Path
+    kind: str
+
+    def step(self, threads: int) -> Cost:
+        """One iteration with all its records on disk."""
+        backend.use(self.kind, threads)
+        return timing.cost_of(self._step)
+
+    def _step(self) -> None:
+        from ppo_repro.records import manifest
+
+        item = next(self.iterations)
+        assert int(item.rollout.lengths.sum()) == workload.SEQUENCES * workload.RESPONSE
+        current = manifest.load(self.run_dir)
+        writer.append_iteration(self.run_dir, current, item.index, iteration_tables(item, self.config))
+
+
+def own(folder: Path, size: Size, name: str) -> Own:
+    """A run of its own, before its first iteration; `name` is one of MODES."""
+    mode, bits = name.partition(",")[0], 14 if name.endswith("14 bits") else 20
+    config = config_of(folder, size, mode, bits)
+    prepared = without_stop(config, prepare(config, lambda step, total, loss: None))
+    run_dir = folder / f"run-{mode}-{bits}"
+    writer.create_run(run_dir, "", {}, config.digest(), {})
+    iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
+    return Own(config, iterations, run_dir, "auto" if mode == "exact" else "eager")
+
+
+@contextmanager
+def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
+    """A TRL process; the function asks it for one step on so many threads."""
+    numbers = (workload.PROMPT, workload.RESPONSE, workload.SEQUENCES, workload.EPOCHS, workload.MINIBATCHES)
+    log = (folder / "trl.log").open("w")
+    process = subprocess.Popen(
+        [str(python), str(SCRIPT), str(folder), *map(str, numbers)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    asked, answers = process.stdin, process.stdout
+
+    def step(threads: int) -> Cost:
+        asked.write(f"step {threads}\n")
+        asked.flush()
+        answer = answers.readline()
+        if not answer:
+            raise RuntimeError("the TRL process ended: " + (folder / "trl.log").read_text()[-2000:])
+        return Cost(**json.loads(answer))
+
+    try:
+        yield step
+    finally:
+        asked.close()
+        process.wait(60)
+        log.close()
+
+
+def measure(
+    python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int, modes: Sequence[str] = MODES
+) -> list[Measured]:
+    """Every size on every number of threads; the peer and our runs go on through all of them."""
+    rows: list[Measured] = []
+    for name in sizes:
+        size = SIZES[name]
+        with tempfile.TemporaryDirectory() as text:
+            folder = Path(text)
+            workload.write_folder(size, folder, PROMPTS)
+            runs = {mode: own(folder, size, mode) for mode in modes}
+            with trl(python, folder) as peer:
+                for count in threads:
+                    candidates: dict[str, Callable[[], Cost]] = {PEER: lambda count=count: peer(count)}
+                    for mode, run in runs.items():
+                        candidates[mode] = lambda run=run, count=count: run.step(count)
+                    costs = timing.interleaved(candidates, rounds)
+                    tokens = workload.SEQUENCES * workload.RESPONSE
+                    rows += timing.compared(QUESTION, size.name, count, tokens, costs, PEER)
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="A whole PPO step here and in TRL 1.12.0.")
+    parser.add_argument("--peers", type=Path, required=True, help="folder for the environment of the peer")
+    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES, reverse=True))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    arguments = parser.parse_args()
+    python = environment.make(arguments.peers / "trl")
+    rows = measure(python, arguments.sizes, arguments.threads, arguments.rounds, arguments.modes)
+    print(timing.table(rows))
+    if arguments.json:
+        found = {"machine": timing.machine(), "results": [asdict(r) for r in rows]}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What recording costs: its share of the time, its bytes on disk, and whether the run notices.
+
+`python -m experiments.benchmarks.recording` takes the iterations of one configuration (default: the quickstart)
+three ways, in turn: not recorded, recorded as `ppo-repro run` does, on a thread of its own, and recorded before the
+next iteration begins. All three must end with the same weights in every bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from experiments.benchmarks import timing
+from ppo_repro.config import RunConfig
+from ppo_repro.config_yaml import load_config
+from ppo_repro.loop import Iteration, ppo_iterations
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.ranks import ALONE
+from ppo_repro.records import manifest, writer
+from ppo_repro.records.background import appending
+from ppo_repro.records.tables import iteration_tables
+from ppo_repro.runs.prepare import Prepared, prepare
+
+QUICKSTART = Path(__file__).parents[1] / "quickstart.yaml"
+WAYS = ("not recorded", "on a thread", "before going on")
+TURN = 3  # iterations before another way takes its turn: the thread then writes beside its own run
+Record = Callable[[Iteration], None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to treat the records. Seconds are medians over iterations."""
+
+    name: str
+    iteration: float  # wall, records included
+    cpu: float
+    recording: float  # wall that the loop spends on records: building tables, waiting for the thread or the disk
+    share: float  # of it in all of the wall time
+    policy_digest: str  # after the last iteration
+    value_digest: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of the Parquet files by table, and their rows."""
+
+    bytes: dict[str, int]
+    rows: dict[str, int]
+
+    @property
+    def per_token_record(self) -> float:
+        """All bytes of all tables over the rows that describe a token: in `tokens`, and in `updates` once per epoch."""
+        return sum(self.bytes.values()) / (self.rows["tokens"] + self.rows["updates"])
+
+    @property
+    def per_token(self) -> float:
+        """All bytes of all tables over sampled tokens."""
+        return sum(self.bytes.values()) / self.rows["tokens"]
+
+
+@contextmanager
+def _recorder(way: str, config: RunConfig, run_dir: Path) -> Iterator[Record]:
+    if way == "not recorded":
+        yield lambda item: None
+        return
+    writer.create_run(run_dir, "", {}, config.digest(), {})
+    with appending(run_dir, manifest.load(run_dir)) as appender:
+
+        def record(item: Iteration) -> None:
+            appender.start(item.index, iteration_tables(item, config))
+            if way == "before going on":
+                appender.settle()
+
+        yield record
+        appender.settle()
+
+
+def _take(config: RunConfig, prepared: Prepared, way: str, run_dir: Path) -> Iterator[tuple[float, float, float]]:
+    """(wall, CPU, wall of recording) of each iteration."""
+    with _recorder(way, config, run_dir) as record:
+        before, cpu = time.perf_counter(), time.process_time()
+        for item in ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE):
+            started = time.perf_counter()
+            record(item)
+            now, now_cpu = time.perf_counter(), time.process_time()
+            yield now - before, now_cpu - cpu, now - started
+            # after the pause in which another way takes its turn
+            before, cpu = time.perf_counter(), time.process_time()
+
+
+def measure(config: RunConfig, folder: Path) -> tuple[list[Way], Disk]:
+    """All ways in turn, TURN iterations at a time; the first turn, which compiles and fills caches, is in no median."""
+    prepared = {way: prepare(config, lambda step, total, loss: None) for way in WAYS}
+    takes = {way: _take(config, prepared[way], way, folder / way.replace(" ", "-")) for way in WAYS}
+    backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
+    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+    for _ in range(config.ppo.iterations // TURN):
+        for way in WAYS:
+            found[way] += [next(takes[way]) for _ in range(TURN)]
+    for way in WAYS:  # lets the writers end
+        assert next(takes[way], None) is None
+    rows = []
+    for way in WAYS:
+        state, kept = prepared[way].state, found[way][TURN:]
+        wall, cpu, recording = (list(column) for column in zip(*kept, strict=True))
+        digests = weights_digest(state.policy.named_parameters()), weights_digest(state.value_parameters().items())
+        rows.append(Way(way, median(wall), median(cpu), median(recording), sum(recording) / sum(wall), *digests))
+    return rows, disk_of(folder / "on-a-thread")
+
+
+def disk_of(run_dir: Path) -> Disk:
+    """Bytes and rows of a run's tables."""
+    recorded = manifest.load(run_dir)
+    sizes, rows = {}, {}
+    for table in manifest.tables_of(recorded):
+        sizes[table.name] = sum(path.stat().st_size for path in (run_dir / "records" / table.name).glob("*.parquet"))
+        rows[table.name] = sum(entry.tables[table.name].rows for entry in recorded.iterations)
+    return Disk(sizes, rows)
+
+
+def same_bits(ways: Sequence[Way]) -> bool:
+    """Whether all ways ended with the same weights."""
+    return len({(way.policy_digest, way.value_digest) for way in ways}) == 1
+
+
+def markdown(ways: Sequence[Way], disk: Disk) -> str:
+    """Times, then bytes."""
+    lines = ["| records | iteration s | CPU s | of it recording s | share of wall time |", "|" + "---|" * 5]
+    lines += [f"| {w.name} | {w.iteration:.4f} | {w.cpu:.4f} | {w.recording:.4f} | {w.share:.2%} |" for w in ways]
+    lines += ["", "| table | rows | bytes per row |", "|" + "---|" * 3]
+    lines += [f"| {name} | {disk.rows[name]:,} | {size / disk.rows[name]:.1f} |" for name, size in disk.bytes.items()]
+    lines += [
+        f"| all, per token record (rows of tokens and updates) | | {disk.per_token_record:.1f} |",
+        f"| all, per sampled token | | {disk.per_token:.1f} |",
+        "",
+        "weights after the last iteration: " + ("the same bits in all three ways" if same_bits(ways) else "DIFFERENT"),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Command line; exit 1 where recording changes a bit."""
+    parser = argparse.ArgumentParser(description="Time and bytes of recording everything.")
+    parser.add_argument("--config", type=Path, default=QUICKSTART)
+    parser.add_argument("--iterations", type=int, default=15)
+    parser.add_argument("--set", action="append", default=[], help="override a field of the configuration")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    arguments = parser.parse_args()
+    if arguments.iterations % TURN or arguments.iterations < 2 * TURN:
+        parser.error(f"--iterations {arguments.iterations}: must be a multiple of {TURN}, at least {2 * TURN}")
+    config = load_config(arguments.config, [*arguments.set, f"ppo.iterations={arguments.iterations}"])
+    with tempfile.TemporaryDirectory() as folder:
+        ways, disk = measure(config, Path(folder))
+    print(markdown(ways, disk))
+    if arguments.json:
+        found = {"machine": timing.machine(), "ways": [asdict(w) for w in ways], "disk": asdict(disk)}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if same_bits(ways) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

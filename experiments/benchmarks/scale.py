@@ -1,0 +1,220 @@
+"""How cost grows: with tokens, sequence length, model size, recorded iterations, processes; and a model fitted to it.
+
+`python -m experiments.benchmarks.scale` measures CPU seconds of PPO iterations of small models in exact numerics on
+one thread, fits CPU seconds = a + b products + c attention + d parameters x steps with coefficients >= 0, and says how
+far the fit is off, each case predicted from the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from scipy.optimize import nnls
+
+from experiments.benchmarks import ppo_step, timing, workload
+from experiments.benchmarks.workload import Size
+from ppo_repro.config_yaml import load_config
+from ppo_repro.loop import ppo_iterations
+from ppo_repro.numerics import backend
+from ppo_repro.ranks import ALONE
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.manifest import IterationEntry, Manifest, TableEntry
+from ppo_repro.runs.prepare import prepare
+
+EPOCHS, MINIBATCHES, PROMPT = 2, 2, workload.PROMPT
+BASE = Size("", 4, 128, 512, 1, 512)
+QUICKSTART = Path(__file__).parents[1] / "quickstart.yaml"
+TERMS = ("iteration", "products", "attention", "parameters x steps")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the measurement."""
+
+    axis: str
+    size: Size
+    sequences: int
+    response: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """CPU seconds and sampled tokens of one iteration of a case."""
+
+    case: Case
+    cpu: float
+    tokens: int
+
+
+def cases() -> list[Case]:
+    """One axis at a time around a base."""
+    tokens = [Case("tokens", BASE, n, 32) for n in (8, 16, 32, 64)]
+    lengths = [Case("sequence length", BASE, 8, n) for n in (16, 64, 128, 256)]
+    sizes = [Case("model size", replace(BASE, hidden=h, intermediate=4 * h), 16, 32) for h in (64, 256, 512)]
+    return [*tokens, *lengths, *sizes]
+
+
+def features(case: Case) -> list[float]:
+    """What the terms of the cost model count in one iteration: 1, multiply-accumulates, parameters x steps.
+
+    A token passes the weights once in the rollout, three times in the scoring (policy, reference, value model) and six
+    times an epoch (forward and backward, two networks). A query meets half of the context on average.
+    """
+    inputs = case.sequences * (PROMPT + case.response - 1)
+    passes = 1 + 3 + 6 * EPOCHS
+    seen = (PROMPT + case.response) / 2
+    size = case.size
+    return [
+        1.0,
+        float(inputs * passes * workload.weights(size)),
+        float(inputs * passes * size.layers * 2 * size.hidden * seen),
+        float(2 * workload.weights(size) * EPOCHS * MINIBATCHES),
+    ]
+
+
+def measure(case: Case, rounds: int) -> Found:
+    """Median CPU seconds of an iteration, records not included, after one to warm up."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        workload.write_folder(case.size, folder, case.sequences + 1)
+        config = load_config(
+            ppo_step.CONFIG,
+            [
+                f"model.path={folder}",
+                f"task.path={folder / 'prompts.jsonl'}",
+                f"rollout.prompts_per_iteration={case.sequences}",
+                f"rollout.max_response_tokens={case.response}",
+                f"ppo.epochs={EPOCHS}",
+                f"ppo.minibatch_size={case.sequences // MINIBATCHES}",
+                f"numerics.max_context={PROMPT + case.response}",
+            ],
+        )
+        prepared = ppo_step.without_stop(config, prepare(config, lambda step, total, loss: None))
+        backend.use("auto", 1)
+        iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
+        costs = [timing.cost_of(lambda: next(iterations)) for _ in range(rounds + 1)][1:]
+    return Found(case, median(c.cpu for c in costs), case.sequences * case.response)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coefficients in seconds per unit of each term; errors are relative, each case predicted from the others."""
+
+    coefficients: dict[str, float]
+    median_error: float
+    largest_error: float
+
+
+def fit(found: Sequence[Found]) -> Fit:
+    """Least squares on relative errors, no coefficient negative."""
+    x = np.array([features(f.case) for f in found])
+    y = np.array([f.cpu for f in found])
+    errors = []
+    for left_out in range(len(found)):
+        kept = np.arange(len(found)) != left_out
+        errors.append(abs(float(x[left_out] @ _solve(x[kept], y[kept])) / y[left_out] - 1.0))
+    return Fit(dict(zip(TERMS, _solve(x, y).tolist(), strict=True)), median(errors), max(errors))
+
+
+def _solve(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Coefficients that minimise sum (x b / y - 1)^2, b >= 0; columns scaled for the solver."""
+    relative = x / y[:, None]
+    scale = relative.max(0)
+    return np.asarray(nnls(relative / scale, np.ones(len(y)))[0] / scale)
+
+
+def manifest_seconds(iterations: int) -> float:
+    """Wall seconds in which the manifest of a run of so many iterations is checked and written again, without fsync."""
+    entry = TableEntry(rows=1, digest="0" * 64)
+    tables = {name: entry for name in ("sequences", "tokens", "updates", "steps", "iterations")}
+    entries = tuple(IterationEntry(iteration=i, tables=tables, chain="0" * 64) for i in range(iterations))
+    whole = Manifest(
+        schema_version=1, status="running", config_digest="", inputs={}, iterations=entries, final={}, fingerprint=""
+    )
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        text = manifest.to_json(whole).encode()
+        assert text == manifest.to_json(whole).encode()  # the comparison with the disk
+        times.append(time.perf_counter() - started)
+    return median(times)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """A short quickstart by so many processes, wall seconds."""
+
+    processes: int
+    update: float  # of the last iteration
+    whole: float  # from the start of the command to its end
+    iterations: float  # of it all iterations
+
+
+def processes(count: int) -> Processes:
+    """`ppo-repro run`, under torchrun where there are several processes."""
+    launcher = ["torch.distributed.run", f"--nproc-per-node={count}", "-m"] if count > 1 else []
+    with tempfile.TemporaryDirectory() as out:
+        started = time.perf_counter()
+        command = [sys.executable, "-m", *launcher, "ppo_repro", "run", str(QUICKSTART), "--out", out]
+        sets = ["--set", "ppo.iterations=4", "--set", "model.warm_start_steps=10"]
+        subprocess.run([*command, *sets], check=True, capture_output=True)
+        whole = time.perf_counter() - started
+        rows = reader.read_iterations(next(Path(out).glob("*/*/manifest.json")).parent)
+    phases = rows[[name for name in rows.columns if name.startswith("seconds_")]]
+    return Processes(count, float(rows["seconds_update"].iloc[-1]), whole, float(phases.to_numpy().sum()))
+
+
+def lines(
+    found: Sequence[Found], fitted: Fit, manifests: dict[int, float], ranks: Sequence[Processes]
+) -> Iterator[str]:
+    """Markdown."""
+    yield from ("| axis | hidden | sequences | response | tokens | CPU s | CPU ms per token |", "|" + "---|" * 7)
+    for f in found:
+        c = f.case
+        where = f"{c.axis} | {c.size.hidden} | {c.sequences} | {c.response}"
+        yield f"| {where} | {f.tokens} | {f.cpu:.3f} | {1e3 * f.cpu / f.tokens:.3f} |"
+    named = {name: f"{value:.3g}" for name, value in fitted.coefficients.items()}
+    yield ""
+    yield f"seconds per unit: {named}"
+    yield f"error of each case from the others: median {fitted.median_error:.0%}, largest {fitted.largest_error:.0%}"
+    yield from ("", "| recorded iterations | manifest, ms per iteration |", "|---|---|")
+    yield from (f"| {count:,} | {1e3 * seconds:.1f} |" for count, seconds in manifests.items())
+    yield from ("", "| processes | update s | start-up s | whole command s |", "|" + "---|" * 4)
+    yield from (f"| {p.processes} | {p.update:.2f} | {p.whole - p.iterations:.1f} | {p.whole:.1f} |" for p in ranks)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Measured growth of cost, and a cost model fitted to it.")
+    parser.add_argument("--rounds", type=int, default=2, help="measured iterations of a case (default 2)")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="numbers of processes (default 1 2)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    arguments = parser.parse_args()
+    found = [measure(case, arguments.rounds) for case in cases()]
+    fitted = fit(found)
+    manifests = {count: manifest_seconds(count) for count in (100, 1_000, 10_000)}
+    ranks = [processes(count) for count in arguments.ranks]
+    print("\n".join(lines(found, fitted, manifests, ranks)))
+    if arguments.json:
+        tree = {
+            "machine": timing.machine(),
+            "cases": [asdict(f) for f in found],
+            "fit": asdict(fitted),
+            "manifest": manifests,
+            "processes": [asdict(p) for p in ranks],
+        }
+        arguments.json.write_text(json.dumps(tree, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Wall and CPU seconds of interleaved candidates, their medians and spread, and the tables made of them."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one execution. CPU seconds are the process's, all threads and system time included."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of the rounds."""
+
+    median: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate of one comparison. `speedup` is the peer's wall seconds over its own, round by round."""
+
+    question: str
+    model: str
+    threads: int
+    candidate: str
+    tokens: int  # sampled in one execution
+    rounds: int
+    wall: Spread  # s
+    cpu: Spread  # s
+    speedup: Spread
+    cpu_speedup: Spread  # the same of CPU seconds
+
+
+def cost_of(work: Callable[[], object]) -> Cost:
+    """Execute once."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, smallest and largest."""
+    return Spread(median(values), min(values), max(values))
+
+
+def interleaved(candidates: Mapping[str, Callable[[], Cost]], rounds: int, warm_ups: int = 1) -> dict[str, list[Cost]]:
+    """Costs by candidate; every round runs each of them once, so that a slow moment of the machine meets all alike."""
+    found: dict[str, list[Cost]] = {name: [] for name in candidates}
+    for index in range(warm_ups + rounds):
+        for name, run in candidates.items():
+            cost = run()
+            if index >= warm_ups:
+                found[name].append(cost)
+    return found
+
+
+def compared(
+    question: str, model: str, threads: int, tokens: int, costs: Mapping[str, Sequence[Cost]], peer: str
+) -> list[Measured]:
+    """One row per candidate, with its speed as a multiple of the peer's in the same round."""
+    rows = []
+    for name, own in costs.items():
+        pairs = list(zip(costs[peer], own, strict=True))
+        rows.append(
+            Measured(
+                question,
+                model,
+                threads,
+                name,
+                tokens,
+                len(own),
+                spread([c.wall for c in own]),
+                spread([c.cpu for c in own]),
+                spread([other.wall / c.wall for other, c in pairs]),
+                spread([other.cpu / c.cpu for other, c in pairs]),
+            )
+        )
+    return rows
+
+
+def table(rows: Sequence[Measured]) -> str:
+    """Markdown; ranges over rounds in brackets."""
+    lines = [
+        "| question | model | threads | | rounds | wall s | CPU s | tokens/s | times faster than the peer | by CPU s |",
+        "|" + "---|" * 10,
+    ]
+    for r in rows:
+        speedup = f"{r.speedup.median:.2f} ({r.speedup.lowest:.2f}-{r.speedup.highest:.2f})"
+        lines.append(
+            f"| {r.question} | {r.model} | {r.threads} | {r.candidate} | {r.rounds} "
+            f"| {r.wall.median:.3f} ({r.wall.lowest:.3f}-{r.wall.highest:.3f}) | {r.cpu.median:.3f} "
+            f"| {r.tokens / r.wall.median:,.0f} | {speedup} | {r.cpu_speedup.median:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, str | int]:
+    """Processor, cores and versions, for the head of a table."""
+    found = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "processor": found[0] if found else platform.processor(),
+        "cores": len(found),
+        "amx": int(torch.cpu._is_amx_tile_supported()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,89 @@
+"""The work that is compared: two sizes of Llama, prompts of 16 tokens, responses of 64, nobody stops early."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ppo_repro.seeding import bell, permutation
+
+PROMPT, RESPONSE, SEQUENCES, EPOCHS, MINIBATCHES = 16, 64, 32, 4, 4
+CONTEXT = PROMPT + RESPONSE
+
+
+@dataclass(frozen=True)
+class Size:
+    """Widths of a Llama with heads of 64 and as many key/value heads as `kv_heads`."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    kv_heads: int
+    vocabulary: int
+
+
+SMALL = Size("4x128, vocabulary 512", 4, 128, 512, 1, 512)
+LARGE = Size("4x896, vocabulary 8192", 4, 896, 4864, 2, 8192)
+SIZES = {"small": SMALL, "large": LARGE}
+
+
+def make_model(size: Size) -> LlamaForCausalLM:
+    """Random weights from named streams; embedding and head are one matrix."""
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.hidden // 64,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.from_numpy(bell(p.numel(), "benchmark", 0, name)).view(p.shape)
+            p.copy_(1.0 + 0.1 * noise if "norm" in name else noise * (p.shape[-1] ** -0.5))
+    return model
+
+
+def weights(size: Size) -> int:
+    """Multiply-accumulates of one token's products, the head's included: elements of the weight matrices."""
+    kv = 2 * 64 * size.kv_heads
+    layer = 2 * size.hidden * size.hidden + size.hidden * kv + 3 * size.hidden * size.intermediate
+    return size.layers * layer + size.hidden * size.vocabulary
+
+
+def prompt_ids(size: Size, count: int, stream: int = 0) -> list[tuple[int, ...]]:
+    """`count` prompts of PROMPT tokens, no two alike."""
+    return [
+        tuple(int(i) for i in permutation(size.vocabulary, "benchmark prompt", stream, row)[:PROMPT])
+        for row in range(count)
+    ]
+
+
+def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
+    """A word `w<i>` per token; the last one is the end token of the tokenizer, which nothing stops at here."""
+    words = {f"w{i}": i for i in range(size.vocabulary)}
+    bare = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    bare.pre_tokenizer = pre_tokenizers.Whitespace()
+    end = f"w{size.vocabulary - 1}"
+    return PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="w0", eos_token=end)
+
+
+def write_folder(size: Size, folder: Path, prompts: int) -> None:
+    """Model, tokenizer and `prompts.jsonl` of so many prompts: what every candidate starts from."""
+    make_model(size).save_pretrained(folder)
+    make_tokenizer(size).save_pretrained(folder)
+    with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
+        for ids in prompt_ids(size, prompts):
+            # one answer, so that scores are there to be judged
+            file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in ids), "answer": "w1"}) + "\n")

@@ -1,0 +1,49 @@
+"""Writing one iteration while the next is computed: a thread that appends in order, one iteration at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+
+from ppo_repro.records import writer
+from ppo_repro.records.manifest import Manifest
+
+
+class Appender:
+    """Appends to one run. At most one iteration waits for the disk: bounded memory, and no more for a kill to lose."""
+
+    def __init__(self, run_dir: Path, current: Manifest, thread: ThreadPoolExecutor) -> None:
+        self._run_dir, self._current, self._thread = run_dir, current, thread
+        self._writing: Future[Manifest] | None = None
+
+    def settle(self) -> Manifest:
+        """Wait until everything is durable; the manifest as it is on disk. Raises what writing raised."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._current = writing.result()
+        return self._current
+
+    def start(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
+        """Begin to write an iteration, after the one before; the tables must not change now. Raises as `settle`."""
+        current = self.settle()
+        self._writing = self._thread.submit(writer.append_iteration, self._run_dir, current, iteration, tables)
+
+    def leave(self) -> None:
+        """Wait for what is being written, whatever comes of it."""
+        if self._writing is not None:
+            wait([self._writing])
+
+
+@contextmanager
+def appending(run_dir: Path, current: Manifest) -> Iterator[Appender]:
+    """An appender whose thread has ended when the block has; where an error ends the block, that is the one raised."""
+    with ThreadPoolExecutor(1, "records") as thread:
+        appender = Appender(run_dir, current, thread)
+        try:
+            yield appender
+        finally:
+            appender.leave()

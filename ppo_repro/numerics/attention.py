@@ -181,6 +181,7 @@ def _cached(
     assert cache.aimed is not None, "aim first"
     positions = cache.aimed.positions
     begin, end = visible_keys(torch.zeros_like(positions), positions, window, context)
+    cache.keep(layer, k, v)
     if has_kernels(q):
         return fused_attention.attend_cached(q, k, v, cache, layer, begin, end, scaling, context)
     cache.write(layer, k, v)

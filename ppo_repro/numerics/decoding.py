@@ -144,6 +144,7 @@ def decode(decoder: Decoder, ids: Tensor, cache: GridCache) -> Tensor:
             key = _normed(layer.key_norm, key.reshape(-1, dim)).reshape(key.shape)
         for rotated in (query, key):
             decoding.rotate(rotated, decoder.cosine, decoder.sine, positions[:, 0], dim)
+        cache.keep(index, *(torch.from_numpy(new).view(len(x), -1, 1, dim) for new in (key, value)))
         x += _products((layer.out,), _attend(layer, query, key, value, cache, index))[0]
         gate, up = _products((layer.gate, layer.up), _normed(layer.before_mlp, x))
         decoding.silu_times(gate.reshape(-1), up.reshape(-1))

@@ -52,6 +52,9 @@ class GridCache:
                 raise NumericsError(f"key/value cache: {name} {low if low < 0 else high} is not in 0..{size - 1}")
         self.aimed = Aim(slots, positions, valid)
 
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Where a cache of another kind puts new keys and values [R, Hk, L, D] besides, as they are."""
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put new keys and values [R, Hk, L, D] float32 on their grids and store the valid ones."""
         assert self.aimed is not None, "aim first"

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.decoding import decode, decoder_of
 from ppo_repro.numerics.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.lowering import lower
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.sglang_plugin.logits import ExactLogits
-from ppo_repro.sglang_plugin.pool import POOLED, PoolCache
+from ppo_repro.sglang_plugin.pool import PoolCache
 from ppo_repro.sglang_plugin.settings import KEY, read_settings
 
 DIGEST = "ppo_repro.digest"  # a name that /get_weights_by_name answers with the digest of all weights
@@ -37,6 +38,7 @@ class PpoReproExactForCausalLM(nn.Module):
         self.policy = _lowered(config, self.settings.max_context, self.settings.operand_bits)
         self.logits_processor = ExactLogits(config)
         self.cache: PoolCache | None = None
+        self._decoder = decoder_of(trunk_of(self.policy)) if backend.active() != "eager" else None
         self._missing = {name for name, _ in self.policy.named_parameters()}
 
     @torch.no_grad()
@@ -53,16 +55,22 @@ class PpoReproExactForCausalLM(nn.Module):
         assert aimed is not None
         if not torch.equal(aimed.positions[aimed.valid], positions.long()):
             raise RuntimeError("exact numerics in SGLang: positions are not those of the requests' tokens")
-        ids = torch.zeros_like(aimed.positions)
-        ids[aimed.valid] = input_ids.long()
-        hidden = trunk_of(self.policy)(
-            input_ids=ids,
-            position_ids=aimed.positions,
-            attention_mask=torch.ones_like(ids),  # what is visible is the cache's
-            kv_cache=self.cache,
-            use_cache=False,
-        ).last_hidden_state
-        return self.logits_processor(input_ids, hidden[aimed.valid], head_of(self.policy), forward_batch)
+        return self.logits_processor(
+            input_ids, self._hidden(self.cache, input_ids.long()), head_of(self.policy), forward_batch
+        )
+
+    def _hidden(self, cache: PoolCache, new: Tensor) -> Tensor:
+        """Hidden states [N, H] of the new tokens [N], where the cache aims."""
+        assert cache.aimed is not None
+        positions, valid = cache.aimed.positions, cache.aimed.valid
+        if positions.shape[1] == 1 and self._decoder is not None:
+            return decode(self._decoder, new, cache)
+        ids = torch.zeros_like(positions)
+        ids[valid] = new
+        everything = torch.ones_like(ids)  # what is visible is the cache's
+        trunk = trunk_of(self.policy)
+        out = trunk(input_ids=ids, position_ids=positions, attention_mask=everything, kv_cache=cache, use_cache=False)
+        return out.last_hidden_state[valid]
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -103,9 +111,7 @@ def _lowered(config: PretrainedConfig, max_context: int, bits: int) -> PreTraine
         raise UserError(f"--model-path: the model is a {type(model).__name__}; must be one of {known}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    lower(model, max_context, bits)
-    model.set_attn_implementation(POOLED)
-    return model
+    return lower(model, max_context, bits)
 
 
 def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:

@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ppo_repro.numerics.attention import IMPLEMENTATION, attention
 from ppo_repro.numerics.kv_cache import GridCache
-
-POOLED = f"{IMPLEMENTATION}_pooled"
 
 
 class PoolCache(GridCache):
@@ -71,28 +66,9 @@ class PoolCache(GridCache):
             self.write(layer, keys.transpose(1, 2), values.transpose(1, 2))
         self.held[requests[rows][:, None].expand_as(order)[valid], order[valid]] = self.written[places[valid]]
 
-    def to_pool(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store new keys and values [R, Hk, L, D] float32 where SGLang wants them."""
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put new keys and values [R, Hk, L, D] float32 where SGLang wants them."""
         assert self.aimed is not None, "begin first"
         valid = self.aimed.valid
         self.pool.get_key_buffer(layer)[self.locations] = keys.transpose(1, 2)[valid]
         self.pool.get_value_buffer(layer)[self.locations] = values.transpose(1, 2)[valid]
-
-
-def pooled_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    kv_cache: PoolCache,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """`numerics.attention.attention` over a PoolCache; what is new goes to SGLang's pool too."""
-    kv_cache.to_pool(module.layer_idx, key, value)  # type: ignore[arg-type]
-    return attention(module, query, key, value, attention_mask, scaling, kv_cache=kv_cache, **options)
-
-
-ALL_ATTENTION_FUNCTIONS.register(POOLED, pooled_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(POOLED, ALL_MASK_ATTENTION_FUNCTIONS[IMPLEMENTATION])

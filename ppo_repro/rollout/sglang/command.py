@@ -130,6 +130,7 @@ def server_environment(outside: Mapping[str, str], engine: SGLangServers, thread
     ours = {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
+        "PYTHONSAFEPATH": "1",  # nothing in the folder of the run is imported
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the temperature sampled at
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_CONTEXT, which no request uses
     }

@@ -322,7 +322,8 @@ def test_a_port_that_is_taken_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    sets = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", "ppo.iterations=5000"
+    sets = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", "rollout.engine.numerics=stock"
+    sets += "ppo.iterations=5000", "numerics.mode=native"
     process = subprocess.Popen(command(tmp_path, *sets), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     logs: list[Path] = []
     try:

@@ -239,8 +239,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         if not override.startswith(("layout.", "rollout.engine.", "rollout.engine=")):
             raise UserError(
-                f"--set {override}: a recorded run may change layout fields and the rollout engine only; "
-                "use `ppo-repro run` instead"
+                f"--set {override}: a recorded run may change layout fields only (of language models rollout.engine "
+                "too); use `ppo-repro run` instead"
             )
 
 

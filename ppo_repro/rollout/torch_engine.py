@@ -66,7 +66,7 @@ class TorchEngine:
         slots = min(self.slots, len(requests))
         kind = GridCache if self.mode == "exact" else SlotCache
         cache = kind(self.policy.config, slots, self.max_context, self.policy.device)
-        has_kernels = self.mode == "exact" and backend.has_kernels(self.policy.get_input_embeddings().weight)
+        has_kernels = self.mode == "exact" and backend.has_kernels(next(self.policy.parameters()))
         self._decoder = decoder_of(trunk_of(self.policy)) if has_kernels else None
         free = list(range(slots))
         held = PrefixIndex()

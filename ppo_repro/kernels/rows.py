@@ -43,6 +43,25 @@ def row_exponents(x: np.ndarray) -> np.ndarray | None:
 
 
 @kernel
+def largest_sum(a, b):  # type: ignore[no-untyped-def]
+    """Largest a[t] + b[t] of int64 exponents, neither of them NOTHING; NOTHING where there is none."""
+    largest = np.int64(NOTHING)
+    for t in range(a.size):
+        if a[t] != NOTHING and b[t] != NOTHING:
+            largest = max(largest, a[t] + b[t])
+    return largest
+
+
+@kernel
+def product_units(a, b, shift, bits, least, up, a_up):  # type: ignore[no-untyped-def]
+    """up = 2^(a + shift), 2^-1022 where a or b is NOTHING; a_up = 2^(bits - max(a, least)). int64 to float64 [T]."""
+    for t in range(a.size):
+        live = a[t] != NOTHING and b[t] != NOTHING
+        up[t] = pow2_64(a[t] + shift if live else -1022)
+        a_up[t] = pow2_64(bits - max(a[t], least))
+
+
+@kernel
 def _grid_values(x, bits, columns, p, first, last, out):  # type: ignore[no-untyped-def]
     finite = True
     for r in range(first, last):

@@ -16,9 +16,16 @@ from torch import Tensor
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.kernels.optimizer import to_float32
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.elementwise import pow2
-from ppo_repro.numerics.grid import MIN_EXPONENT, OPERAND_BITS, ceil_log2
-from ppo_repro.numerics.products import NOTHING, add_integer_rows, add_products, input_exponents, row_exponents
+from ppo_repro.numerics.grid import OPERAND_BITS, ceil_log2
+from ppo_repro.numerics.products import (
+    NOTHING,
+    add_integer_rows,
+    add_products,
+    input_exponents,
+    largest_product,
+    product_units,
+    row_exponents,
+)
 from ppo_repro.ranks import ALONE, Ranks
 
 GRADIENT_BITS = 26  # bits of a quantised output gradient
@@ -83,16 +90,14 @@ class GradientAccumulator:
         x_exponents, grad_exponents = input_exponents(x), row_exponents(grad)
         if x_exponents is None or grad_exponents is None:
             raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
-        live = (x_exponents != NOTHING) & (grad_exponents != NOTHING)
-        if not live.any():
+        largest = largest_product(x_exponents, grad_exponents)
+        if largest is None:
             return
-        largest = int((x_exponents + grad_exponents)[live].max())
         self.observe(name, largest)
         limit = self.grid(name)
         if limit is None or largest > limit:  # the step will be done again
             return
-        up = pow2(torch.where(live, x_exponents - limit + GRADIENT_BITS, -1022))
-        x_up = pow2(self.operand_bits - x_exponents.clamp(min=MIN_EXPONENT))
+        up, x_up = product_units(x_exponents, grad_exponents, GRADIENT_BITS - limit, self.operand_bits)
         # a bound on the integers of this pass: the smaller they are, the longer sums stay exact
         bits = GRADIENT_BITS - max(0, limit - largest)
         total = self.sum_of(name)

@@ -13,7 +13,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.kernels import amx, dense, gradient, rows, sums
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.elementwise import pow2
-from ppo_repro.numerics.grid import MANTISSA_BITS, contract, exponent, operand_bits, quantise
+from ppo_repro.numerics.grid import MANTISSA_BITS, MIN_EXPONENT, contract, exponent, operand_bits, quantise
 
 NOTHING = int(rows.NOTHING)
 
@@ -133,6 +133,25 @@ def input_exponents(x: Tensor) -> Tensor | None:
     """`row_exponents` of the inputs of a layer, found once where several layers share them."""
     found: Tensor | None = _measured.of(x, (backend.active(),), lambda: row_exponents(x))
     return found
+
+
+def largest_product(x: Tensor, grad: Tensor) -> int | None:
+    """Largest sum of the exponents of a row of inputs and its gradient, int64 [T] each; None where all are NOTHING."""
+    if backend.has_kernels(x):
+        found = int(rows.largest_sum(array(x), array(grad)))
+        return None if found == NOTHING else found
+    live = (x != NOTHING) & (grad != NOTHING)
+    return int((x + grad)[live].max()) if bool(live.any()) else None
+
+
+def product_units(x: Tensor, grad: Tensor, shift: int, x_bits: int) -> tuple[Tensor, Tensor]:
+    """2^(x + shift), or 2^-1022 where a row is NOTHING, and 2^(x_bits - max(x, MIN_EXPONENT)); float64 [T]."""
+    if backend.has_kernels(x):
+        up, x_up = torch.empty(len(x), dtype=torch.float64), torch.empty(len(x), dtype=torch.float64)
+        rows.product_units(array(x), array(grad), shift, x_bits, MIN_EXPONENT, up.numpy(), x_up.numpy())
+        return up, x_up
+    live = (x != NOTHING) & (grad != NOTHING)
+    return pow2(torch.where(live, x + shift, -1022)), pow2(x_bits - x.clamp(min=MIN_EXPONENT))
 
 
 def add_products(grad: Tensor, up: Tensor, bits: int, x: Tensor, x_up: Tensor, x_bits: int, out: Tensor) -> None:

@@ -1,7 +1,7 @@
 """A figure of a grid: `python -m experiments.ablations.figure GRID FILE.svg` draws one row per point of its axes.
 
 Every run is a dot, the mean over seeds a bar with its 95 % Student interval. With `--across SHARE` it draws the
-measure against `removed` or `outside` instead, one colour per point, and shades the 10 to 40 % said to be good.
+measure against `removed` or `outside` instead, with the mean of each point, and shades the 10 to 40 % said to be good.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppo_repro.errors import UserError
 
 WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 760.0, 230.0, 20.0, 12.0, 22.0, 42.0
 GOOD = (0.1, 0.4)
-COLOURS = ("#0072b2", "#d55e00", "#00835f", "#aa4d87", "#9a6a00", "#5a5a5a")
+COLOURS = ("#0072b2", "#d55e00")  # runs, their mean
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -113,14 +113,16 @@ def across(found: pd.DataFrame, share: str, measure: str) -> str:
         y = place(value, y_axis, bottom, TOP)
         parts += [line(left, y, WIDTH - RIGHT, y, "#d5d9e0"), text(left - 8, y + 4, f"{value:g}", "end")]
     parts.append(text(18, (TOP + bottom) / 2, measure, turned=True))
-    for number, (point, group) in enumerate(found.groupby("point", sort=False)):
-        colour = COLOURS[number % len(COLOURS)]
+    for point, group in found.groupby("point", sort=False):
         drawn = group[np.isfinite(group[share]) & np.isfinite(group[measure])]
         places = [
             (place(x, x_axis, left, WIDTH - RIGHT), place(y, y_axis, bottom, TOP))
             for x, y in zip(drawn[share], drawn[measure], strict=True)
         ]
-        parts += [f"<g><title>{escape(str(point))}</title>{''.join(dot(x, y, colour) for x, y in places)}</g>"]
+        parts += [dot(x, y, COLOURS[0]) for x, y in places]
+        if places:
+            x, y = np.mean(places, axis=0).tolist()
+            parts += [line(x - 5, y, x + 5, y, COLOURS[1], 2.5), text(x + 8, y + 4, str(point), "start")]
     return svg(parts, bottom + BOTTOM, f"{measure} against {share}")
 
 

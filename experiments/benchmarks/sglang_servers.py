@@ -1,0 +1,132 @@
+"""The same responses from the built-in engine, from exact SGLang and from SGLang as it comes, interleaved.
+
+`python -m experiments.benchmarks.sglang_servers --python .venv-sglang/bin/python`: a Qwen3 of 4 layers made here, 32
+prompts, at most 128 new tokens, one thread for each program. The cache of a server is emptied before each turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from experiments.benchmarks import timing
+from experiments.benchmarks.timing import Cost, Measured
+from ppo_repro.config import RunConfig
+from ppo_repro.config_engine import SGLangServers
+from ppo_repro.config_yaml import load_config
+from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.sglang.client import ask
+from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.runs.prepare import prepare
+
+QUESTION = "SGLang"
+BUILT_IN = "built-in engine, exact"
+QUICKSTART = Path(__file__).parents[1] / "quickstart.yaml"
+PROMPTS, RESPONSE = 32, 128
+SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def configuration(hidden: int, python: str, numerics: str) -> RunConfig:
+    """The quickstart with another model, which is not warm-started."""
+    sets = [
+        f"model.hidden_size={hidden}",
+        "model.num_layers=4",
+        f"model.num_attention_heads={hidden // 64}",
+        "model.num_key_value_heads=2",
+        f"model.intermediate_size={4 * hidden}",
+        "model.warm_start_steps=0",
+        "numerics.max_context=256",
+        "rollout.engine.kind=sglang",
+        f"rollout.engine.numerics={numerics}",
+        f"rollout.engine.python={python}",
+    ]
+    return load_config(QUICKSTART, sets)
+
+
+def processor_seconds(group: int) -> float:
+    """CPU seconds so far of the processes of a group that live."""
+    total = 0.0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group:
+            total += (int(fields[11]) + int(fields[12])) / _TICKS
+    return total
+
+
+@contextmanager
+def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iterator[Callable[[], Cost]]:
+    """A turn of one server, the client's share included."""
+    prepared = prepare(config, lambda step, total, loss: None)
+    settings = config.rollout.engine
+    assert isinstance(settings, SGLangServers)
+    policy, stops = prepared.state.policy, prepared.engine.stop_ids
+    with sglang_engine(config, settings, policy, stops, folder, lambda seconds: None) as engine:
+        group = next(found.process.group for found in engine.fleet.servers if found.process)
+        yield lambda: turn_of(engine, requests, group)
+
+
+def turn_of(engine: SGLangEngine, requests: Sequence[Request], group: int) -> Cost:
+    """Wall seconds, and CPU seconds of server and client."""
+    ask(engine.fleet.servers[0].url, "POST", "/flush_cache", {}, 60)
+    before, clock, own = processor_seconds(group), time.perf_counter(), time.process_time()
+    engine.generate(requests, SAMPLING)
+    wall, own = time.perf_counter() - clock, time.process_time() - own
+    return Cost(wall, processor_seconds(group) - before + own)
+
+
+def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
+    """All three, and whether the exact ones gave the same."""
+    config = configuration(hidden, python, "exact")
+    prepared = prepare(config, lambda step, total, loss: None)
+    prompts = sorted(prepared.task.prompt_ids.values())
+    requests = [Request(prompts[i * 7 % len(prompts)], i) for i in range(PROMPTS)]
+    found: list[Completion] = []
+
+    def built_in() -> Cost:
+        def work() -> None:
+            found[:] = prepared.engine.generate(requests, SAMPLING)
+
+        return timing.cost_of(work)
+
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        candidates = {BUILT_IN: built_in}
+        for numerics in ("exact", "stock"):
+            own = configuration(hidden, python, numerics)
+            turn = stack.enter_context(server(own, requests, Path(folder) / numerics))
+            candidates[f"SGLang, {numerics}"] = turn
+        costs = timing.interleaved(candidates, rounds)
+    tokens = sum(len(c.response_ids) for c in found)
+    return timing.compared(QUESTION, f"4 x {hidden}", 1, tokens, costs, BUILT_IN)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="The built-in engine, exact SGLang and plain SGLang on one work.")
+    parser.add_argument("--python", required=True, help="interpreter of an environment made by .ci/sglang.sh")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 896])
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row for hidden in arguments.hidden for row in measure(hidden, arguments.python, arguments.rounds)]
+    print(timing.table(rows))
+    if arguments.json:
+        found = {"machine": timing.machine(), "results": [asdict(r) for r in rows]}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

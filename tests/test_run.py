@@ -190,7 +190,8 @@ def test_null_is_recorded_where_the_configuration_has_no_such_thing(exact_run: P
     }
     nulls = {f"{name}.{column}" for name, found in tables.items() for column in found.index[found.any(axis=1)]}
     controls = {f"iterations.{name}" for name in ("clip_range", "penalty_coef", "return_mean", "return_scale")}
-    assert nulls == controls | {"iterations.eval_accuracy", "iterations.eval_score"}
+    unprofiled = {f"iterations.peak_fraction_{phase}" for phase in ("rollout", "forward", "update")}
+    assert nulls == controls | unprofiled | {"iterations.eval_accuracy", "iterations.eval_score"}
     iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
     assert (iterations["policy_steps"] == steps.groupby("iteration").size()).all()
     assert (iterations["kl_coef"] == 0.05).all()

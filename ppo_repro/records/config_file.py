@@ -52,6 +52,6 @@ def check_notes(run_dir: Path, recorded: Manifest) -> None:
     found = {path.name for path in run_dir.glob("resumed-*.json")}
     for name in sorted({"environment.json", *found, *recorded.notes}):
         read_environment(run_dir / name)
-        digest = hashlib.sha256((run_dir / name).read_bytes()).hexdigest()
+        digest = manifest.note_digest((run_dir / name).read_bytes())
         if digest != recorded.notes.get(name, digest):
             raise UserError(f"{run_dir / name}: is not what was noted when the run was started or resumed; restore it")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -56,6 +58,16 @@ class Manifest(BaseModel):
     iterations: tuple[IterationEntry, ...]
     final: dict[str, float | int | str]
     fingerprint: str
+
+
+def note_content(tree: Mapping[str, Any]) -> bytes:
+    """The content of environment.json or of a resumed-NNN.json."""
+    return (json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def note_digest(content: bytes) -> str:
+    """SHA-256 of such a file, as `Manifest.notes` has it."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def tables_of(found: Manifest) -> tuple[schema.Table, ...]:

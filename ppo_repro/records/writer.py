@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -97,11 +95,6 @@ def to_parquet(table: schema.Table, data: pa.Table) -> memoryview:
     return memoryview(sink.getvalue())
 
 
-def note_json(tree: Mapping[str, Any]) -> bytes:
-    """The content of environment.json or of a resumed-NNN.json."""
-    return (json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
 def create_run(
     run_dir: Path,
     config_yaml: str,
@@ -111,14 +104,14 @@ def create_run(
     kind: Kind = "language",
 ) -> None:
     """Make the run folder with an empty manifest; it appears whole or not at all, with UserError."""
-    note = note_json(environment)
+    note = manifest.note_content(environment)
     start = Manifest(
         schema_version=schema.SCHEMA_VERSION,
         kind=kind,
         status="running",
         config_digest=config_digest,
         inputs=dict(sorted(inputs.items())),
-        notes={"environment.json": hashlib.sha256(note).hexdigest()},
+        notes={"environment.json": manifest.note_digest(note)},
         iterations=(),
         final={},
         fingerprint=digests.FINGERPRINT_SEED,
@@ -177,21 +170,12 @@ def finish(run_dir: Path, current: Manifest, final: Mapping[str, float | int | s
     return _save(run_dir, current, {"status": "complete", "final": dict(final)})
 
 
-def resume_run(run_dir: Path, current: Manifest, environment: Mapping[str, Any]) -> Manifest:
-    """Note that the run is running again, and what it runs on in the next resumed-NNN.json; UserError as `mark`."""
-    _require_open(run_dir, current)
-    name, content = f"resumed-{len(list(run_dir.glob('resumed-*.json'))) + 1:03d}.json", note_json(environment)
-    manifest.atomic_write(run_dir / name, content)
-    notes = {**current.notes, name: hashlib.sha256(content).hexdigest()}
-    return _save(run_dir, current, {"status": "running", "notes": notes})
-
-
-def mark(run_dir: Path, current: Manifest, status: Status) -> Manifest:
-    """Note that the run is running, interrupted or failed; raises UserError where writing fails."""
+def mark(run_dir: Path, current: Manifest, status: Status, notes: Mapping[str, str] | None = None) -> Manifest:
+    """Note that the run is running, interrupted or failed, and digests of new notes; UserError where writing fails."""
     _require_open(run_dir, current)
     if status == "complete":
         raise ValueError("a run becomes complete by finish(), which needs its final results")
-    return _save(run_dir, current, {"status": status})
+    return _save(run_dir, current, {"status": status, "notes": {**current.notes, **(notes or {})}})
 
 
 def _make_folder(run_dir: Path) -> Path:

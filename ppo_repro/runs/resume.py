@@ -47,9 +47,7 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
         start = checkpoints.load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
         found = Resumed(0 if start is None else start.iteration, len(recorded.iterations))
-        environment = describe_environment(config, 1)
-        note = {"iteration": found.start, "overrides": list(overrides), "environment": environment}
-        writer.resume_run(run_dir, recorded, note)
+        writer.mark(run_dir, recorded, "running", _note(run_dir, config, found, overrides))
         try:
             execute(run_dir, config, watcher, start)
         except BaseException as error:
@@ -70,3 +68,12 @@ def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | Non
     else:
         needed = {str(path.resolve()) for path in task_inputs(config)}
         check_inputs({path: digest for path, digest in recorded.inputs.items() if path in needed})
+
+
+def _note(run_dir: Path, config: RunConfig, found: Resumed, overrides: Sequence[str]) -> dict[str, str]:
+    """Write what this part of the run runs on, beside the environment of the first part; its digest by file name."""
+    name = f"resumed-{len(list(run_dir.glob('resumed-*.json'))) + 1:03d}.json"
+    tree = {"iteration": found.start, "overrides": list(overrides), "environment": describe_environment(config, 1)}
+    content = manifest.note_content(tree)
+    manifest.atomic_write(run_dir / name, content)
+    return {name: manifest.note_digest(content)}

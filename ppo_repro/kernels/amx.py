@@ -196,7 +196,8 @@ def _flat(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _no_operand(terms: int, columns: int, digits: int) -> tuple[np.ndarray, np.ndarray]:
     width = -(-columns // 16)
-    return zero_bytes(width * -(-terms // 64) * digits * TILE), np.zeros(width * 16)
+    make = zero_bytes if terms % 64 or columns % 16 else empty_bytes  # what is not written must count as 0
+    return make(width * -(-terms // 64) * digits * TILE), np.zeros(width * 16)
 
 
 def pack(w: np.ndarray, p: int, along_rows: bool) -> Packed:

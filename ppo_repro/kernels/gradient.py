@@ -80,10 +80,10 @@ def _accumulate(a, b, blocks, a_digits, b_digits, palette, first, last, rows, co
     release()
 
 
-def _two_factors(scales: np.ndarray) -> np.ndarray:
-    """float32 [T, 2] whose products are the powers of two `scales`; what is below every float32 becomes 0."""
+def _two_factors(scales: np.ndarray, out: np.ndarray) -> None:
+    """float32 out [T, 2] whose products are the powers of two `scales`; what is below every float32 becomes 0."""
     first = np.clip(scales, 2.0**-126, 2.0**126)
-    return np.stack([first, scales / first], -1).astype(np.float32)
+    out[:, 0], out[:, 1] = first, scales / first
 
 
 def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.ndarray:
@@ -93,7 +93,7 @@ def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.nd
     # terms beyond the last row are 0 in A; in B they may then be anything
     tiles = zero_bytes(size) if is_a and rows % 64 else empty_bytes(size)
     padded = np.zeros((-(-rows // 4) * 4, 2), np.float32)
-    padded[:rows] = _two_factors(scales)
+    _two_factors(scales, padded[:rows])
     flat = x.reshape(-1)
     in_parts(lambda i, j: _pack(flat, rows, columns, digits, is_a, padded, i, j, tiles), blocks, 16.0 * rows)
     return tiles

@@ -25,8 +25,9 @@ from tests.test_cli import folder_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [path for top in ("ppo_repro", "analysis", "experiments") for path in sorted((ROOT / top).rglob("*.py"))]
-# the values that the processes of one run send each other; nothing of it is ever in a file
-MAY_PICKLE = {"ppo_repro/ranks.py"}
+# the values that the processes of one run send each other, and the weights in the form SGLang takes them; nothing of
+# it is ever in a file
+MAY_PICKLE = {"ppo_repro/ranks.py", "ppo_repro/rollout/sglang/weights.py"}
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # of the base class SafeLoader
 MAY_CALL = {("ppo_repro/config_yaml.py", "yaml.load")}

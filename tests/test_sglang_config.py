@@ -154,8 +154,10 @@ def test_the_digest_of_the_numerics_sees_every_file_of_them(tmp_path: Path) -> N
     first = numerics_digest(tmp_path)
     (tmp_path / "rollout" / "a.py").write_text("2")
     assert numerics_digest(tmp_path) == first
+    (tmp_path / "rollout" / "sampler.py").write_text("1")
+    with_sampler = numerics_digest(tmp_path)
     (tmp_path / "kernels" / "a.py").write_text("2")
-    assert numerics_digest(tmp_path) != first
+    assert len({first, with_sampler, numerics_digest(tmp_path)}) == 3
 
 
 def test_a_relative_interpreter_is_recorded_with_its_folder() -> None:

@@ -105,7 +105,8 @@ def _lowered(config: PretrainedConfig, max_context: int, bits: int) -> PreTraine
     check_visibility(config, max_context)
     given = config.to_dict()
     given.pop(KEY)
-    model = AutoModelForCausalLM.from_config(type(config).from_dict(given), dtype=torch.float32).eval()
+    own = type(config).from_dict(given)
+    model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False).eval()
     if type(model) not in CAUSAL_MODELS:
         known = ", ".join(c.__name__ for c in CAUSAL_MODELS)
         raise UserError(f"--model-path: the model is a {type(model).__name__}; must be one of {known}")

@@ -67,9 +67,13 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the trainer prints is no answer
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    value = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    policy = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
+    value = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
     # an id outside of the vocabulary, so that no sampled token is taken for padding
     tokenizer.add_special_tokens({"pad_token": "[pad]"})
     assert tokenizer.pad_token_id == policy.config.vocab_size

@@ -48,8 +48,10 @@ class Interpreter:
 
 
 def numerics_digest(package: Path) -> str:
-    """SHA-256 over the files that decide the bits of a forward pass."""
-    files = sorted(path for part in ("numerics", "kernels") for path in (package / part).glob("*.py"))
+    """SHA-256 over the files that decide the bits of a forward pass and of what is sampled from it."""
+    parts = ("numerics", "kernels", "sglang_plugin")
+    files = sorted(path for part in parts for path in (package / part).glob("*.py"))
+    files += (package / "rollout").glob("sampler.py")
     sums = [f"{path.relative_to(package)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 

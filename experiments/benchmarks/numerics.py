@@ -23,7 +23,8 @@ from experiments.benchmarks import lean
 from experiments.benchmarks.machine import Peaks, measure
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import backend, decoding
+from ppo_repro.numerics.decoding import decoder_of
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.kv_cache import GridCache
 from ppo_repro.numerics.logprobs import token_statistics
@@ -151,13 +152,16 @@ def _exact(model: PreTrainedModel, ids: Tensor, batch: TokenBatch, name: str, ki
     @torch.no_grad()
     def decode() -> None:
         cache = GridCache(policy.config, len(ids), CONTEXT, ids.device)
-        for start, end in [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, CONTEXT))]:
-            now = slice(start, end)
-            cache.aim(slots, positions[:, now], everywhere[:, now])
-            hidden = policy.model(
-                input_ids=ids[:, now], position_ids=positions[:, now], kv_cache=cache, use_cache=False
-            ).last_hidden_state
-            policy.lm_head(hidden[:, -1])
+        cache.aim(slots, positions[:, :PROMPT], everywhere[:, :PROMPT])
+        hidden = policy.model(
+            input_ids=ids[:, :PROMPT], position_ids=positions[:, :PROMPT], kv_cache=cache, use_cache=False
+        ).last_hidden_state
+        policy.lm_head(hidden[:, -1])
+        decoder = decoder_of(policy.model)
+        assert decoder is not None
+        for t in range(PROMPT, CONTEXT):
+            cache.aim(slots, positions[:, t : t + 1], everywhere[:, t : t + 1])
+            policy.lm_head(decoding.decode(decoder, ids[:, t], cache))
 
     def forward() -> Tensor:
         return policy_logits(policy, batch)

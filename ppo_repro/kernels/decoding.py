@@ -31,11 +31,14 @@ def rotate(x: np.ndarray, cosine: np.ndarray, sine: np.ndarray, positions: np.nd
 
 
 @kernel
-def _silu_times(gate, up, first, last):  # type: ignore[no-untyped-def]
+def _silu_times(gate, up, first, last, y):  # type: ignore[no-untyped-def]
     for i in range(first, last):
-        gate[i] = gate[i] / (exp32(-gate[i]) + _ONE) * up[i]
+        y[i] = gate[i] / (exp32(-gate[i]) + _ONE) * up[i]
 
 
-def silu_times(gate: np.ndarray, up: np.ndarray) -> None:
-    """gate = silu(gate) up in place; flat float32."""
-    in_parts(lambda i, j: _silu_times(gate, up, i, j), gate.size, 1.0)
+def silu_times(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """silu(gate) up, float32; contiguous. In place it would not be vectorised: 3.6 times the time."""
+    y = np.empty_like(gate)
+    flat = gate.reshape(-1), up.reshape(-1)
+    in_parts(lambda i, j: _silu_times(*flat, i, j, y.reshape(-1)), gate.size, 1.0)
+    return y

@@ -147,8 +147,7 @@ def decode(decoder: Decoder, ids: Tensor, cache: GridCache) -> Tensor:
         cache.keep(index, *(torch.from_numpy(new).view(len(x), -1, 1, dim) for new in (key, value)))
         x += _products((layer.out,), _attend(layer, query, key, value, cache, index))[0]
         gate, up = _products((layer.gate, layer.up), _normed(layer.before_mlp, x))
-        decoding.silu_times(gate.reshape(-1), up.reshape(-1))
-        x += _products((layer.down,), gate)[0]
+        x += _products((layer.down,), decoding.silu_times(gate, up))[0]
     return torch.from_numpy(_normed(decoder.last, x))
 
 

@@ -12,8 +12,7 @@ from ppo_repro.models.networks import expand_kept
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.prefix import PrefixIndex
-from ppo_repro.rollout.sampler import Sample
-from ppo_repro.rollout.torch_engine import Cache, TorchEngine, _Active
+from ppo_repro.rollout.torch_engine import Cache, Drawn, TorchEngine, _Active
 
 
 class Replay(TorchEngine):
@@ -50,7 +49,8 @@ class Replay(TorchEngine):
         kept = torch.stack([c.kept_tokens[at] for c, at in given])
         eligible = expand_kept(kept, logits.shape[-1])
         logprobs, _ = token_statistics(logits, tokens, sampling.temperature, eligible, self.mode)
-        drawn = Sample(tokens, logprobs, torch.stack([c.log_kept_mass[at] for c, at in given]), kept)
+        mass = torch.stack([c.log_kept_mass[at] for c, at in given])
+        drawn = Drawn(logprobs.numpy(), mass.numpy(), kept.numpy())
         for row, (item, token) in enumerate(zip(turn, tokens.tolist(), strict=True)):
             item.tokens.append(token)
             item.samples.append((drawn, row))

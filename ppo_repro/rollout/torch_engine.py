@@ -18,9 +18,18 @@ from ppo_repro.numerics.kv_cache import GridCache
 from ppo_repro.rollout.cache import SlotCache
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex
-from ppo_repro.rollout.sampler import Sample, sample
+from ppo_repro.rollout.sampler import sample
 
 Cache = GridCache | SlotCache
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A `Sample` as NumPy has it, which is quicker with single numbers."""
+
+    logprobs: np.ndarray
+    log_kept_mass: np.ndarray
+    kept_tokens: np.ndarray
 
 
 @dataclass
@@ -32,7 +41,7 @@ class _Active:
     slot: int
     known: int = 0  # prompt tokens whose keys and values the slot holds
     tokens: list[int] = field(default_factory=list)
-    samples: list[tuple[Sample, int]] = field(default_factory=list)
+    samples: list[tuple[Drawn, int]] = field(default_factory=list)
 
     @property
     def last_position(self) -> int:
@@ -141,8 +150,13 @@ class TorchEngine:
             items = [item for item in items if item.known < len(item.request.prompt_ids)]
 
     def _decode(self, cache: Cache, turn: list[_Active]) -> Tensor:
-        pieces = [(item.tokens[-1],) for item in turn]
-        hidden = self._forward(cache, [item.slot for item in turn], pieces, [item.last_position for item in turn])
+        slots, starts = [item.slot for item in turn], [item.last_position for item in turn]
+        if isinstance(cache, GridCache) and self._decoder is not None:
+            positions = torch.tensor(starts)[:, None]
+            cache.aim(torch.tensor(slots), positions, torch.ones_like(positions, dtype=torch.bool))
+            last = torch.tensor([item.tokens[-1] for item in turn])
+            return head_of(self.policy)(decode(self._decoder, last, cache))
+        hidden = self._forward(cache, slots, [(item.tokens[-1],) for item in turn], starts)
         return head_of(self.policy)(hidden[:, 0])
 
     def _forward(self, cache: Cache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
@@ -156,8 +170,6 @@ class TorchEngine:
         positions = torch.where(valid, torch.tensor(starts)[:, None] + columns, 0)
         cache.aim(torch.tensor(slots), positions, valid)
         trunk = trunk_of(self.policy)
-        if isinstance(cache, GridCache) and width == 1 and self._decoder is not None:
-            return decode(self._decoder, ids[:, 0], cache)[:, None]
         if isinstance(cache, GridCache):
             everything = torch.ones_like(ids)  # see hidden_states: what is visible is the cache's
             out = trunk(
@@ -176,8 +188,9 @@ class TorchEngine:
     def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
-        drawn = sample(logits, seeds, positions, sampling, self.mode)
-        for row, (item, token) in enumerate(zip(turn, drawn.tokens.tolist(), strict=True)):
+        found = sample(logits, seeds, positions, sampling, self.mode)
+        drawn = Drawn(*(x.numpy() for x in (found.logprobs, found.log_kept_mass, found.kept_tokens)))
+        for row, (item, token) in enumerate(zip(turn, found.tokens.tolist(), strict=True)):
             item.tokens.append(token)
             item.samples.append((drawn, row))
 
@@ -196,13 +209,8 @@ def within(positions: Tensor, window: int | None) -> Tensor:
 def _completion(item: _Active, reason: str) -> Completion:
     return Completion(
         response_ids=tuple(item.tokens),
-        logprobs=_rows([(drawn.logprobs, row) for drawn, row in item.samples]),
-        log_kept_mass=_rows([(drawn.log_kept_mass, row) for drawn, row in item.samples]),
-        kept_tokens=_rows([(drawn.kept_tokens, row) for drawn, row in item.samples]),
+        logprobs=torch.from_numpy(np.array([drawn.logprobs[row] for drawn, row in item.samples])),
+        log_kept_mass=torch.from_numpy(np.array([drawn.log_kept_mass[row] for drawn, row in item.samples])),
+        kept_tokens=torch.from_numpy(np.array([drawn.kept_tokens[row] for drawn, row in item.samples])),
         finish_reason=reason,
     )
-
-
-def _rows(places: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """The given row of each tensor, stacked; through NumPy, which is quicker with single numbers."""
-    return torch.from_numpy(np.array([column.numpy()[row] for column, row in places]))

@@ -28,7 +28,7 @@ FORMATS = {
     "KL": "{:.2f}",
     "entropy": "{:.2f}",
     "explained": "{:.2f}",
-    "mismatch": "{:.1e}",
+    "k3": "{:.1e}",
     "floor": "{:.2%}",
     "removed": "{:.1%}",
     "outside": "{:.1%}",

@@ -8,6 +8,7 @@ import torch
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend, decoding
 from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.trunk import parts_of
 from ppo_repro.rollout import torch_engine
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -36,7 +37,7 @@ def test_decoding_gives_the_bits_of_the_modules(
     monkeypatch.setattr(torch_engine, "decode", lambda *args: calls.append(1) or decoding.decode(*args))
     direct = sampled(architecture)
     assert calls, "the modules were called instead"
-    monkeypatch.setattr(torch_engine, "decoder_of", lambda trunk: None)
+    monkeypatch.setattr(torch_engine, "parts_of", lambda trunk: None)
     for a, b in zip(direct, sampled(architecture), strict=True):
         assert a.response_ids == b.response_ids and a.finish_reason == b.finish_reason
         assert torch.equal(bits(a.logprobs), bits(b.logprobs))
@@ -44,15 +45,15 @@ def test_decoding_gives_the_bits_of_the_modules(
 
 @pytest.mark.parametrize("architecture", CALLED)
 def test_other_families_and_activations_call_their_modules(architecture: str) -> None:
-    assert decoding.decoder_of(trunk_of(policy(architecture, "exact"))) is None
+    assert parts_of(trunk_of(policy(architecture, "exact"))) is None
 
 
 def test_a_watched_module_is_called() -> None:
     trunk = trunk_of(policy("llama", "exact"))
-    assert decoding.decoder_of(trunk) is not None
+    assert parts_of(trunk) is not None
     handle = trunk.layers[1].mlp.register_forward_hook(lambda *_: None)
     try:
-        assert decoding.decoder_of(trunk) is None
+        assert parts_of(trunk) is None
     finally:
         handle.remove()
 

@@ -24,11 +24,11 @@ from experiments.benchmarks.machine import Peaks, measure
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import backend, decoding
-from ppo_repro.numerics.decoding import decoder_of
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.kv_cache import GridCache
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.lowering import attach
+from ppo_repro.numerics.trunk import parts_of
 from ppo_repro.seeding import bell
 
 PROMPT, RESPONSE = 32, 64
@@ -157,7 +157,7 @@ def _exact(model: PreTrainedModel, ids: Tensor, batch: TokenBatch, name: str, ki
             input_ids=ids[:, :PROMPT], position_ids=positions[:, :PROMPT], kv_cache=cache, use_cache=False
         ).last_hidden_state
         policy.lm_head(hidden[:, -1])
-        decoder = decoder_of(policy.model)
+        decoder = parts_of(policy.model)
         assert decoder is not None
         for t in range(PROMPT, CONTEXT):
             cache.aim(slots, positions[:, t : t + 1], everywhere[:, t : t + 1])

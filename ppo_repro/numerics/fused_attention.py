@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,12 @@ def _flat(x: Tensor) -> np.ndarray:
     return x.detach().transpose(1, 2).contiguous().numpy().reshape(-1)
 
 
+def _shaped(flat: np.ndarray, like: Tensor) -> Tensor:
+    """The other way round, [R, H, L, D]."""
+    r, h, length, d = like.shape
+    return torch.from_numpy(flat).view(r, length, h, d).transpose(1, 2)
+
+
 def _spec(q: Tensor, kv_heads: int, scaling: float, context: int) -> Spec:
     return spec_of(q.shape[1], kv_heads, q.shape[3], scaling, context)
 
@@ -58,6 +65,48 @@ def _cost(spec: Spec, begin: np.ndarray, end: np.ndarray) -> float:
     return float(np.maximum(end - begin, 0).sum()) * spec.heads * (0.07 * spec.dim + 3.0)
 
 
+@dataclass(frozen=True)
+class Reach:
+    """The keys of each query, [R, L] flat: first..last - 1; and the parts of rows that see nothing of one another."""
+
+    spans: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+
+def reach_of(begin: Tensor, end: Tensor) -> Reach:
+    """Query i of row r sees keys begin[r, i]..end[r, i]-1; int64 [R, L]."""
+    return Reach(*cut_spans(begin.numpy(), end.numpy(), _LEAST_SPAN))
+
+
+def forward(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, reach: Reach, spec: Spec
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Results [R L, H, D] float32, and of each query the largest score and the sum of weights; all flat as q, k, v."""
+    out = np.empty_like(q)
+    queries = q.size // spec.dim // spec.kv_heads
+    top, total = (np.empty((spec.kv_heads, queries), dtype) for dtype in (np.float32, np.float64))
+
+    def kernel(start: int, stop: int) -> int:
+        arrays = q, k, v, reach.first, reach.last, out, top, total
+        return int(forward_kernels.forward(start, stop, spec, reach.spans, *arrays))
+
+    _in_parts(kernel, len(reach.spans) * spec.kv_heads, _cost(spec, reach.first, reach.last))
+    return out, top, total
+
+
+def backward(saved: Saved, reach: Reach, spec: Spec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gradients of q, k and v, flat as they are."""
+    results = np.empty_like(saved.q), np.empty_like(saved.k), np.empty_like(saved.v)
+
+    def kernel(start: int, stop: int) -> int:
+        return int(backward_kernels.backward(start, stop, spec, reach.spans, saved, reach.first, reach.last, *results))
+
+    cost = _BACKWARD_COST * _cost(spec, reach.first, reach.last)
+    _in_parts(kernel, len(reach.spans) * spec.kv_heads, cost)
+    return results
+
+
 class _Attention(Function):
     """As the reference in `attention`; the backward makes the weights again."""
 
@@ -65,37 +114,19 @@ class _Attention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scaling: float, context: int
     ) -> Tensor:
-        (r, h, length, d), kv_heads = q.shape, k.shape[1]
-        spec = _spec(q, kv_heads, scaling, context)
-        spans, first, last = cut_spans(begin.numpy(), end.numpy(), _LEAST_SPAN)
-        queries, keys, values = _flat(q), _flat(k), _flat(v)
-        out = torch.empty(r, length, h, d)
-        top, total = (np.empty((kv_heads, r * length * h // kv_heads), dtype) for dtype in (np.float32, np.float64))
-        result = out.numpy().reshape(-1)
-
-        def kernel(start: int, stop: int) -> int:
-            arrays = queries, keys, values, first, last, result, top, total
-            return int(forward_kernels.forward(start, stop, spec, spans, *arrays))
-
-        _in_parts(kernel, len(spans) * kv_heads, _cost(spec, first, last))
-        out = out.transpose(1, 2)
+        spec, reach = _spec(q, k.shape[1], scaling, context), reach_of(begin, end)
+        result, top, total = forward(_flat(q), _flat(k), _flat(v), reach, spec)
+        out = _shaped(result, q)
         ctx.save_for_backward(q, k, v, out)
-        ctx.spec, ctx.spans, ctx.of_queries = spec, (spans, first, last), (top, total)
+        ctx.spec, ctx.reach, ctx.of_queries = spec, reach, (top, total)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out = ctx.saved_tensors
-        spec, (spans, first, last) = ctx.spec, ctx.spans
         saved = Saved(_flat(q), _flat(k), _flat(v), _flat(out), _flat(grad), *ctx.of_queries)
-        gradients = [torch.empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v)]
-        results = [x.numpy().reshape(-1) for x in gradients]
-
-        def kernel(start: int, stop: int) -> int:
-            return int(backward_kernels.backward(start, stop, spec, spans, saved, first, last, *results))
-
-        _in_parts(kernel, len(spans) * spec.kv_heads, _BACKWARD_COST * _cost(spec, first, last))
-        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+        results = backward(saved, ctx.reach, ctx.spec)
+        dq, dk, dv = (_shaped(result, x) for result, x in zip(results, (q, k, v), strict=True))
         return dq, dk, dv, None, None, None, None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -110,8 +111,12 @@ class _RMSNorm(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse = ctx.saved_tensors
         dy = grad.reshape(x.shape)
-        backward = _norm_backward_kernel if backend.has_kernels(x) else _norm_backward
-        return backward(dy, x, ctx.weight, inverse, ctx.accumulator).view(ctx.shape), None, None, None, None
+        if backend.has_kernels(x):
+            made = norm_backward(array(dy), array(x), ctx.weight, inverse.numpy()[:, 0], ctx.accumulator)
+            dx = torch.from_numpy(made)
+        else:
+            dx = _norm_backward(dy, x, ctx.weight, inverse, ctx.accumulator)
+        return dx.view(ctx.shape), None, None, None, None
 
 
 def _norm_backward(
@@ -131,20 +136,21 @@ def _norm_backward(
     return ((weighted - normed * dot) * inverse).to(torch.float32)
 
 
-def _norm_backward_kernel(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, accumulator: GradientAccumulator | None
-) -> Tensor:
-    dx = torch.empty_like(x)
-    sums, limit, unit = torch.empty(0, dtype=torch.int64), None, 0.0
+def norm_backward(
+    grad: np.ndarray, x: np.ndarray, weight: Tensor, inverse: np.ndarray, accumulator: GradientAccumulator | None
+) -> np.ndarray:
+    """`_norm_backward` by a kernel; grad, x [n, H] float32, inverse [n] float64."""
+    dx = np.empty_like(x)
+    sums, limit, unit = np.empty(0, np.int64), None, 0.0
     if accumulator is not None:
         name = accumulator.names[id(weight)]
         limit = accumulator.grid(name)
         # without a grid only the exponent is wanted, and the sums are thrown away
-        sums = torch.zeros_like(weight, dtype=torch.int64) if limit is None else accumulator.sum_of(name)
+        sums = np.zeros(x.shape[1], np.int64) if limit is None else accumulator.sum_of(name).numpy()
         unit = 0.0 if limit is None else 2.0 ** (accumulator.total_bits - limit)
     largest = norms.rms_norm_backward(
-        array(grad), array(x), array(weight), inverse.numpy()[:, 0], operand_bits(x.shape[-1]), dx.numpy(),
-        norms.NO_GRID if limit is None else limit, unit, sums.numpy(),
+        grad, x, array(weight), inverse, operand_bits(x.shape[1]), dx,
+        norms.NO_GRID if limit is None else limit, unit, sums,
     )  # fmt: skip
     if largest == norms.NOT_FINITE:
         raise NumericsError("the gradient of a norm is not finite; lower the learning rate")

@@ -92,7 +92,7 @@ class Weight:
             return y if bias is None else y + bias
         kind, p = self._kernels(weight.shape[dim]), self.bits(weight.shape[dim])
         operand = _contracted.of(x, (kind, p), lambda: _operand(array(x), kind, p))
-        return torch.from_numpy(self._multiply(operand, weight, dim, amx.NO_BIAS if bias is None else array(bias)))
+        return torch.from_numpy(self.product(operand, weight, dim, amx.NO_BIAS if bias is None else array(bias)))
 
     def _kernels(self, terms: int) -> str:
         return "dgemm" if backend.active() == "amx" and terms > amx.MAX_TERMS else backend.active()
@@ -102,11 +102,8 @@ class Weight:
         terms = x.shape[1]
         return _operand(x, self._kernels(terms), self.bits(terms))
 
-    def product(self, operand: Operand, weight: Tensor, bias: np.ndarray) -> np.ndarray:
-        """`contract` over dimension 1 with an input already on its grid; the bias may be empty."""
-        return self._multiply(operand, weight, 1, bias)
-
-    def _multiply(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
+    def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
+        """`contract` with an input already on its grid; the bias may be empty."""
         if isinstance(operand, amx.Quantised):
             y = np.empty((operand.rows, weight.shape[1 - dim]), np.float32)
             finite = amx.contract(operand, self._get(weight, dim, "amx"), amx.padded_bias(bias), y)

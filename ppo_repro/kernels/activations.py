@@ -12,31 +12,31 @@ _ONE = np.float32(1.0)
 
 
 @kernel
-def _silu(x, first, last, y):  # type: ignore[no-untyped-def]
-    for i in range(first, last):
+def _silu(x, y):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
         y[i] = x[i] / (exp32(-x[i]) + _ONE)
 
 
 def silu(x: np.ndarray, y: np.ndarray) -> None:
     """y = x / (1 + exp(-x)); flat float32."""
-    in_parts(lambda i, j: _silu(x, i, j, y), x.size, 1.0)
+    in_parts(lambda i, j: _silu(x[i:j], y[i:j]), x.size, 1.0)
 
 
 @kernel
-def _silu_backward(grad, x, first, last, dx):  # type: ignore[no-untyped-def]
-    for i in range(first, last):
+def _silu_backward(grad, x, dx):  # type: ignore[no-untyped-def]
+    for i in range(dx.size):
         s = _ONE / (exp32(-x[i]) + _ONE)
         dx[i] = grad[i] * (((_ONE - s) * x[i] + _ONE) * s)
 
 
 def silu_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """dx = grad s (1 + x (1 - s)), s = 1 / (1 + exp(-x)); flat float32."""
-    in_parts(lambda i, j: _silu_backward(grad, x, i, j, dx), x.size, 1.5)
+    in_parts(lambda i, j: _silu_backward(grad[i:j], x[i:j], dx[i:j]), x.size, 1.5)
 
 
 @kernel
-def _tanh(x, first, last, series, most, y):  # type: ignore[no-untyped-def]
-    for i in range(first, last):
+def _tanh(x, series, most, y):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
         a = np.abs(np.float64(x[i]))
         a = most if a > most else a
         e = exp64(a * -2.0)
@@ -47,4 +47,4 @@ def _tanh(x, first, last, series, most, y):  # type: ignore[no-untyped-def]
 
 def tanh(x: np.ndarray, series: float, most: float, y: np.ndarray) -> None:
     """y = tanh(x), |x| up to `most`, as x - x^3 / 3 below `series`; flat float32."""
-    in_parts(lambda i, j: _tanh(x, i, j, series, most, y), x.size, 3.0)
+    in_parts(lambda i, j: _tanh(x[i:j], series, most, y[i:j]), x.size, 3.0)

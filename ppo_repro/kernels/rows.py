@@ -120,11 +120,11 @@ def round_rows(total: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
 
 
 @kernel
-def _add_integers(total, first, last, sums):  # type: ignore[no-untyped-def]
-    for i in range(first, last):
+def _add_integers(total, sums):  # type: ignore[no-untyped-def]
+    for i in range(total.size):
         sums[i] += np.int64(total[i])
 
 
 def add_integers(total: np.ndarray, sums: np.ndarray) -> None:
     """sums += total: float64 integers below 2^53 onto int64, any equal shapes."""
-    _add_integers(total.reshape(-1), 0, total.size, sums.reshape(-1))
+    _add_integers(total.reshape(-1), sums.reshape(-1))

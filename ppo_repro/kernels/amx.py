@@ -13,7 +13,7 @@ import numpy as np
 from ppo_repro.kernels.compile import kernel
 from ppo_repro.kernels.memory import LINE, empty_bytes, from_line, zero_bytes
 from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.rows import INFINITY_BITS, largest_bits
+from ppo_repro.kernels.rows import INFINITY_BITS, NOTHING, largest_bits
 from ppo_repro.kernels.scalar import exponent32, pow2_32, pow2_64
 from ppo_repro.kernels.tiles import (
     clear,
@@ -35,7 +35,7 @@ _CONFIGURATIONS = np.stack([configuration(max(rows, 1)) for rows in range(17)])
 
 
 @kernel
-def _quantise_rows(x, bits, terms, p, digits, first, last, tiles, scales):  # type: ignore[no-untyped-def]
+def _quantise_rows(x, bits, terms, p, digits, first, last, tiles, scales, exponents):  # type: ignore[no-untyped-def]
     """Rows first..last of flat x [M, K] into A tiles, with scales 2^(e - p). False if a row is not finite."""
     blocks = (terms + 63) >> 6
     size = digits * TILE
@@ -49,7 +49,7 @@ def _quantise_rows(x, bits, terms, p, digits, first, last, tiles, scales):  # ty
             continue
         e = exponent32(largest)
         scale = pow2_32(p - e)
-        scales[r] = pow2_64(e - p)
+        scales[r], exponents[r] = pow2_64(e - p), NOTHING if largest == 0 else e
         row = target + (r >> 4) * blocks * size + (r & 15) * 64
         for group in range(blocks * 4):
             start = group * 16
@@ -235,6 +235,7 @@ class Quantised:
 
     tiles: np.ndarray
     scales: np.ndarray
+    exponents: np.ndarray  # int64 [rows] as of `rows.row_exponents`
     rows: int
     terms: int
     p: int
@@ -247,12 +248,15 @@ def quantise_rows(x: np.ndarray, p: int) -> Quantised:
     digits = digits_for(p)
     blocks, row_blocks = -(-terms // 64), -(-rows // 16)
     a, scales = empty_bytes(row_blocks * blocks * digits * TILE), np.empty(row_blocks * 16)
+    exponents = np.empty(rows, np.int64)
     flat, bits = _flat(x)
     finite: list[bool] = []
-    in_parts(
-        lambda i, j: finite.append(_quantise_rows(flat, bits, terms, p, digits, i, j, a, scales)), rows, 0.3 * terms
-    )
-    return Quantised(a, scales, rows, terms, p, all(finite))
+
+    def part(first: int, last: int) -> None:
+        finite.append(_quantise_rows(flat, bits, terms, p, digits, first, last, a, scales, exponents))
+
+    in_parts(part, rows, 0.3 * terms)
+    return Quantised(a, scales, exponents, rows, terms, p, all(finite))
 
 
 def contract(x: Quantised, packed: Packed, bias: np.ndarray, y: np.ndarray) -> bool:

@@ -17,9 +17,10 @@ from ppo_repro.kernels.rows import add_integers, grid_values, round_rows, scaled
 
 @dataclass(frozen=True)
 class Dense:
-    """Grid values of a weight matrix: `values` [columns, terms] float64, each output column on its grid."""
+    """Grid values [rows, terms] float64, each row on its grid: of inputs, or of a weight matrix's output columns."""
 
     values: torch.Tensor
+    exponents: np.ndarray  # int64 [rows] as of `rows.row_exponents`
     p: int
     finite: bool
 
@@ -34,17 +35,21 @@ class Inputs:
 
 def prepare(w: np.ndarray, p: int) -> Dense:
     """Grid values of w [columns, terms] float32, C-contiguous, along its rows."""
-    values = np.empty(w.shape)
-    finite = grid_values(w, p, values)
-    return Dense(torch.from_numpy(values), p, finite)
+    values, exponents = np.empty(w.shape), np.empty(len(w), np.int64)
+    finite = grid_values(w, p, exponents, values)
+    return Dense(torch.from_numpy(values), exponents, p, finite)
 
 
 def prepare_rows(x: np.ndarray, p: int) -> Dense:
     """Grid values of the inputs x [M, terms] float32, C-contiguous, along their rows."""
-    values = np.empty(x.shape)
+    values, exponents = np.empty(x.shape), np.empty(len(x), np.int64)
     finite: list[bool] = []
-    in_parts(lambda i, j: finite.append(grid_values(x[i:j], p, values[i:j])), len(x), 1.0 * x.shape[1])
-    return Dense(torch.from_numpy(values), p, all(finite))
+
+    def part(first: int, last: int) -> None:
+        finite.append(grid_values(x[first:last], p, exponents[first:last], values[first:last]))
+
+    in_parts(part, len(x), 1.0 * x.shape[1])
+    return Dense(torch.from_numpy(values), exponents, p, all(finite))
 
 
 def contract(x: Dense, weight: Dense, bias: np.ndarray, y: np.ndarray) -> bool:

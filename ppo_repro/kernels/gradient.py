@@ -21,6 +21,7 @@ THREE_DIGIT_BITS = 22
 
 _to_words = column_quantiser((2, 3, 4), False)
 _PALETTE = configuration(16)
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
 @kernel
@@ -80,10 +81,12 @@ def _accumulate(a, b, blocks, a_digits, b_digits, palette, first, last, rows, co
     release()
 
 
-def _two_factors(scales: np.ndarray, out: np.ndarray) -> None:
+@kernel
+def _two_factors(scales, out):  # type: ignore[no-untyped-def]
     """float32 out [T, 2] whose products are the powers of two `scales`; what is below every float32 becomes 0."""
-    first = np.clip(scales, 2.0**-126, 2.0**126)
-    out[:, 0], out[:, 1] = first, scales / first
+    for t in range(scales.size):
+        first = min(max(scales[t], _SMALLEST), _LARGEST)
+        out[t, 0], out[t, 1] = np.float32(first), np.float32(scales[t] / first)
 
 
 def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.ndarray:

@@ -62,13 +62,14 @@ def product_units(a, b, shift, bits, least, up, a_up):  # type: ignore[no-untype
 
 
 @kernel
-def _grid_values(x, bits, columns, p, first, last, out):  # type: ignore[no-untyped-def]
+def _grid_values(x, bits, columns, p, exponents, out):  # type: ignore[no-untyped-def]
     finite = True
-    for r in range(first, last):
+    for r in range(exponents.size):
         start = r * columns
         largest = largest_bits(bits[start : start + columns])
         finite &= largest < INFINITY_BITS
         e = exponent32(largest)
+        exponents[r] = NOTHING if largest == 0 else e
         up, down = pow2_64(p - e), pow2_64(e - p)
         row, target = x[start : start + columns], out[start : start + columns]
         for c in range(columns):
@@ -76,11 +77,13 @@ def _grid_values(x, bits, columns, p, first, last, out):  # type: ignore[no-unty
     return finite
 
 
-def grid_values(x: np.ndarray, p: int, out: np.ndarray) -> bool:
-    """out = rne(x 2^(p - e)) 2^(e - p) of every row; x [M, K] float32, out float64. False if not finite."""
-    rows, columns = x.shape
-    flat, target = x.reshape(-1), out.reshape(-1)
-    return bool(_grid_values(flat, flat.view(np.int32), columns, p, 0, rows, target))
+def grid_values(x: np.ndarray, p: int, exponents: np.ndarray, out: np.ndarray) -> bool:
+    """out = rne(x 2^(p - e)) 2^(e - p) of every row; x [M, K] float32, out float64. False if not finite.
+
+    `exponents` int64 [M] as of `row_exponents`.
+    """
+    flat = x.reshape(-1)
+    return bool(_grid_values(flat, flat.view(np.int32), x.shape[1], p, exponents, out.reshape(-1)))
 
 
 @kernel

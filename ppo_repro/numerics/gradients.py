@@ -58,6 +58,7 @@ class GradientAccumulator:
         self.grids: dict[str, int] = {}  # E of each tensor: state that outlives the step
         self.sums: dict[str, Tensor] = {}
         self.largest: dict[str, int] = {}
+        self._room: dict[str, Tensor] = {}  # of earlier steps: memory asked for anew is cleared page by page
 
     def begin(self) -> None:
         """Forget what has been collected; the grids stay."""
@@ -76,7 +77,9 @@ class GradientAccumulator:
         """The int64 sums of a parameter, to be added to."""
         if name not in self.sums:
             p = self.parameters[name]
-            self.sums[name] = torch.zeros(p.shape, dtype=torch.int64, device=p.device)
+            if name not in self._room:
+                self._room[name] = torch.empty(p.shape, dtype=torch.int64, device=p.device)
+            self.sums[name] = self._room[name].zero_()
         return self.sums[name]
 
     def add_linear(self, weight: Tensor, x: Tensor, grad: Tensor, transposed: bool = False) -> None:
@@ -90,6 +93,12 @@ class GradientAccumulator:
         x_exponents, grad_exponents = input_exponents(x), row_exponents(grad)
         if x_exponents is None or grad_exponents is None:
             raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+        self.add_measured(name, x, x_exponents, grad, grad_exponents, transposed)
+
+    def add_measured(
+        self, name: str, x: Tensor, x_exponents: Tensor, grad: Tensor, grad_exponents: Tensor, transposed: bool = False
+    ) -> None:
+        """`add_linear` where the exponents of the rows, int64 [T] as of `products.row_exponents`, are known."""
         largest = largest_product(x_exponents, grad_exponents)
         if largest is None:
             return

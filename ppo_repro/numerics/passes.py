@@ -5,6 +5,7 @@ What autograd and modules would do, in the same order: the law of every operatio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from ppo_repro.numerics.attention import visible_keys
 from ppo_repro.numerics.fused_attention import Reach
 from ppo_repro.numerics.layers import norm_backward
 from ppo_repro.numerics.products import array
-from ppo_repro.numerics.trunk import Layer, Linear, Norm, Trunk, normed, products
+from ppo_repro.numerics.trunk import Layer, Linear, Norm, Trunk, normed
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,31 @@ class _Normed:
 
 
 @dataclass(frozen=True)
+class _Input:
+    """What a linear layer was given [n, K], and the exponents of its rows, int64 [n]."""
+
+    values: np.ndarray
+    exponents: Tensor
+
+
+@dataclass(frozen=True)
 class _Kept:
     """What the backward of a layer needs."""
 
     before: _Normed
+    to_attention: _Input
     query_normed: _Normed | None
     key_normed: _Normed | None
     query: np.ndarray
     key: np.ndarray
     value: np.ndarray
-    attended: np.ndarray
+    attended: _Input
     of_queries: tuple[np.ndarray, np.ndarray]
     between: _Normed
+    to_mlp: _Input
     gate: np.ndarray
     up: np.ndarray
-    gated: np.ndarray
+    gated: _Input
 
 
 def hidden_states(
@@ -133,7 +144,7 @@ def _normed(norm: Norm, x: np.ndarray) -> _Normed:
 
 def _layer_forward(layer: Layer, x: np.ndarray, trunk: Trunk, places: _Places) -> tuple[np.ndarray, _Kept]:
     before = _normed(layer.before_attention, x)
-    query, key, value = products((layer.query, layer.key, layer.value), before.y)
+    (query, key, value), to_attention = _products((layer.query, layer.key, layer.value), before.y)
     dim, query_normed, key_normed = layer.spec.dim, None, None
     if layer.query_norm is not None and layer.key_norm is not None:
         query_normed = _normed(layer.query_norm, query.reshape(-1, dim))
@@ -141,14 +152,23 @@ def _layer_forward(layer: Layer, x: np.ndarray, trunk: Trunk, places: _Places) -
         query, key = query_normed.y.reshape(query.shape), key_normed.y.reshape(key.shape)
     for rotated in (query, key):  # nobody needs them as they were
         layer_parts.rotate(rotated, trunk.cosine, trunk.sine, places.positions, dim)
-    attended, top, total = _attend(layer, places, query, key, value)
-    (out,) = products((layer.out,), attended)
+    result, top, total = _attend(layer, places, query, key, value)
+    (out,), attended = _products((layer.out,), result)
     between = _normed(layer.before_mlp, layer_parts.add(x, out))
-    gate, up = products((layer.gate, layer.up), between.y)
-    gated = layer_parts.silu_times(gate, up)
-    (down,) = products((layer.down,), gated)
-    kept = _Kept(before, query_normed, key_normed, query, key, value, attended, (top, total), between, gate, up, gated)
+    (gate, up), to_mlp = _products((layer.gate, layer.up), between.y)
+    (down,), gated = _products((layer.down,), layer_parts.silu_times(gate, up))
+    kept = _Kept(
+        before, to_attention, query_normed, key_normed, query, key, value, attended, (top, total), between, to_mlp,
+        gate, up, gated,
+    )  # fmt: skip
     return layer_parts.add(between.x, down), kept
+
+
+def _products(layers: Sequence[Linear], x: np.ndarray) -> tuple[list[np.ndarray], _Input]:
+    """Of layers that share an input, which is put on its grid once."""
+    operand = layers[0].prepared.operand(x)
+    results = [layer.prepared.product(operand, layer.weight, 1, layer.bias_values) for layer in layers]
+    return results, _Input(x, torch.from_numpy(operand.exponents))
 
 
 def _attend(
@@ -179,11 +199,11 @@ def _layer_backward(layer: Layer, kept: _Kept, grad: np.ndarray, trunk: Trunk, p
     d_gated = _linear_backward(layer.down, kept.gated, grad)
     d_gate, d_up = layer_parts.silu_times_backward(d_gated, kept.gate, kept.up)
     d_normed = layer_parts.add(
-        _linear_backward(layer.up, kept.between.y, d_up), _linear_backward(layer.gate, kept.between.y, d_gate)
+        _linear_backward(layer.up, kept.to_mlp, d_up), _linear_backward(layer.gate, kept.to_mlp, d_gate)
     )
     d_between = layer_parts.add(grad, _norm_backward(layer.before_mlp, kept.between, d_normed))
     d_attended = _linear_backward(layer.out, kept.attended, d_between)
-    q, k, v, out, d_out = (x.reshape(-1) for x in (kept.query, kept.key, kept.value, kept.attended, d_attended))
+    q, k, v, out, d_out = (x.reshape(-1) for x in (kept.query, kept.key, kept.value, kept.attended.values, d_attended))
     saved = Saved(q, k, v, out, d_out, *kept.of_queries)
     results = fused_attention.backward(saved, places.reaches[layer.window], layer.spec)
     dq, dk, dv = (d.reshape(x.shape) for d, x in zip(results, (kept.query, kept.key, kept.value), strict=True))
@@ -191,10 +211,10 @@ def _layer_backward(layer: Layer, kept: _Kept, grad: np.ndarray, trunk: Trunk, p
         layer_parts.rotate(rotated, trunk.cosine, trunk.sine, places.positions, layer.spec.dim, back=True)
     dq = _head_norm_backward(layer.query_norm, kept.query_normed, dq)
     dk = _head_norm_backward(layer.key_norm, kept.key_normed, dk)
-    y = kept.before.y
+    given = kept.to_attention
     # three sums: in the order in which autograd meets them
-    d_normed = layer_parts.add(_linear_backward(layer.value, y, dv), _linear_backward(layer.key, y, dk))
-    d_normed = layer_parts.add(d_normed, _linear_backward(layer.query, y, dq))
+    d_normed = layer_parts.add(_linear_backward(layer.value, given, dv), _linear_backward(layer.key, given, dk))
+    d_normed = layer_parts.add(d_normed, _linear_backward(layer.query, given, dq))
     return layer_parts.add(d_between, _norm_backward(layer.before_attention, kept.before, d_normed))
 
 
@@ -208,13 +228,15 @@ def _head_norm_backward(norm: Norm | None, kept: _Normed | None, grad: np.ndarra
     return _norm_backward(norm, kept, grad.reshape(kept.x.shape)).reshape(grad.shape)
 
 
-def _linear_backward(layer: Linear, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
+def _linear_backward(layer: Linear, x: _Input, dy: np.ndarray) -> np.ndarray:
     """dy W; the weight and bias gradients go to the accumulator."""
-    dx = layer.prepared.product(layer.prepared.operand(dy), layer.weight, 0, NO_BIAS)
+    operand = layer.prepared.operand(dy)
+    dx = layer.prepared.product(operand, layer.weight, 0, NO_BIAS)
     if layer.accumulator is not None:
-        gradient = torch.from_numpy(dy)
+        gradient, exponents = torch.from_numpy(dy), torch.from_numpy(operand.exponents)
         if layer.weight.requires_grad:
-            layer.accumulator.add_linear(layer.weight, torch.from_numpy(x), gradient)
+            name = layer.accumulator.names[id(layer.weight)]
+            layer.accumulator.add_measured(name, torch.from_numpy(x.values), x.exponents, gradient, exponents)
         if layer.bias is not None and layer.bias.requires_grad:
             layer.accumulator.add_rows(layer.bias, gradient)
     return dx

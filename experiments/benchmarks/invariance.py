@@ -66,8 +66,8 @@ def _outcome(condition: str, run_dir: Path) -> Outcome:
     return Outcome(condition, reader.open_manifest(run_dir).fingerprint, rows)
 
 
-def _layout(out: Path, mode: str, layout: Sequence[str]) -> Outcome:
-    overrides = [f"numerics.mode={mode}", *(f"layout.{part}" for part in layout)]
+def _layout(out: Path, numerics: Sequence[str], layout: Sequence[str]) -> Outcome:
+    overrides = [*numerics, *(f"layout.{part}" for part in layout)]
     run_dir, _ = run(load_config(CONFIG, overrides), out, Silent())
     return _outcome(" ".join(layout) or "as configured", run_dir)
 
@@ -80,8 +80,8 @@ class _Interrupting(Silent):
             raise KeyboardInterrupt
 
 
-def _resumed(out: Path, mode: str) -> Outcome:
-    config = load_config(CONFIG, [f"numerics.mode={mode}", "checkpoints.every=2"])
+def _resumed(out: Path, numerics: Sequence[str]) -> Outcome:
+    config = load_config(CONFIG, [*numerics, "checkpoints.every=2"])
     with suppress(KeyboardInterrupt):
         run(config, out, _Interrupting())
     run_dir = run_folder(config, out)
@@ -93,10 +93,12 @@ def _resumed(out: Path, mode: str) -> Outcome:
     return _outcome(condition, run_dir)
 
 
-def _process(out: Path, mode: str, condition: str, environment: dict[str, str], ranks: int, shares: str) -> Outcome:
+def _process(
+    out: Path, numerics: Sequence[str], condition: str, environment: dict[str, str], ranks: int, shares: str
+) -> Outcome:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "ppo_repro", "run", str(CONFIG), "--out", str(out), "--json"]
-    sets = ["--set", f"numerics.mode={mode}", "--set", f"layout.rank_shares={shares}"]
+    sets = [part for setting in (*numerics, f"layout.rank_shares={shares}") for part in ("--set", setting)]
     done = subprocess.run(
         [*command, *sets],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -109,30 +111,35 @@ def _process(out: Path, mode: str, condition: str, environment: dict[str, str], 
     return _outcome(condition, Path(json.loads(done.stdout)["run_dir"]))
 
 
-def outcomes(mode: str, folder: Path) -> Iterator[Outcome]:
-    """Run every condition of a numerics mode."""
+def outcomes(mode: str, folder: Path, operand_bits: int = 20) -> Iterator[Outcome]:
+    """Run every condition of a numerics mode; only exact numerics can have other operand bits than 20."""
+    numerics = (f"numerics.mode={mode}", f"numerics.operand_bits={operand_bits}")
     layouts: list[tuple[str, ...]] = [(), *LAYOUTS]
     if mode == "exact":
         names = [name for name in backend.BACKENDS if name != "amx" or backend.has_amx()]
         layouts += [(f"backend={name}",) for name in names]
     for index, layout in enumerate(layouts):
-        yield _layout(folder / f"layout{index}", mode, layout)
-    yield _resumed(folder / "resumed", mode)
+        yield _layout(folder / f"layout{index}", numerics, layout)
+    yield _resumed(folder / "resumed", numerics)
     for index, cap in enumerate(CAPS):
         condition = " ".join(f"{name}={value}" for name, value in cap.items())
-        yield _process(folder / f"cap{index}", mode, condition, cap, 1, "[]")
+        yield _process(folder / f"cap{index}", numerics, condition, cap, 1, "[]")
     for ranks, shares in RANKS:
-        yield _process(folder / f"ranks{ranks}{shares}", mode, f"{ranks} processes, shares {shares}", {}, ranks, shares)
+        condition = f"{ranks} processes, shares {shares}"
+        yield _process(folder / f"ranks{ranks}{shares}", numerics, condition, {}, ranks, shares)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="how many fingerprints one run has under many conditions")
     parser.add_argument("--mode", nargs="+", choices=["exact", "native"], default=["exact", "native"])
+    parser.add_argument("--operand-bits", type=int, choices=[14, 20], default=20, help="of exact numerics")
+    arguments = parser.parse_args()
     failed = False
-    for mode in parser.parse_args().mode:
+    for mode in arguments.mode:
+        bits = arguments.operand_bits if mode == "exact" else 20
         with tempfile.TemporaryDirectory() as folder:
             found = []
-            for outcome in outcomes(mode, Path(folder)):
+            for outcome in outcomes(mode, Path(folder), bits):
                 print(
                     f"{mode:<8}{outcome.fingerprint[:12]}  {outcome.tokens:>8,} tokens  {outcome.condition}", flush=True
                 )

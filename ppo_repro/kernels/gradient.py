@@ -11,7 +11,7 @@ import numpy as np
 
 from ppo_repro.kernels.amx import MAX_TERMS, digits_for
 from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.memory import LINE, empty_bytes, from_line, zero_bytes
+from ppo_repro.kernels.memory import LINE, empty_bytes, from_line
 from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.tiles import add_integers, clear, configuration, configure, multiply, release, save
 from ppo_repro.kernels.vectors import TILE, column_quantiser, transpose_tile
@@ -45,6 +45,11 @@ def _pack(x, rows, columns, digits, is_a, scales, first, last, tiles):  # type: 
             tile = target + (column * blocks + (group >> 4)) * size
             _to_words(digits, place, stride, s0 + row * 8, tile + (group & 15) * 64)
         if is_a:
+            # terms beyond the last row: 0 here, and B may hold anything there
+            written = ((rows + 3) >> 2) - (blocks - 1) * 16
+            for s in range(digits):
+                tile = (column * blocks + blocks - 1) * size + s * TILE
+                tiles[tile + written * 64 : tile + TILE] = 0
             for tile_index in range(blocks * digits):
                 transpose_tile(target + (column * blocks * digits + tile_index) * TILE)
 
@@ -92,9 +97,7 @@ def _two_factors(scales, out):  # type: ignore[no-untyped-def]
 def _packed(x: np.ndarray, digits: int, is_a: bool, scales: np.ndarray) -> np.ndarray:
     rows, columns = x.shape
     blocks = -(-columns // 16)
-    size = blocks * -(-rows // 64) * digits * TILE
-    # terms beyond the last row are 0 in A; in B they may then be anything
-    tiles = zero_bytes(size) if is_a and rows % 64 else empty_bytes(size)
+    tiles = empty_bytes(blocks * -(-rows // 64) * digits * TILE)
     padded = np.zeros((-(-rows // 4) * 4, 2), np.float32)
     _two_factors(scales, padded[:rows])
     flat = x.reshape(-1)

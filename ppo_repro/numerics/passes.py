@@ -57,6 +57,7 @@ class _Input:
 class _Kept:
     """What the backward of a layer needs."""
 
+    rows: np.ndarray | None  # of those after attention; None for all
     before: _Normed
     to_attention: _Input
     query_normed: _Normed | None
@@ -64,6 +65,7 @@ class _Kept:
     query: np.ndarray
     key: np.ndarray
     value: np.ndarray
+    result: np.ndarray  # of attention
     attended: _Input
     of_queries: tuple[np.ndarray, np.ndarray]
     between: _Normed
@@ -129,10 +131,12 @@ class _Pass(Function):
 def _forward(trunk: Trunk, places: _Places, kept: list[Any] | None) -> np.ndarray:
     x = array(trunk.embedding)[places.ids.numpy()]
     for layer in trunk.layers:
-        x, of_layer = _layer_forward(layer, x, trunk, places)
+        # after the last attention no row looks at another one: those that nobody wants are left out
+        rows = places.predictors.numpy() if layer is trunk.layers[-1] else None
+        x, of_layer = _layer_forward(layer, x, rows, trunk, places)
         if kept is not None:
             kept.append(of_layer)
-    last = _normed(trunk.last, x[places.predictors.numpy()])  # rows are normed one by one: no other one is wanted
+    last = _normed(trunk.last, x)
     if kept is not None:
         kept.append(last)
     return last.y
@@ -142,7 +146,9 @@ def _normed(norm: Norm, x: np.ndarray) -> _Normed:
     return _Normed(x, *normed(norm, x))
 
 
-def _layer_forward(layer: Layer, x: np.ndarray, trunk: Trunk, places: _Places) -> tuple[np.ndarray, _Kept]:
+def _layer_forward(
+    layer: Layer, x: np.ndarray, rows: np.ndarray | None, trunk: Trunk, places: _Places
+) -> tuple[np.ndarray, _Kept]:
     before = _normed(layer.before_attention, x)
     (query, key, value), to_attention = _products((layer.query, layer.key, layer.value), before.y)
     dim, query_normed, key_normed = layer.spec.dim, None, None
@@ -153,13 +159,15 @@ def _layer_forward(layer: Layer, x: np.ndarray, trunk: Trunk, places: _Places) -
     for rotated in (query, key):  # nobody needs them as they were
         layer_parts.rotate(rotated, trunk.cosine, trunk.sine, places.positions, dim)
     result, top, total = _attend(layer, places, query, key, value)
-    (out,), attended = _products((layer.out,), result)
+    if rows is not None:
+        x = x[rows]
+    (out,), attended = _products((layer.out,), result if rows is None else result[rows])
     between = _normed(layer.before_mlp, layer_parts.add(x, out))
     (gate, up), to_mlp = _products((layer.gate, layer.up), between.y)
     (down,), gated = _products((layer.down,), layer_parts.silu_times(gate, up))
     kept = _Kept(
-        before, to_attention, query_normed, key_normed, query, key, value, attended, (top, total), between, to_mlp,
-        gate, up, gated,
+        rows, before, to_attention, query_normed, key_normed, query, key, value, result, attended, (top, total),
+        between, to_mlp, gate, up, gated,
     )  # fmt: skip
     return layer_parts.add(between.x, down), kept
 
@@ -185,8 +193,7 @@ def _attend(
 def _backward(trunk: Trunk, places: _Places, kept: list[Any], grad: np.ndarray) -> None:
     """Empties `kept` on the way, so that each layer's memory is free for the one before it."""
     last: _Normed = kept.pop()
-    dx = np.zeros((len(places.ids), grad.shape[1]), np.float32)
-    dx[places.predictors.numpy()] = _norm_backward(trunk.last, last, grad)
+    dx = _norm_backward(trunk.last, last, grad)
     for layer in reversed(trunk.layers):
         dx = _layer_backward(layer, kept.pop(), dx, trunk, places)
     if trunk.embedding_accumulator is not None:
@@ -202,8 +209,10 @@ def _layer_backward(layer: Layer, kept: _Kept, grad: np.ndarray, trunk: Trunk, p
         _linear_backward(layer.up, kept.to_mlp, d_up), _linear_backward(layer.gate, kept.to_mlp, d_gate)
     )
     d_between = layer_parts.add(grad, _norm_backward(layer.before_mlp, kept.between, d_normed))
-    d_attended = _linear_backward(layer.out, kept.attended, d_between)
-    q, k, v, out, d_out = (x.reshape(-1) for x in (kept.query, kept.key, kept.value, kept.attended.values, d_attended))
+    d_result = _linear_backward(layer.out, kept.attended, d_between)
+    if kept.rows is not None:
+        d_between, d_result = (_among_all(d, kept.rows, len(places.ids)) for d in (d_between, d_result))
+    q, k, v, out, d_out = (x.reshape(-1) for x in (kept.query, kept.key, kept.value, kept.result, d_result))
     saved = Saved(q, k, v, out, d_out, *kept.of_queries)
     results = fused_attention.backward(saved, places.reaches[layer.window], layer.spec)
     dq, dk, dv = (d.reshape(x.shape) for d, x in zip(results, (kept.query, kept.key, kept.value), strict=True))
@@ -216,6 +225,13 @@ def _layer_backward(layer: Layer, kept: _Kept, grad: np.ndarray, trunk: Trunk, p
     d_normed = layer_parts.add(_linear_backward(layer.value, given, dv), _linear_backward(layer.key, given, dk))
     d_normed = layer_parts.add(d_normed, _linear_backward(layer.query, given, dq))
     return layer_parts.add(d_between, _norm_backward(layer.before_attention, kept.before, d_normed))
+
+
+def _among_all(x: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    """Zeros [count, ..] but for the rows given."""
+    found = np.zeros((count, x.shape[1]), np.float32)
+    found[rows] = x
+    return found
 
 
 def _norm_backward(norm: Norm, kept: _Normed, grad: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from ppo_repro.numerics.families import head_of, trunk_of
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.lowering import attach
-from tests.models_for_tests import CONTEXT, bits, policy, ragged, seeded, source_model
+from tests.models_for_tests import CONTEXT, bits, kept_bytes, policy, ragged, seeded, source_model
 
 RUN = ("qwen3", "qwen2", "llama", "mistral", "qwen2 sliding", "qwen3 sliding, untied, biases", "llama yarn")
 KERNELS = ("dgemm", "amx")
@@ -107,12 +107,16 @@ def test_only_what_is_trained_gets_a_gradient(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(bits(found[0][name]), bits(tensor)), name
 
 
-def test_layers_to_be_computed_again_go_through_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_computed_again_give_the_same_bits_and_keep_their_inputs_alone() -> None:
     use("dgemm")
-    expected = gradients(*fresh("llama"), "right")
-    model, accumulator = fresh("llama")
+    expected = gradients(*fresh("qwen3"), "right")
+    model, accumulator = fresh("qwen3")
+    batch = lay_out(*ragged(3, 3), "right")
+    whole = kept_bytes(hidden_states(trunk_of(model), batch))
     checkpoint_gradients(model)
-    monkeypatch.setattr(passes, "hidden_states", lambda *_: pytest.fail("activations of all layers were kept"))
+    inputs = 2 * 4 * batch.input_ids.numel() * model.config.hidden_size
+    last_norm = 2 * 4 * len(batch.predictors) * model.config.hidden_size + 8 * len(batch.predictors)
+    assert kept_bytes(hidden_states(trunk_of(model), batch)) == inputs + last_norm < whole / 4
     found = gradients(model, accumulator, "right")
     assert all(torch.equal(bits(found[name]), bits(tensor)) for name, tensor in expected.items())
 

@@ -37,7 +37,7 @@ from ppo_repro.rollout.cache import SlotCache
 from ppo_repro.runs import plan, plan_table
 from ppo_repro.runs.plan import Linear, Work, mixed_precision_bytes
 from ppo_repro.runs.shapes import model_shape, plan_run
-from tests.models_for_tests import CLASSES, CONFIGS, CONTEXT, fill, ragged, source_model
+from tests.models_for_tests import CLASSES, CONFIGS, CONTEXT, fill, kept_bytes, ragged, source_model
 from tests.runs_for_tests import small_config
 
 SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
@@ -220,7 +220,7 @@ def resized(architecture: str, layers: int) -> PretrainedConfig:
     return config
 
 
-def saved_by_autograd(architecture: str, mode: str, layers: int) -> int:
+def saved(architecture: str, mode: str, layers: int) -> int:
     """Bytes that the forward pass of a trunk keeps for its backward pass, parameters and tables left out."""
     config = resized(architecture, layers)
     model = CLASSES[type(config)](config).eval()
@@ -235,20 +235,24 @@ def saved_by_autograd(architecture: str, mode: str, layers: int) -> int:
 
     batch = lay_out([[3] * 20] * 3, [[5] * 10] * 3, "right")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        hidden_states(trunk_of(policy), batch)
+        hidden = hidden_states(trunk_of(policy), batch)
+    if hasattr(hidden.grad_fn, "kept"):
+        return kept_bytes(hidden)
     return distinct(x for place, x in kept.items() if place not in own)
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_activations_of_a_layer_are_what_autograd_saves(architecture: str, mode: str) -> None:
+def test_activations_of_a_layer_are_what_a_pass_keeps(architecture: str, mode: str) -> None:
     backend.use("dgemm" if mode == "exact" else "eager", 1)
     tokens, row = 3 * 29, 29
-    found = saved_by_autograd(architecture, mode, 3) - saved_by_autograd(architecture, mode, 2)
+    found = saved(architecture, mode, 3) - saved(architecture, mode, 2)
     shape = model_shape(resized(architecture, 2), mode == "exact")
     how = work("dgemm" if mode == "exact" else "native")
     expected = plan.saved_bytes_per_layer(shape, tokens, row, how)
-    if mode == "exact":
+    if mode == "exact" and architecture not in {"gemma", "gpt2", "gpt_neox"}:
+        assert found == expected
+    elif mode == "exact":
         # two numbers of every head and query are kept outside autograd
         assert found == expected - 12 * shape.heads * tokens
     else:

@@ -23,7 +23,7 @@ from ppo_repro.numerics.families import check_visibility, head_of, stock_masks, 
 from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.layers import ExactLinear
 from ppo_repro.numerics.lowering import is_exact, lower
-from ppo_repro.numerics.trunk import Trunk, parts_of
+from ppo_repro.numerics.trunk import parts_of
 from ppo_repro.seeding import bell
 
 
@@ -101,21 +101,14 @@ def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
 
 def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Final hidden states [n, H] float32 at the positions that predict the response tokens."""
-    parts = _parts(trunk, batch)
+    parts = parts_of(trunk) if is_exact(trunk) and backend.has_kernels(batch.input_ids) else None
     if parts is not None:
-        return passes.hidden_states(parts, batch.input_ids, batch.position_ids, batch.first_key, batch.predictors)
+        recompute = any(layer.gradient_checkpointing for layer in _decoder_layers(trunk))
+        places = batch.input_ids, batch.position_ids, batch.first_key, batch.predictors
+        return passes.hidden_states(parts, *places, recompute)
     with _recording_gradients(trunk):
         out = _forward(trunk, batch)
     return out.reshape(-1, out.shape[-1])[batch.predictors]
-
-
-def _parts(trunk: PreTrainedModel, batch: TokenBatch) -> Trunk | None:
-    """What a pass without modules needs; None where there is no such pass, or its layers are to be computed again."""
-    if not is_exact(trunk) or not backend.has_kernels(batch.input_ids):
-        return None
-    if torch.is_grad_enabled() and any(layer.gradient_checkpointing for layer in _decoder_layers(trunk)):
-        return None
-    return parts_of(trunk)
 
 
 def _forward(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:

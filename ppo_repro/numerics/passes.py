@@ -76,12 +76,18 @@ class _Kept:
 
 
 def hidden_states(
-    trunk: Trunk, input_ids: Tensor, position_ids: Tensor, first_key: Tensor, predictors: Tensor
+    trunk: Trunk,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    first_key: Tensor,
+    predictors: Tensor,
+    recompute: bool = False,
 ) -> Tensor:
     """Final hidden states [n, H] float32 at the flat places `predictors` [n] int64, no two of them the same.
 
     input_ids, position_ids, first_key [R, L] int64 as in `TokenBatch`. Differentiable: a backward pass sends the
-    gradients of what is trained to the accumulators of the layers, once. Raises NumericsError where a number is not
+    gradients of what is trained to the accumulators of the layers, once; with `recompute` nothing but the inputs of
+    layers is kept for it. Raises NumericsError where a number is not
     finite or a query sees more keys than max_context, IndexError for a position beyond it.
     """
     own = torch.arange(first_key.shape[1]).expand_as(first_key)
@@ -96,7 +102,7 @@ def hidden_states(
     trained = next((p for p in _parameters(trunk) if p.requires_grad), None)
     if trained is None or not torch.is_grad_enabled():
         return torch.from_numpy(_forward(trunk, places, None))
-    return _Pass.apply(trained, trunk, places)
+    return _Pass.apply(trained, trunk, places, recompute)
 
 
 def _parameters(trunk: Trunk) -> list[Tensor]:
@@ -114,28 +120,29 @@ class _Pass(Function):
     """Depends on the trained parameters, of which autograd is shown one; their gradients go to the accumulators."""
 
     @staticmethod
-    def forward(ctx: Any, trained: Tensor, trunk: Trunk, places: _Places) -> Tensor:
-        kept: list[_Kept | _Normed] = []
-        hidden = _forward(trunk, places, kept)
+    def forward(ctx: Any, trained: Tensor, trunk: Trunk, places: _Places, recompute: bool) -> Tensor:
+        kept: list[_Kept | np.ndarray | _Normed] = []  # of each layer, or its input; and of the last norm
+        hidden = _forward(trunk, places, kept, recompute)
         ctx.trunk, ctx.places, ctx.kept = trunk, places, kept
         return torch.from_numpy(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         if not ctx.kept:
             raise RuntimeError("a second backward through one pass: what it needs was freed")
         _backward(ctx.trunk, ctx.places, ctx.kept, array(grad))
-        return None, None, None
+        return None, None, None, None
 
 
-def _forward(trunk: Trunk, places: _Places, kept: list[Any] | None) -> np.ndarray:
+def _forward(trunk: Trunk, places: _Places, kept: list[Any] | None, recompute: bool = False) -> np.ndarray:
     x = array(trunk.embedding)[places.ids.numpy()]
     for layer in trunk.layers:
-        # after the last attention no row looks at another one: those that nobody wants are left out
-        rows = places.predictors.numpy() if layer is trunk.layers[-1] else None
-        x, of_layer = _layer_forward(layer, x, rows, trunk, places)
-        if kept is not None:
-            kept.append(of_layer)
+        if kept is None:
+            x = _layer_forward(layer, x, trunk, places)[0]
+            continue
+        given = x
+        x, of_layer = _layer_forward(layer, given, trunk, places)
+        kept.append(given if recompute else of_layer)
     last = _normed(trunk.last, x)
     if kept is not None:
         kept.append(last)
@@ -146,9 +153,7 @@ def _normed(norm: Norm, x: np.ndarray) -> _Normed:
     return _Normed(x, *normed(norm, x))
 
 
-def _layer_forward(
-    layer: Layer, x: np.ndarray, rows: np.ndarray | None, trunk: Trunk, places: _Places
-) -> tuple[np.ndarray, _Kept]:
+def _layer_forward(layer: Layer, x: np.ndarray, trunk: Trunk, places: _Places) -> tuple[np.ndarray, _Kept]:
     before = _normed(layer.before_attention, x)
     (query, key, value), to_attention = _products((layer.query, layer.key, layer.value), before.y)
     dim, query_normed, key_normed = layer.spec.dim, None, None
@@ -159,6 +164,8 @@ def _layer_forward(
     for rotated in (query, key):  # nobody needs them as they were
         layer_parts.rotate(rotated, trunk.cosine, trunk.sine, places.positions, dim)
     result, top, total = _attend(layer, places, query, key, value)
+    # after the last attention no row looks at another one: those that nobody wants are left out
+    rows = places.predictors.numpy() if layer is trunk.layers[-1] else None
     if rows is not None:
         x = x[rows]
     (out,), attended = _products((layer.out,), result if rows is None else result[rows])
@@ -195,7 +202,9 @@ def _backward(trunk: Trunk, places: _Places, kept: list[Any], grad: np.ndarray) 
     last: _Normed = kept.pop()
     dx = _norm_backward(trunk.last, last, grad)
     for layer in reversed(trunk.layers):
-        dx = _layer_backward(layer, kept.pop(), dx, trunk, places)
+        found = kept.pop()
+        of_layer = found if isinstance(found, _Kept) else _layer_forward(layer, found, trunk, places)[1]
+        dx = _layer_backward(layer, of_layer, dx, trunk, places)
     if trunk.embedding_accumulator is not None:
         if trunk.padding_idx is not None:  # as in nn.Embedding, this row takes no gradient
             dx[(places.ids == trunk.padding_idx).numpy()] = 0.0

@@ -40,7 +40,7 @@ class Saved:
     queries: int  # times the width of all query heads
     keys: int  # times that of all key heads
     intermediate: int  # times that of the MLP
-    norms: int  # scalars
+    norms: int  # scalars; exact passes keep exponents of rows too
     head_norms: int  # scalars for every query and key head
     mask: int  # rows of a mask over all tokens of the row
 
@@ -156,7 +156,7 @@ def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, work: Work) 
     floats += shape.head_dim * (s.queries * shape.heads + s.keys * shape.key_heads)
     norms = s.norms + s.head_norms * (shape.heads + shape.key_heads)
     if work.exact:
-        # a norm keeps float64; attention a maximum in float32 and a sum in float64 per head
+        # a norm keeps float64, an exponent is int64; attention keeps a maximum in float32 and a sum in float64 per head
         return tokens * (4 * floats + 8 * norms + 12 * shape.heads)
     return tokens * 4 * (floats + norms + shape.heads + s.mask * row)
 

@@ -1,0 +1,66 @@
+"""The threads of the kernels: every part once, errors raised after all parts have ended, threads exchanged."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_repro.kernels import pool
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
+    yield
+    pool.set_threads(1)
+
+
+@given(st.integers(1, 5), st.integers(0, 40), st.sampled_from([1.0, pool.LEAST_NANOSECONDS / 3, 1e9]))
+def test_every_row_once_in_consecutive_parts(threads: int, rows: int, cost: float) -> None:
+    pool.set_threads(threads)
+    parts: list[tuple[int, int]] = []
+    pool.in_parts(lambda first, last: parts.append((first, last)), rows, cost)
+    assert [row for first, last in sorted(parts) for row in range(first, last)] == list(range(rows))
+    worth = int(rows * cost / pool.LEAST_NANOSECONDS)
+    assert len(parts) == min(threads, rows, max(1, worth))
+
+
+def test_parts_run_side_by_side() -> None:
+    pool.set_threads(3)
+    together = threading.Barrier(3, timeout=20)
+    pool.in_parts(lambda first, last: together.wait() and None, 3, 1e9)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_of_any_part_is_raised_when_all_have_ended(failing: int) -> None:
+    pool.set_threads(3)
+    ended: list[int] = []
+
+    def work(first: int, last: int) -> None:
+        if first == failing:
+            raise ValueError(f"part {first}")
+        time.sleep(0.05)
+        ended.append(first)
+
+    with pytest.raises(ValueError, match=f"part {failing}"):
+        pool.in_parts(work, 3, 1e9)
+    assert sorted(ended) == sorted({0, 1, 2} - {failing})
+    pool.in_parts(lambda first, last: ended.append(9), 3, 1e9)
+    assert ended.count(9) == 3, "the threads still work"
+
+
+def test_threads_no_longer_wanted_end() -> None:
+    def kernels() -> int:
+        return sum(t.name == "kernel" and t.is_alive() for t in threading.enumerate())
+
+    pool.set_threads(4)
+    assert kernels() >= 3
+    pool.set_threads(1)
+    until = time.monotonic() + 10
+    while kernels() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert kernels() == 0

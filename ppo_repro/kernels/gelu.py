@@ -80,7 +80,7 @@ def _gelu(x, y):  # type: ignore[no-untyped-def]
 
 def gelu(x: np.ndarray, y: np.ndarray) -> None:
     """y = x Phi(x); flat float32."""
-    in_parts(lambda i, j: _gelu(x[i:j], y[i:j]), x.size, 5.0)
+    in_parts(lambda i, j: _gelu(x[i:j], y[i:j]), x.size, 3.3)
 
 
 @kernel
@@ -93,7 +93,7 @@ def _gelu_backward(grad, x, dx):  # type: ignore[no-untyped-def]
 
 def gelu_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """dx = grad (g + x g'), the derivative of `gelu` = x g(x); flat float32."""
-    in_parts(lambda i, j: _gelu_backward(grad[i:j], x[i:j], dx[i:j]), x.size, 6.0)
+    in_parts(lambda i, j: _gelu_backward(grad[i:j], x[i:j], dx[i:j]), x.size, 3.7)
 
 
 @kernel
@@ -106,7 +106,7 @@ def _gelu_tanh(x, y):  # type: ignore[no-untyped-def]
 
 def gelu_tanh(x: np.ndarray, y: np.ndarray) -> None:
     """y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2; flat float32."""
-    in_parts(lambda i, j: _gelu_tanh(x[i:j], y[i:j]), x.size, 4.0)
+    in_parts(lambda i, j: _gelu_tanh(x[i:j], y[i:j]), x.size, 2.2)
 
 
 @kernel
@@ -119,7 +119,7 @@ def _gelu_tanh_backward(grad, x, dx):  # type: ignore[no-untyped-def]
 
 def gelu_tanh_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """dx = grad (g + x g'), the derivative of `gelu_tanh` = x g(x); flat float32."""
-    in_parts(lambda i, j: _gelu_tanh_backward(grad[i:j], x[i:j], dx[i:j]), x.size, 5.0)
+    in_parts(lambda i, j: _gelu_tanh_backward(grad[i:j], x[i:j], dx[i:j]), x.size, 2.5)
 
 
 @kernel
@@ -132,7 +132,7 @@ def _quick_gelu(x, y):  # type: ignore[no-untyped-def]
 
 def quick_gelu(x: np.ndarray, y: np.ndarray) -> None:
     """y = x logistic(1.702 x); flat float32."""
-    in_parts(lambda i, j: _quick_gelu(x[i:j], y[i:j]), x.size, 4.0)
+    in_parts(lambda i, j: _quick_gelu(x[i:j], y[i:j]), x.size, 2.2)
 
 
 @kernel
@@ -145,4 +145,4 @@ def _quick_gelu_backward(grad, x, dx):  # type: ignore[no-untyped-def]
 
 def quick_gelu_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """dx = grad (g + x g'), the derivative of `quick_gelu` = x g(x); flat float32."""
-    in_parts(lambda i, j: _quick_gelu_backward(grad[i:j], x[i:j], dx[i:j]), x.size, 5.0)
+    in_parts(lambda i, j: _quick_gelu_backward(grad[i:j], x[i:j], dx[i:j]), x.size, 2.5)

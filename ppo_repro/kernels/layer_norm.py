@@ -86,7 +86,7 @@ def layer_norm(
     def run(first: int, last: int) -> None:
         finite.append(_forward(flat, patterns, weight, bias, eps, *bits, first, last, mean, inverse, out))
 
-    in_parts(run, rows, 2.0 * size)
+    in_parts(run, rows, 1.5 * size)
     return all(finite)
 
 
@@ -151,7 +151,7 @@ def layer_norm_backward(
         )  # fmt: skip
         found.append((int(tops[0]), int(tops[1]), *parts))
 
-    in_parts(run, rows, 8.0 * size)
+    in_parts(run, rows, 2.2 * size)
     weight_sums, bias_sums = of_weight.sums, of_bias.sums
     for _, _, weight_part, bias_part in found:
         weight_sums += weight_part

@@ -1,0 +1,76 @@
+"""Gaussian error linear units by kernels: bit for bit the eager specification, whatever the argument."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_repro.numerics.activations import Gated, gated
+from ppo_repro.numerics.gates import LAST_TAIL, LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
+from tests.awkward import cases, matrix
+from tests.kernels_for_tests import KINDS, both, seeds, threads, using, values
+from tests.models_for_tests import seeded
+
+GATES = {"erf": normal_cdf, "tanh": tanh_gate, "quick": quick_gate}
+
+
+def results(gate: Gate, x: Tensor, upstream: Tensor) -> list[Tensor]:
+    """Values with and without autograd and the gradient. Every NaN is made the same: sign and payload are no law."""
+    leaf = x.detach().requires_grad_()
+    y = Gated.apply(leaf, gate)
+    found = [y.detach(), gated(x.detach(), gate), torch.autograd.grad(y, leaf, upstream)[0]]
+    return [torch.where(r.isnan(), math.nan, r) for r in found]
+
+
+@pytest.mark.parametrize("name", GATES)
+@settings(max_examples=60)
+@given(cases, st.integers(1, 12), threads)
+def test_kernels_are_the_specification(name: str, case: tuple[int, int, str], rows: int, count: int) -> None:
+    size, seed, stride = case
+    x, upstream = matrix(rows, size, seed, stride), matrix(rows, size, seed + 1, stride)
+    expected, got = both(lambda: results(GATES[name], x, upstream), count)
+    assert got == expected
+
+
+@pytest.mark.parametrize("name", GATES)
+@settings(max_examples=60)
+@given(seeds, st.sampled_from(KINDS), st.integers(1, 300), threads)
+def test_kernels_are_the_specification_for_numbers_of_every_size(
+    name: str, seed: int, kind: str, n: int, c: int
+) -> None:
+    x, upstream = (torch.from_numpy(values(k, (n,), np.random.default_rng(seed))) for k in (kind, "any"))
+    expected, got = both(lambda: results(GATES[name], x, upstream), c)
+    assert got == expected
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_kernels_are_the_specification_over_the_whole_range(name: str) -> None:
+    every = np.arange(0, 1 << 32, 40_009, dtype=np.uint32).view(np.float32)  # infinities are named below
+    near = np.linspace(-45.0, 45.0, 40_001).astype(np.float32)
+    edges = np.float32([0.0, math.inf, math.nan, LIMIT, LAST_TAIL, 2.0**-149, 3.4028235e38])
+    beside = [np.nextafter(e, np.float32(to)) for e in edges for to in (-math.inf, math.inf)]
+    x = torch.from_numpy(np.concatenate([every, near, edges, -edges, beside, np.negative(beside)]).astype(np.float32))
+    assert x.isnan().any() and x.isinf().any()
+    upstream = torch.randn(len(x), generator=seeded(0))
+    expected, got = both(lambda: results(GATES[name], x, upstream), 2)
+    assert got == expected
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_gradient_that_is_not_finite_stays_so(name: str) -> None:
+    x, upstream = torch.linspace(-2.0, 2.0, 9), torch.tensor([math.inf, -math.inf, math.nan] * 3)
+    expected, got = both(lambda: results(GATES[name], x, upstream))
+    assert got == expected
+    with using("dgemm"):
+        assert not results(GATES[name], x, upstream)[2].isfinite().any()
+
+
+def test_another_gate_is_refused() -> None:
+    with using("dgemm"), pytest.raises(KeyError):
+        gated(torch.ones(3), lambda x: (x, x))

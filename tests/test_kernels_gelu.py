@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ppo_repro.kernels import gelu
+from ppo_repro.kernels.compile import kernel
 from ppo_repro.numerics.activations import Gated, gated
 from ppo_repro.numerics.gates import LAST_TAIL, LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
 from tests.awkward import cases, matrix
 from tests.kernels_for_tests import KINDS, both, seeds, threads, using, values
-from tests.models_for_tests import seeded
+from tests.models_for_tests import seeded, unequal
 
 GATES = {"erf": normal_cdf, "tanh": tanh_gate, "quick": quick_gate}
 
@@ -60,6 +62,35 @@ def test_kernels_are_the_specification_over_the_whole_range(name: str) -> None:
     upstream = torch.randn(len(x), generator=seeded(0))
     expected, got = both(lambda: results(GATES[name], x, upstream), 2)
     assert got == expected
+
+
+@kernel
+def _normal_cdf(x, g, slope):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        g[i], slope[i] = gelu._normal_cdf(x[i])
+
+
+@kernel
+def _tanh_gate(x, g, slope):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        g[i], slope[i] = gelu._tanh_gate(x[i])
+
+
+@kernel
+def _quick_gate(x, g, slope):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        g[i], slope[i] = gelu._quick_gate(x[i])
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gates_are_the_specification_before_they_are_rounded(name: str) -> None:
+    """Rounding to float32 hides nearly every change of the last bits of float64; another order must not pass."""
+    near = torch.randn(20_000, generator=seeded(0), dtype=torch.float64) * 3.0
+    x = torch.cat([near, torch.linspace(-LIMIT, LIMIT, 4_001, dtype=torch.float64), near * 1e-30])
+    g, slope = torch.empty_like(x), torch.empty_like(x)
+    {"erf": _normal_cdf, "tanh": _tanh_gate, "quick": _quick_gate}[name](x.numpy(), g.numpy(), slope.numpy())
+    expected = GATES[name](x)
+    assert unequal(g, expected[0]) == 0 and unequal(slope, expected[1]) == 0
 
 
 @pytest.mark.parametrize("name", GATES)

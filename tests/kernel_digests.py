@@ -8,10 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 
-from ppo_repro.kernels import noise, optimizer, statistics
+import numpy as np
+import torch
+
+from ppo_repro.kernels import gelu, layer_norm, noise, norms, optimizer, statistics
 from ppo_repro.numerics.optimizer import AdamWSettings
-from tests.kernels_for_tests import KINDS, outcome, using
+from tests.kernels_for_tests import KINDS, outcome, using, values
+from tests.test_kernels_gelu import GATES
+from tests.test_kernels_gelu import results as gelu_results
 from tests.test_kernels_noise import CUTS, samples
+from tests.test_kernels_norms import NORMS, norm_of, normed, trained
 from tests.test_kernels_optimizer import steps
 from tests.test_kernels_statistics import MASKS, TEMPERATURES
 from tests.test_kernels_statistics import statistics as token_statistics
@@ -23,6 +29,14 @@ COMPILED = (
     noise._sample,
     optimizer._adamw,
     optimizer._squares,
+    layer_norm._forward,
+    layer_norm._backward,
+    norms._forward,
+    norms._backward,
+    gelu._gelu,
+    gelu._gelu_backward,
+    gelu._gelu_tanh,
+    gelu._gelu_tanh_backward,
 )
 
 
@@ -39,6 +53,12 @@ def digest() -> str:
             for cuts in CUTS:
                 found.update(repr(outcome(lambda a=(seed, 3, size, kind, cuts, 0.7, False): samples(*a))).encode())
             found.update(repr(outcome(lambda a=(seed, size * 7, kind, step): steps(*a))).encode())
+            x, upstream = (torch.from_numpy(values(kind, (5, size), np.random.default_rng(seed + s))) for s in (0, 1))
+            for norm in NORMS:
+                layer = trained(norm_of(norm, size, seed))
+                found.update(repr(outcome(lambda a=(layer, x, upstream): normed(*a))).encode())
+            for gate in GATES.values():
+                found.update(repr(outcome(lambda a=(gate, x, upstream): gelu_results(*a))).encode())
     return found.hexdigest()
 
 

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.numerics.activations import Gate, Gated, normal_cdf, quick_gate, tanh_gate
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.activations import Gated
 from ppo_repro.numerics.elementwise import exp64
+from ppo_repro.numerics.gates import Gate, normal_cdf, quick_gate, tanh_gate
 from tests.float32 import LARGEST, TINIEST, bits, finite, tensor
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
@@ -174,8 +176,10 @@ def test_stock_gelu_depends_on_where_its_argument_lies() -> None:
     assert all(bits(apply(name, strided)) == bits(apply(name, packed)) for name in GATES)
 
 
-def test_results_are_pinned() -> None:
+@pytest.mark.parametrize("computed_by", ["eager", "dgemm"])
+def test_results_are_pinned(computed_by: str) -> None:
     """Golden values: another machine, torch or coefficient that changes any bit must not pass unseen."""
+    backend.use(computed_by, 1)
     x = torch.from_numpy(np.arange(-40_000, 40_000).astype(np.float32) / np.float32(1000))
     found = {name: (apply(name, x), gradient(name, x)) for name in GATES}
     digests = {

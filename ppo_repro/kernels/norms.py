@@ -15,7 +15,7 @@ NO_GRID = -(1 << 30)  # no contribution fits
 
 
 @exact_sum
-def _sum_of_squares(row, up):  # type: ignore[no-untyped-def]
+def sum_of_squares(row, up):  # type: ignore[no-untyped-def]
     """sum rne(row up)^2: integers below 2^53 in every order."""
     total = 0.0
     for c in range(row.size):
@@ -25,7 +25,7 @@ def _sum_of_squares(row, up):  # type: ignore[no-untyped-def]
 
 
 @exact_sum
-def _dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
+def dot_of(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
     """sum rne(a a_up) rne(b b_up) of float64 rows: integers below 2^53 in every order."""
     total = 0.0
     for c in range(a.size):
@@ -34,12 +34,31 @@ def _dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _largest64(row):  # type: ignore[no-untyped-def]
+def largest64(row):  # type: ignore[no-untyped-def]
+    """Bits of the largest magnitude of a float64 row; NaN above infinity."""
     bits = row.view(np.int64)
     largest = np.int64(0)
     for c in range(bits.size):
         largest = max(largest, bits[c] & np.int64(0x7FFFFFFFFFFFFFFF))
     return largest
+
+
+@kernel
+def add_row(row, grid, unit, sums):  # type: ignore[no-untyped-def]
+    """sums += rne(row unit), float64 onto int64, if max |row| < 2^grid; nothing is added to empty sums.
+
+    Returns the exponent of the row, NO_GRID for zeros and where there are no sums.
+    """
+    if sums.size == 0:
+        return np.int64(NO_GRID)
+    largest = largest64(row)
+    if largest == 0:
+        return np.int64(NO_GRID)
+    e = exponent64(largest)
+    if e <= grid:
+        for c in range(row.size):
+            sums[c] += np.int64(np.rint(row[c] * unit))
+    return e
 
 
 @kernel
@@ -52,7 +71,7 @@ def _forward(x, bits, weight, eps, p, first, last, inverse, y):  # type: ignore[
         finite &= largest < INFINITY_BITS
         e = exponent32(largest)
         down = pow2_64(e - p)
-        mean_square = _sum_of_squares(row, pow2_64(p - e)) * (down * down) / size
+        mean_square = sum_of_squares(row, pow2_64(p - e)) * (down * down) / size
         scale = 1.0 / np.sqrt(mean_square + eps)
         inverse[r] = scale
         for c in range(size):
@@ -63,6 +82,7 @@ def _forward(x, bits, weight, eps, p, first, last, inverse, y):  # type: ignore[
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, p: int, inverse: np.ndarray, y: np.ndarray) -> bool:
     """y = w x inverse, inverse = 1 / sqrt(mean(x^2) + eps); x, y [T, H] float32, inverse [T] float64.
 
+    The weight [H] is float32, or float64 where it is not a parameter as it stands.
     Returns False if x holds an infinity or NaN.
     """
     rows, size = x.shape
@@ -79,7 +99,7 @@ def _backward(grad, x, weight, inverse, p, first, last, dx, grid, unit, sums):  
     size = weight.size
     finite = True
     normed, weighted, contribution = np.empty(size), np.empty(size), np.empty(size)
-    top = np.int64(-(1 << 30))
+    top = np.int64(NO_GRID)
     for r in range(first, last):
         dy, row, out = (
             grad[r * size : r * size + size],
@@ -92,20 +112,14 @@ def _backward(grad, x, weight, inverse, p, first, last, dx, grid, unit, sums):  
             normed[c] = np.float64(row[c]) * scale
             weighted[c] = d * np.float64(weight[c])
             contribution[c] = d * normed[c]
-        largest = _largest64(weighted)
-        finite &= largest < INFINITY_BITS_64
-        a, b = exponent64(largest), exponent64(_largest64(normed))
-        dot = _dot(weighted, pow2_64(p - a), normed, pow2_64(p - b)) * (pow2_64(a - p) * pow2_64(b - p)) / size
+        largest = largest64(weighted)
+        largest_normed = largest64(normed)  # not finite for a row of zeros where eps is 0
+        finite &= max(largest, largest_normed) < INFINITY_BITS_64
+        a, b = exponent64(largest), exponent64(largest_normed)
+        dot = dot_of(weighted, pow2_64(p - a), normed, pow2_64(p - b)) * (pow2_64(a - p) * pow2_64(b - p)) / size
         for c in range(size):
             out[c] = np.float32((weighted[c] - normed[c] * dot) * scale)
-        largest = _largest64(contribution)
-        if largest == 0 or sums.size == 0:
-            continue
-        e = exponent64(largest)
-        top = max(top, e)
-        if e <= grid:
-            for c in range(size):
-                sums[c] += np.int64(np.rint(contribution[c] * unit))
+        top = max(top, add_row(contribution, grid, unit, sums))
     return top if finite else NOT_FINITE
 
 
@@ -139,4 +153,4 @@ def rms_norm_backward(
     in_parts(run, rows, 6.0 * size)
     for _, part in found:
         sums += part
-    return max((top for top, _ in found), default=-(1 << 30))
+    return max((top for top, _ in found), default=NO_GRID)

@@ -80,7 +80,8 @@ def exp64(x):  # type: ignore[no-untyped-def]
     y = y * r + _D2
     y = y * r + _D1
     y = y * r + _D0
-    return y * np.int64((np.int64(k) + 1023) << 52).view(np.float64)
+    # by way of 32 bits: AVX2 cannot convert to 64
+    return y * np.int64((np.int64(np.int32(k)) + 1023) << 52).view(np.float64)
 
 
 @inline

@@ -1,82 +1,37 @@
-"""Gaussian error linear units, y = x g(x), by the elementwise law in float64, rounded once.
-
-Hendrycks and Gimpel, 2016.
-"""
+"""Gaussian error linear units, y = x g(x), computed in float64 and rounded once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ppo_repro.numerics.elementwise import exp64
+from ppo_repro.kernels import gelu
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.gates import LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
+from ppo_repro.numerics.products import array
 
-Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # float64 x -> g(x) and its derivative
-
-# beyond it every gate is 0 or 1 to float32; infinities take the values of the limit
-LIMIT = 512.0
-SQRT_2_OVER_PI = 0.7978845608028654
-CUBIC = 0.044715
-# (a + 4) M(a) as a polynomial in (a - 4) / (a + 4), highest power first, with Mills' ratio
-# M(a) = (1 - Phi(a)) / phi(a); Chebyshev interpolation on 0 <= a <= 37, relative error below 5e-13
-MILLS_COEFFICIENTS = (
-    4.998202230545274e-07,
-    1.7269315132613787e-06,
-    -1.7648377295435408e-06,
-    -1.4051428564123198e-05,
-    2.194249382487404e-06,
-    8.770534464948137e-05,
-    -5.053964627236879e-06,
-    -0.0005791662431488294,
-    0.0003343366576061205,
-    0.004087842353365089,
-    -0.008722311656339323,
-    -0.018900450297099348,
-    0.15139176372364502,
-    -0.46754096297936204,
-    0.9704095548214695,
-    -1.5237709108209903,
-    1.8932190633087331,
-)
+Kernel = Callable[[np.ndarray, np.ndarray], None]
+BackwardKernel = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+KERNELS: dict[Gate, tuple[Kernel, BackwardKernel]] = {
+    normal_cdf: (gelu.gelu, gelu.gelu_backward),
+    tanh_gate: (gelu.gelu_tanh, gelu.gelu_tanh_backward),
+    quick_gate: (gelu.quick_gelu, gelu.quick_gelu_backward),
+}
 
 
-def normal_cdf(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Phi(x) = (1 + erf(x / sqrt 2)) / 2 and its derivative phi(x), float64, relative error below 1e-12.
-
-    Phi(-a) = phi(a) M(a) for a >= 0, so that the tail keeps its digits. |x| is clamped to 37, Phi(-37) = 6e-300.
-    """
-    a = x.abs().clamp(max=37.0)
-    density = exp64(a * a * -0.5) * (1.0 / math.sqrt(2.0 * math.pi))
-    s = (a - 4.0) / (a + 4.0)
-    y = torch.full_like(s, MILLS_COEFFICIENTS[0])
-    for c in MILLS_COEFFICIENTS[1:]:
-        y = y.mul_(s).add_(c)
-    tail = density * (y / (a + 4.0))
-    return torch.where(x < 0, tail, 1.0 - tail), density
-
-
-def _logistic(u: Tensor) -> tuple[Tensor, Tensor]:
-    """s = 1 / (1 + exp(-u)) and s (1 - s), neither of which loses digits where it is small."""
-    e = exp64(-u)
-    s = 1.0 / (e + 1.0)
-    return s, e * s * s
-
-
-def tanh_gate(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(1 + tanh u) / 2 = logistic(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), and its derivative."""
-    square = x * x
-    s, slope = _logistic((x * square * CUBIC + x) * (2.0 * SQRT_2_OVER_PI))
-    return s, slope * ((square * (3.0 * CUBIC) + 1.0) * (2.0 * SQRT_2_OVER_PI))
-
-
-def quick_gate(x: Tensor) -> tuple[Tensor, Tensor]:
-    """logistic(1.702 x) and its derivative."""
-    s, slope = _logistic(x * 1.702)
-    return s, slope * 1.702
+def gated(x: Tensor, gate: Gate) -> Tensor:
+    """x g(x), float32; not differentiable."""
+    if backend.has_kernels(x):
+        y = torch.empty(x.shape)
+        KERNELS[gate][0](array(x).reshape(-1), y.numpy().reshape(-1))
+        return y
+    wide = x.to(torch.float64).clamp_(min=-LIMIT)
+    return (wide * gate(wide.clamp(max=LIMIT))[0]).to(torch.float32)
 
 
 class Gated(Function):
@@ -86,12 +41,15 @@ class Gated(Function):
     def forward(ctx: Any, x: Tensor, gate: Gate) -> Tensor:
         ctx.save_for_backward(x)
         ctx.gate = gate
-        wide = x.to(torch.float64).clamp_(min=-LIMIT)
-        return (wide * gate(wide.clamp(max=LIMIT))[0]).to(torch.float32)
+        return gated(x, gate)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
+        if backend.has_kernels(x):
+            dx = torch.empty(x.shape)
+            KERNELS[ctx.gate][1](array(grad).reshape(-1), array(x).reshape(-1), dx.numpy().reshape(-1))
+            return dx, None
         wide = x.to(torch.float64).clamp_(-LIMIT, LIMIT)
         g, slope = ctx.gate(wide)
         return ((slope * wide + g) * grad.to(torch.float64)).to(torch.float32), None
@@ -101,18 +59,18 @@ class ExactGELU(nn.Module):
     """x Phi(x): `gelu`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return Gated.apply(x, normal_cdf)
+        return Gated.apply(x, normal_cdf) if torch.is_grad_enabled() else gated(x, normal_cdf)
 
 
 class ExactGELUTanh(nn.Module):
     """The tanh approximation: `gelu_new`, `gelu_pytorch_tanh`, `gelu_fast`, `gelu_accurate`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return Gated.apply(x, tanh_gate)
+        return Gated.apply(x, tanh_gate) if torch.is_grad_enabled() else gated(x, tanh_gate)
 
 
 class ExactQuickGELU(nn.Module):
     """The logistic approximation: `quick_gelu`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return Gated.apply(x, quick_gate)
+        return Gated.apply(x, quick_gate) if torch.is_grad_enabled() else gated(x, quick_gate)

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ppo_repro.numerics import elementwise
+from ppo_repro.errors import NumericsError
+from ppo_repro.kernels import layer_norm, norms
+from ppo_repro.kernels.layer_norm import IntegerSums
+from ppo_repro.numerics import backend, elementwise
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.grid import MANTISSA_BITS, ceil_log2, operand_bits, quantise
 from ppo_repro.numerics.layers import ExactModule
+from ppo_repro.numerics.products import array
+
+
+def mean_bits(size: int) -> int:
+    """Grid bits of the terms of a mean: the widest with which a sum of `size` of them is exact in float64."""
+    return MANTISSA_BITS - ceil_log2(size)
 
 
 def row_mean(x: Tensor, where: str = "a number") -> Tensor:
     """Mean of each row, float64 [.., 1], by an exact sum on the widest grid that the row's length allows."""
     size = x.shape[-1]
-    integers, scale = quantise(x, MANTISSA_BITS - ceil_log2(size), where=where)
+    integers, scale = quantise(x, mean_bits(size), where=where)
     return integers.sum(-1, keepdim=True) * scale / size
 
 
@@ -28,12 +38,85 @@ def row_mean_square(x: Tensor, where: str = "a number") -> Tensor:
     return (integers * integers).sum(-1, keepdim=True) * (scale * scale) / size
 
 
-def row_dot(a: Tensor, b: Tensor) -> Tensor:
+def row_dot(a: Tensor, b: Tensor, where: str = "a number") -> Tensor:
     """Mean of a_k b_k over each row, float64 [.., 1], by an exact sum of products."""
     size = a.shape[-1]
     bits = operand_bits(size)
-    (x, x_scale), (y, y_scale) = quantise(a, bits), quantise(b, bits)
+    (x, x_scale), (y, y_scale) = quantise(a, bits, where=where), quantise(b, bits, where=where)
     return (x * y).sum(-1, keepdim=True) * (x_scale * y_scale) / size
+
+
+def _not_finite(where: str) -> NumericsError:
+    return NumericsError(f"{where} is not finite; lower the learning rate or check the weights")
+
+
+def _sums_of(accumulator: GradientAccumulator | None, parameter: Tensor) -> IntegerSums:
+    """Where a kernel adds the gradient of a norm's parameter."""
+    if accumulator is None:
+        return IntegerSums(norms.NO_GRID, 0.0, np.empty(0, np.int64))
+    name = accumulator.names[id(parameter)]
+    limit = accumulator.grid(name)
+    if limit is None:  # only the exponent is wanted; nothing will be added
+        return IntegerSums(norms.NO_GRID, 0.0, np.zeros(len(parameter), np.int64))
+    return IntegerSums(limit, 2.0 ** (accumulator.total_bits - limit), accumulator.sum_of(name).numpy())
+
+
+def _observe(accumulator: GradientAccumulator | None, parameter: Tensor, largest: int) -> None:
+    if accumulator is not None and largest != norms.NO_GRID:
+        accumulator.observe(accumulator.names[id(parameter)], largest)
+
+
+def layer_normed(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float, name: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The layer norm of each row by a kernel, the rows' means and 1 / sqrt(var + eps); x [n, H] float32.
+
+    Raises NumericsError naming the module where x is not finite.
+    """
+    count, size = x.shape
+    mean, inverse, y = np.empty(count), np.empty(count), np.empty_like(x)
+    bits = mean_bits(size), operand_bits(size)
+    if not layer_norm.layer_norm(x, weight, bias, eps, bits, mean, inverse, y):
+        raise _not_finite(f"the input of {name}")
+    return y, mean, inverse
+
+
+def layer_norm_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    weight: Tensor,
+    bias: Tensor,
+    mean: np.ndarray,
+    inverse: np.ndarray,
+    accumulator: GradientAccumulator | None,
+) -> np.ndarray:
+    """The gradient of x by a kernel, those of weight and bias to the accumulator; mean, inverse of `layer_normed`.
+
+    Raises NumericsError where the gradient is not finite.
+    """
+    size = x.shape[1]
+    dx, bits = np.empty_like(x), (mean_bits(size), operand_bits(size))
+    of_weight, of_bias = _sums_of(accumulator, weight), _sums_of(accumulator, bias)
+    tops = layer_norm.layer_norm_backward(grad, x, array(weight), mean, inverse, bits, dx, of_weight, of_bias)
+    if norms.NOT_FINITE in tops:
+        raise _not_finite("the gradient of a norm")
+    for parameter, largest in zip((weight, bias), tops, strict=True):
+        _observe(accumulator, parameter, largest)
+    return dx
+
+
+def _layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, eps: float, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of each row, the rows' means and 1 / sqrt(var + eps), float64 [n, 1]."""
+    if backend.has_kernels(rows):
+        y, mean, inverse = (
+            torch.from_numpy(found) for found in layer_normed(array(rows), array(weight), array(bias), eps, name)
+        )
+        return y, mean[:, None], inverse[:, None]
+    mean = row_mean(rows, f"the input of {name}")
+    centred = rows.to(torch.float64) - mean
+    inverse = 1.0 / elementwise.sqrt(row_mean_square(centred) + eps)
+    y = ((centred * inverse) * weight.to(torch.float64) + bias.to(torch.float64)).to(torch.float32)
+    return y, mean, inverse
 
 
 class _LayerNorm(Function):
@@ -49,24 +132,29 @@ class _LayerNorm(Function):
         name: str,
         accumulator: GradientAccumulator | None,
     ) -> Tensor:
-        mean = row_mean(x, f"the input of {name}")
-        centred = x.to(torch.float64) - mean
-        inverse = 1.0 / elementwise.sqrt(row_mean_square(centred) + eps)
-        ctx.save_for_backward(x, mean, inverse)
-        ctx.parameters, ctx.accumulator = (weight, bias), accumulator
-        return ((centred * inverse) * weight.to(torch.float64) + bias.to(torch.float64)).to(torch.float32)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, mean, inverse = _layer_norm(rows, weight, bias, eps, name)
+        ctx.save_for_backward(rows, mean, inverse)
+        ctx.parameters, ctx.accumulator, ctx.shape = (weight, bias), accumulator, x.shape
+        return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, mean, inverse), (weight, bias) = ctx.saved_tensors, ctx.parameters
-        normed, dy = (x.to(torch.float64) - mean) * inverse, grad.to(torch.float64)
+        dy = grad.reshape(x.shape)
+        if backend.has_kernels(x):
+            found = layer_norm_backward(
+                array(dy), array(x), weight, bias, mean.numpy()[:, 0], inverse.numpy()[:, 0], ctx.accumulator
+            )
+            return torch.from_numpy(found).view(ctx.shape), None, None, None, None, None
+        normed, dy = (x.to(torch.float64) - mean) * inverse, dy.to(torch.float64)
         weighted = dy * weight.to(torch.float64)
-        dx = (weighted - row_mean(weighted, "the gradient of a norm") - normed * row_dot(weighted, normed)) * inverse
+        where = "the gradient of a norm"
+        dx = (weighted - row_mean(weighted, where) - normed * row_dot(weighted, normed, where)) * inverse
         if ctx.accumulator is not None:
-            size = dy.shape[-1]
-            ctx.accumulator.add_rows(weight, (dy * normed).reshape(-1, size))
-            ctx.accumulator.add_rows(bias, dy.reshape(-1, size))
-        return dx.to(torch.float32), None, None, None, None, None
+            ctx.accumulator.add_rows(weight, dy * normed)
+            ctx.accumulator.add_rows(bias, dy)
+        return dx.to(torch.float32).view(ctx.shape), None, None, None, None, None
 
 
 class ExactLayerNorm(ExactModule):
@@ -77,7 +165,45 @@ class ExactLayerNorm(ExactModule):
         self.weight, self.bias, self.eps, self.name = source.weight, source.bias, source.eps, name
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            rows = x.reshape(-1, x.shape[-1])
+            return _layer_norm(rows, self.weight, self.bias, self.eps, self.name)[0].view(x.shape)
         return _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.name, self.accumulator)
+
+
+def gemma_normed(x: np.ndarray, weight: np.ndarray, eps: float, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Gemma's norm of each row by a kernel, and 1 / sqrt(mean(x^2) + eps); x [n, H] float32.
+
+    Raises NumericsError naming the module where x is not finite.
+    """
+    inverse, y = np.empty(len(x)), np.empty_like(x)
+    if not norms.rms_norm(x, weight.astype(np.float64) + 1.0, eps, operand_bits(x.shape[1]), inverse, y):
+        raise _not_finite(f"the input of {name}")
+    return y, inverse
+
+
+def gemma_norm_backward(
+    grad: np.ndarray, x: np.ndarray, weight: Tensor, inverse: np.ndarray, accumulator: GradientAccumulator | None
+) -> np.ndarray:
+    """The gradient of x by a kernel, that of the weight to the accumulator; inverse of `gemma_normed`.
+
+    Raises NumericsError where the gradient is not finite.
+    """
+    dx, factor, total = np.empty_like(x), array(weight).astype(np.float64) + 1.0, _sums_of(accumulator, weight)
+    largest = norms.rms_norm_backward(grad, x, factor, inverse, operand_bits(x.shape[1]), dx, *total)
+    if largest == norms.NOT_FINITE:
+        raise _not_finite("the gradient of a norm")
+    _observe(accumulator, weight, largest)
+    return dx
+
+
+def _gemma_norm(rows: Tensor, weight: Tensor, eps: float, name: str) -> tuple[Tensor, Tensor]:
+    """The norm of each row and 1 / sqrt(mean(x^2) + eps), float64 [n, 1]."""
+    if backend.has_kernels(rows):
+        y, inverse = (torch.from_numpy(found) for found in gemma_normed(array(rows), array(weight), eps, name))
+        return y, inverse[:, None]
+    inverse = 1.0 / elementwise.sqrt(row_mean_square(rows, f"the input of {name}") + eps)
+    return ((rows.to(torch.float64) * inverse) * (weight.to(torch.float64) + 1.0)).to(torch.float32), inverse
 
 
 class _GemmaRMSNorm(Function):
@@ -87,20 +213,25 @@ class _GemmaRMSNorm(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, name: str, accumulator: GradientAccumulator | None
     ) -> Tensor:
-        inverse = 1.0 / elementwise.sqrt(row_mean_square(x, f"the input of {name}") + eps)
-        ctx.save_for_backward(x, inverse)
-        ctx.weight, ctx.accumulator = weight, accumulator
-        return ((x.to(torch.float64) * inverse) * (weight.to(torch.float64) + 1.0)).to(torch.float32)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, inverse = _gemma_norm(rows, weight, eps, name)
+        ctx.save_for_backward(rows, inverse)
+        ctx.weight, ctx.accumulator, ctx.shape = weight, accumulator, x.shape
+        return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, inverse), weight = ctx.saved_tensors, ctx.weight
-        normed, dy = x.to(torch.float64) * inverse, grad.to(torch.float64)
+        dy = grad.reshape(x.shape)
+        if backend.has_kernels(x):
+            found = gemma_norm_backward(array(dy), array(x), weight, inverse.numpy()[:, 0], ctx.accumulator)
+            return torch.from_numpy(found).view(ctx.shape), None, None, None, None
+        normed, dy = x.to(torch.float64) * inverse, dy.to(torch.float64)
         weighted = dy * (weight.to(torch.float64) + 1.0)
-        dx = (weighted - normed * row_dot(weighted, normed)) * inverse
+        dx = (weighted - normed * row_dot(weighted, normed, "the gradient of a norm")) * inverse
         if ctx.accumulator is not None:
-            ctx.accumulator.add_rows(weight, (dy * normed).reshape(-1, dy.shape[-1]))
-        return dx.to(torch.float32), None, None, None, None
+            ctx.accumulator.add_rows(weight, dy * normed)
+        return dx.to(torch.float32).view(ctx.shape), None, None, None, None
 
 
 class ExactGemmaRMSNorm(ExactModule):
@@ -111,4 +242,6 @@ class ExactGemmaRMSNorm(ExactModule):
         self.weight, self.eps, self.name = weight, eps, name
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return _gemma_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps, self.name)[0].view(x.shape)
         return _GemmaRMSNorm.apply(x, self.weight, self.eps, self.name, self.accumulator)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ppo_repro.config import RunConfig
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, writer
+from ppo_repro.records import durable, manifest, writer
 from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoints
@@ -43,10 +43,11 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
         recorded = manifest.load(run_dir)
         if recorded.status == "complete":
             raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
+        writer.require_current_format(run_dir, recorded)
         config = _config(run_dir, recorded, overrides)
         start = checkpoints.load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
-        found = Resumed(0 if start is None else start.iteration, len(recorded.iterations))
+        found = Resumed(0 if start is None else start.iteration, recorded.num_iterations)
         writer.mark(run_dir, recorded, "running", _note(run_dir, config, found, overrides))
         try:
             execute(run_dir, config, watcher, start)
@@ -75,5 +76,5 @@ def _note(run_dir: Path, config: RunConfig, found: Resumed, overrides: Sequence[
     name = f"resumed-{len(list(run_dir.glob('resumed-*.json'))) + 1:03d}.json"
     tree = {"iteration": found.start, "overrides": list(overrides), "environment": describe_environment(config, 1)}
     content = manifest.note_content(tree)
-    manifest.atomic_write(run_dir / name, content)
+    durable.atomic_write(run_dir / name, content)
     return {name: manifest.note_digest(content)}

@@ -158,8 +158,17 @@ def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mappi
         durable.atomic_write(manifest.table_path(run_dir, table.name, iteration), to_parquet(table, data))
     # of a run that is not complete the fingerprint is the last link
     entry = IterationEntry(iteration=iteration, tables=entries, chain=next_link(current.fingerprint, entries))
+    return commit(run_dir, current, entry)
+
+
+def commit(run_dir: Path, current: Head, entry: IterationEntry) -> Head:
+    """Append the next iteration, whose tables are on disk, to the log; then let the manifest count it.
+
+    Both are on disk when this returns. UserError where writing fails.
+    """
     size = iteration_log.append(run_dir, current.log_bytes, entry)
-    return _save(run_dir, current, {"num_iterations": iteration + 1, "log_bytes": size, "fingerprint": entry.chain})
+    changes = {"num_iterations": entry.iteration + 1, "log_bytes": size, "fingerprint": entry.chain}
+    return _save(run_dir, current, changes)
 
 
 def finish(run_dir: Path, current: Head, final: Mapping[str, float | int | str]) -> Head:

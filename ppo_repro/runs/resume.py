@@ -12,6 +12,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import durable, manifest, writer
 from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.rollout.choose import require_same_sampler
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import describe_environment
@@ -33,8 +34,9 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
     """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
 
     `overrides` may change layout and rollout engine, which must not change a bit. UserError if another process
-    writes the run, it is finished, its checkpoint is damaged, its inputs have changed or an override is of
-    anything else; then nothing has changed. PromiseBroken if an iteration computed again differs from its record.
+    writes the run, it is finished, its checkpoint is damaged, its inputs have changed, an override is of anything
+    else or an engine would sample other bits; then nothing has changed.
+    PromiseBroken if an iteration computed again differs from its record.
     """
     check_overrides(overrides)
     manifest.load(run_dir)  # before a lock is put into a folder that is no run
@@ -59,7 +61,9 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
 
 def _config(run_dir: Path, recorded: Manifest, overrides: Sequence[str]) -> RunConfig:
     check_config(run_dir, recorded)
-    return load_config(run_dir / "config.yaml", overrides)
+    config = load_config(run_dir / "config.yaml", overrides)
+    require_same_sampler(load_config(run_dir / "config.yaml"), config)
+    return config
 
 
 def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | None) -> None:

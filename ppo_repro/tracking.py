@@ -22,16 +22,16 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from ppo_repro.config_yaml import load_config, read_tree
 from ppo_repro.control.config import load_control_config
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import iteration_log, manifest, reader
 from ppo_repro.records.config_file import check_config, read_environment
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Head
 
 METRICS_PER_CALL = 1000  # MLflow's own limits of one log_batch
 PARAMS_PER_CALL = 100
 VALUE_CHARACTERS = 6000
 KEYS = {"iteration", "epoch", "minibatch"}
 FOLDER_TAG = "ppo_repro.folder"  # by which a folder that is copied again finds its run
-ARTIFACTS = (manifest.FILE_NAME, "config.yaml", "environment.json", "report.html")
+ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, "config.yaml", "environment.json", "report.html")
 GRID_ARTIFACTS = ("grid.yaml", "cells.parquet", "results.parquet", "report.html")
 LOOK_SECONDS = 1.0
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
@@ -93,7 +93,7 @@ def _begin(
     return run_id
 
 
-def _begin_run(client: MlflowClient, run_dir: Path, recorded: Manifest, parent: str | None) -> Copied:
+def _begin_run(client: MlflowClient, run_dir: Path, recorded: Head, parent: str | None) -> Copied:
     check_config(run_dir, recorded)
     load = load_control_config if recorded.kind == "control" else load_config
     config = load(run_dir / "config.yaml")
@@ -110,9 +110,9 @@ def _begin_run(client: MlflowClient, run_dir: Path, recorded: Manifest, parent: 
     return Copied(_begin(client, experiment, run_dir, params, tags), 0, 0)
 
 
-def _catch_up(client: MlflowClient, run_dir: Path, recorded: Manifest, copied: Copied) -> Copied:
+def _catch_up(client: MlflowClient, run_dir: Path, recorded: Head, copied: Copied) -> Copied:
     """Log the iterations that came since, metrics in batches."""
-    new = range(copied.iterations, len(recorded.iterations))
+    new = range(copied.iterations, recorded.num_iterations)
     if not new:
         return copied
     iterations = reader.read_iterations(run_dir, iterations=new, allow_incomplete=True)
@@ -123,7 +123,7 @@ def _catch_up(client: MlflowClient, run_dir: Path, recorded: Manifest, copied: C
     metrics += _metrics(steps, "step", list(numbers), int(written * 1000))
     for start in range(0, len(metrics), METRICS_PER_CALL):
         client.log_batch(copied.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
-    return Copied(copied.run_id, len(recorded.iterations), copied.steps + len(steps))
+    return Copied(copied.run_id, recorded.num_iterations, copied.steps + len(steps))
 
 
 def _end(client: MlflowClient, folder: Path, run_id: str, names: Sequence[str], status: str) -> None:
@@ -133,7 +133,7 @@ def _end(client: MlflowClient, folder: Path, run_id: str, names: Sequence[str], 
     client.set_terminated(run_id, status)
 
 
-def _end_run(client: MlflowClient, run_dir: Path, recorded: Manifest, run_id: str) -> None:
+def _end_run(client: MlflowClient, run_dir: Path, recorded: Head, run_id: str) -> None:
     final = [Metric(f"final/{k}", v, 0, 0) for k, v in recorded.final.items() if not isinstance(v, str)]
     client.log_batch(run_id, metrics=final, tags=[RunTag("fingerprint", recorded.fingerprint)])
     _end(client, run_dir, run_id, ARTIFACTS, ENDED[recorded.status])
@@ -186,11 +186,11 @@ def follow(run_dir: Path, uri: str, is_over: Callable[[float], bool]) -> str:
             return ""
         over = is_over(LOOK_SECONDS)
     with _answering(uri) as client:
-        recorded = manifest.load(run_dir)
+        recorded = manifest.load_head(run_dir)
         copied = _begin_run(client, run_dir, recorded, None)
         while not over:
             over = is_over(LOOK_SECONDS)  # before the look: what was committed before the end is seen
-            recorded = manifest.load(run_dir)
+            recorded = manifest.load_head(run_dir)
             copied = _catch_up(client, run_dir, recorded, copied)
         _end_run(client, run_dir, recorded, copied.run_id)
     return copied.run_id

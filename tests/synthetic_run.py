@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from ppo_repro.records import control_schema, digests, manifest, schema, writer
+from ppo_repro.records import control_schema, digests, iteration_log, manifest, schema, writer
 
 TABLES = {"language": schema.TABLES, "control": control_schema.TABLES}
 FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
@@ -129,10 +129,10 @@ def random_tables(iteration: int, rows: int, seed: int = 0, kind: manifest.Kind 
     return {table.name: random_table(table, iteration, rows, generator) for table in TABLES[kind]}
 
 
-def start_run(run_dir: Path, kind: manifest.Kind = "language") -> manifest.Manifest:
+def start_run(run_dir: Path, kind: manifest.Kind = "language") -> manifest.Head:
     """A run folder without iterations."""
     writer.create_run(run_dir, "seed: 1\n", {"python": "3"}, "0123456789ab", {"data.jsonl": "00"}, kind)
-    return manifest.load(run_dir)
+    return manifest.load_head(run_dir)
 
 
 def make_run(
@@ -145,6 +145,19 @@ def make_run(
         current = writer.append_iteration(run_dir, current, iteration, tables)
     writer.finish(run_dir, current, FINAL)
     return run_dir
+
+
+def head_at(whole: manifest.Manifest, iterations: int, status: manifest.Status) -> manifest.Head:
+    """What manifest.json said when so many iterations of the run were committed."""
+    kept = whole.iterations[:iterations]
+    then = {
+        "status": status,
+        "num_iterations": len(kept),
+        "log_bytes": sum(len(iteration_log.to_line(entry)) for entry in kept),
+        "final": {},
+        "fingerprint": kept[-1].chain if kept else digests.FINGERPRINT_SEED,
+    }
+    return manifest.head_of(whole).model_copy(update=then)
 
 
 def bits(values: Any) -> list[Any]:

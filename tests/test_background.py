@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, writer
+from ppo_repro.records import durable, manifest, writer
 from ppo_repro.records.background import appending
 from tests import synthetic_run
 
@@ -23,13 +23,13 @@ def test_iterations_come_out_as_if_appended_one_by_one(run_dir: Path, tmp_path: 
     tables = [synthetic_run.random_tables(i, 7) for i in range(4)]
     other = tmp_path / "other"
     writer.create_run(other, "seed: 1\n", {}, "0123456789ab", {})
-    expected = manifest.load(other)
+    expected = manifest.load_head(other)
     with appending(run_dir, manifest.load(run_dir)) as appender:
         for i, one in enumerate(tables):
             appender.start(i, one)
             expected = writer.append_iteration(other, expected, i, one)
         assert appender.settle() == expected
-    assert manifest.load(run_dir) == expected
+    assert manifest.load(run_dir) == manifest.load(other)
 
 
 def test_the_caller_goes_on_while_one_is_written_and_waits_before_the_next(
@@ -37,7 +37,7 @@ def test_the_caller_goes_on_while_one_is_written_and_waits_before_the_next(
 ) -> None:
     release, append, begun = threading.Event(), writer.append_iteration, []
 
-    def slow(folder: Path, current: manifest.Manifest, iteration: int, tables: object) -> manifest.Manifest:
+    def slow(folder: Path, current: manifest.Head, iteration: int, tables: object) -> manifest.Head:
         begun.append((iteration, threading.current_thread() is threading.main_thread()))
         assert release.wait(30)
         return append(folder, current, iteration, tables)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_an_error_of_the_disk_is_raised_at_the_next_call(run_dir: Path, monkeypa
 
     with pytest.raises(UserError, match="no space left"), appending(run_dir, manifest.load(run_dir)) as appender:
         with monkeypatch.context() as patched:
-            patched.setattr(manifest, "atomic_write", full)
+            patched.setattr(durable, "atomic_write", full)
             appender.start(0, synthetic_run.random_tables(0, 3))
             appender.leave()
         appender.start(1, synthetic_run.random_tables(1, 3))

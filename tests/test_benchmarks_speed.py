@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,24 @@ def test_what_an_iteration_costs_by_hand() -> None:
     inputs = 2 * (16 + 5 - 1)
     passes = 1 + 3 + 6 * 2
     assert scale.features(case) == [1.0, inputs * passes * weights, inputs * passes * 128 * 10.5, 2 * weights * 4]
+
+
+def test_committing_is_measured_on_a_run_that_readers_accept() -> None:
+    # `load` checks every line and the chain, and is part of what is measured
+    found = scale.committing(4)
+    assert found.iterations == 4 and min(found.commit, found.load) > 0
+
+
+def test_a_report_is_printed_and_written_where_a_path_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = timing.compared("rollout", "m", 1, 30, {"peer": [Cost(4.0, 2.0)]}, "peer")
+    timing.report(rows, None)
+    timing.report(rows, tmp_path / "a.json")
+    assert capsys.readouterr().out == 2 * (timing.table(rows) + "\n")
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["results"][0]["wall"] == {"median": 4.0, "lowest": 4.0, "highest": 4.0}
+    assert found["machine"]["torch"] and [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize(

@@ -255,8 +255,7 @@ def test_every_option_has_an_effect(override: str, tmp_path: Path) -> None:
 
 def test_a_killed_run_is_completed_and_compared(copy: Path, exact: Path) -> None:
     complete = manifest.load(exact)
-    cut = complete.model_copy(update={"iterations": complete.iterations[:2], "status": "interrupted", "final": {}})
-    manifest.save(cut.model_copy(update={"fingerprint": manifest.expected_fingerprint(cut)}), copy)
+    manifest.save(synthetic_run.head_at(complete, 2, "interrupted"), copy)
     with pytest.raises(UserError, match="the run is interrupted"):
         rerun(copy, Silent())
     assert resume(copy, Silent(), ["layout.envs_per_forward=1"]) == 2
@@ -267,8 +266,7 @@ def test_a_killed_run_is_completed_and_compared(copy: Path, exact: Path) -> None
 
 def test_a_resumed_run_finds_what_was_changed(copy: Path) -> None:
     complete = manifest.load(copy)
-    cut = complete.model_copy(update={"iterations": complete.iterations[:2], "status": "interrupted", "final": {}})
-    manifest.save(cut.model_copy(update={"fingerprint": manifest.expected_fingerprint(cut)}), copy)
+    manifest.save(synthetic_run.head_at(complete, 2, "interrupted"), copy)
     synthetic_run.rewrite_cell(copy, "tokens", 1, "rewards", lambda v: np.concatenate([v[:3], v[3:4] + 1, v[4:]]))
     with pytest.raises(PromiseBroken, match="table tokens, iteration 1, column rewards, row 3"):
         resume(copy, Silent())

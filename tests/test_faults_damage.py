@@ -86,7 +86,7 @@ def test_a_whole_folder_is_whole(whole: Path, part: Path) -> None:
     found = verify(whole)
     assert (found.iterations, found.tables, found.checkpoints, found.model_folders) == (3, 15, 2, 2)
     kinds = {path.suffix for path in files_of(whole)}
-    assert kinds == {"", ".json", ".yaml", ".parquet", ".safetensors"} and len(files_of(whole)) == 42
+    assert kinds == {"", ".json", ".jsonl", ".yaml", ".parquet", ".safetensors"} and len(files_of(whole)) == 43
 
 
 def test_any_file_cut_short_or_gone_is_named(whole: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_flipped_bit_anywhere_is_named_or_changes_nothing(whole: Path, tmp_pat
         if name.name == "lock":  # empty
             continue
         content = (whole / name).read_bytes()
-        for damaged in flips(content, 30 if name.name == "manifest.json" else 6, generator):
+        for damaged in flips(content, 30 if name.suffix == ".jsonl" or name.name == "manifest.json" else 6, generator):
             (copy / name).write_bytes(damaged)
             if said := refusal(copy):
                 assert names(said, copy, name), f"{name}: {said}"
@@ -168,7 +168,12 @@ def test_going_on_from_any_damaged_file(part: Path, whole: Path, tmp_path: Path)
         assert manifest.load(copy).iterations == manifest.load(whole).iterations
         assert manifest.load(copy).fingerprint == manifest.load(whole).fingerprint
         assert names(refusal(copy), copy, name) or name.name == "lock" or "iteration-000001" in name.parts, name
-    assert {"manifest.json", "config.yaml", "checkpoints/iteration-000002/policy.safetensors"} <= refused
+    assert {
+        "manifest.json",
+        "iterations.jsonl",
+        "config.yaml",
+        "checkpoints/iteration-000002/policy.safetensors",
+    } <= refused
 
 
 PLACES = ["lock", "manifest.json.tmp", "records/tokens", "records/late.parquet", "checkpoints", "checkpoints/final.tmp"]

@@ -21,6 +21,7 @@ from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import rerun, run, run_folder
 from ppo_repro.runs.verify import verify
+from tests import synthetic_run
 from tests.option_cases import TINY
 from tests.resume_for_tests import require_as_uninterrupted
 
@@ -117,8 +118,7 @@ def test_a_read_only_disk_is_read_and_not_written(config: RunConfig, whole: Path
     shutil.copytree(whole, disk / "whole")
     shutil.copytree(whole, disk / "part")
     complete = manifest.load(whole)
-    part = complete.model_copy(update={"status": "running", "final": {}, "iterations": complete.iterations[:2]})
-    manifest.save(part.model_copy(update={"fingerprint": manifest.expected_fingerprint(part)}), disk / "part")
+    manifest.save(synthetic_run.head_at(complete, 2, "running"), disk / "part")
     shutil.rmtree(disk / "part" / "checkpoints" / "iteration-000003")
     make_read_only(disk)
     with pytest.raises(

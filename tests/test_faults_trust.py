@@ -16,7 +16,7 @@ from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.reward_model import load_reward_model
-from ppo_repro.records import manifest
+from ppo_repro.records import durable, manifest
 from ppo_repro.runs.folder import check_sums, only_writer, remove_folder, whole_folder
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run, run_folder
@@ -169,7 +169,7 @@ def test_writing_follows_no_link(tmp_path: Path) -> None:
     for name in ("b.tmp", "c.removed"):
         (tmp_path / name).symlink_to(folder)
     with pytest.raises(UserError, match="Too many levels of symbolic links"):
-        manifest.atomic_write(tmp_path / "a", b"theirs")
+        durable.atomic_write(tmp_path / "a", b"theirs")
     with pytest.raises(UserError, match="Too many levels of symbolic links"), only_writer(tmp_path):
         pass
     with pytest.raises(UserError, match="symbolic link"), whole_folder(tmp_path / "b"):

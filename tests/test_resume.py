@@ -258,6 +258,10 @@ def test_what_cannot_be_resumed_is_one_line_and_changes_nothing(cli: Cli, exact:
         ([tmp_path / "empty"], "holds no manifest.json"),
         ([run_dir, "--set", "ppo.objective.clip_range=0.1"], "may change layout fields only"),
         ([run_dir, "--set", "layout.threads=none"], "layout.threads = 'none'"),
+        (
+            [run_dir, "--set", "rollout.engine={kind: sglang, numerics: stock}"],
+            "rollout.engine: would sample with",
+        ),
     ]
     for arguments, said in mistakes:
         code, out, err = cli("resume", *arguments)

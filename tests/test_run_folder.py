@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, manifest, reader, schema, writer
+from ppo_repro.records import digests, iteration_log, manifest, reader, schema, writer
+from ppo_repro.records.iteration_log import IterationEntry, TableEntry
 from tests import synthetic_run
 
 
@@ -68,7 +69,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     refused(advice, synthetic_run.start_run, tmp_path / "b")
     assert not (tmp_path / "b").exists()
     assert list(tmp_path.rglob("*.tmp")) == []
-    assert manifest.load(tmp_path / "a") == current
+    assert manifest.load_head(tmp_path / "a") == current and manifest.load(tmp_path / "a").num_iterations == 1
 
 
 def test_status_and_fingerprint(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_status_and_fingerprint(tmp_path: Path) -> None:
     current = synthetic_run.start_run(run_dir)
     assert (current.status, current.fingerprint) == ("running", digests.FINGERPRINT_SEED)
     current = writer.append_iteration(run_dir, current, 0, synthetic_run.random_tables(0, 4))
-    assert current.fingerprint == current.iterations[0].chain
+    assert current.fingerprint == manifest.load(run_dir).iterations[0].chain
     current = writer.mark(run_dir, current, "interrupted")
     said = "the run is interrupted after 1 recorded iterations; finish it with `ppo-repro resume"
     refused(said, reader.open_manifest, run_dir)
@@ -87,7 +88,7 @@ def test_status_and_fingerprint(tmp_path: Path) -> None:
     stale, current = current, writer.mark(run_dir, current, "running")
     refused("the manifest changed meanwhile", writer.mark, run_dir, stale, "failed")
     done = writer.finish(run_dir, current, synthetic_run.FINAL)
-    assert done.fingerprint != current.fingerprint and done == reader.open_manifest(run_dir)
+    assert done.fingerprint != current.fingerprint and done == manifest.head_of(reader.open_manifest(run_dir))
     assert list(done.final) == list(synthetic_run.FINAL)
     with pytest.raises(ValueError, match="the run is complete"):
         writer.mark(run_dir, done, "running")
@@ -123,8 +124,8 @@ def test_a_crash_loses_at_most_the_iteration(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(os, "replace", crash)
         writer.append_iteration(run_dir, current, 1, synthetic_run.random_tables(1, 4))
-    found = manifest.load(run_dir)
-    assert found == current
+    found = manifest.load_head(run_dir)
+    assert found == current and manifest.load(run_dir).num_iterations == 1
     assert reader.read_tokens(run_dir, allow_incomplete=True)["iteration"].tolist() == [0] * 4
     refused("no iteration 1; recorded are 0 to 0", reader.read_arrow, run_dir, last_table, 1)
     found = writer.append_iteration(run_dir, found, 1, synthetic_run.random_tables(1, 4))
@@ -190,12 +191,18 @@ def edit(run_dir: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(tree))
 
 
+def edit_log(run_dir: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
+    """Edit the iterations, sign their lines again and make the manifest count them, as somebody would on purpose."""
+    path = run_dir / iteration_log.FILE_NAME
+    trees = [json.loads(line) for line in path.read_text().splitlines()]
+    change(trees)
+    entries = [IterationEntry(t["iteration"], {k: TableEntry(**v) for k, v in t["tables"].items()}, t["chain"])
+               for t in trees]  # fmt: skip
+    path.write_bytes(b"".join(map(iteration_log.to_line, entries)))
+    edit(run_dir, lambda t: t.update(num_iterations=len(entries), log_bytes=path.stat().st_size))
+
+
 EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda t: t["iterations"][1].update(chain="0" * 64), "chain of iteration 1 = '000.* does not follow"),
-    (lambda t: t["iterations"][1]["tables"]["tokens"].update(digest="0"), "chain of iteration 1"),
-    (lambda t: t["iterations"].pop(), "fingerprint = "),
-    (lambda t: t["iterations"].pop(0), "iterations.0 is iteration 1, expected 0"),
-    (lambda t: t["iterations"][0]["tables"].pop("steps"), "iteration 0 lists tables"),
     (lambda t: t["final"].update(eval_accuracy=0.75), "fingerprint = "),
     (lambda t: t.update(status="running"), "status = 'running' but final results"),
     (lambda t: t.update(status="done"), "status: Input should be"),
@@ -205,6 +212,18 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda t: t.pop("schema_version"), "is not the manifest of a run"),
     (lambda t: t.update(schema_version=1), "schema_version = 1: this ppo_repro reads 2"),
     (lambda t: t.update(schema_version=7), "schema_version = 7: this ppo_repro reads 2"),
+    (lambda t: t.update(manifest_version=3), "manifest_version = 3: this ppo_repro reads 1 and 2"),
+    (lambda t: t.pop("manifest_version"), "iterations: Field required"),
+    (lambda t: t.update(num_iterations=2), "holds 3 iterations in .* bytes, the manifest says 2"),
+    (lambda t: t.update(num_iterations=-1), "num_iterations: Input should be"),
+    (lambda t: t.update(log_bytes=t["log_bytes"] - 1), "holds 3 iterations in|holds 2 iterations in"),
+]
+LOG_EDITS: list[tuple[Callable[[list[dict[str, Any]]], Any], str]] = [
+    (lambda t: t[1].update(chain="0" * 64), "iterations.jsonl: chain of iteration 1 = '000.* does not follow"),
+    (lambda t: t[1]["tables"]["tokens"].update(digest="0"), "iterations.jsonl: chain of iteration 1"),
+    (lambda t: t.pop(), "manifest.json: fingerprint = "),
+    (lambda t: t.pop(0), "iterations.jsonl: iterations.0 is iteration 1, expected 0"),
+    (lambda t: t[0]["tables"].pop("steps"), "iterations.jsonl: iteration 0 lists tables"),
 ]
 
 
@@ -214,8 +233,16 @@ def test_a_changed_manifest_is_refused(copy: Path, change: Callable[[dict[str, A
     refused(message, manifest.load, copy)
 
 
+@pytest.mark.parametrize(("change", "message"), LOG_EDITS, ids=[message for _, message in LOG_EDITS])
+def test_changed_iterations_are_refused(
+    copy: Path, change: Callable[[list[dict[str, Any]]], Any], message: str
+) -> None:
+    edit_log(copy, change)
+    refused(message, manifest.load, copy)
+
+
 def test_changed_rows_are_refused_with_the_table(copy: Path) -> None:
-    edit(copy, lambda t: t["iterations"][1]["tables"]["tokens"].update(rows=11))
+    edit_log(copy, lambda t: t[1]["tables"]["tokens"].update(rows=11))
     refused(r"tokens/iteration=000001\.parquet: does not match the manifest", reader.read_tokens, copy)
 
 
@@ -234,16 +261,17 @@ SCALARS = st.one_of(st.floats(), st.integers(), st.text(st.characters(codec="utf
 @settings(deadline=None, max_examples=60)
 @given(st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5), SCALARS, max_size=4))
 def test_final_results_survive_json(final: dict[str, Any]) -> None:
-    blank = manifest.Manifest(
+    blank = manifest.Head(
         schema_version=schema.SCHEMA_VERSION,
         status="complete",
         config_digest="",
         inputs={},
-        iterations=(),
+        num_iterations=0,
+        log_bytes=0,
         final=final,
         fingerprint="",
     )
-    found = manifest.from_json(manifest.to_json(blank))
+    found = manifest.Head.model_validate_json(manifest.to_json(blank))
     assert [(k, type(v), digests.scalar_digest(v)) for k, v in found.final.items()] == [
         (k, type(v), digests.scalar_digest(v)) for k, v in final.items()
     ]
@@ -255,4 +283,4 @@ def test_final_results_have_simple_types(tmp_path: Path) -> None:
     for value in wrong:
         with pytest.raises(ValueError, match="final"):
             writer.finish(tmp_path / "a", current, {"accuracy": value})
-    assert manifest.load(tmp_path / "a") == current
+    assert manifest.load_head(tmp_path / "a") == current

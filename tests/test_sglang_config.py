@@ -11,7 +11,7 @@ import pytest
 from ppo_repro.config_engine import EXACT_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.config_yaml import build_config, load_config
 from ppo_repro.errors import UserError
-from ppo_repro.rollout.choose import check_engine
+from ppo_repro.rollout.choose import check_engine, require_same_sampler
 from ppo_repro.rollout.sglang.command import (
     SPARE_CONTEXT,
     look_into,
@@ -31,6 +31,44 @@ def engine_of(*overrides: str) -> SGLangServers:
     engine = small_config(SGLANG, *overrides).rollout.engine
     assert isinstance(engine, SGLangServers)
     return engine
+
+
+EXACT, STOCK = (SGLANG,), (SGLANG, "rollout.engine.numerics=stock")
+URLS = "rollout.engine.urls=[http://h:1, http://h:2]"
+SAME_BITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    ((), EXACT),
+    (EXACT, ("rollout.engine.kind=torch",)),
+    (EXACT, (*EXACT, "rollout.engine.servers=3", "rollout.engine.weight_sync=tensor", "rollout.engine.timeout_s=9")),
+    (EXACT, (*EXACT, URLS)),
+    (STOCK, (*STOCK, "rollout.engine.weight_sync=tensor", "rollout.engine.timeout_s=9", "rollout.engine.python=/x")),
+    ((*STOCK, URLS), (*STOCK, "rollout.engine.urls=[http://g:1, http://g:2]")),
+]
+OTHER_BITS: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
+    ((), STOCK, "would sample with SGLang's own numerics (servers: 1, device: cpu, arguments: none), and the run "
+     "samples with exact numerics"),
+    (EXACT, STOCK, "the run samples with exact numerics"),
+    (STOCK, EXACT, "would sample with exact numerics, and the run samples with SGLang's"),
+    (STOCK, (), "would sample with exact numerics"),
+    (("numerics.mode=native",), ("numerics.mode=native", *STOCK), "the run samples with native numerics"),
+    (STOCK, (*STOCK, "rollout.engine.device=cuda"), "device: cuda"),
+    (STOCK, (*STOCK, "rollout.engine.servers=2"), "servers: 2"),
+    (STOCK, (*STOCK, "rollout.engine.arguments=[--dtype, half]"), "arguments: --dtype half"),
+    (STOCK, (*STOCK, URLS), "servers that run already: 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recorded", "now"), SAME_BITS)
+def test_engines_of_the_same_bits_may_take_over_from_each_other(
+    recorded: tuple[str, ...], now: tuple[str, ...]
+) -> None:
+    require_same_sampler(small_config(*recorded), small_config(*now))
+
+
+@pytest.mark.parametrize(("recorded", "now", "said"), OTHER_BITS, ids=[said for *_, said in OTHER_BITS])
+def test_an_engine_of_other_bits_may_not(recorded: tuple[str, ...], now: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError, match=r"^rollout\.engine: ") as caught:
+        require_same_sampler(small_config(*recorded), small_config(*now))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 REFUSED = {

@@ -11,7 +11,7 @@ import pytest
 
 from ppo_repro.cli import _run
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.manifest import Manifest, Status
+from tests import synthetic_run
 from tests.ranks_for_tests import TINY, free_port
 
 
@@ -53,7 +53,7 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
     evaluated = client.get_metric_history(found.info.run_id, "iteration/eval_accuracy")
     assert [m.step for m in evaluated] == [0, 2], "a value that was not measured is not logged"
     names = {a.path for a in client.list_artifacts(found.info.run_id)}
-    assert names == {"manifest.json", "config.yaml", "environment.json"}
+    assert names == {"manifest.json", "iterations.jsonl", "config.yaml", "environment.json"}
     assert _run(["track", str(exact_run), "--uri", store]) == 0
     (again,) = client.search_runs([experiment.experiment_id])
     assert again.info.run_id != found.info.run_id, "a second copy takes the place of the first"
@@ -112,14 +112,10 @@ def test_what_is_followed_is_logged_as_it_comes(exact_run: Path, store: str, tmp
     whole = manifest.load(run_dir)
     states = [0, 0, 1, 1, 3]  # iterations committed at each look
 
-    def at(iterations: int, status: Status) -> Manifest:
-        entries = whole.iterations[:iterations]
-        part = whole.model_copy(update={"iterations": entries, "final": {}, "status": status})
-        return part.model_copy(update={"fingerprint": manifest.expected_fingerprint(part)})
-
     def is_over(seconds: float) -> bool:
         seen.append(sum(len(client.get_metric_history(r, "iteration/tokens")) for r in runs()))
-        manifest.save(at(states.pop(0), "running") if states else at(3, "interrupted"), run_dir)
+        then: tuple[int, manifest.Status] = (states.pop(0), "running") if states else (3, "interrupted")
+        manifest.save(synthetic_run.head_at(whole, *then), run_dir)
         return not states
 
     def runs() -> list[str]:
@@ -127,7 +123,7 @@ def test_what_is_followed_is_logged_as_it_comes(exact_run: Path, store: str, tmp
         return [] if found is None else [r.info.run_id for r in client.search_runs([found.experiment_id])]
 
     client, seen = mlflow_client(store), list[int]()
-    manifest.save(at(0, "running"), run_dir)
+    manifest.save(synthetic_run.head_at(whole, 0, "running"), run_dir)
     from ppo_repro.tracking import follow
 
     run_id = follow(run_dir, store, is_over)

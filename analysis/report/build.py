@@ -29,7 +29,7 @@ from analysis.report.markup import number
 from analysis.report.page import page, summary_html
 from analysis.report.responses import MAX_TOKENS, response_summary, select, token_data
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import durable, manifest, reader
 
 DEFAULT_RESPONSES = 60
 
@@ -61,7 +61,7 @@ def write_report(target: Path, out: Path | None, responses: int | None) -> tuple
         text = grid_page(target, runs_below(target))
     path = target / "report.html" if out is None else out
     data = text.encode()
-    manifest.atomic_write(path, data)
+    durable.atomic_write(path, data)
     return path, len(data)
 
 

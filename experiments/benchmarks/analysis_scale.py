@@ -95,7 +95,7 @@ def token_columns(iteration: int, rows: int, seed: int) -> dict[str, Any]:
 def write_run(run_dir: Path, rows: int, seed: int = 0) -> None:
     """A complete run whose token table has `rows` rows; its other tables are empty."""
     writer.create_run(run_dir, "{}\n", {}, "0", {})
-    current = manifest.load(run_dir)
+    current = manifest.load_head(run_dir)
     columns = TextColumn("writing {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         for iteration in bar.track(range(math.ceil(rows / ITERATION_ROWS)), description=f"{rows:,} rows"):

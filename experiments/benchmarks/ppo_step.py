@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.benchmarks import timing, workload
@@ -87,7 +87,7 @@ class Own:
 
         item = next(self.iterations)
         assert int(item.rollout.lengths.sum()) == workload.SEQUENCES * workload.RESPONSE
-        current = manifest.load(self.run_dir)
+        current = manifest.load_head(self.run_dir)
         writer.append_iteration(self.run_dir, current, item.index, iteration_tables(item, self.config))
 
 
@@ -158,16 +158,12 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, required=True, help="folder for the environment of the peer")
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES, reverse=True))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
+    timing.add_options(parser, rounds=3)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     python = environment.make(arguments.peers / "trl")
     rows = measure(python, arguments.sizes, arguments.threads, arguments.rounds, arguments.modes)
-    print(timing.table(rows))
-    if arguments.json:
-        found = {"machine": timing.machine(), "results": [asdict(r) for r in rows]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    timing.report(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def _recorder(way: str, config: RunConfig, run_dir: Path) -> Iterator[Record]:
         yield lambda item: None
         return
     writer.create_run(run_dir, "", {}, config.digest(), {})
-    with appending(run_dir, manifest.load(run_dir)) as appender:
+    with appending(run_dir, manifest.load_head(run_dir)) as appender:
 
         def record(item: Iteration) -> None:
             appender.start(item.index, iteration_tables(item, config))

@@ -7,10 +7,7 @@ cache), interleaved in one process. The engines also give the log-prob of every 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
@@ -97,14 +94,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Sampling with the built-in engine and with transformers generate.")
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES, reverse=True))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    timing.add_options(parser, rounds=5)
     arguments = parser.parse_args()
     rows = measure(arguments.sizes, arguments.threads, arguments.rounds)
-    print(timing.table(rows))
-    if arguments.json:
-        found = {"machine": timing.machine(), "results": [asdict(r) for r in rows]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    timing.report(rows, arguments.json)
 
 
 if __name__ == "__main__":

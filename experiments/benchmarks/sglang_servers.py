@@ -7,13 +7,11 @@ prompts, at most 128 new tokens, one thread for each program. The cache of a ser
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -117,15 +115,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The built-in engine, exact SGLang and plain SGLang on one work.")
     parser.add_argument("--python", required=True, help="interpreter of an environment made by .ci/sglang.sh")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 896])
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    timing.add_options(parser, rounds=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for hidden in arguments.hidden for row in measure(hidden, arguments.python, arguments.rounds)]
-    print(timing.table(rows))
-    if arguments.json:
-        found = {"machine": timing.machine(), "results": [asdict(r) for r in rows]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    timing.report(rows, arguments.json)
 
 
 if __name__ == "__main__":

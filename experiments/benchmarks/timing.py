@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -106,6 +108,20 @@ def table(rows: Sequence[Measured]) -> str:
             f"| {r.tokens / r.wall.median:,.0f} | {speedup} | {r.cpu_speedup.median:.2f} |"
         )
     return "\n".join(lines)
+
+
+def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """What every benchmark of speed can be asked; `rounds` is the default."""
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"measured rounds (default {rounds})")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+
+
+def report(rows: Sequence[Measured], path: Path | None) -> None:
+    """Print the table; where there is a path, write machine and rows there as JSON."""
+    print(table(rows))
+    if path is not None:
+        found = {"machine": machine(), "results": [asdict(r) for r in rows]}
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, str | int]:

@@ -85,7 +85,7 @@ def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[
         try:
             seconds = _execute(run_dir, config, watcher)
         except BaseException as error:
-            if manifest.load(run_dir).iterations:
+            if manifest.load_head(run_dir).num_iterations:
                 mark_ended(run_dir, error)
             else:
                 remove_folder(run_dir)
@@ -96,13 +96,14 @@ def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[
 def _execute(run_dir: Path, config: ControlConfig, watcher: Watcher) -> dict[str, float]:
     """Compute the whole run; iterations that are recorded already are compared, the others recorded."""
     started = time.perf_counter()
-    current = manifest.load(run_dir)
+    recorded = manifest.load(run_dir)
+    current = manifest.head_of(recorded)
     running = _Running(config, prepare(config), watcher)
     seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
     for item, tables in running.iterate():
         clock = Clock()
-        if item.index < len(current.iterations):
-            require_same(run_dir, current, item.index, tables)
+        if item.index < recorded.num_iterations:
+            require_same(run_dir, recorded, item.index, tables)
         else:
             current = writer.append_iteration(run_dir, current, item.index, tables)
         clock.lap("records")
@@ -141,7 +142,7 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> in
         except BaseException as error:
             mark_ended(run_dir, error)
             raise
-    return len(recorded.iterations)
+    return recorded.num_iterations
 
 
 def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Rerun:

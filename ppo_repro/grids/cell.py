@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest
+from ppo_repro.records import durable, manifest
 from ppo_repro.records.config_file import read_environment
 
 RESULT = "result.json"
@@ -107,7 +107,7 @@ def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:
     message = "" if exit_code == 0 else _last_words(folder)
     result = Result(order.name, exit_code, round(seconds, 3), message)
     text = json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
-    manifest.atomic_write(folder / RESULT, text.encode())
+    durable.atomic_write(folder / RESULT, text.encode())
     return result
 
 

@@ -18,7 +18,7 @@ from ppo_repro.grids.engines import Engine
 from ppo_repro.grids.progress import GridWatcher
 from ppo_repro.grids.results import write_tables
 from ppo_repro.grids.spec import Cell, Grid
-from ppo_repro.records import manifest
+from ppo_repro.records import durable
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.folder import only_writer, remove_folder
 
@@ -53,7 +53,7 @@ def _lay_out(grid: Grid, grid_dir: Path) -> None:
                 )
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        manifest.atomic_write(path, text.encode())
+        durable.atomic_write(path, text.encode())
 
 
 def _differs(cell: Cell, folder: Path) -> str:
@@ -114,7 +114,7 @@ def run_grid(grid: Grid, out: Path, engine: Engine, watcher: GridWatcher, change
     except OSError as error:
         raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
     with only_writer(grid_dir):
-        manifest.atomic_write(grid_dir / "grid.yaml", dump_yaml(grid.file).encode())
+        durable.atomic_write(grid_dir / "grid.yaml", dump_yaml(grid.file).encode())
         _lay_out(grid, grid_dir)
         _check_unchanged(grid, grid_dir, changed)
         orders = _orders(grid, grid_dir)

@@ -98,7 +98,7 @@ class ConsoleGrid(AbstractContextManager["ConsoleGrid"]):
 def _progress(folder: Path) -> tuple[str, str]:
     try:
         run_dir = run_of(folder)
-        found = None if run_dir is None else manifest.load(run_dir)
+        found = None if run_dir is None else manifest.load_head(run_dir)
     except UserError:  # removed between two looks; whoever needs it will say so
         found = None
-    return ("waiting", "") if found is None else (found.status, str(len(found.iterations)))
+    return ("waiting", "") if found is None else (found.status, str(found.num_iterations))

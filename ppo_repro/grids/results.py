@@ -14,7 +14,7 @@ import pandas as pd
 
 from ppo_repro.grids.cell import environment_of, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import durable, manifest, reader
 
 CELLS = "cells.parquet"
 RESULTS = "results.parquet"
@@ -67,5 +67,5 @@ def write_tables(grid_dir: Path, cells: Sequence[Cell]) -> pd.DataFrame:
     for name, frame in ((CELLS, table), (RESULTS, results_table(grid_dir, table))):
         buffer = io.BytesIO()
         frame.to_parquet(buffer, index=False, compression="zstd")
-        manifest.atomic_write(grid_dir / name, buffer.getvalue())
+        durable.atomic_write(grid_dir / name, buffer.getvalue())
     return table

@@ -10,17 +10,17 @@ from pathlib import Path
 import pyarrow as pa
 
 from ppo_repro.records import writer
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Head
 
 
 class Appender:
     """Appends to one run. At most one iteration waits for the disk: bounded memory, and no more for a kill to lose."""
 
-    def __init__(self, run_dir: Path, current: Manifest, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, run_dir: Path, current: Head, thread: ThreadPoolExecutor) -> None:
         self._run_dir, self._current, self._thread = run_dir, current, thread
-        self._writing: Future[Manifest] | None = None
+        self._writing: Future[Head] | None = None
 
-    def settle(self) -> Manifest:
+    def settle(self) -> Head:
         """Wait until everything is durable; the manifest as it is on disk. Raises what writing raised."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
@@ -39,7 +39,7 @@ class Appender:
 
 
 @contextmanager
-def appending(run_dir: Path, current: Manifest) -> Iterator[Appender]:
+def appending(run_dir: Path, current: Head) -> Iterator[Appender]:
     """An appender whose thread has ended when the block has; where an error ends the block, that is the one raised."""
     with ThreadPoolExecutor(1, "records") as thread:
         appender = Appender(run_dir, current, thread)

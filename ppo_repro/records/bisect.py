@@ -10,7 +10,7 @@ import pandas as pd
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader, writer
-from ppo_repro.records.manifest import atomic_write
+from ppo_repro.records.durable import atomic_write
 from ppo_repro.records.schema import Column, Table
 
 _MODE = Column("mode", "string", "", "Numerics: exact or native.")

@@ -12,10 +12,10 @@ from ppo_repro.config import RunConfig
 from ppo_repro.config_yaml import load_config, read_tree
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Head
 
 
-def check_config(run_dir: Path, recorded: Manifest) -> None:
+def check_config(run_dir: Path, recorded: Head) -> None:
     """Raise UserError unless config.yaml says what it said when the run was started.
 
     As it was written, not as it loads: fields that came later have their defaults and are in no old digest.
@@ -29,7 +29,7 @@ def check_config(run_dir: Path, recorded: Manifest) -> None:
 def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration a language run was started with; UserError where it or the manifest is missing or damaged."""
     folder = Path(run_dir)
-    check_config(folder, manifest.load(folder))
+    check_config(folder, manifest.load_head(folder))
     return load_config(folder / "config.yaml", overrides)
 
 
@@ -44,7 +44,7 @@ def read_environment(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_notes(run_dir: Path, recorded: Manifest) -> None:
+def check_notes(run_dir: Path, recorded: Head) -> None:
     """Raise UserError where environment.json or a resumed-NNN.json is damaged, or gone though the manifest has it.
 
     A note that a kill kept out of the manifest, and those of runs from before it had digests of them, are only parsed.

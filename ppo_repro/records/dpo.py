@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, manifest, reader, writer
-from ppo_repro.records.manifest import TableEntry
+from ppo_repro.records import digests, durable, manifest, reader, writer
+from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.schema import Column, Table
 
 FORMAT = 1
@@ -92,7 +92,7 @@ def write(
     for table in TABLES:
         data = writer.to_arrow(table, columns[table.name])
         entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
-        manifest.atomic_write(table_path(folder, table.name), writer.to_parquet(table, data))
+        durable.atomic_write(table_path(folder, table.name), writer.to_parquet(table, data))
     made = DPOManifest(
         format=FORMAT,
         config_digest=config_digest,
@@ -101,7 +101,7 @@ def write(
         final=dict(final),
         fingerprint=_fingerprint(entries, final),
     )
-    manifest.atomic_write(folder / manifest.FILE_NAME, (made.model_dump_json(indent=1) + "\n").encode())
+    durable.atomic_write(folder / manifest.FILE_NAME, (made.model_dump_json(indent=1) + "\n").encode())
     return made
 
 

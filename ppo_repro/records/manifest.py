@@ -1,20 +1,21 @@
-"""What a run folder says about itself: status, rows and digests per table and iteration, fingerprint."""
+"""What a run folder says about itself: status, rows and digests per table and iteration, fingerprint.
+
+manifest.json is small and replaced as a whole after every iteration; it says how much of iterations.jsonl counts.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import control_schema, digests, schema
+from ppo_repro.records import control_schema, digests, durable, iteration_log, schema
+from ppo_repro.records.iteration_log import IterationEntry, next_link
 
 FILE_NAME = "manifest.json"
 _DAMAGED = "the manifest was changed or damaged"
@@ -23,41 +24,34 @@ Kind = Literal["language", "control"]
 _TABLES: dict[Kind, tuple[schema.Table, ...]] = {"language": schema.TABLES, "control": control_schema.TABLES}
 
 
-_CONFIG = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
+VERSION: Literal[2] = 2  # of this file; 1 held the iterations itself
 
 
-# slots: a run keeps one entry per table and iteration in memory, and a pydantic model takes 4 times the space
-@dataclass(frozen=True, slots=True, config=_CONFIG)
-class TableEntry:
-    """One recorded file."""
+class Head(BaseModel):
+    """What manifest.json says; all that a running process keeps in memory, however long the run.
 
-    rows: Annotated[int, Field(ge=0)]
-    digest: str
+    `fingerprint` is the last chain link, once complete the one over `final` too.
+    """
 
-
-@dataclass(frozen=True, slots=True, config=_CONFIG)
-class IterationEntry:
-    """One recorded iteration; `chain` follows from the iteration before and the digests here."""
-
-    iteration: Annotated[int, Field(ge=0)]
-    tables: dict[str, TableEntry]
-    chain: str
-
-
-class Manifest(BaseModel):
-    """The whole run; `fingerprint` is the last chain link, once complete the one over `final` too."""
-
-    model_config = ConfigDict(**_CONFIG, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants", frozen=True)
 
     schema_version: int
+    manifest_version: Literal[1, 2] = VERSION
     kind: Kind = "language"  # which tables there are: of responses and tokens, or of episodes and their steps
     status: Status
     config_digest: str
     inputs: dict[str, str]
     notes: dict[str, str] = Field(default_factory=dict)  # SHA-256 of environment.json and of each resumed-NNN.json
-    iterations: tuple[IterationEntry, ...]
+    num_iterations: Annotated[int, Field(ge=0)]
+    log_bytes: Annotated[int, Field(ge=0)]  # of iterations.jsonl: what follows does not count
     final: dict[str, float | int | str]
     fingerprint: str
+
+
+class Manifest(Head):
+    """The whole run, as readers have it."""
+
+    iterations: tuple[IterationEntry, ...]
 
 
 def note_content(tree: Mapping[str, Any]) -> bytes:
@@ -70,7 +64,7 @@ def note_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def tables_of(found: Manifest) -> tuple[schema.Table, ...]:
+def tables_of(found: Head) -> tuple[schema.Table, ...]:
     """The tables of a run, in the order in which their data comes to be."""
     return _TABLES[found.kind]
 
@@ -80,103 +74,89 @@ def table_path(run_dir: Path, table_name: str, iteration: int) -> Path:
     return run_dir / "records" / table_name / f"iteration={iteration:06d}.parquet"
 
 
-def last_link(iterations: tuple[IterationEntry, ...]) -> str:
-    """The chain up to here; the seed where nothing is recorded."""
-    return iterations[-1].chain if iterations else digests.FINGERPRINT_SEED
+def head_of(found: Head) -> Head:
+    """The manifest without its iterations."""
+    return Head(**{name: getattr(found, name) for name in Head.model_fields})
 
 
-def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
-    """The chain link of an iteration that follows the link `previous`."""
-    return digests.chain(previous, {name: entry.digest for name, entry in tables.items()})
+def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str]) -> str:
+    """The fingerprint of a complete run: the link after the last one, over the final results."""
+    return digests.chain(last_link, {name: digests.scalar_digest(value) for name, value in final.items()})
 
 
 def expected_fingerprint(manifest: Manifest) -> str:
     """The fingerprint that follows from the chain, the status and the final results."""
-    last = last_link(manifest.iterations)
-    if manifest.status != "complete":
-        return last
-    return digests.chain(last, {name: digests.scalar_digest(value) for name, value in manifest.final.items()})
+    last = manifest.iterations[-1].chain if manifest.iterations else digests.FINGERPRINT_SEED
+    return finished_fingerprint(last, manifest.final) if manifest.status == "complete" else last
 
 
-def atomic_write(path: Path, data: bytes | memoryview) -> None:
-    """Write the whole file or leave what was there; raises UserError with path and reason."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        # a link in its place would be written through, out of the folder
-        with open(temporary, "wb", opener=_without_links) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        # the first error is the one to report
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        reason = error.strerror or str(error)
-        advice = "make room there or choose another --out"
-        raise UserError(f"{path}: cannot be written ({reason}); {advice}") from error
-
-
-def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut; raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def to_json(manifest: Manifest) -> str:
+def to_json(head: Head) -> str:
     """The text of the file; final results keep their type, floats their bits (NaN its being NaN)."""
-    return manifest.model_dump_json(indent=1) + "\n"
+    return head_of(head).model_dump_json(indent=1) + "\n"
 
 
-def from_json(text: str) -> Manifest:
-    """The manifest that `to_json` wrote; raises ValidationError on anything else."""
-    return Manifest.model_validate_json(text)
+def save(head: Head, run_dir: Path) -> None:
+    """Write manifest.json atomically; raises UserError where that fails."""
+    durable.atomic_write(run_dir / FILE_NAME, to_json(head).encode())
 
 
-def save(manifest: Manifest, run_dir: Path) -> None:
-    """Write the manifest atomically; raises UserError where that fails."""
-    atomic_write(run_dir / FILE_NAME, to_json(manifest).encode())
+def load_head(run_dir: Path) -> Head:
+    """Read and check manifest.json alone, in a time that does not depend on the length of the run.
 
-
-def is_on_disk(manifest: Manifest, run_dir: Path) -> bool:
-    """Whether the file says what `manifest` says; UserError as `load`, which is asked only where the text differs."""
-    try:
-        if (run_dir / FILE_NAME).read_bytes() == to_json(manifest).encode():
-            return True
-    except OSError:
-        pass  # `load` names it
-    return load(run_dir) == manifest
+    UserError where it is missing, damaged or of another version.
+    """
+    path = run_dir / FILE_NAME
+    tree = _tree(run_dir, path)
+    if tree["manifest_version"] == VERSION:
+        return _checked(Head, path, tree)
+    return head_of(_of_version_1(path, tree))
 
 
 def load(run_dir: Path) -> Manifest:
-    """Read and check the manifest; raises UserError where it is missing, damaged or of another version."""
+    """Read and check manifest and iterations; UserError where they are missing, damaged or of another version."""
     path = run_dir / FILE_NAME
-    tree = _read_json(run_dir, path)
-    if not isinstance(tree, dict) or "schema_version" not in tree:
-        raise UserError(f"{path}: is not the manifest of a run; give the folder of a run")
-    if tree["schema_version"] != schema.SCHEMA_VERSION:
-        raise UserError(
-            f"{path}: schema_version = {tree['schema_version']!r}: this ppo_repro reads "
-            f"{schema.SCHEMA_VERSION}; read the run with the version that wrote it"
-        )
+    tree = _tree(run_dir, path)
+    if tree["manifest_version"] != VERSION:
+        return _of_version_1(path, tree)
+    head = _checked(Head, path, tree)
+    iterations = iteration_log.read(run_dir, head.num_iterations, head.log_bytes)
+    manifest = Manifest(**dict(head), iterations=iterations)
+    _require_consistent(run_dir / iteration_log.FILE_NAME, path, manifest)
+    return manifest
+
+
+_Model = TypeVar("_Model", bound=Head)
+
+
+def _of_version_1(path: Path, tree: dict[str, Any]) -> Manifest:
+    """A manifest that holds its iterations itself."""
+    iterations = tree.get("iterations")
+    tree = {**tree, "num_iterations": len(iterations) if isinstance(iterations, list) else 0, "log_bytes": 0}
+    manifest = _checked(Manifest, path, tree)
+    _require_consistent(path, path, manifest)
+    return manifest
+
+
+def _checked(model: type[_Model], path: Path, tree: dict[str, Any]) -> _Model:
     try:
-        manifest = from_json(json.dumps(tree))
+        return model.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(step) for step in first["loc"])
         raise UserError(f"{path}: {field}: {first['msg']}; {_DAMAGED}") from error
-    problem = _inconsistency(manifest)
-    if problem:
-        raise UserError(f"{path}: {problem}; {_DAMAGED}")
-    return manifest
+
+
+def _tree(run_dir: Path, path: Path) -> dict[str, Any]:
+    tree = _read_json(run_dir, path)
+    if not isinstance(tree, dict) or "schema_version" not in tree:
+        raise UserError(f"{path}: is not the manifest of a run; give the folder of a run")
+    tree.setdefault("manifest_version", 1)
+    for name, known in (("schema_version", (schema.SCHEMA_VERSION,)), ("manifest_version", (1, VERSION))):
+        if tree[name] not in known:
+            allowed = " and ".join(map(str, known))
+            advice = "read the run with the version that wrote it"
+            raise UserError(f"{path}: {name} = {tree[name]!r}: this ppo_repro reads {allowed}; {advice}")
+    return tree
 
 
 def _read_json(run_dir: Path, path: Path) -> Any:
@@ -193,7 +173,21 @@ def _read_json(run_dir: Path, path: Path) -> Any:
         raise UserError(f"{path}: is not valid JSON ({reason}); {_DAMAGED}") from error
 
 
-def _inconsistency(manifest: Manifest) -> str:
+def _require_consistent(log: Path, path: Path, manifest: Manifest) -> None:
+    """`log`: where the iterations stand."""
+    problem = _log_inconsistency(manifest)
+    if problem:
+        raise UserError(f"{log}: {problem}; {iteration_log.DAMAGED}")
+    if manifest.final and manifest.status != "complete":
+        raise UserError(f"{path}: status = {manifest.status!r} but final results are there; {_DAMAGED}")
+    if manifest.fingerprint != expected_fingerprint(manifest):
+        raise UserError(
+            f"{path}: fingerprint = {manifest.fingerprint!r} does not follow from the chain and the final results; "
+            f"{_DAMAGED}"
+        )
+
+
+def _log_inconsistency(manifest: Manifest) -> str:
     names = {table.name for table in tables_of(manifest)}
     previous = digests.FINGERPRINT_SEED
     for index, entry in enumerate(manifest.iterations):
@@ -204,8 +198,4 @@ def _inconsistency(manifest: Manifest) -> str:
         if entry.chain != next_link(previous, entry.tables):
             return f"chain of iteration {index} = {entry.chain!r} does not follow from its digests"
         previous = entry.chain
-    if manifest.final and manifest.status != "complete":
-        return f"status = {manifest.status!r} but final results are there"
-    if manifest.fingerprint != expected_fingerprint(manifest):
-        return f"fingerprint = {manifest.fingerprint!r} does not follow from the chain and the final results"
     return ""

@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, manifest, schema
-from ppo_repro.records.manifest import IterationEntry, Kind, Manifest, Status, TableEntry
+from ppo_repro.records import digests, durable, iteration_log, manifest, schema
+from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
+from ppo_repro.records.manifest import Head, Kind, Status
 
 # a Python float is no float32: storing it would round it in silence
 _SCALARS: dict[str, tuple[type, ...]] = {
@@ -105,14 +106,15 @@ def create_run(
 ) -> None:
     """Make the run folder with an empty manifest; it appears whole or not at all, with UserError."""
     note = manifest.note_content(environment)
-    start = Manifest(
+    start = Head(
         schema_version=schema.SCHEMA_VERSION,
         kind=kind,
         status="running",
         config_digest=config_digest,
         inputs=dict(sorted(inputs.items())),
         notes={"environment.json": manifest.note_digest(note)},
-        iterations=(),
+        num_iterations=0,
+        log_bytes=0,
         final={},
         fingerprint=digests.FINGERPRINT_SEED,
     )
@@ -120,12 +122,13 @@ def create_run(
     try:
         for table in manifest.tables_of(start):
             (temporary / "records" / table.name).mkdir(parents=True)
-        manifest.sync_folder(temporary / "records")
-        manifest.atomic_write(temporary / "config.yaml", config_yaml.encode())
-        manifest.atomic_write(temporary / "environment.json", note)
+        durable.sync_folder(temporary / "records")
+        durable.atomic_write(temporary / "config.yaml", config_yaml.encode())
+        durable.atomic_write(temporary / "environment.json", note)
+        durable.atomic_write(temporary / iteration_log.FILE_NAME, b"")
         manifest.save(start, temporary)
         os.rename(temporary, run_dir)
-        manifest.sync_folder(run_dir.parent)
+        durable.sync_folder(run_dir.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError):
@@ -133,16 +136,16 @@ def create_run(
         raise UserError(f"{run_dir}: cannot be written ({error.strerror}); choose another --out") from error
 
 
-def append_iteration(run_dir: Path, current: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> Manifest:
-    """Write all tables of the next iteration, then the manifest that accepts them.
+def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mapping[str, pa.Table]) -> Head:
+    """Write all tables of the next iteration, then its line of the log, then the manifest that accepts them.
 
     Raises ValueError on tables or an iteration that do not belong here, UserError where writing fails.
     """
     _require_open(run_dir, current)
     if current.status != "running":
         raise ValueError(f"the run is {current.status}; mark it running before appending")
-    if iteration != len(current.iterations):
-        raise ValueError(f"iteration {iteration} cannot follow {len(current.iterations)} recorded iterations")
+    if iteration != current.num_iterations:
+        raise ValueError(f"iteration {iteration} cannot follow {current.num_iterations} recorded iterations")
     expected = manifest.tables_of(current)
     if set(tables) != {table.name for table in expected}:
         raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in expected)}")
@@ -152,13 +155,23 @@ def append_iteration(run_dir: Path, current: Manifest, iteration: int, tables: M
     for table in expected:
         data = tables[table.name]
         entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
-        manifest.atomic_write(manifest.table_path(run_dir, table.name, iteration), to_parquet(table, data))
-    link = manifest.next_link(manifest.last_link(current.iterations), entries)
-    entry = IterationEntry(iteration=iteration, tables=entries, chain=link)
-    return _save(run_dir, current, {"iterations": (*current.iterations, entry)})
+        durable.atomic_write(manifest.table_path(run_dir, table.name, iteration), to_parquet(table, data))
+    # of a run that is not complete the fingerprint is the last link
+    entry = IterationEntry(iteration=iteration, tables=entries, chain=next_link(current.fingerprint, entries))
+    return commit(run_dir, current, entry)
 
 
-def finish(run_dir: Path, current: Manifest, final: Mapping[str, float | int | str]) -> Manifest:
+def commit(run_dir: Path, current: Head, entry: IterationEntry) -> Head:
+    """Append the next iteration, whose tables are on disk, to the log; then let the manifest count it.
+
+    Both are on disk when this returns. UserError where writing fails.
+    """
+    size = iteration_log.append(run_dir, current.log_bytes, entry)
+    changes = {"num_iterations": entry.iteration + 1, "log_bytes": size, "fingerprint": entry.chain}
+    return _save(run_dir, current, changes)
+
+
+def finish(run_dir: Path, current: Head, final: Mapping[str, float | int | str]) -> Head:
     """Close the run with its final results; ValueError on other types, UserError where writing fails."""
     _require_open(run_dir, current)
     if current.status != "running":
@@ -167,10 +180,11 @@ def finish(run_dir: Path, current: Manifest, final: Mapping[str, float | int | s
         # pydantic would turn numpy integers into floats
         if type(value) not in (float, int, str):
             raise ValueError(f"final result {name} is a {type(value).__name__}, expected float, int or str")
-    return _save(run_dir, current, {"status": "complete", "final": dict(final)})
+    fingerprint = manifest.finished_fingerprint(current.fingerprint, final)
+    return _save(run_dir, current, {"status": "complete", "final": dict(final), "fingerprint": fingerprint})
 
 
-def mark(run_dir: Path, current: Manifest, status: Status, notes: Mapping[str, str] | None = None) -> Manifest:
+def mark(run_dir: Path, current: Head, status: Status, notes: Mapping[str, str] | None = None) -> Head:
     """Note that the run is running, interrupted or failed, and digests of new notes; UserError where writing fails."""
     _require_open(run_dir, current)
     if status == "complete":
@@ -200,17 +214,26 @@ def _make_folder(run_dir: Path) -> Path:
         raise UserError(f"{run_dir}: cannot be made ({error.strerror or error}); choose another --out") from error
 
 
-def _require_open(run_dir: Path, current: Manifest) -> None:
+def require_current_format(run_dir: Path, current: Head) -> None:
+    """Raise UserError for a run that an earlier version began, which can be read and not gone on with."""
+    if current.manifest_version != manifest.VERSION:
+        raise UserError(
+            f"{run_dir / manifest.FILE_NAME}: manifest_version = {current.manifest_version}: this ppo_repro writes "
+            f"{manifest.VERSION}; finish the run with the version that began it"
+        )
+
+
+def _require_open(run_dir: Path, current: Head) -> None:
     if current.status == "complete":
         raise ValueError("the run is complete; nothing can be added to it")
-    if not manifest.is_on_disk(current, run_dir):
+    require_current_format(run_dir, current)
+    if manifest.load_head(run_dir) != manifest.head_of(current):
         raise UserError(f"{run_dir}: the manifest changed meanwhile; let one process at a time write a run")
 
 
-def _save(run_dir: Path, current: Manifest, changes: dict[str, Any]) -> Manifest:
+def _save(run_dir: Path, current: Head, changes: dict[str, Any]) -> Head:
     # built anew, not copied, so that every field is validated
-    changed = Manifest(**{**dict(current), **changes})
-    changed = changed.model_copy(update={"fingerprint": manifest.expected_fingerprint(changed)})
+    changed = Head(**{**dict(manifest.head_of(current)), **changes})
     manifest.save(changed, run_dir)
     return changed
 

@@ -24,6 +24,33 @@ def check_engine(config: RunConfig, ranks: int) -> None:
         )
 
 
+def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
+    """Raise UserError where the engine of `config` would sample other bits than the one of `recorded`.
+
+    Exact numerics give one set of bits in either program. Beside them a program, what it computes on, its arguments
+    and over how many servers its batches are spread may each change a bit; addresses, transport and waits do not.
+    """
+    before, now = _sampler(recorded), _sampler(config)
+    if before != now:
+        raise UserError(
+            f"rollout.engine: would sample with {now}, and the run samples with {before}, which gives other bits; "
+            "leave rollout.engine as it is recorded, or use `ppo-repro run` for a run of its own"
+        )
+
+
+def _sampler(config: RunConfig) -> str:
+    """What decides over the bits that are sampled, in words."""
+    engine = config.rollout.engine
+    if not isinstance(engine, SGLangServers):
+        return f"{config.numerics.mode} numerics"
+    if engine.numerics == "exact":
+        return "exact numerics"
+    if engine.urls:
+        return f"SGLang's own numerics (servers that run already: {len(engine.urls)})"
+    arguments = " ".join(engine.arguments) or "none"
+    return f"SGLang's own numerics (servers: {engine.servers}, device: {engine.device}, arguments: {arguments})"
+
+
 @contextmanager
 def rollout_engine(config: RunConfig, built_in: TorchEngine, folder: Path | None, watcher: Watcher) -> Iterator[Engine]:
     """`built_in`, or one of SGLang servers with its policy and end tokens; they end with the block.

@@ -9,9 +9,10 @@ from pathlib import Path
 from ppo_repro.config import RunConfig
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, writer
+from ppo_repro.records import durable, manifest, writer
 from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.rollout.choose import require_same_sampler
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import describe_environment
@@ -33,8 +34,9 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
     """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
 
     `overrides` may change layout and rollout engine, which must not change a bit. UserError if another process
-    writes the run, it is finished, its checkpoint is damaged, its inputs have changed or an override is of
-    anything else; then nothing has changed. PromiseBroken if an iteration computed again differs from its record.
+    writes the run, it is finished, its checkpoint is damaged, its inputs have changed, an override is of anything
+    else or an engine would sample other bits; then nothing has changed.
+    PromiseBroken if an iteration computed again differs from its record.
     """
     check_overrides(overrides)
     manifest.load(run_dir)  # before a lock is put into a folder that is no run
@@ -43,10 +45,11 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
         recorded = manifest.load(run_dir)
         if recorded.status == "complete":
             raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
+        writer.require_current_format(run_dir, recorded)
         config = _config(run_dir, recorded, overrides)
         start = checkpoints.load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
-        found = Resumed(0 if start is None else start.iteration, len(recorded.iterations))
+        found = Resumed(0 if start is None else start.iteration, recorded.num_iterations)
         writer.mark(run_dir, recorded, "running", _note(run_dir, config, found, overrides))
         try:
             execute(run_dir, config, watcher, start)
@@ -58,7 +61,9 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
 
 def _config(run_dir: Path, recorded: Manifest, overrides: Sequence[str]) -> RunConfig:
     check_config(run_dir, recorded)
-    return load_config(run_dir / "config.yaml", overrides)
+    config = load_config(run_dir / "config.yaml", overrides)
+    require_same_sampler(load_config(run_dir / "config.yaml"), config)
+    return config
 
 
 def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | None) -> None:
@@ -75,5 +80,5 @@ def _note(run_dir: Path, config: RunConfig, found: Resumed, overrides: Sequence[
     name = f"resumed-{len(list(run_dir.glob('resumed-*.json'))) + 1:03d}.json"
     tree = {"iteration": found.start, "overrides": list(overrides), "environment": describe_environment(config, 1)}
     content = manifest.note_content(tree)
-    manifest.atomic_write(run_dir / name, content)
+    durable.atomic_write(run_dir / name, content)
     return {name: manifest.note_digest(content)}

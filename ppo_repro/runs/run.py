@@ -111,7 +111,7 @@ def run(
         try:
             seconds = execute(run_dir, config, watcher, None, ranks, profile)
         except BaseException as error:
-            if manifest.load(run_dir).iterations:
+            if manifest.load_head(run_dir).num_iterations:
                 mark_ended(run_dir, error)
             else:
                 remove_folder(run_dir)
@@ -136,7 +136,7 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
     ended: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     with suppress(UserError):
         # as it is on disk: the error may have come between the file and our copy of it
-        current = manifest.load(run_dir)
+        current = manifest.load_head(run_dir)
         if current.status != "complete":
             writer.mark(run_dir, current, ended)
 
@@ -154,7 +154,8 @@ def execute(
     An iteration that is recorded already is compared instead: PromiseBroken names the first cell that differs.
     """
     started = time.perf_counter()
-    current = manifest.load(run_dir)
+    recorded = manifest.load(run_dir)
+    current = manifest.head_of(recorded)
     start_folder = None if start is None else checkpoints.reference_folder(run_dir)
     prepared = _prepare(config, current.inputs, watcher, ranks, start_folder)
     origin = checkpoints.begin(run_dir, config, prepared, start)
@@ -171,8 +172,8 @@ def execute(
             current = appender.settle()
             if written is not None:
                 _tell(watcher, config, written)  # only of what is on disk
-            if item.index < len(current.iterations):
-                require_same(run_dir, current, item.index, tables)
+            if item.index < recorded.num_iterations:
+                require_same(run_dir, recorded, item.index, tables)
             else:
                 appender.start(item.index, tables)
             written = item
@@ -180,7 +181,10 @@ def execute(
             if checkpoints.is_due(config, item.index + 1):
                 current = appender.settle()  # a checkpoint names the chain it follows
                 clock.lap("records")
-                checkpoints.write(run_dir, config, prepared.state, current.iterations[item.index].chain, origin)
+                # while the run is not complete its fingerprint is the last link
+                again = item.index < recorded.num_iterations
+                link = recorded.iterations[item.index].chain if again else current.fingerprint
+                checkpoints.write(run_dir, config, prepared.state, link, origin)
                 clock.lap("checkpoints")
             for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
                 seconds[phase] = seconds.get(phase, 0.0) + spent

@@ -15,7 +15,7 @@ from typing import Any
 from ppo_repro.config import RunConfig
 from ppo_repro.config_engine import SGLangServers
 from ppo_repro.errors import UserError
-from ppo_repro.records.manifest import atomic_write
+from ppo_repro.records.durable import atomic_write
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.checks import check_server
 from ppo_repro.rollout.sglang.client import ServerGone, get

@@ -1,0 +1,71 @@
+"""Writing so that a kill or a full disk leaves what was there or what was to be, and nothing in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from ppo_repro.errors import UserError
+
+
+def atomic_write(path: Path, data: bytes | memoryview) -> None:
+    """Write the whole file or leave what was there; raises UserError with path and reason."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        # a link in its place would be written through, out of the folder
+        with open(temporary, "wb", opener=_without_links) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        # the first error is the one to report
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
+
+
+def write_at(path: Path, size: int, data: bytes) -> None:
+    """Put `data` behind the first `size` bytes of a file, in place of what follows them, and flush it to the disk.
+
+    Those bytes are safe at any instant; what follows is not, so something written later has to say that it counts.
+    Raises UserError with path and reason; then only they are left.
+    """
+    try:
+        # unbuffered: closing must not write what failed once more
+        with open(path, "r+b", buffering=0, opener=_without_links) as file:
+            if os.fstat(file.fileno()).st_size < size:
+                raise UserError(f"{path}: was cut off meanwhile; let one process at a time write a run")
+            try:
+                file.truncate(size)
+                file.seek(size)
+                left = memoryview(data)
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)
+                raise
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` survive a power cut; raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    reason = error.strerror or str(error)
+    return UserError(f"{path}: cannot be written ({reason}); make room there or choose another --out")

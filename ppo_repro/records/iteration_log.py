@@ -1,0 +1,101 @@
+"""The recorded iterations of a run: one line of iterations.jsonl each, appended and never changed.
+
+The manifest says how many lines, and how many bytes, belong to the run. What follows them was being written by a
+process that was killed, and is written over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from ppo_repro.errors import UserError
+from ppo_repro.records import digests, durable
+
+FILE_NAME = "iterations.jsonl"
+DAMAGED = "the file was changed or damaged"
+_CONFIG = ConfigDict(extra="forbid", strict=True)
+
+
+# slots: readers keep one entry per table and iteration in memory, and a pydantic model takes 4 times the space
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class TableEntry:
+    """One recorded file."""
+
+    rows: Annotated[int, Field(ge=0)]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class IterationEntry:
+    """One recorded iteration; `chain` follows from the iteration before and the digests here."""
+
+    iteration: Annotated[int, Field(ge=0)]
+    tables: dict[str, TableEntry]
+    chain: str
+
+
+_ENTRY = TypeAdapter(IterationEntry)
+
+
+def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
+    """The chain link of an iteration that follows the link `previous`."""
+    return digests.chain(previous, {name: entry.digest for name, entry in tables.items()})
+
+
+def to_line(entry: IterationEntry) -> bytes:
+    """The line of an iteration: JSON whose last field is the SHA-256 of the same JSON without that field."""
+    return _signed(_ENTRY.dump_json(entry)) + b"\n"
+
+
+def _signed(content: bytes) -> bytes:
+    return content[:-1] + f',"sha256":"{hashlib.sha256(content).hexdigest()}"}}'.encode()
+
+
+def from_line(line: bytes) -> IterationEntry:
+    """The iteration of a line, which ends without a line break; ValueError unless `to_line` wrote it so."""
+    content = line.rpartition(b',"sha256":')[0] + b"}"
+    if _signed(content) != line:
+        raise ValueError("does not have the SHA-256 that it ends with")
+    return _ENTRY.validate_json(content)
+
+
+def append(run_dir: Path, size: int, entry: IterationEntry) -> int:
+    """Write an iteration behind the first `size` bytes and flush it; returns the new size, which is still to be noted.
+
+    UserError where writing fails.
+    """
+    line = to_line(entry)
+    durable.write_at(run_dir / FILE_NAME, size, line)
+    return size + len(line)
+
+
+def read(run_dir: Path, count: int, size: int) -> tuple[IterationEntry, ...]:
+    """The `count` iterations in the first `size` bytes; UserError where they are missing or damaged."""
+    path = run_dir / FILE_NAME
+    try:
+        with path.open("rb") as file:
+            content = file.read(size)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
+    # an end in the middle of a line is none of ours, so the last piece is empty
+    lines = content.split(b"\n")
+    if len(content) != size or lines.pop() or len(lines) != count:
+        found = f"{len(lines)} iterations in {len(content)} bytes"
+        raise UserError(f"{path}: holds {found}, the manifest says {count} in {size}; {DAMAGED}")
+    return tuple(_entry(path, number, line) for number, line in enumerate(lines))
+
+
+def _entry(path: Path, number: int, line: bytes) -> IterationEntry:
+    try:
+        return from_line(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(step) for step in first["loc"])
+        raise UserError(f"{path}: line {number + 1}: {field}: {first['msg']}; {DAMAGED}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: line {number + 1}: {error}; {DAMAGED}") from error

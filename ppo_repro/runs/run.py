@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
 from ppo_repro.runs.environment import describe_environment, file_digests
 from ppo_repro.runs.folder import only_writer, remove_folder
+from ppo_repro.runs.garbage import quick_collections
 from ppo_repro.runs.prepare import Prepared, prepare, run_inputs
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.shares import check_shares
@@ -162,6 +164,7 @@ def execute(
     peak = measure_peak(config, prepared.state) if profile else None
     seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
     with (
+        quick_collections(),
         rollout_engine(config, prepared.engine, run_dir / "sglang", watcher) as engine,
         appending(run_dir, current) as appender,
     ):
@@ -185,6 +188,7 @@ def execute(
                 again = item.index < recorded.num_iterations
                 link = recorded.iterations[item.index].chain if again else current.fingerprint
                 checkpoints.write(run_dir, config, prepared.state, link, origin)
+                gc.collect()  # see runs.garbage
                 clock.lap("checkpoints")
             for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
                 seconds[phase] = seconds.get(phase, 0.0) + spent

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ppo_repro.config_yaml import dump_yaml
-from ppo_repro.records import manifest, schema, writer
-from ppo_repro.records.writer import WithNulls
+from ppo_repro.records import arrow, manifest, schema, writer
+from ppo_repro.records.arrow import WithNulls
 from tests.runs_for_tests import small_config
 
 END = 1  # the token id of the end token
@@ -95,7 +95,7 @@ def iteration_tables(
     tables = {}
     for name, (table, rows, given) in parts.items():
         given = {"iteration": np.full(rows, iteration, np.int32), **given}
-        tables[name] = writer.to_arrow(table, columns_of(table, rows, given))
+        tables[name] = arrow.to_arrow(table, columns_of(table, rows, given))
     return tables
 
 

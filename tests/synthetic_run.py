@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from ppo_repro.records import control_schema, digests, iteration_log, manifest, schema, writer
+from ppo_repro.records import arrow, control_schema, digests, iteration_log, manifest, schema, writer
 
 TABLES = {"language": schema.TABLES, "control": control_schema.TABLES}
 FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
@@ -100,7 +100,7 @@ def with_nulls(kind: str, values: Any, present: npt.NDArray[np.bool_]) -> Any:
     """Values of a nullable column, where `present` says so, as `to_arrow` takes them."""
     if kind == "string":
         return [value if there else None for value, there in zip(values, present, strict=True)]
-    return writer.WithNulls(values, present)
+    return arrow.WithNulls(values, present)
 
 
 def random_column(column: schema.Column, rows: int, generator: np.random.Generator) -> Any:
@@ -120,7 +120,7 @@ def random_table(table: schema.Table, iteration: int, rows: int, generator: np.r
     for name in table.key:
         columns[name] = np.arange(rows, dtype=np.int32)
     columns["iteration"] = np.full(rows, iteration, dtype=np.int32)
-    return writer.to_arrow(table, columns)
+    return arrow.to_arrow(table, columns)
 
 
 def random_tables(iteration: int, rows: int, seed: int = 0, kind: manifest.Kind = "language") -> dict[str, pa.Table]:

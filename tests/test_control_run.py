@@ -21,7 +21,7 @@ from ppo_repro.control.run import rerun, resume, run
 from ppo_repro.control.summary import summarise
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import control_schema, manifest, reader
-from ppo_repro.records.writer import to_arrow
+from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs.diff import first_difference, first_table_difference
 from ppo_repro.runs.progress import Silent
 from tests import synthetic_run

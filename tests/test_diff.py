@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, manifest, reader, schema, writer
+from ppo_repro.records import arrow, digests, manifest, reader, schema, writer
 from ppo_repro.runs.diff import Difference, first_difference, first_table_difference
 from tests import synthetic_run
 
@@ -155,7 +155,7 @@ def _iterations_table(values: list[float | None]) -> pa.Table:
     generator = np.random.default_rng(0)
     rows = len(values)
     columns = {c.name: synthetic_run.random_column(c, rows, generator) for c in schema.ITERATIONS.columns}
-    return writer.to_arrow(schema.ITERATIONS, {**columns, "eval_score": values})
+    return arrow.to_arrow(schema.ITERATIONS, {**columns, "eval_score": values})
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_lists_differ_where_python_says_so(kind: str, data: st.DataObject) -> No
     left, right = left[:rows], right[:rows]
     table = schema.Table("t", "", ("i",), (schema.Column("i", "int32", "", ""), schema.Column("l", kind, "", "")))
     index = np.arange(rows, dtype=np.int32)
-    tables = [writer.to_arrow(table, {"i": index, "l": values}) for values in (left, right)]
+    tables = [arrow.to_arrow(table, {"i": index, "l": values}) for values in (left, right)]
     unequal = [row for row in range(rows) if not _same(left[row], right[row])]
     found = first_table_difference(table, tables[0], tables[1], 0)
     assert (found is None) == (not unequal)

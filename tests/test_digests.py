@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_repro.records import digests, schema, writer
+from ppo_repro.records import arrow, digests, schema
 from tests import synthetic_run
 from tests.synthetic_run import bits, hard_values, one_column, values_of, with_nulls
 
@@ -36,19 +36,19 @@ PINNED_WITH_NULLS = {"float32": "242fc6a18656", "float64": "ae0b406c7434", "stri
 PINNED_CHAIN = "7188bf0c6b6a"
 
 
-def arrow(kind: str, values: Any) -> pa.ChunkedArray:
-    return writer.to_arrow(one_column(kind), {"c": values}).column("c")
+def array_of(kind: str, values: Any) -> pa.ChunkedArray:
+    return arrow.to_arrow(one_column(kind), {"c": values}).column("c")
 
 
 def nullable_arrow(kind: str, values: Any, present: npt.NDArray[np.bool_]) -> pa.ChunkedArray:
-    return writer.to_arrow(one_column(kind, nullable=True), {"c": with_nulls(kind, values, present)}).column("c")
+    return arrow.to_arrow(one_column(kind, nullable=True), {"c": with_nulls(kind, values, present)}).column("c")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_digest_ignores_the_encoding(kind: str, data: st.DataObject) -> None:
-    column = arrow(kind, data.draw(values_of(kind)))
+    column = array_of(kind, data.draw(values_of(kind)))
     digest = digests.column_digest(kind, column)
     cut = data.draw(st.integers(0, len(column)))
     chunks = [*column.slice(0, cut).chunks, *column.slice(cut).chunks]
@@ -75,7 +75,7 @@ def test_digest_ignores_the_encoding(kind: str, data: st.DataObject) -> None:
 
 def test_digest_sees_every_bit_in_a_list() -> None:
     def digest(values: Any) -> bytes:
-        return digests.column_digest("list<float64>", arrow("list<float64>", [[0.5], values, []]))
+        return digests.column_digest("list<float64>", array_of("list<float64>", [[0.5], values, []]))
 
     values = hard_values("float64")
     seen = {digest(values)}
@@ -91,12 +91,12 @@ def test_digest_sees_every_bit_in_a_list() -> None:
 def test_digest_sees_every_bit(kind: str) -> None:
     values = hard_values(kind)
     width = values.dtype.itemsize
-    seen = {digests.column_digest(kind, arrow(kind, values))}
+    seen = {digests.column_digest(kind, array_of(kind, values))}
     for row in range(len(values)):
         for bit in range(8 * width):
             changed = values.copy()
             changed.view(f"u{width}")[row] ^= np.array(1 << bit, dtype=f"u{width}")
-            seen.add(digests.column_digest(kind, arrow(kind, changed)))
+            seen.add(digests.column_digest(kind, array_of(kind, changed)))
     assert len(seen) == 1 + len(values) * 8 * width
 
 
@@ -105,19 +105,19 @@ def test_digest_sees_every_bit(kind: str) -> None:
 def test_digests_are_equal_exactly_when_the_values_are(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))
     left, right = data.draw(values_of(kind)), data.draw(values_of(kind))
-    same = digests.column_digest(kind, arrow(kind, left)) == digests.column_digest(kind, arrow(kind, right))
+    same = digests.column_digest(kind, array_of(kind, left)) == digests.column_digest(kind, array_of(kind, right))
     assert same == (bits(left) == bits(right))
 
 
 def test_digest_frames_texts_and_lists() -> None:
     seen = {
-        digests.column_digest("string", arrow("string", v)) for v in (["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""])
+        digests.column_digest("string", array_of("string", v)) for v in (["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""])
     }
     lists: list[list[list[int]]] = [[[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[1, 2, 3], []]]
-    seen |= {digests.column_digest("list<int32>", arrow("list<int32>", v)) for v in lists}
+    seen |= {digests.column_digest("list<int32>", array_of("list<int32>", v)) for v in lists}
     floats: list[Any] = [[[0.0], [-0.0]], [[0.0, -0.0]], [[0.0, -0.0], []], [[], [0.0, -0.0]], [[-0.0], [0.0]]]
-    seen |= {digests.column_digest("list<float64>", arrow("list<float64>", v)) for v in floats}
-    seen |= {digests.column_digest(kind, arrow(kind, [])) for kind in ("string", *digests.ELEMENTS)}
+    seen |= {digests.column_digest("list<float64>", array_of("list<float64>", v)) for v in floats}
+    seen |= {digests.column_digest(kind, array_of(kind, [])) for kind in ("string", *digests.ELEMENTS)}
     assert len(seen) == 17
 
 
@@ -126,7 +126,7 @@ def test_digest_tells_null_from_zero_and_nan(kind: str) -> None:
     table, dtype = one_column(kind, nullable=True), np.dtype(kind)
     seen = set()
     for value in (None, dtype.type(0.0), dtype.type("nan")):
-        built = writer.to_arrow(table, {"c": [dtype.type(1.0), value]})
+        built = arrow.to_arrow(table, {"c": [dtype.type(1.0), value]})
         seen.add(digests.column_digest(kind, built.column("c"), nullable=True))
     assert len(seen) == 3
     hidden = pa.array(np.array([1.0, 5.0], dtype), mask=np.array([False, True]))
@@ -146,7 +146,7 @@ def test_digest_tells_null_from_every_text() -> None:
         [None, None],
         ["a"],
     ]
-    built = [writer.to_arrow(table, {"c": values}).column("c") for values in columns]
+    built = [arrow.to_arrow(table, {"c": values}).column("c") for values in columns]
     assert len({digests.column_digest("string", column, nullable=True) for column in built}) == len(columns)
     with pytest.raises(ValueError, match="1 null values"):
         digests.column_digest("string", built[0])
@@ -154,7 +154,7 @@ def test_digest_tells_null_from_every_text() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_column_that_may_hold_null_has_a_digest_of_its_own(kind: str) -> None:
-    column = arrow(kind, hard_values(kind))
+    column = array_of(kind, hard_values(kind))
     assert digests.column_digest(kind, column, nullable=True) != digests.column_digest(kind, column)
 
 
@@ -215,7 +215,7 @@ def spellable(kind: str, values: Any) -> Any:
 @given(st.data())
 def test_digest_is_the_one_spelled_out(kind: str, data: st.DataObject) -> None:
     values = spellable(kind, data.draw(values_of(kind)))
-    assert digests.column_digest(kind, arrow(kind, values)) == spelled_out(kind, list(values))
+    assert digests.column_digest(kind, array_of(kind, values)) == spelled_out(kind, list(values))
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64", "string"])
@@ -230,7 +230,7 @@ def test_digest_with_nulls_is_the_one_spelled_out(kind: str, data: st.DataObject
 
 def test_digests_are_these_until_the_schema_changes() -> None:
     # fingerprints that people have published must not change with a library or a refactoring
-    values = {kind: digests.column_digest(kind, arrow(kind, hard_values(kind))).hex()[:12] for kind in KINDS}
+    values = {kind: digests.column_digest(kind, array_of(kind, hard_values(kind))).hex()[:12] for kind in KINDS}
     assert values == PINNED
     for kind, pinned in PINNED_WITH_NULLS.items():
         hard = hard_values(kind)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, manifest, reader, schema, writer
+from ppo_repro.records import arrow, digests, manifest, reader, schema
 from tests import synthetic_run
 from tests.synthetic_run import bits, one_column, values_of, with_nulls
 
@@ -45,8 +45,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_parquet_keeps_every_bit(kind: str, data: st.DataObject) -> None:
     values = data.draw(values_of(kind))
     table = one_column(kind)
-    built = writer.to_arrow(table, {"c": values})
-    found = pq.ParquetFile(pa.BufferReader(writer.to_parquet(table, built))).read()
+    built = arrow.to_arrow(table, {"c": values})
+    found = pq.ParquetFile(pa.BufferReader(arrow.to_parquet(table, built))).read()
     assert bits(reader.to_frame(table.columns, [found])["c"].to_numpy()) == bits(values)
     assert digests.table_digest(table, found) == digests.table_digest(table, built)
 
@@ -82,7 +82,7 @@ def test_only_what_pandas_has_a_null_for_is_nullable() -> None:
     assert {c.kind for table in schema.TABLES for c in table.columns if c.nullable} == set(NULLABLE)
     for kind in ("int32", "int64", "bool"):
         table = one_column(kind, nullable=True)
-        built = writer.to_arrow(table, {"c": [None]})
+        built = arrow.to_arrow(table, {"c": [None]})
         with pytest.raises(ValueError, match=f"column c: pandas has no null for {kind}"):
             reader.to_frame(table.columns, [built])
 
@@ -94,8 +94,8 @@ def test_nulls_are_kept_and_hide_what_is_under_them(kind: str, data: st.DataObje
     values = data.draw(values_of(kind))
     present = np.array(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values))), dtype=bool)
     table = one_column(kind, nullable=True)
-    built = writer.to_arrow(table, {"c": with_nulls(kind, values, present)})
-    found = pq.ParquetFile(pa.BufferReader(writer.to_parquet(table, built))).read()
+    built = arrow.to_arrow(table, {"c": with_nulls(kind, values, present)})
+    found = pq.ParquetFile(pa.BufferReader(arrow.to_parquet(table, built))).read()
     for recorded in (built, found):
         assert recorded.column("c").is_valid().to_pylist() == present.tolist()
         column = reader.to_frame(table.columns, [recorded])["c"]
@@ -103,9 +103,9 @@ def test_nulls_are_kept_and_hide_what_is_under_them(kind: str, data: st.DataObje
         shown = [value for value, there in zip(values, present, strict=True) if there]
         assert bits(column.to_numpy()[present]) == (shown if kind == "string" else bits(values[present]))
     listed = [value if there else None for value, there in zip(values, present, strict=True)]
-    others = [writer.to_arrow(table, {"c": listed})]
+    others = [arrow.to_arrow(table, {"c": listed})]
     if kind != "string":
-        others.append(writer.to_arrow(table, {"c": writer.WithNulls(np.where(present, values, 7), present)}))
+        others.append(arrow.to_arrow(table, {"c": arrow.WithNulls(np.where(present, values, 7), present)}))
     for same in (found, *others):
         assert digests.table_digest(table, same) == digests.table_digest(table, built)
 
@@ -147,15 +147,15 @@ BAD_COLUMNS: list[tuple[str, Any, str]] = [
     ("list<float64>", [[0.5], [None]], "NoneType"),
     ("list<float64>", [[0.5], None], "NoneType"),
     ("list<float64>", np.zeros((2, 1)), "is a ndarray"),
-    ("float32", writer.WithNulls(np.zeros(2, dtype=np.float32), np.ones(2, dtype=bool)), "is not nullable"),
+    ("float32", arrow.WithNulls(np.zeros(2, dtype=np.float32), np.ones(2, dtype=bool)), "is not nullable"),
 ]
 THERE = np.array([True, False])
 BAD_NULLABLE_COLUMNS: list[tuple[str, Any, str]] = [
-    ("float32", writer.WithNulls(np.zeros(2), THERE), "float64"),
-    ("float32", writer.WithNulls(np.zeros(3, dtype=np.float32), THERE), r"says of \(2,\) .* has \(3,\)"),
-    ("float32", writer.WithNulls(np.zeros(2, dtype=np.float32), THERE.astype(np.uint8)), "says of"),
-    ("float32", writer.WithNulls(np.zeros((2, 2), dtype=np.float32), np.ones((2, 2), dtype=bool)), r"shape \(2, 2\)"),
-    ("float64", writer.WithNulls(np.ma.masked_array(np.zeros(2), mask=[0, 1]), THERE), "MaskedArray"),
+    ("float32", arrow.WithNulls(np.zeros(2), THERE), "float64"),
+    ("float32", arrow.WithNulls(np.zeros(3, dtype=np.float32), THERE), r"says of \(2,\) .* has \(3,\)"),
+    ("float32", arrow.WithNulls(np.zeros(2, dtype=np.float32), THERE.astype(np.uint8)), "says of"),
+    ("float32", arrow.WithNulls(np.zeros((2, 2), dtype=np.float32), np.ones((2, 2), dtype=bool)), r"shape \(2, 2\)"),
+    ("float64", arrow.WithNulls(np.ma.masked_array(np.zeros(2), mask=[0, 1]), THERE), "MaskedArray"),
     ("float32", [None, 0.5], "holds float where float32"),
     ("string", [None, 3], "holds int"),
     ("string", [None, float("nan")], "holds float"),
@@ -167,32 +167,32 @@ BAD_NULLABLE_COLUMNS: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("kind", "values", "message"), BAD_COLUMNS)
 def test_nothing_is_cast_in_silence(kind: str, values: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^table t, column c: .*{message}|^table t, column {message}"):
-        writer.to_arrow(one_column(kind), {"c": values})
+        arrow.to_arrow(one_column(kind), {"c": values})
 
 
 @pytest.mark.parametrize(("kind", "values", "message"), BAD_NULLABLE_COLUMNS)
 def test_nulls_let_nothing_else_in(kind: str, values: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^table t, column c: .*{message}"):
-        writer.to_arrow(one_column(kind, nullable=True), {"c": values})
+        arrow.to_arrow(one_column(kind, nullable=True), {"c": values})
 
 
 def test_exactly_the_columns_of_the_schema() -> None:
     columns = {name: [1, 2] for name in ("iteration", "sequence")}
     table = dataclasses.replace(schema.SEQUENCES, columns=schema.SEQUENCES.columns[:2])
     with pytest.raises(ValueError, match="table sequences, column sequence: missing"):
-        writer.to_arrow(table, {"iteration": [1]})
+        arrow.to_arrow(table, {"iteration": [1]})
     with pytest.raises(ValueError, match="table sequences, column more: not in the schema"):
-        writer.to_arrow(table, {**columns, "more": [1, 2]})
+        arrow.to_arrow(table, {**columns, "more": [1, 2]})
     with pytest.raises(ValueError, match="column sequence: has 1 rows, iteration has 2"):
-        writer.to_arrow(table, {**columns, "sequence": [1]})
+        arrow.to_arrow(table, {**columns, "sequence": [1]})
 
 
 def test_the_record_does_not_share_memory() -> None:
     values = np.arange(6, dtype=np.float32)[::2]
-    built = writer.to_arrow(one_column("float32"), {"c": values})
+    built = arrow.to_arrow(one_column("float32"), {"c": values})
     present = np.array([True, False, True])
-    nullable = writer.to_arrow(one_column("float32", nullable=True), {"c": writer.WithNulls(values, present)})
-    listed = writer.to_arrow(one_column("list<float64>"), {"c": [row := np.ones(2)]})
+    nullable = arrow.to_arrow(one_column("float32", nullable=True), {"c": arrow.WithNulls(values, present)})
+    listed = arrow.to_arrow(one_column("list<float64>"), {"c": [row := np.ones(2)]})
     values[:], present[:], row[:] = 9, True, 9
     assert built.column("c").to_pylist() == [0.0, 2.0, 4.0]
     assert nullable.column("c").to_pylist() == [0.0, None, 4.0]

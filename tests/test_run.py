@@ -15,7 +15,7 @@ from analysis.parity import parity
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
 from ppo_repro.records import manifest, reader, schema
-from ppo_repro.records.writer import to_parquet
+from ppo_repro.records.arrow import to_parquet
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.progress import Silent

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json
-from ppo_repro.records import manifest, schema, writer
+from ppo_repro.records import arrow, manifest, schema, writer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = (1_000_000, 10_000_000)
@@ -89,7 +89,7 @@ def token_columns(iteration: int, rows: int, seed: int) -> dict[str, Any]:
     }
     values = normal()
     present = np.ones(rows, dtype=bool)
-    return columns | {"values": writer.WithNulls(values, present), "returns": writer.WithNulls(values + 1, present)}
+    return columns | {"values": arrow.WithNulls(values, present), "returns": arrow.WithNulls(values + 1, present)}
 
 
 def write_run(run_dir: Path, rows: int, seed: int = 0) -> None:
@@ -101,10 +101,10 @@ def write_run(run_dir: Path, rows: int, seed: int = 0) -> None:
         for iteration in bar.track(range(math.ceil(rows / ITERATION_ROWS)), description=f"{rows:,} rows"):
             size = min(ITERATION_ROWS, rows - iteration * ITERATION_ROWS)
             tables = {
-                table.name: writer.to_arrow(table, {column.name: [] for column in table.columns})
+                table.name: arrow.to_arrow(table, {column.name: [] for column in table.columns})
                 for table in schema.TABLES
             }
-            tables["tokens"] = writer.to_arrow(schema.TOKENS, token_columns(iteration, size, seed))
+            tables["tokens"] = arrow.to_arrow(schema.TOKENS, token_columns(iteration, size, seed))
             current = writer.append_iteration(run_dir, current, iteration, tables)
     writer.finish(run_dir, current, {})
 

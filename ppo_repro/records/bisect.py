@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import reader, writer
+from ppo_repro.records import arrow, reader
 from ppo_repro.records.durable import atomic_write
 from ppo_repro.records.schema import Column, Table
 
@@ -66,8 +66,8 @@ def write(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
     except OSError as error:
         raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another --out") from error
     for table in TABLES:
-        data = writer.to_arrow(table, columns[table.name])
-        atomic_write(folder / f"{table.name}.parquet", writer.to_parquet(table, data))
+        data = arrow.to_arrow(table, columns[table.name])
+        atomic_write(folder / f"{table.name}.parquet", arrow.to_parquet(table, data))
 
 
 def read_table(folder: Path | str, name: str) -> pd.DataFrame:
@@ -83,6 +83,6 @@ def read_table(folder: Path | str, name: str) -> pd.DataFrame:
         data = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True).read()
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); run `ppo-repro bisect`") from error
-    if data.schema != writer.arrow_schema(tables[name]):
+    if data.schema != arrow.arrow_schema(tables[name]):
         raise UserError(f"{path}: has columns {', '.join(data.column_names)}; write it anew with `ppo-repro bisect`")
     return reader.to_frame(tables[name].columns, [data])

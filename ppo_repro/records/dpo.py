@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, durable, manifest, reader, writer
+from ppo_repro.records import arrow, digests, durable, manifest, reader
 from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.schema import Column, Table
 
@@ -90,9 +90,9 @@ def write(
     (folder / "records").mkdir()
     entries = {}
     for table in TABLES:
-        data = writer.to_arrow(table, columns[table.name])
+        data = arrow.to_arrow(table, columns[table.name])
         entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
-        durable.atomic_write(table_path(folder, table.name), writer.to_parquet(table, data))
+        durable.atomic_write(table_path(folder, table.name), arrow.to_parquet(table, data))
     made = DPOManifest(
         format=FORMAT,
         config_digest=config_digest,

@@ -21,7 +21,7 @@ from ppo_repro.ppo.losses import CLIP_FLAGS
 from ppo_repro.ppo.update import learning_rates
 from ppo_repro.profiling import Peak
 from ppo_repro.records import schema
-from ppo_repro.records.writer import WithNulls, to_arrow
+from ppo_repro.records.arrow import WithNulls, to_arrow
 
 Columns = dict[str, Any]
 

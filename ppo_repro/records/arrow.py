@@ -1,0 +1,159 @@
+"""Columns of arrays and lists to Arrow tables of a schema, and those to Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ppo_repro.records import digests, schema
+
+# a Python float is no float32: storing it would round it in silence
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "int32": (int, np.int32),
+    "int64": (int, np.int64),
+    "float32": (np.float32,),
+    "float64": (float, np.float64),
+    "bool": (bool, np.bool_),
+}
+
+
+@dataclass(frozen=True)
+class WithNulls:
+    """An array of a nullable column: its values, and where they are there."""
+
+    values: npt.NDArray[Any]
+    present: npt.NDArray[np.bool_]
+
+
+def arrow_schema(table: schema.Table) -> pa.Schema:
+    """The Arrow schema of a table, units and descriptions in the field metadata."""
+    fields = [
+        pa.field(
+            column.name,
+            digests.ARROW_TYPES[column.kind],
+            nullable=column.nullable,
+            metadata={"unit": column.unit, "description": column.description},
+        )
+        for column in table.columns
+    ]
+    about = {
+        "table": table.name,
+        "grain": table.grain,
+        "key": ",".join(table.key),
+        "schema_version": str(schema.SCHEMA_VERSION),
+    }
+    return pa.schema(fields, metadata=about)
+
+
+def to_arrow(table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | WithNulls]) -> pa.Table:
+    """Build the table from a copy of exactly its columns; raises ValueError naming table and column."""
+    names = [column.name for column in table.columns]
+    for name in [*names, *columns]:
+        if name not in columns:
+            raise ValueError(f"table {table.name}, column {name}: missing")
+        if name not in names:
+            raise ValueError(f"table {table.name}, column {name}: not in the schema")
+    arrays = []
+    for column in table.columns:
+        try:
+            arrays.append(_to_array(column, columns[column.name]))
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"table {table.name}, column {column.name}: {error}") from error
+        if len(arrays[-1]) != len(arrays[0]):
+            raise ValueError(
+                f"table {table.name}, column {column.name}: has {len(arrays[-1])} rows, {names[0]} has {len(arrays[0])}"
+            )
+    result = pa.Table.from_arrays(arrays, schema=arrow_schema(table))
+    result.validate(full=True)
+    return result
+
+
+def to_parquet(table: schema.Table, data: pa.Table) -> memoryview:
+    """The content of the Parquet file, every bit of every value as in `data`."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        data,
+        sink,
+        compression="zstd",
+        # dictionaries and statistics compare floats by value, where NaNs are one and zeros have no sign
+        use_dictionary=[column.name for column in table.columns if column.kind == "string"],
+        write_statistics=[column.name for column in table.columns if column.kind in ("int32", "int64")],
+        write_page_checksum=True,
+    )
+    return memoryview(sink.getvalue())
+
+
+def _to_array(column: schema.Column, values: Any) -> pa.Array | pa.ChunkedArray:
+    if column.kind in _SCALARS:
+        if isinstance(values, WithNulls):
+            return _with_nulls(column, values)
+        if isinstance(values, np.ndarray):
+            return _from_numpy(column, values)
+        return _from_scalars(column, values)
+    if column.kind == "string":
+        _require_items(values, (str, NoneType) if column.nullable else (str,), column)
+        return pa.array(values, pa.string())
+    if column.nullable:
+        raise ValueError(f"a nullable {column.kind} cannot be recorded")
+    return _from_lists(column, values)
+
+
+def _from_numpy(column: schema.Column, values: npt.NDArray[Any]) -> pa.Array:
+    dtype = np.dtype(column.kind)
+    # a masked array is an ndarray too, and would lose its mask
+    if type(values) is not np.ndarray or values.dtype != dtype or values.ndim != 1:
+        found = f"{type(values).__name__} of {values.dtype} with shape {values.shape}"
+        raise ValueError(f"is a {found}, expected a one-dimensional array of {column.kind}")
+    # Arrow would share the memory, and later writes to the array would change the record
+    copied = np.array(values, order="C", copy=True)
+    return pa.array(copied, digests.ARROW_TYPES[column.kind], from_pandas=False)
+
+
+def _with_nulls(column: schema.Column, values: WithNulls) -> pa.Array:
+    if not column.nullable:
+        raise ValueError("is not nullable")
+    if values.present.dtype != np.bool_ or values.present.shape != values.values.shape:
+        raise ValueError(f"says of {values.present.shape} values whether they are there, and has {values.values.shape}")
+    plain = _from_numpy(column, values.values)
+    validity = pa.array(values.present, pa.bool_()).buffers()[1]
+    return pa.Array.from_buffers(plain.type, len(plain), [validity, plain.buffers()[1]])
+
+
+def _from_scalars(column: schema.Column, values: Any) -> pa.Array:
+    allowed = _SCALARS[column.kind]
+    _require_items(values, (*allowed, NoneType) if column.nullable else allowed, column)
+    is_null = np.array([value is None for value in values], dtype=bool)
+    filled = np.array([0 if value is None else value for value in values], dtype=column.kind)
+    return pa.array(filled, digests.ARROW_TYPES[column.kind], mask=is_null, from_pandas=False)
+
+
+def _from_lists(column: schema.Column, values: Any) -> pa.Array:
+    _require_items(values, (np.ndarray, list, tuple), column)
+    element = digests.ELEMENTS[column.kind]
+    rows = []
+    for value in values:
+        if not isinstance(value, np.ndarray):
+            _require_items(value, _SCALARS[element], column)
+            value = np.array(value, dtype=element)
+        if type(value) is not np.ndarray or value.dtype != element or value.ndim != 1:
+            raise ValueError(f"holds {value.dtype} of shape {value.shape} where {element} lists belong")
+        rows.append(value)
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    flat = np.concatenate([np.empty(0, dtype=element), *rows])
+    return pa.LargeListArray.from_arrays(offsets, flat).cast(digests.ARROW_TYPES[column.kind])
+
+
+def _require_items(values: Any, allowed: tuple[type, ...], column: schema.Column) -> None:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"is a {type(values).__name__}, expected a list for {column.kind}")
+    strangers = {type(value).__name__ for value in values if type(value) not in allowed}
+    if strangers:
+        raise ValueError(f"holds {', '.join(sorted(strangers))} where {column.kind} values belong")

@@ -73,10 +73,10 @@ def of_run(run_dir: Path) -> dict[str, float]:
         "tokens": float(end["response_length_mean"].mean()),
         "tokens_per_word": _value(summary, "tokens", "word", "ratio_of_sums"),
     }
-    for name, boundary in (("leading", "leading"), ("trailing", "trailing")):
+    for boundary in BOUNDARIES:
         shares = tables[boundary].tok_summary
-        found[f"first_{name}"] = _value(shares, "kl_exact_first_share", "share", "ratio_of_sums")
-        found[f"entropy_{name}"] = _value(shares, "entropy_first_share", "share", "ratio_of_sums")
+        found[f"first_{boundary}"] = _value(shares, "kl_exact_first_share", "share", "ratio_of_sums")
+        found[f"entropy_{boundary}"] = _value(shares, "entropy_first_share", "share", "ratio_of_sums")
     return found | {
         "token_out": float(clip["token_out"].iloc[-1]),
         "word_out": float(clip["word_out"].iloc[-1]),

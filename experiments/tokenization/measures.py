@@ -21,8 +21,9 @@ MEASURES = {
     "accuracy": "greedy accuracy on held-out prompts after training",
     "kl": f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
     "kl_token": f"the same, token_mean, last {LAST} iterations",
-    "k1": "KL(policy || reference) by k1, seq_mean_token_sum, nats, last iteration; the next ones too",
-    "abs_k1": "sum of |k1| over tokens",
+    "k1": "KL(policy || reference) by k1, seq_mean_token_sum, nats, last iteration",
+    "abs_ratio": "sum of |k1| over tokens / sum of exact divergences, last iteration",
+    "abs_ratio_words": "the same with |k1| of whole words",
     "tokens": "tokens per response, its end included",
     "tokens_per_word": "tokens per word of text",
     "first_leading": "first token's share of exact KL, white space with the word after it",
@@ -30,6 +31,7 @@ MEASURES = {
     "entropy_leading": "first token's share of entropy, white space with the word after it",
     "entropy_trailing": "first token's share of entropy, white space with the word before it",
     "token_out": "share of tokens whose ratio was outside the clip band in the last epoch",
+    "token_out_words": "token_out times tokens_per_word",
     "word_out": "share of words whose ratio was outside the clip band in the last epoch, white space leading",
     "gain_per_nat": "least squares slope through 0 of score - start on KL per response, over iterations",
     "gain_per_token_nat": "the same on KL per token",
@@ -60,6 +62,7 @@ def of_run(run_dir: Path) -> dict[str, float]:
     if clip is None:
         raise UserError(f"{run_dir}: its objective has no clip band; the studies take `clip`")
     start, gains = float(rows["score_mean"].iloc[0]), rows["score_mean"] - rows["score_mean"].iloc[0]
+    exact, per_word = (_value(summary, name, "word", "ratio_of_sums") for name in ("kl_exact", "tokens"))
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), boundary="leading", iterations=[0, final])
     found = {
         "start": start,
@@ -69,9 +72,10 @@ def of_run(run_dir: Path) -> dict[str, float]:
         "kl": float(end["ref_kl_per_sequence"].mean()),
         "kl_token": float(end["ref_kl_per_token"].mean()),
         "k1": _value(summary, "kl_k1", "sequence", "seq_mean_token_sum"),
-        "abs_k1": _value(summary, "kl_abs_k1", "sequence", "seq_mean_token_sum"),
+        "abs_ratio": _value(summary, "kl_abs_k1", "word", "ratio_of_sums") / exact,
+        "abs_ratio_words": _value(summary, "kl_abs_k1_of_words", "word", "ratio_of_sums") / exact,
         "tokens": float(end["response_length_mean"].mean()),
-        "tokens_per_word": _value(summary, "tokens", "word", "ratio_of_sums"),
+        "tokens_per_word": per_word,
     }
     for boundary in BOUNDARIES:
         shares = tables[boundary].tok_summary
@@ -79,6 +83,7 @@ def of_run(run_dir: Path) -> dict[str, float]:
         found[f"entropy_{boundary}"] = _value(shares, "entropy_first_share", "share", "ratio_of_sums")
     return found | {
         "token_out": float(clip["token_out"].iloc[-1]),
+        "token_out_words": float(clip["token_out"].iloc[-1]) * per_word,
         "word_out": float(clip["word_out"].iloc[-1]),
         "gain_per_nat": slope(rows["ref_kl_per_sequence"], gains),
         "gain_per_token_nat": slope(rows["ref_kl_per_token"], gains),

@@ -13,6 +13,8 @@ import pytest
 
 from experiments.ablations.figure import across, by_point, place, span, ticks
 from experiments.ablations.figure import main as figure_main
+from experiments.ablations.fingerprints import counted
+from experiments.ablations.fingerprints import main as fingerprints_main
 from experiments.ablations.outcomes import MEASURES, measures_of, mismatch, outcomes
 from experiments.ablations.table import comparisons, interval, markdown, rank_correlation, report, rows
 from experiments.ablations.table import main as table_main
@@ -127,6 +129,24 @@ def test_the_clip_floor_is_what_mismatch_alone_removes(exact_run: Path, monkeypa
     assert floor == removed.mean() and 0.2 < floor < 0.5
     expected = first.mean() * (math.expm1(-0.3) + 0.3) + second.mean() * (math.expm1(0.3) - 0.3)
     assert k3 == pytest.approx(expected, rel=1e-5)  # log-probs are float32
+
+
+def test_results_are_counted_within_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = pd.DataFrame(
+        [("exact", 1, "8", "a"), ("exact", 1, "16", "a"), ("native", 1, "8", "b"), ("native", 1, "16", "c"),
+         ("exact", 2, "8", "d"), ("exact", 2, "16", None)],
+        columns=["axis.numerics.mode", "seed", "axis.layout.rollout_slots", "fingerprint"],
+    )  # fmt: skip
+    cells["state"] = ["complete"] * 5 + ["failed"]
+    table = counted(cells, "numerics.mode")
+    assert table.to_numpy().tolist() == [["exact", 1, 2, 2, 1], ["native", 1, 2, 2, 2], ["exact", 2, 2, 1, 1]]
+    assert fingerprints_main([str(tmp_path), "--by", "x"]) == 2 and "has no cells.parquet" in capsys.readouterr().err
+    cells.to_parquet(tmp_path / "cells.parquet")
+    assert fingerprints_main([str(tmp_path), "--by", "x"]) == 2
+    said = "--by x: is no axis of this grid; there are numerics.mode, layout.rollout_slots\n"
+    assert capsys.readouterr().err == said
+    assert fingerprints_main([str(tmp_path), "--by", "numerics.mode"]) == 0
+    assert "| native | 1 | 2 | 2 | 2 |" in capsys.readouterr().out
 
 
 def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

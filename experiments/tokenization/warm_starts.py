@@ -1,7 +1,7 @@
 """How good is a warm start, in a unit that no tokenizer changes: `python -m experiments.tokenization.warm_starts`.
 
 Prints, by tokenizer and warm-start steps, -log p(answer and its end | prompt) of held-out prompts in nats per character
-of the answers, and in nats per token. The studies take the steps at which the tokenizers agree per character.
+of the answers, and in nats per token.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from ppo_repro.kernels.tiles import (
     multiply,
     release,
     save,
-    write_biased,
-    write_rounded,
+    write,
 )
 from ppo_repro.kernels.vectors import TILE, column_quantiser, row_quantiser
 
@@ -137,37 +136,41 @@ def _multiply(  # type: ignore[no-untyped-def]
     palette, a, a_scales, b, b_scales, bias, blocks, digits, first, last, from_column, to_column, rows, columns, y
 ):
     """Row blocks first..last times column blocks from_column..to_column into flat y [rows, columns]."""
-    scratch = from_line(np.empty(6 * TILE + LINE, np.int8))
-    short = np.empty(16, np.float32)
-    a0, b0, y0, s0 = a.ctypes.data, b.ctypes.data, y.ctypes.data, scratch.ctypes.data
-    c0, bias0, short0 = b_scales.ctypes.data, bias.ctypes.data, short.ctypes.data
-    size, kind = digits * TILE, digits * 11
-    biased = bias.size > 0
+    scratch, short = from_line(np.empty(12 * TILE + LINE, np.int8)), np.zeros(16, np.float32)
+    a0, b0, c0, y0, s0 = a.ctypes.data, b.ctypes.data, b_scales.ctypes.data, y.ctypes.data, scratch.ctypes.data
+    size, kind, stride = digits * TILE, digits * 11, columns * 4
+    zeros = np.zeros(16, np.float32)
+    bias0, bias_step = (bias.ctypes.data, 64) if bias.size > 0 else (zeros.ctypes.data, 0)
     # as many rows at a time as stay in the second-level cache while all columns pass by
     step = max(1, (1 << 20) // (blocks * size))
+    # the rows of a tile are rounded beside the products of the next: tiles and vectors are other ports of the core
+    share, left, saved, free = (15 + blocks) // blocks, 0, s0, s0 + 6 * TILE
+    row0, column_scales, biases, target = 0, c0, bias0, y0
     configure(palette.ctypes.data)
     for start in range(first, last, step):
         for n in range(from_column, to_column):
             width = min(16, columns - n * 16)
             for m in range(start, min(last, start + step)):
-                pa, pb = a0 + m * blocks * size, b0 + n * blocks * size
+                pa, pb, row = a0 + m * blocks * size, b0 + n * blocks * size, 0
                 clear()
                 for _ in range(blocks):
                     multiply(kind, pa, pb)
                     pa += size
                     pb += size
-                save(s0)
-                for r in range(min(16, rows - m * 16)):
-                    place = (m * 16 + r) * columns + n * 16
-                    target = y0 + place * 4 if width == 16 else short0
-                    scale = a_scales[m * 16 + r]
-                    if biased:
-                        write_biased(kind, s0 + r * 64, scale, c0 + n * 128, bias0 + n * 64, target)
-                    else:
-                        write_rounded(kind, s0 + r * 64, scale, c0 + n * 128, bias0, target)
-                    if width < 16:
+                    for r in range(row, min(left, row + share)):
+                        write(kind, saved + r * 64, a_scales[row0 + r], column_scales, biases, target + r * stride)
+                    row += share
+                save(free)
+                saved, free, left, row0 = free, saved, min(16, rows - m * 16), m * 16
+                column_scales, biases, target = c0 + n * 128, bias0 + n * bias_step, y0 + row0 * stride + n * 64
+                if width < 16:
+                    for r in range(left):
+                        write(kind, saved + r * 64, a_scales[row0 + r], column_scales, biases, short.ctypes.data)
                         for c in range(width):
-                            y[place + c] = short[c]
+                            y[(row0 + r) * columns + n * 16 + c] = short[c]
+                    left = 0
+    for r in range(left):
+        write(kind, saved + r * 64, a_scales[row0 + r], column_scales, biases, target + r * stride)
     release()
 
 

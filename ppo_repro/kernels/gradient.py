@@ -13,7 +13,7 @@ from ppo_repro.kernels.amx import MAX_TERMS, digits_for
 from ppo_repro.kernels.compile import kernel
 from ppo_repro.kernels.memory import LINE, empty_bytes, from_line
 from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.tiles import add_integers, clear, configuration, configure, multiply, release, save
+from ppo_repro.kernels.tiles import add_integers, clear, configuration, configure, expect, multiply, release, save
 from ppo_repro.kernels.vectors import TILE, column_quantiser, transpose_tile
 
 # |d0 + 256 d1 + 65536 d2| <= 8355711: three digits hold integers up to 2^22, not 2^23
@@ -57,32 +57,42 @@ def _pack(x, rows, columns, digits, is_a, scales, first, last, tiles):  # type: 
 @kernel
 def _accumulate(a, b, blocks, a_digits, b_digits, palette, first, last, rows, columns, sums):  # type: ignore[no-untyped-def]
     """Row blocks first..last of flat int64 sums [rows, columns] += A B."""
-    scratch, short = from_line(np.empty(6 * TILE + LINE, np.int8)), np.zeros(16, np.int64)
+    scratch, short = from_line(np.empty(12 * TILE + LINE, np.int8)), np.zeros(16, np.int64)
     a0, b0, y0, s0 = a.ctypes.data, b.ctypes.data, sums.ctypes.data, scratch.ctypes.data
-    a_size, b_size, kind = a_digits * TILE, b_digits * TILE, a_digits * 10 + b_digits
+    a_size, b_size, kind, stride = a_digits * TILE, b_digits * TILE, a_digits * 10 + b_digits, columns * 8
     # as many rows at a time as stay in the second-level cache while all columns pass by
     step = max(1, (1 << 20) // (blocks * a_size))
+    # the rows of a tile are added beside the products of the next: tiles and vectors are other ports of the core
+    share, waiting, left, saved, free = (15 + blocks) // blocks, y0, 0, s0, s0 + 6 * TILE
     configure(palette.ctypes.data)
     for start in range(first, last, step):
         for k in range((columns + 15) >> 4):
             width = min(16, columns - k * 16)
             for n in range(start, min(last, start + step)):
-                pa, pb = a0 + n * blocks * a_size, b0 + k * blocks * b_size
+                pa, pb, place = a0 + n * blocks * a_size, b0 + k * blocks * b_size, n * 16 * columns + k * 16
+                height = min(16, rows - n * 16)
+                for r in range(height):
+                    expect(y0 + place * 8 + r * stride)
                 clear()
+                row = 0
                 for _ in range(blocks):
                     multiply(kind, pa, pb)
                     pa += a_size
                     pb += b_size
-                save(s0)
-                for r in range(min(16, rows - n * 16)):
-                    place = (n * 16 + r) * columns + k * 16
-                    if width == 16:
-                        add_integers(kind, s0 + r * 64, y0 + place * 8)
-                        continue
-                    short[:] = 0
-                    add_integers(kind, s0 + r * 64, short.ctypes.data)
-                    for c in range(width):
-                        sums[place + c] += short[c]
+                    for r in range(row, min(left, row + share)):
+                        add_integers(kind, saved + r * 64, waiting + r * stride)
+                    row += share
+                save(free)
+                saved, free, waiting, left = free, saved, y0 + place * 8, height
+                if width < 16:
+                    left = 0
+                    for r in range(height):
+                        short[:] = 0
+                        add_integers(kind, saved + r * 64, short.ctypes.data)
+                        for c in range(width):
+                            sums[place + r * columns + c] += short[c]
+    for r in range(left):
+        add_integers(kind, saved + r * 64, waiting + r * stride)
     release()
 
 

@@ -144,6 +144,19 @@ def multiply(_: Any, kind: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def expect(_: Any, address: Any) -> Any:
+    """Fetch the two cache lines at an address, to be written soon."""
+
+    def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+        write, near, data = (ir.Constant(I32, value) for value in (1, 3, 1))
+        for line in range(2):
+            call(b, "llvm.prefetch.p0", VOID, at(b, I8, args[0], 64 * line), write, near, data)
+        return ctx.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@intrinsic
 def save(_: Any, scratch: Any) -> Any:
     """Write accumulator t to scratch + t TILE."""
 
@@ -167,31 +180,24 @@ def _levels(b: Builder, scratch: Value, p: Program) -> list[Value]:
     return sums
 
 
-def _rounded_writer(biased: bool) -> Any:
-    @intrinsic
-    def write(_: Any, kind: Any, scratch: Any, row_scale: Any, column_scales: Any, bias: Any, target: Any) -> Any:
-        def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-            def emit(p: Program) -> None:
-                wide = [b.sitofp(level, vector(DOUBLE)) for level in _levels(b, args[1], p)]
-                total = wide[-1]
-                for level in reversed(wide[:-1]):  # integers below 2^53: a fused multiply-add changes nothing
-                    total = call(b, "llvm.fma.v16f64", vector(DOUBLE), total, constant(DOUBLE, 256.0), level)
-                scale = b.fmul(load(b, DOUBLE, args[3]), spread(b, DOUBLE, args[2]))
-                result = b.fadd(b.fptrunc(b.fmul(total, scale), vector(FLOAT)), constant(FLOAT, 0.0))
-                if biased:
-                    result = b.fadd(result, load(b, FLOAT, args[4]))
-                store(b, result, args[5])
+@intrinsic
+def write(_: Any, kind: Any, scratch: Any, row_scale: Any, column_scales: Any, bias: Any, target: Any) -> Any:
+    """target[0..15] = fl32(sum_l 256^l level_l scales) + 0 + bias: after the 0, a bias of 0 changes no bit."""
 
-            choose(b, args[0], {number: partial(emit, KINDS[number]) for number in (22, 33)})
-            return ctx.get_dummy_value()
+    def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+        def emit(p: Program) -> None:
+            wide = [b.sitofp(level, vector(DOUBLE)) for level in _levels(b, args[1], p)]
+            total = wide[-1]
+            for level in reversed(wide[:-1]):  # integers below 2^53: a fused multiply-add changes nothing
+                total = call(b, "llvm.fma.v16f64", vector(DOUBLE), total, constant(DOUBLE, 256.0), level)
+            scale = b.fmul(load(b, DOUBLE, args[3]), spread(b, DOUBLE, args[2]))
+            result = b.fadd(b.fptrunc(b.fmul(total, scale), vector(FLOAT)), constant(FLOAT, 0.0))
+            store(b, b.fadd(result, load(b, FLOAT, args[4])), args[5])
 
-        return types.void(types.int64, types.intp, types.float64, types.intp, types.intp, types.intp), generate
+        choose(b, args[0], {number: partial(emit, KINDS[number]) for number in (22, 33)})
+        return ctx.get_dummy_value()
 
-    return write
-
-
-# (kind, scratch, row scale, column scales, bias, target): fl32(sum_l 256^l level_l scales) + 0 [+ bias], 16 columns
-write_rounded, write_biased = _rounded_writer(False), _rounded_writer(True)
+    return types.void(types.int64, types.intp, types.float64, types.intp, types.intp, types.intp), generate
 
 
 @intrinsic

@@ -75,15 +75,35 @@ def test_contractions_equal_integer_arithmetic_many(case: tuple[int, int, str], 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_large_contractions_equal_the_reference_in_parts(m: int, k: int, n: int, threads: int) -> None:
     x, w = (torch.randn(rows, k, generator=seeded(rows)) for rows in (m, n))
-    found = []
+    found, sums = [], []
     for name in BACKENDS:
         backend.use(name, threads)
-        found.append(Weight("w", 20).contract(x, w, 1))
+        found += [Weight("w", 20).contract(x, w, 1), Weight("w", 20).contract(x, w.t().contiguous(), 0)]
+        one = torch.ones(k, dtype=torch.float64)
+        sums.append(torch.zeros(n, m, dtype=torch.int64))
+        add_products(w.t().contiguous(), one * 2**18, 21, x.t().contiguous(), one * 2**14, 17, sums[-1], False)
     assert all(unequal(found[0], other) == 0 for other in found[1:])
+    assert all(unequal(sums[0], other) == 0 for other in sums[1:])
     # 2^-20 of the largest element of each row, sqrt(K) of them adding up at random
     reference = x.double() @ w.double().t()
     assert float((found[0].double() - reference).norm() / reference.norm()) < 4e-6
     assert unequal(x @ w.t(), reference.float()) > 0, "float32 sums round, so equality means something"
+
+
+@settings(max_examples=30)
+@given(cases, SIZES, st.sampled_from([14, 18, 20]), THREADS)
+def test_a_changed_weight_is_packed_into_the_memory_of_the_old_one(
+    case: tuple[int, int, str], n: int, p: int, threads: int
+) -> None:
+    k, seed, stride = case
+    x, w, other = matrix(5, k, seed, stride), matrix(n, k, seed + 1, stride), matrix(n, k, seed + 2, stride)
+    for name in BACKENDS:
+        backend.use(name, threads)
+        for dim in (0, 1):
+            prepared, weight = Weight("w", p), (w if dim else w.t()).contiguous().clone()
+            prepared.contract(x, weight, dim)
+            weight.copy_(other if dim else other.t())
+            assert unequal(prepared.contract(x, weight, dim), product(x, other, p)) == 0, (name, dim)
 
 
 def check_gradient(case: tuple[int, int, str], n: int, k: int, bits: int, x_bits: int, threads: int) -> None:
@@ -93,12 +113,13 @@ def check_gradient(case: tuple[int, int, str], n: int, k: int, bits: int, x_bits
     x_up = torch.tensor([2.0 ** (x_bits - e) for e in exponents(x)], dtype=torch.float64)
     before = torch.randint(-(2**40), 2**40, (n, k), generator=seeded(seed))
     z, a = integers(grad, bits)[0], integers(x, x_bits)[0]
-    expected = before + torch.tensor((z.T @ a).astype(np.int64))
+    products = torch.tensor((z.T @ a).astype(np.int64))
     for name in BACKENDS:
         backend.use(name, threads)
-        out = before.clone()
-        add_products(grad, up, bits, x, x_up, x_bits, out)
-        assert unequal(out, expected) == 0, name
+        for fresh, expected in ((False, before + products), (True, products)):
+            out = before.clone()
+            add_products(grad, up, bits, x, x_up, x_bits, out, fresh)
+            assert unequal(out, expected) == 0, (name, fresh)
 
 
 @settings(max_examples=100)
@@ -125,8 +146,8 @@ def test_gradients_of_more_tokens_than_an_int32_sum_holds_are_exact() -> None:
     one = torch.ones(tokens, dtype=torch.float64)
     for name in BACKENDS:
         backend.use(name, 1)
-        out = torch.zeros(1, 1, dtype=torch.int64)
-        add_products(grad, one * 4, 22, x, one, 20, out)
+        out = torch.full((1, 1), 7)
+        add_products(grad, one * 4, 22, x, one, 20, out, True)
         assert out.item() == -tokens * 4 * (2**20 - 1) ** 2, name
 
 

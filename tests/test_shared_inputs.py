@@ -76,7 +76,7 @@ def test_gradients_of_layers_that_share_an_input(kind: str) -> None:
         assert torch.equal(exponents, row_exponents(inputs.clone()))
         up = torch.full((9,), 2.0**10, dtype=torch.float64)
         out = torch.zeros(grad.shape[1], 70, dtype=torch.int64)
-        add_products(grad, up, 14, inputs, torch.exp2((20 - exponents).to(torch.float64)), 20, out)
+        add_products(grad, up, 14, inputs, torch.exp2((20 - exponents).to(torch.float64)), 20, out, False)
         return out.flatten().tolist()
 
     shared = [sums(x, grad) for grad in grads]

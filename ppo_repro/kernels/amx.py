@@ -28,6 +28,8 @@ from ppo_repro.kernels.vectors import TILE, column_quantiser, row_quantiser
 
 # |digit product| <= 2^14 and at most 3 of them share a level: sums of so many terms stay inside int32
 MAX_TERMS = 32768
+# column blocks read at a time: a row of one alone is a single cache line, far from the next
+SIDE_BY_SIDE = 8
 
 _to_a, _to_b, _columns_to_b = row_quantiser(False), row_quantiser(True), column_quantiser((2, 3), True)
 _CONFIGURATIONS = np.stack([configuration(max(rows, 1)) for rows in range(17)])
@@ -65,31 +67,33 @@ def _quantise_rows(x, bits, terms, p, digits, first, last, tiles, scales, expone
 
 
 @kernel
-def _pack_rows(w, bits, terms, p, digits, first, last, tiles, scales):  # type: ignore[no-untyped-def]
-    """Rows first..last of flat w [N, K] as output columns of B tiles, contraction along K."""
+def _pack_rows(w, bits, rows, terms, p, digits, first, last, tiles, scales):  # type: ignore[no-untyped-def]
+    """Row blocks first..last of flat w [N, K] as output columns of B tiles, contraction along K."""
     blocks = (terms + 63) >> 6
     size = digits * TILE
     source, target = w.ctypes.data, tiles.ctypes.data
-    padded = np.zeros(16, np.float32)
+    padded, up = np.zeros(16, np.float32), np.zeros(16, np.float32)
     finite = True
-    for n in range(first, last):
-        largest = largest_bits(bits[n * terms : n * terms + terms])
-        if largest >= INFINITY_BITS:
-            finite = False
-            continue
-        e = exponent32(largest)
-        scale = pow2_32(p - e)
-        scales[n] = pow2_64(e - p)
-        column = target + (n >> 4) * blocks * size + (n & 15) * 4
-        for group in range((terms + 15) >> 4):
-            start = group * 16
-            place = source + (n * terms + start) * 4
-            if start + 16 > terms:
-                for c in range(16):
-                    padded[c] = w[n * terms + start + c] if start + c < terms else np.float32(0)
-                place = padded.ctypes.data
-            tile = column + (group >> 2) * size + (group & 3) * 256
-            _to_b(digits, place, scale, tile)
+    for block in range(first, last):
+        height = min(16, rows - block * 16)
+        for r in range(height):
+            start = (block * 16 + r) * terms
+            largest = largest_bits(bits[start : start + terms])
+            finite &= largest < INFINITY_BITS
+            e = exponent32(largest)
+            up[r], scales[block * 16 + r] = pow2_32(p - e), pow2_64(e - p)
+        if not finite:
+            break
+        for group in range((terms + 15) >> 4):  # all rows of a tile while it is in the first-level cache
+            start, tile = group * 16, target + (block * blocks + (group >> 2)) * size + (group & 3) * 256
+            for r in range(height):
+                place = source + ((block * 16 + r) * terms + start) * 4
+                if start + 16 > terms:
+                    for c in range(16):
+                        inside = start + c < terms
+                        padded[c] = w[(block * 16 + r) * terms + start + c] if inside else np.float32(0)
+                    place = padded.ctypes.data
+                _to_b(digits, place, up[r], tile + r * 4)
     return finite
 
 
@@ -116,19 +120,20 @@ def _pack_columns(w, rows, columns, digits, up, first, last, tiles):  # type: ig
     size = digits * TILE
     source, target, scales = w.ctypes.data, tiles.ctypes.data, up.ctypes.data
     padded = np.zeros(64, np.float32)
-    for column in range(first, last):
-        start = column * 16
+    for left in range(first, last, SIDE_BY_SIDE):
         for group in range((rows + 3) >> 2):
             row = group * 4
-            place, stride = source + (row * columns + start) * 4, columns * 4
-            if row + 4 > rows or start + 16 > columns:
-                for j in range(4):
-                    for c in range(16):
-                        inside = row + j < rows and start + c < columns
-                        padded[j * 16 + c] = w[(row + j) * columns + start + c] if inside else np.float32(0)
-                place, stride = padded.ctypes.data, 64
-            tile = target + (column * blocks + (group >> 4)) * size + (group & 15) * 64
-            _columns_to_b(digits, place, stride, scales + start * 4, tile)
+            for column in range(left, min(last, left + SIDE_BY_SIDE)):
+                start = column * 16
+                place, stride = source + (row * columns + start) * 4, columns * 4
+                if row + 4 > rows or start + 16 > columns:
+                    for j in range(4):
+                        for c in range(16):
+                            inside = row + j < rows and start + c < columns
+                            padded[j * 16 + c] = w[(row + j) * columns + start + c] if inside else np.float32(0)
+                    place, stride = padded.ctypes.data, 64
+                tile = target + (column * blocks + (group >> 4)) * size + (group & 15) * 64
+                _columns_to_b(digits, place, stride, scales + start * 4, tile)
 
 
 @kernel
@@ -203,18 +208,28 @@ def _no_operand(terms: int, columns: int, digits: int) -> tuple[np.ndarray, np.n
     return make(width * -(-terms // 64) * digits * TILE), np.zeros(width * 16)
 
 
-def pack(w: np.ndarray, p: int, along_rows: bool) -> Packed:
-    """Pack float32 w [N, K] C-contiguous: contraction along K (`along_rows`) or along N."""
+def pack(w: np.ndarray, p: int, along_rows: bool, room: Packed | None = None) -> Packed:
+    """Pack float32 w [N, K] C-contiguous: contraction along K (`along_rows`) or along N.
+
+    Into the memory of `room`, which nobody may use any more, where that was packed the same way from as large a matrix.
+    """
     rows, columns = w.shape
     terms, outputs = (columns, rows) if along_rows else (rows, columns)
     if terms > MAX_TERMS:
         raise ValueError(f"{terms} terms: int32 accumulators hold sums of {MAX_TERMS}")
     digits = digits_for(p)
-    tiles, scales = _no_operand(terms, outputs, digits)
+    if room is not None and (room.terms, room.columns, room.digits) == (terms, outputs, digits):
+        tiles, scales = room.tiles, room.scales
+    else:
+        tiles, scales = _no_operand(terms, outputs, digits)
     flat, bits = _flat(w)
     finite: list[bool] = []
     if along_rows:
-        in_parts(lambda i, j: finite.append(_pack_rows(flat, bits, terms, p, digits, i, j, tiles, scales)), rows, terms)
+
+        def part(first: int, last: int) -> None:
+            finite.append(_pack_rows(flat, bits, rows, terms, p, digits, first, last, tiles, scales))
+
+        in_parts(part, -(-rows // 16), 16.0 * terms)
     else:
         up = np.zeros(len(scales), np.float32)
         finite.append(_column_scales(bits, rows, columns, p, up, scales))

@@ -76,11 +76,13 @@ def pack_inputs(x: np.ndarray, x_up: np.ndarray, x_bits: int) -> Inputs:
     return Inputs(torch.from_numpy(scaled(x, x_up)), x_bits)
 
 
-def accumulate(grad: np.ndarray, up: np.ndarray, bits: int, x: Inputs, sums: np.ndarray) -> None:
+def accumulate(grad: np.ndarray, up: np.ndarray, bits: int, x: Inputs, sums: np.ndarray, fresh: bool) -> None:
     """sums[n, k] += sum_t rne(grad[t, n] up[t]) x[t, k], exactly; see gradient.accumulate.
 
     So many tokens at a time that their sum stays below 2^53.
     """
+    if fresh:
+        sums[:] = 0
     chunk = 1 << (53 - bits - x.bits)
     for start in range(0, len(grad), chunk):
         rows = slice(start, start + chunk)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppo_repro.kernels.amx import MAX_TERMS, digits_for
+from ppo_repro.kernels.amx import MAX_TERMS, SIDE_BY_SIDE, digits_for
 from ppo_repro.kernels.compile import kernel
 from ppo_repro.kernels.memory import LINE, empty_bytes, from_line
 from ppo_repro.kernels.pool import in_parts
@@ -31,22 +31,24 @@ def _pack(x, rows, columns, digits, is_a, scales, first, last, tiles):  # type: 
     size = digits * TILE
     source, target, s0 = x.ctypes.data, tiles.ctypes.data, scales.ctypes.data
     padded = np.zeros(64, np.float32)
-    for column in range(first, last):
-        start = column * 16
+    for left in range(first, last, SIDE_BY_SIDE):
         for group in range((rows + 3) >> 2):
             row = group * 4
-            place, stride = source + (row * columns + start) * 4, columns * 4
-            if row + 4 > rows or start + 16 > columns:
-                for j in range(4):
-                    for c in range(16):
-                        inside = row + j < rows and start + c < columns
-                        padded[j * 16 + c] = x[(row + j) * columns + start + c] if inside else np.float32(0)
-                place, stride = padded.ctypes.data, 64
-            tile = target + (column * blocks + (group >> 4)) * size
-            _to_words(digits, place, stride, s0 + row * 8, tile + (group & 15) * 64)
-        if is_a:
-            # terms beyond the last row: 0 here, and B may hold anything there
-            written = ((rows + 3) >> 2) - (blocks - 1) * 16
+            for column in range(left, min(last, left + SIDE_BY_SIDE)):
+                start = column * 16
+                place, stride = source + (row * columns + start) * 4, columns * 4
+                if row + 4 > rows or start + 16 > columns:
+                    for j in range(4):
+                        for c in range(16):
+                            inside = row + j < rows and start + c < columns
+                            padded[j * 16 + c] = x[(row + j) * columns + start + c] if inside else np.float32(0)
+                    place, stride = padded.ctypes.data, 64
+                tile = target + (column * blocks + (group >> 4)) * size
+                _to_words(digits, place, stride, s0 + row * 8, tile + (group & 15) * 64)
+    if is_a:
+        # terms beyond the last row: 0 here, and B may hold anything there
+        written = ((rows + 3) >> 2) - (blocks - 1) * 16
+        for column in range(first, last):
             for s in range(digits):
                 tile = (column * blocks + blocks - 1) * size + s * TILE
                 tiles[tile + written * 64 : tile + TILE] = 0
@@ -55,13 +57,15 @@ def _pack(x, rows, columns, digits, is_a, scales, first, last, tiles):  # type: 
 
 
 @kernel
-def _accumulate(a, b, blocks, a_digits, b_digits, palette, first, last, rows, columns, sums):  # type: ignore[no-untyped-def]
-    """Row blocks first..last of flat int64 sums [rows, columns] += A B."""
+def _accumulate(  # type: ignore[no-untyped-def]
+    a, b, blocks, a_digits, b_digits, palette, fresh, first, last, rows, columns, sums
+):
+    """Row blocks first..last of flat int64 sums [rows, columns] += A B, or = A B where they are `fresh`."""
     scratch, short = from_line(np.empty(12 * TILE + LINE, np.int8)), np.zeros(16, np.int64)
     a0, b0, y0, s0 = a.ctypes.data, b.ctypes.data, sums.ctypes.data, scratch.ctypes.data
     a_size, b_size, kind, stride = a_digits * TILE, b_digits * TILE, a_digits * 10 + b_digits, columns * 8
     # as many rows at a time as stay in the second-level cache while all columns pass by
-    step = max(1, (1 << 20) // (blocks * a_size))
+    step, mask = max(1, (1 << 20) // (blocks * a_size)), 0 if fresh else -1
     # the rows of a tile are added beside the products of the next: tiles and vectors are other ports of the core
     share, waiting, left, saved, free = (15 + blocks) // blocks, y0, 0, s0, s0 + 6 * TILE
     configure(palette.ctypes.data)
@@ -80,7 +84,7 @@ def _accumulate(a, b, blocks, a_digits, b_digits, palette, first, last, rows, co
                     pa += a_size
                     pb += b_size
                     for r in range(row, min(left, row + share)):
-                        add_integers(kind, saved + r * 64, waiting + r * stride)
+                        add_integers(kind, saved + r * 64, waiting + r * stride, mask)
                     row += share
                 save(free)
                 saved, free, waiting, left = free, saved, y0 + place * 8, height
@@ -88,11 +92,11 @@ def _accumulate(a, b, blocks, a_digits, b_digits, palette, first, last, rows, co
                     left = 0
                     for r in range(height):
                         short[:] = 0
-                        add_integers(kind, saved + r * 64, short.ctypes.data)
+                        add_integers(kind, saved + r * 64, short.ctypes.data, mask)
                         for c in range(width):
-                            sums[place + r * columns + c] += short[c]
+                            sums[place + r * columns + c] = (sums[place + r * columns + c] & mask) + short[c]
     for r in range(left):
-        add_integers(kind, saved + r * 64, waiting + r * stride)
+        add_integers(kind, saved + r * 64, waiting + r * stride, mask)
     release()
 
 
@@ -130,8 +134,8 @@ def pack_inputs(x: np.ndarray, x_up: np.ndarray, x_bits: int) -> Inputs:
     return Inputs(tuple(_packed(x[i : i + MAX_TERMS], digits, False, x_up[i : i + MAX_TERMS]) for i in starts), digits)
 
 
-def accumulate(grad: np.ndarray, up: np.ndarray, bits: int, x: Inputs, sums: np.ndarray) -> None:
-    """sums[n, k] += sum_t rne(grad[t, n] up[t]) x[t, k], exactly.
+def accumulate(grad: np.ndarray, up: np.ndarray, bits: int, x: Inputs, sums: np.ndarray, fresh: bool) -> None:
+    """sums[n, k] += sum_t rne(grad[t, n] up[t]) x[t, k], exactly; what was in `fresh` sums does not count.
 
     grad [T, N] float32, up [T] float64, sums [N, K] int64, all C-contiguous. The integers of grad are at most
     2^bits <= 2^26 in magnitude.
@@ -142,7 +146,7 @@ def accumulate(grad: np.ndarray, up: np.ndarray, bits: int, x: Inputs, sums: np.
         a = _packed(grad[rows], a_digits, True, up[rows])
         blocks, (n, k), flat = -(-len(grad[rows]) // 64), sums.shape, sums.reshape(-1)
         in_parts(
-            lambda i, j: _accumulate(a, b, blocks, a_digits, b_digits, _PALETTE, i, j, n, k, flat),  # noqa: B023
+            lambda i, j: _accumulate(a, b, blocks, a_digits, b_digits, _PALETTE, fresh and part == 0, i, j, n, k, flat),  # noqa: B023
             -(-n // 16),
             -(-k // 16) * (blocks * 6.0 * a_digits * b_digits + 200.0),
         )

@@ -201,12 +201,12 @@ def write(_: Any, kind: Any, scratch: Any, row_scale: Any, column_scales: Any, b
 
 
 @intrinsic
-def add_integers(_: Any, kind: Any, scratch: Any, target: Any) -> Any:
-    """target[0..15] += sum_l 256^l level_l as int64."""
+def add_integers(_: Any, kind: Any, scratch: Any, target: Any, mask: Any) -> Any:
+    """target[0..15] = (target[0..15] & mask) + sum_l 256^l level_l as int64."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
         def emit(p: Program) -> None:
-            total = load(b, I64, args[2])
+            total = b.and_(load(b, I64, args[2]), spread(b, I64, args[3]))
             for power, level in enumerate(_levels(b, args[1], p)):
                 total = b.add(total, b.shl(b.sext(level, vector(I64)), constant(I64, 8 * power)))
             store(b, total, args[2])
@@ -214,4 +214,4 @@ def add_integers(_: Any, kind: Any, scratch: Any, target: Any) -> Any:
         choose(b, args[0], {number: partial(emit, p) for number, p in KINDS.items() if number != 22})
         return ctx.get_dummy_value()
 
-    return types.void(types.int64, types.intp, types.intp), generate
+    return types.void(types.int64, types.intp, types.intp, types.int64), generate

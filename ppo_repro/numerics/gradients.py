@@ -76,11 +76,14 @@ class GradientAccumulator:
     def sum_of(self, name: str) -> Tensor:
         """The int64 sums of a parameter, to be added to."""
         if name not in self.sums:
-            p = self.parameters[name]
-            if name not in self._room:
-                self._room[name] = torch.empty(p.shape, dtype=torch.int64, device=p.device)
-            self.sums[name] = self._room[name].zero_()
+            self.sums[name] = self._memory(name).zero_()
         return self.sums[name]
+
+    def _memory(self, name: str) -> Tensor:
+        if name not in self._room:
+            p = self.parameters[name]
+            self._room[name] = torch.empty(p.shape, dtype=torch.int64, device=p.device)
+        return self._room[name]
 
     def add_linear(self, weight: Tensor, x: Tensor, grad: Tensor, transposed: bool = False) -> None:
         """dW[n, k] += sum_t grad[t, n] x[t, k]; x [T, K] and grad [T, N] float32.
@@ -109,9 +112,10 @@ class GradientAccumulator:
         up, x_up = product_units(x_exponents, grad_exponents, GRADIENT_BITS - limit, self.operand_bits)
         # a bound on the integers of this pass: the smaller they are, the longer sums stay exact
         bits = GRADIENT_BITS - max(0, limit - largest)
-        total = self.sum_of(name)
-        out = torch.zeros_like(total.t(), memory_format=torch.contiguous_format) if transposed else total
-        add_products(grad, up, bits, x, x_up, self.operand_bits, out)
+        fresh = transposed or name not in self.sums  # then nothing has to be cleared, only to be written
+        total = self.sum_of(name) if transposed else self.sums.setdefault(name, self._memory(name))
+        out = torch.empty_like(total.t(), memory_format=torch.contiguous_format) if transposed else total
+        add_products(grad, up, bits, x, x_up, self.operand_bits, out, fresh)
         if transposed:
             total += out.t()
 

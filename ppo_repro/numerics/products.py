@@ -59,6 +59,7 @@ class Weight:
         self.name, self.most_bits = name, most_bits
         self._made_from: tuple[int, int, str] = (0, -1, "")
         self._prepared: dict[int, Any] = {}
+        self._room: dict[int, amx.Packed] = {}  # outdated ones: memory asked for anew is cleared page by page
 
     def bits(self, terms: int) -> int:
         """Operand bits of a contraction with this weight."""
@@ -68,6 +69,7 @@ class Weight:
         # in-place changes count up the version; other storage under the same parameter shows in the address
         made_from = (weight.data_ptr(), weight._version, kind)
         if made_from != self._made_from:
+            self._room |= {dim: made for dim, made in self._prepared.items() if isinstance(made, amx.Packed)}
             self._prepared, self._made_from = {}, made_from
         if dim not in self._prepared:
             self._prepared[dim] = self._prepare(weight.detach(), dim, kind)
@@ -76,7 +78,7 @@ class Weight:
     def _prepare(self, weight: Tensor, dim: int, kind: str) -> Any:
         p = self.bits(weight.shape[dim])
         if kind == "amx":
-            return amx.pack(array(weight), p, along_rows=dim == 1)
+            return amx.pack(array(weight), p, dim == 1, self._room.pop(dim, None))
         rows_of = weight if dim == 1 else weight.t()
         return dense.prepare(array(rows_of), p) if kind == "dgemm" else quantise(rows_of, p)
 
@@ -151,8 +153,10 @@ def product_units(x: Tensor, grad: Tensor, shift: int, x_bits: int) -> tuple[Ten
     return pow2(torch.where(live, x + shift, -1022)), pow2(x_bits - x.clamp(min=MIN_EXPONENT))
 
 
-def add_products(grad: Tensor, up: Tensor, bits: int, x: Tensor, x_up: Tensor, x_bits: int, out: Tensor) -> None:
-    """out[n, k] += sum_t rne(grad[t, n] up[t]) rne(x[t, k] x_up[t]), exactly, in int64.
+def add_products(
+    grad: Tensor, up: Tensor, bits: int, x: Tensor, x_up: Tensor, x_bits: int, out: Tensor, fresh: bool
+) -> None:
+    """out[n, k] += sum_t rne(grad[t, n] up[t]) rne(x[t, k] x_up[t]), exactly, in int64; `fresh`: = instead of +=.
 
     grad [T, N], x [T, K] float32; up, x_up [T] float64 powers of two; the integers stay within 2^bits and
     2^x_bits.
@@ -161,8 +165,10 @@ def add_products(grad: Tensor, up: Tensor, bits: int, x: Tensor, x_up: Tensor, x
         kind = backend.active()
         kernels = gradient if kind == "amx" else dense
         inputs = _accumulated.of(x, (kind, x_bits), lambda: kernels.pack_inputs(array(x), array(x_up), x_bits))
-        kernels.accumulate(array(grad), array(up), bits, inputs, out.numpy())
+        kernels.accumulate(array(grad), array(up), bits, inputs, out.numpy(), fresh)
         return
+    if fresh:
+        out.zero_()
     z = (grad.to(torch.float64) * up[:, None]).round_()
     integers = (x.to(torch.float64) * x_up[:, None]).round_()
     chunk = 1 << (MANTISSA_BITS - bits - x_bits)  # so many products sum exactly in float64

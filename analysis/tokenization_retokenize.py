@@ -31,7 +31,8 @@ def edit_operations(a: Sequence[int], b: Sequence[int]) -> int:
 def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tuple[list[list[int]], list[list[int]]]:
     """ids, and encode(decode(ids)), of each response of `sequences` (AUDIT_COLUMNS).
 
-    The end token of a response that stopped is in neither. UserError where the tokenizer does not spell the recorded text: it is not the run's.
+    The end token of a response that stopped is in neither. UserError where the tokenizer does not spell the recorded
+    text: it is not the run's.
     """
     ids = [list(map(int, row)) for row in sequences["response_ids"]]
     stopped = (sequences["finish_reason"] == "stop").to_numpy(bool)

@@ -37,12 +37,15 @@ from ppo_repro.stages import require_undisturbed
 
 Ids = Sequence[Sequence[int]]
 Floats = NDArray[np.float32]
+COMPARED = (
+    "same_tokens", "unequal", "tokens_again", "log_ratio", "response_outside", "aligned", "outside", "first_outside"
+)  # fmt: skip
 Drift = Literal["none", "cut", "special", "bytes"]
 DRIFTS = {
     "none": "the ids are those of their text",
     "cut": "the same bytes in other tokens",
     "special": "a token without text, other than the end of a response that stopped: no text has it",
-    "bytes": "bytes that are no UTF-8, or none that the tokenizer knows: the text is another one",
+    "bytes": "other bytes: what is no UTF-8, or spells the name of a special token, does not survive as text",
 }
 
 
@@ -110,7 +113,8 @@ def kind_of_drift(ids: Sequence[int], again: Sequence[int], spelled: dict[int, b
         return "none"
     if any(token not in spelled for token in ids):
         return "special"
-    before, after = (b"".join(spelled[token] for token in row) for row in (ids, again))
+    # the new ids can have a special token, where the text spells its name
+    before, after = (b"".join(spelled.get(token, b"") for token in row) for row in (ids, again))
     return "cut" if before == after else "bytes"
 
 
@@ -180,4 +184,4 @@ def response_table(run_dir: Path, clip_range: float, control: bool) -> pd.DataFr
             "scored": scored,
         }
     )
-    return table.join(pd.DataFrame.from_dict(numbers, orient="index"))
+    return table.join(pd.DataFrame.from_dict(numbers, orient="index").reindex(columns=COMPARED))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from analysis.tokenization import run_drift
 from analysis.tokenization_retokenize import AUDIT_COLUMNS, encoded_again
@@ -25,6 +26,8 @@ from experiments.tokenization.first_ratios import (
 )
 from experiments.tokenization.reencode import bits, main, of_run, ratios, runs_of, verdict
 from ppo_repro.errors import UserError
+from ppo_repro.models.layout import lay_out
+from ppo_repro.models.networks import policy_logits
 from ppo_repro.records import reader
 from ppo_repro.tasks.tokenizer import train_tokenizer
 
@@ -114,6 +117,17 @@ def test_the_control_finds_differences_and_is_asked_for(
     assert "numerics.mode = exact is no control" in capsys.readouterr().err
     assert main(["--control", str(native_run)]) == 0
     assert "a control has to have some" in capsys.readouterr().out
+
+
+def test_logprobs_are_those_of_the_temperature_sampled_at(exact_run: Path) -> None:
+    config = checked_config(exact_run, False)
+    hot = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 2.0})})
+    policy, prompt, response = start_model(exact_run, config), [2, 3], [4, 5, 1]
+    (found,) = logprobs_of(policy, [prompt], [response], hot)
+    logits = policy_logits(policy, lay_out([prompt], [response], "right")).to(torch.float64)
+    by_definition = torch.log_softmax(logits / 2.0, -1)[range(3), response]
+    # float32 results of some nats
+    assert found.tolist() == pytest.approx(by_definition.tolist(), abs=1e-5)
 
 
 def test_the_verdict_can_fail() -> None:

@@ -26,6 +26,7 @@ from experiments.tokenization.first_ratios import (
 )
 from experiments.tokenization.reencode import bits, main, of_run, ratios, runs_of, verdict
 from ppo_repro.errors import UserError
+from ppo_repro.grids.spec import load_grid
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.records import reader
@@ -128,6 +129,20 @@ def test_logprobs_are_those_of_the_temperature_sampled_at(exact_run: Path) -> No
     by_definition = torch.log_softmax(logits / 2.0, -1)[range(3), response]
     # float32 results of some nats
     assert found.tolist() == pytest.approx(by_definition.tolist(), abs=1e-5)
+
+
+def test_the_grid_is_the_first_iteration_of_e2_and_e6_in_exact_numerics() -> None:
+    folder = Path(first_ratios.__file__).parent
+    grid = load_grid(folder / "reencode.yaml")
+    assert grid.file.read_with == f"{of_run.__module__}.{of_run.__name__}"
+    there = [cell.config for name in ("e2_ppo", "e6_drift") for cell in load_grid(folder / f"{name}.yaml").cells]
+    changed = {"numerics": {"mode": "exact"}, "ppo": {"iterations": 1}}
+    wanted = [
+        config.model_copy(update={part: getattr(config, part).model_copy(update=to) for part, to in changed.items()})
+        for config in there
+    ]
+    assert {config.digest() for config in wanted} == {cell.config.digest() for cell in grid.cells}
+    assert len(grid.cells) == len(there) == 30
 
 
 def test_the_verdict_can_fail() -> None:

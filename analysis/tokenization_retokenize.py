@@ -28,12 +28,11 @@ def edit_operations(a: Sequence[int], b: Sequence[int]) -> int:
     return int(row[-1])
 
 
-def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.DataFrame:
-    """`tok_drift`: one row per response of `sequences` (AUDIT_COLUMNS): encode(decode(ids)) against ids.
+def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """ids, and encode(decode(ids)), of each response of `sequences` (AUDIT_COLUMNS).
 
-    The end token of a response that stopped is left out; any other special token in it is drift, for no text has
-    it. `drifted`, `edits` (aligned operations), `first_drift_pos` (NaN without drift), `len_delta` (tokens again
-    minus tokens), `n_tok`. UserError where the tokenizer does not spell the recorded text: it is not the run's.
+    The end token of a response that stopped is in neither. UserError where the tokenizer does not spell the recorded
+    text: it is not the run's.
     """
     ids = [list(map(int, row)) for row in sequences["response_ids"]]
     stopped = (sequences["finish_reason"] == "stop").to_numpy(bool)
@@ -44,7 +43,17 @@ def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.
             raise UserError(
                 f"tokenizer: spells response {sequence} {text!r}, recorded is {recorded!r}; restore the run's"
             )
-    again = tokenizer.encode(texts)
+    return said, tokenizer.encode(texts)
+
+
+def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.DataFrame:
+    """`tok_drift`: one row per response of `sequences` (AUDIT_COLUMNS): encode(decode(ids)) against ids.
+
+    The end token of a response that stopped is left out; any other special token in it is drift, for no text has
+    it. `drifted`, `edits` (aligned operations), `first_drift_pos` (NaN without drift), `len_delta` (tokens again
+    minus tokens), `n_tok`. UserError as `encoded_again`.
+    """
+    said, again = encoded_again(sequences, tokenizer)
     pairs = list(zip(said, again, strict=True))
     drifted = [a != b for a, b in pairs]
     found = sequences[["iteration", "sequence"]].reset_index(drop=True)

@@ -92,14 +92,23 @@ def of_run(run_dir: Path) -> dict[str, float]:
     }
 
 
-def of_grid(grid: Path) -> pd.DataFrame:
-    """One row per complete cell: point (labels of the axes), seed, fingerprint and MEASURES; UserError if none is."""
+def complete_cells(grid: Path) -> pd.DataFrame:
+    """One row per complete cell: point (labels of the axes), seed, fingerprint, run_dir; UserError if none is."""
     table = pd.read_parquet(grid / "cells.parquet")
     table = table[table["state"] == "complete"].reset_index(drop=True)
     if table.empty:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
     axes = [name for name in table.columns if name.startswith("axis.")]
     points = [", ".join(map(str, labels)) for labels in table[axes].itertuples(index=False)]
-    found = pd.DataFrame([of_run(grid / str(run_dir)) for run_dir in table["run_dir"]])
+    found = table[["seed", "fingerprint"]].copy()
     found.insert(0, "point", np.array(points, dtype=object))
-    return pd.concat([found, table[["seed", "fingerprint"]]], axis=1)
+    found["run_dir"] = [grid / str(run_dir) for run_dir in table["run_dir"]]
+    return found
+
+
+def of_grid(grid: Path) -> pd.DataFrame:
+    """One row per complete cell: point (labels of the axes), seed, fingerprint and MEASURES; UserError if none is."""
+    cells = complete_cells(grid)
+    found = pd.DataFrame([of_run(run_dir) for run_dir in cells["run_dir"]])
+    found.insert(0, "point", cells["point"])
+    return pd.concat([found, cells[["seed", "fingerprint"]]], axis=1)

@@ -19,6 +19,7 @@ from ppo_repro.kernels.tiles import (
     clear,
     configuration,
     configure,
+    fetch,
     multiply,
     release,
     save,
@@ -153,12 +154,18 @@ def _multiply(  # type: ignore[no-untyped-def]
     row0, column_scales, biases, target = 0, c0, bias0, y0
     configure(palette.ctypes.data)
     for start in range(first, last, step):
+        # beside each block of products, so many cache lines of the column that comes next
+        lines = -(-(size // 64) // (min(last, start + step) - start))
         for n in range(from_column, to_column):
             width = min(16, columns - n * 16)
             for m in range(start, min(last, start + step)):
+                ahead = b0 + (n + 1) * blocks * size + (m - start) * blocks * lines * 64
                 pa, pb, row = a0 + m * blocks * size, b0 + n * blocks * size, 0
                 clear()
                 for _ in range(blocks):
+                    for line in range(lines):
+                        fetch(ahead + line * 64)
+                    ahead += lines * 64
                     multiply(kind, pa, pb)
                     pa += size
                     pb += size

@@ -157,6 +157,18 @@ def expect(_: Any, address: Any) -> Any:
 
 
 @intrinsic
+def fetch(_: Any, address: Any) -> Any:
+    """Fetch the cache line at an address into the second-level cache, to be read soon."""
+
+    def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+        read, second, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+        call(b, "llvm.prefetch.p0", VOID, at(b, I8, args[0]), read, second, data)
+        return ctx.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@intrinsic
 def save(_: Any, scratch: Any) -> Any:
     """Write accumulator t to scratch + t TILE."""
 

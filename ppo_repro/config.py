@@ -147,7 +147,9 @@ class LayoutConfig(Section):
     padding: Literal["right", "left", "none"] = Field(
         "right", description="Where short rows are padded; `none` packs sequences into one row."
     )
-    threads: Count = Field(1, description="CPU threads, in each process.")
+    threads: Count = Field(
+        1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
+    )
     backend: Literal["auto", "eager", "dgemm", "amx"] = Field(
         "auto", description="What computes exact numerics on a CPU: kernels on float64 or AMX, or eager torch."
     )

@@ -46,7 +46,7 @@ BILLION = 10**9
 
 
 def work(kernels: str, **changes: object) -> Work:
-    usual = Work(kernels, 20, 4, CONTEXT, 8, 8, 8, 4, False, False, 0)
+    usual = Work(kernels, 20, 4, CONTEXT, 8, 8, 8, 4, False, False, 0, False)
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 

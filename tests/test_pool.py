@@ -35,6 +35,50 @@ def test_parts_run_side_by_side() -> None:
     pool.in_parts(lambda first, last: together.wait() and None, 3, 1e9)
 
 
+@pytest.mark.parametrize("threads", [2, 3, 4, 7])
+def test_two_functions_run_side_by_side_with_half_of_the_threads_each(threads: int) -> None:
+    pool.set_threads(threads)
+    together = threading.Barrier(2, timeout=20)
+
+    def half() -> tuple[int, list[tuple[int, int]]]:
+        together.wait()
+        parts: list[tuple[int, int]] = []
+        pool.in_parts(lambda first, last: parts.append((first, last)), 40, 1e9)
+        together.wait()
+        return pool.threads(), parts
+
+    (first, first_parts), (second, second_parts) = pool.both(half, half)
+    assert (first, second) == (threads - threads // 2, threads // 2)
+    assert (len(first_parts), len(second_parts)) == (first, second)
+    for parts in (first_parts, second_parts):
+        assert [row for a, b in sorted(parts) for row in range(a, b)] == list(range(40))
+    assert pool.threads() == threads, "all of them again"
+
+
+def test_on_one_thread_two_functions_run_in_turn() -> None:
+    order: list[int] = []
+    assert pool.both(lambda: order.append(1) or "a", lambda: order.append(2) or "b") == ("a", "b")
+    assert order == [1, 2]
+
+
+@pytest.mark.parametrize("failing", [{1}, {2}, {1, 2}])
+def test_an_error_of_one_of_two_functions_is_raised_when_both_have_ended(failing: set[int]) -> None:
+    pool.set_threads(2)
+    ended: list[int] = []
+
+    def work(number: int) -> None:
+        if number in failing:
+            raise ValueError(f"function {number}")
+        time.sleep(0.05)
+        ended.append(number)
+
+    with pytest.raises(ValueError, match=f"function {min(failing)}"):
+        pool.both(lambda: work(1), lambda: work(2))
+    assert ended == sorted({1, 2} - failing)
+    assert pool.threads() == 2
+    assert pool.both(lambda: 1, lambda: 2) == (1, 2), "the threads still work"
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_error_of_any_part_is_raised_when_all_have_ended(failing: int) -> None:
     pool.set_threads(3)

@@ -83,3 +83,29 @@ def test_gradients_of_layers_that_share_an_input(kind: str) -> None:
     assert shared == [sums(x.clone(), grad) for grad in grads]
     x[0] = 0.5
     assert sums(x, grads[0]) == sums(x.clone(), grads[0]) != shared[0]
+
+
+def test_threads_do_not_take_what_another_one_prepares(kind: str) -> None:
+    """Side by side on inputs of their own, whose keys alternate: one slot for both would give one the other's."""
+    backend.use(kind, 2)
+    weight, inputs = numbers(6, 70, 1), [numbers(5, 70, seed) for seed in range(2)]
+    expected = [fresh(x, weight) for x in inputs]
+
+    def results(mine: torch.Tensor) -> set[tuple[int, ...]]:
+        prepared = Weight("w", 20)
+        return {tuple(bits(prepared.contract(mine, weight, 1))) for _ in range(300)}
+
+    found = backend.side_by_side(lambda: results(inputs[0]), lambda: results(inputs[1]))
+    assert found == ({tuple(expected[0])}, {tuple(expected[1])})
+    made = backend.side_by_side(
+        lambda: products._contracted.of(inputs[0], ("here",), lambda: "one"),
+        lambda: products._contracted.of(inputs[0], ("here",), lambda: "two"),
+    )
+    assert made == ("one", "two")
+
+
+def test_what_runs_side_by_side_records_gradients_where_its_caller_does(kind: str) -> None:
+    backend.use(kind, 2)
+    assert backend.side_by_side(torch.is_grad_enabled, torch.is_grad_enabled) == (True, True)
+    with torch.no_grad():
+        assert backend.side_by_side(torch.is_grad_enabled, torch.is_grad_enabled) == (False, False)

@@ -6,9 +6,11 @@ one thread while kernels are in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, local
+from typing import TypeVar
 
 # below this a part of the work is done sooner than another thread can be woken
 LEAST_NANOSECONDS = 50_000.0
@@ -20,6 +22,16 @@ _Tasks = SimpleQueue[tuple[Work, int, int, Outcomes] | None]
 
 _threads = 1
 _tasks: _Tasks = SimpleQueue()
+
+
+class _Mine(local):
+    threads = 0  # how many this thread may use; 0 for all
+
+
+_mine = _Mine()
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def _serve(tasks: _Tasks) -> None:
@@ -45,12 +57,52 @@ def set_threads(threads: int) -> None:
         Thread(target=_serve, args=(_tasks,), name="kernel", daemon=True).start()
 
 
+def threads() -> int:
+    """How many threads a kernel called from this one is shared out to."""
+    return _mine.threads or _threads
+
+
+def both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+    """first() and second(), side by side with half of the threads each; one after the other where there is one.
+
+    They must not depend on each other. Both have ended when this returns; the first exception is raised here.
+    """
+    available = threads()
+    if available < 2:
+        return first(), second()
+    results: list[B] = []
+
+    def other(_: int, half: int) -> None:
+        with _limited_to(half):
+            results.append(second())
+
+    outcomes: Outcomes = SimpleQueue()
+    _tasks.put((other, 0, available // 2, outcomes))
+    try:
+        with _limited_to(available - available // 2):
+            result = first()
+    finally:
+        error = outcomes.get()
+    if error is not None:
+        raise error
+    return result, results[0]
+
+
+@contextmanager
+def _limited_to(count: int) -> Iterator[None]:
+    before, _mine.threads = _mine.threads, count
+    try:
+        yield
+    finally:
+        _mine.threads = before
+
+
 def in_parts(work: Work, rows: int, nanoseconds_per_row: float) -> None:
     """Call work(first, last) on consecutive parts of range(rows), side by side if they are worth a thread each.
 
     The parts must write to different places. All have ended when this returns; the first exception is raised here.
     """
-    parts = min(_threads, rows, max(1, int(rows * nanoseconds_per_row / LEAST_NANOSECONDS)))
+    parts = min(threads(), rows, max(1, int(rows * nanoseconds_per_row / LEAST_NANOSECONDS)))
     if parts <= 1:
         if rows:
             work(0, rows)

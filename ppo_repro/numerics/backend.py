@@ -6,6 +6,9 @@ products in float64 (`dgemm`) or in 8-bit integers on AMX tiles (`amx`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from numba.core import config as numba_config
 from torch import Tensor
@@ -16,6 +19,9 @@ from ppo_repro.kernels import pool
 BACKENDS = ("eager", "dgemm", "amx")
 
 _active = "eager"
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def has_amx() -> bool:
@@ -44,6 +50,22 @@ def use(backend: str, threads: int) -> str:
     pool.set_threads(threads)
     torch.set_num_threads(threads if backend == "eager" else 1)
     return backend
+
+
+def side_by_side(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+    """first() and second(), which must not depend on each other, at the same time where kernels have two threads.
+
+    Both see the grad mode of the caller. The first exception is raised here when both have ended.
+    """
+    if _active == "eager":
+        return first(), second()
+    recording = torch.is_grad_enabled()
+
+    def other() -> B:
+        with torch.set_grad_enabled(recording):  # each thread has its own
+            return second()
+
+    return pool.both(first, other)
 
 
 def active() -> str:

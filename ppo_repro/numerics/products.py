@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +24,10 @@ def array(x: Tensor) -> np.ndarray:
     return (x.detach() if x.requires_grad else x).contiguous().numpy()
 
 
-class _Prepared:
+class _Prepared(threading.local):
     """What was last made of a tensor: layers that share an input, as queries, keys and values do, prepare it once.
 
-    The tensor is kept until the next one, so that no other can have its address.
+    Each thread has its own. The tensor is kept until the next one, so that no other can have its address.
     """
 
     def __init__(self) -> None:

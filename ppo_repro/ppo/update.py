@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ppo_repro.config import RunConfig
 from ppo_repro.config_algorithm import SeparateValue
 from ppo_repro.models.layout import MicroBatch, input_tokens, micro_batches
 from ppo_repro.models.state import TrainState
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.grid import exact_mean
 from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
 from ppo_repro.ppo import kl, losses
@@ -22,6 +24,9 @@ from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.ranks import Ranks
 from ppo_repro.seeding import permutation
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
@@ -105,17 +110,24 @@ def update(
             if not (moves_policy or moves_value):
                 return
             work = _share_out(rollout, sequences, config, ranks)
-            shared = moves_policy and objective.value is not None and state.value_optimizer is None
-            policy = value_update = None
-            if shared:
+            policy: PolicyUpdate | None
+            value_update: ValueUpdate | None
+            if moves_policy and objective.value is not None and state.value_optimizer is None:
                 policy, value_update = _joint_step(state, work, objective)
-            elif moves_policy:
-                policy = _policy_step(state, work, objective)
-            if moves_value:
-                value_update = _value_step(state, work, objective)
+            else:
+                policy, value_update = _together(
+                    lambda: _policy_step(state, work, objective) if moves_policy else None,  # noqa: B023
+                    lambda: _value_step(state, work, objective) if moves_value else None,  # noqa: B023
+                    ranks,
+                )
             if policy is not None and ppo.early_stop_kl is not None:
                 rests = rests or policy.approx_kl > ppo.early_stop_kl
-            yield MinibatchUpdate(epoch, index, work.tokens, policy, value_update, *_digests(state))
+            yield MinibatchUpdate(epoch, index, work.tokens, policy, value_update, *_digests(state, ranks))
+
+
+def _together(first: Callable[[], A], second: Callable[[], B], ranks: Ranks) -> tuple[A, B]:
+    """What concerns the policy, and the value model; among several ranks in this order, in which they all speak."""
+    return backend.side_by_side(first, second) if ranks.size == 1 else (first(), second())
 
 
 def learning_rates(config: RunConfig, iteration: int) -> tuple[float, float | None]:
@@ -133,9 +145,12 @@ def _set_learning_rates(state: TrainState, config: RunConfig) -> None:
         state.value_optimizer.settings = replace(state.value_optimizer.settings, learning_rate=value)
 
 
-def _digests(state: TrainState) -> tuple[str, str | None]:
-    value = None if state.value_model is None else weights_digest(state.value_parameters().items())
-    return weights_digest(state.policy.named_parameters()), value
+def _digests(state: TrainState, ranks: Ranks) -> tuple[str, str | None]:
+    return _together(
+        lambda: weights_digest(state.policy.named_parameters()),
+        lambda: None if state.value_model is None else weights_digest(state.value_parameters().items()),
+        ranks,
+    )
 
 
 def _policy_step(state: TrainState, work: _Work, objective: Objective) -> PolicyUpdate:

@@ -78,6 +78,7 @@ class Work:
     packed: bool  # sequences lie in one row
     recompute: bool  # gradient checkpointing
     lora_rank: int  # 0: all weights of the policy are trained
+    side_by_side: bool  # steps of policy and value model
 
     @property
     def exact(self) -> bool:
@@ -259,11 +260,12 @@ def _update(shape: ModelShape, trained: list[Resident], work: Work) -> dict[str,
     """Of the policy, whose update needs the vocabulary; that of the value model is the same without it."""
     row = work.max_context - 1
     tokens = work.update_sequences * row
-    sums = max(r.gradient_sums for r in trained)
+    sums = [r.gradient_sums for r in trained]
+    steps = len(trained) if work.side_by_side else 1
     return {
-        "activations": activation_bytes(shape, tokens, tokens if work.packed else row, work),
+        "activations": steps * activation_bytes(shape, tokens, tokens if work.packed else row, work),
         "logits": logits_bytes(shape, work.update_sequences * work.max_response_tokens, work),
-        "one layer": layer_workspace_bytes(shape, tokens, work),
-        # int64 sums as float32, all of them at once
-        "float32 gradients": sums // 2 if work.exact else 0,
+        "one layer": steps * layer_workspace_bytes(shape, tokens, work),
+        # int64 sums as float32, all of a step at once
+        "float32 gradients": (sum(sums) if work.side_by_side else max(sums)) // 2 if work.exact else 0,
     }

@@ -123,6 +123,7 @@ def work_of(config: RunConfig, lora_rank: int = 0) -> Work:
         packed=layout.padding == "none",
         recompute=layout.gradient_checkpointing,
         lora_rank=lora_rank,
+        side_by_side=exact and layout.threads > 1 and isinstance(config.value, SeparateValue),
     )
 
 

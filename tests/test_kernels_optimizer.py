@@ -71,7 +71,7 @@ def test_kernels_equal_the_eager_code_in_many_cases(
 def test_the_conversion_of_gradients_equals_the_eager_code(seed: int, size: int, exponent: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     integers = torch.from_numpy(rng.integers(-(2**62), 2**62, size) >> rng.integers(0, 62, size))
-    expected, found = both(lambda: [gradients._to_float32(integers, 2.0**exponent)], count)
+    expected, found = both(lambda: [gradients._to_float32(integers, 2.0**exponent, torch.empty(size))], count)
     assert expected == found
 
 

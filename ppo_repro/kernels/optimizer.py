@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.kernels.compile import exact_sum, kernel
+from ppo_repro.kernels.compile import kernel
 from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.scalar import pow2_64
+from ppo_repro.kernels.scalar import pow2_32
 from ppo_repro.kernels.statistics import Array
 
-_HALF = 13
-_TO_HIGH, _FROM_HIGH = 2.0**-_HALF, 2.0**_HALF
-_CHUNK = 1 << 16  # of products below 2^26: float64 holds their sums exactly
+_CHUNK = 1 << 10  # of squares of at most 2^52
+_SPLIT, _BELOW = 32, (1 << 32) - 1
 # measured, and roughly: they only decide how many threads are worth waking
 NS_ADAMW, NS_LARGEST, NS_SQUARES, NS_CONVERT = 1.0, 0.15, 0.5, 0.6
 
@@ -52,28 +51,20 @@ def _largest(x):  # type: ignore[no-untyped-def]
     return np.int32(largest).view(np.float32)
 
 
-@exact_sum
-def _squares_of_chunk(x, scale):  # type: ignore[no-untyped-def]
-    """The three sums of products of 13-bit halves, each below 2^26 CHUNK."""
-    high_high, high_low, low_low = 0.0, 0.0, 0.0
-    for i in range(x.size):
-        integer = np.rint(np.float64(x[i]) * scale)
-        high = np.floor(integer * _TO_HIGH)
-        low = integer - high * _FROM_HIGH
-        high_high += high * high
-        high_low += high * low
-        low_low += low * low
-    return high_high, high_low, low_low
-
-
 @kernel
 def _squares(x, shift):  # type: ignore[no-untyped-def]
-    scale = pow2_64(shift)
-    high_high, high_low, low_low = np.int64(0), np.int64(0), np.int64(0)
+    """The sum as two integers, of 2^_SPLIT and of 1."""
+    # a float32 holds powers up to 2^127; products are exact, or so small that they round to 0 either way
+    scale, rest = pow2_32(min(shift, 127)), pow2_32(max(shift - 127, 0))
+    high, low = np.int64(0), np.int64(0)
     for start in range(0, x.size, _CHUNK):
-        a, b, c = _squares_of_chunk(x[start : start + _CHUNK], scale)
-        high_high, high_low, low_low = high_high + np.int64(a), high_low + np.int64(b), low_low + np.int64(c)
-    return high_high, high_low, low_low
+        part = x[start : start + _CHUNK]
+        total = np.int64(0)
+        for i in range(part.size):
+            integer = np.int64(np.int32(np.rint(part[i] * scale * rest)))
+            total += integer * integer
+        high, low = high + (total >> _SPLIT), low + (total & _BELOW)
+    return high, low
 
 
 @kernel
@@ -101,13 +92,11 @@ def largest(x: Array) -> float:
 
 def sum_of_squares(x: Array, shift: int) -> int:
     """sum_i rne(x_i 2^shift)^2 of a flat float32 array, exactly; |x_i 2^shift| <= 2^26."""
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int]] = []
     in_parts(lambda first, last: found.append(_squares(x[first:last], shift)), len(x), NS_SQUARES)
-    return sum((high_high << 2 * _HALF) + (high_low << _HALF + 1) + low_low for high_high, high_low, low_low in found)
+    return sum((high << _SPLIT) + low for high, low in found)
 
 
-def to_float32(integers: Array, unit: float) -> Array:
-    """fl32(fl64(integers) unit) of a flat int64 array."""
-    out = np.empty(len(integers), np.float32)
+def to_float32(integers: Array, unit: float, out: Array) -> None:
+    """out = fl32(fl64(integers) unit) of a flat int64 array."""
     in_parts(lambda first, last: _convert(integers[first:last], unit, out[first:last]), len(out), NS_CONVERT)
-    return out

@@ -42,10 +42,11 @@ def assert_no_wrap(tokens: int, total_bits: int) -> None:
         )
 
 
-def _to_float32(integers: Tensor, unit: float) -> Tensor:
+def _to_float32(integers: Tensor, unit: float, out: Tensor) -> Tensor:
     if backend.has_kernels(integers):
-        return torch.from_numpy(to_float32(integers.view(-1).numpy(), unit)).view(integers.shape)
-    return (integers.to(torch.float64) * unit).to(torch.float32)
+        to_float32(integers.view(-1).numpy(), unit, out.view(-1).numpy())
+        return out
+    return out.copy_(integers.to(torch.float64) * unit)
 
 
 class GradientAccumulator:
@@ -58,7 +59,9 @@ class GradientAccumulator:
         self.grids: dict[str, int] = {}  # E of each tensor: state that outlives the step
         self.sums: dict[str, Tensor] = {}
         self.largest: dict[str, int] = {}
-        self._room: dict[str, Tensor] = {}  # of earlier steps: memory asked for anew is cleared page by page
+        # of earlier steps, int64 and float32: memory asked for anew is cleared page by page
+        self._room: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
 
     def begin(self) -> None:
         """Forget what has been collected; the grids stay."""
@@ -147,6 +150,7 @@ class GradientAccumulator:
     def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor] | None:
         """The float32 gradients over all ranks, or None if a grid did not fit and the step must be done again.
 
+        Their memory is that of the next ones.
         dW = fl32(I 2^(E + h - zb - p)). Accepted iff E - 4 <= E_new <= E + 4 for every tensor.
         """
         self._observe_all(ranks)
@@ -163,7 +167,9 @@ class GradientAccumulator:
         for name, parameter in self.parameters.items():
             if name in self.largest:
                 unit = 2.0 ** (self.grids[name] + HEADROOM - self.total_bits)
-                gradients[name] = _to_float32(self.sums[name], unit)
+                if name not in self._gradients:
+                    self._gradients[name] = torch.empty_like(parameter)
+                gradients[name] = _to_float32(self.sums[name], unit, self._gradients[name])
             else:
                 gradients[name] = torch.zeros_like(parameter)
         self.grids = {**self.grids, **self.largest}

@@ -151,3 +151,24 @@ def test_what_malloc_gave_out_counts_a_block_from_when_it_is_kept_until_it_is_no
         del kept
         # what else the process allocates meanwhile is far below 50 KiB
         assert abs(during - before - kib) < 50 and abs(memory.allocated_kib() - before) < 50
+
+
+def test_filled_caches_do_not_grow_again() -> None:
+    from experiments.benchmarks import memory
+
+    def arrays() -> list[list[np.ndarray]]:
+        return [[np.empty(size, np.uint8) for _ in range(7)] for size in range(1, 1024)]
+
+    memory.fill_caches()
+    before = memory.allocated_kib()
+    first = arrays()
+    # shape and strides of 7,161 arrays take 32 bytes each from malloc, 224 KiB; the blocks would be 3,580 KiB more
+    assert memory.allocated_kib() - before < 500
+    second = arrays()  # while the first are held there is nothing to take them from
+    assert memory.allocated_kib() - before > 3000
+    del first, second
+    before = memory.allocated_kib()
+    for number in range(400_000):
+        sys.intern(f"another interned string {number}")
+    # twice the size would be hundreds of KiB more
+    assert abs(memory.allocated_kib() - before) < 200

@@ -1,12 +1,15 @@
-"""Does a run grow? Resident memory and seconds of each iteration of a small run, and their slopes over iterations.
+"""Does a run grow? Memory and seconds of each iteration of a small run, and their growth over iterations.
 
-`python -m experiments.benchmarks.memory --json memory.json` runs both numerics, each in a process of its own.
+`python -m experiments.benchmarks.memory --json memory.json` runs both numerics, each in a process of its own;
+`--leak 1024` is the control: it keeps 1 KiB of every iteration, which has to be found.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,21 +25,39 @@ from ppo_repro.records import reader
 
 CONFIG = Path(__file__).with_name("memory.yaml")
 BLOCKS = 10  # a multiple of BLOCKS iterations is left after the warm-up; evaluations fall on every block alike
+# growth of an iteration that must not be overlooked: a gigabyte in a million iterations
+MATTERS_KIB = 1.0
+MATTERS_BLOCKS = 10.0  # of the interpreter, which have 100 bytes on average
 
 
 @dataclass(frozen=True)
 class Slope:
-    """A least-squares slope over iterations with its 95 % interval."""
+    """Change per iteration with its 95 % interval."""
 
     per_iteration: float
     low: float
     high: float
     mean: float  # of what is measured
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether the interval holds 0."""
-        return self.low <= 0.0 <= self.high
+    def verdict(self, matters: float) -> str:
+        """Flat is only what excludes growth of `matters` an iteration: a wide interval with 0 in it decides nothing."""
+        if self.low > 0.0:
+            return "grows"
+        if self.high < 0.0:
+            return "falls"
+        if self.high >= matters:
+            return f"undecided: 0 and {matters:g} are in the interval"
+        return "flat: 0 is in the interval" + (f", {matters:g} is not" if math.isfinite(matters) else "")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One iteration."""
+
+    resident_kib: int
+    allocated_kib: float  # given out by malloc; free space that malloc keeps hides growth from resident memory
+    blocks: int  # held by the interpreter; those of at most 512 bytes are not from malloc
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -46,18 +67,33 @@ class Growth:
     mode: str
     iterations: int
     skipped: int
-    memory: Slope  # KiB
+    resident: Slope  # KiB
+    allocated: Slope  # KiB
+    blocks: Slope
     time: Slope  # microseconds
     recording: Slope  # microseconds of it outside the phases that compute: records, checkpoints, the manifest
-    resident_kib: list[int]
-    seconds: list[float]
+    samples: list[Sample]
 
 
-def slope(values: list[float]) -> Slope:
-    """Least squares over the means of BLOCKS equal blocks, with Student's interval.
+def growth(values: list[float], skipped: int) -> Slope:
+    """Mean change per iteration after the first `skipped` >= 1 values, with Student's interval over BLOCKS increments.
 
-    Single iterations are no independent draws (memory keeps what it was), means of blocks nearly are. What does not
-    fill a block at the beginning is left out.
+    Memory keeps what it was: its levels are sums of all changes before, and least squares finds a slope in most
+    random walks. Their increments over blocks are independent draws; those of noise around a level fall back after
+    they rose, which makes the interval too wide, not too narrow.
+    """
+    size = (len(values) - skipped) // BLOCKS
+    levels = np.asarray(values[len(values) - 1 - size * BLOCKS :: size], np.float64)
+    increments = np.diff(levels) / size
+    centre = float(increments.mean())
+    half = float(stats.t.ppf(0.975, BLOCKS - 1)) * float(increments.std(ddof=1)) / BLOCKS**0.5
+    return Slope(centre, centre - half, centre + half, float(np.mean(values[skipped:])))
+
+
+def trend(values: list[float]) -> Slope:
+    """Least squares over the means of BLOCKS equal blocks, with Student's interval: for times, which keep nothing.
+
+    What does not fill a block at the beginning is left out.
     """
     size = len(values) // BLOCKS
     kept = np.asarray(values[len(values) - size * BLOCKS :], np.float64)
@@ -74,8 +110,36 @@ def resident_kib() -> int:
     return pages * os.sysconf("SC_PAGESIZE") // 1024
 
 
-def sample(mode: str, iterations: int, out: Path) -> None:
-    """Run in this process and print one line `KiB seconds` for each iteration."""
+_MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2]
+
+
+def allocated_kib() -> float:
+    """What malloc has given out and not got back in this process, KiB; AttributeError without glibc 2.33."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    found = mallinfo2()
+    return float(found.uordblks + found.hblkhd) / 1024
+
+
+def fill_caches() -> None:
+    """Bring two caches to their final size, which otherwise grow for thousands of iterations, and only so far.
+
+    NumPy keeps 7 freed blocks of each size below 1024 bytes, so that the first array of some number of tokens adds
+    to it: 3.5 MiB at most. CPython's table of interned strings does not use the places of strings that are gone
+    until all are used up; then it takes three places for each string there is, which can be twice what it had.
+    """
+    for size in range(1, 1024):
+        [np.empty(size, np.uint8) for _ in range(7)]
+    for number in range(400_000):
+        sys.intern(f"an interned string {number}")
+
+
+def sample(mode: str, iterations: int, leak: int, out: Path) -> None:
+    """Run in this process and print the fields of a Sample for each iteration; `leak`: bytes to keep of each."""
     from ppo_repro.config_yaml import load_config
     from ppo_repro.runs.progress import Silent
     from ppo_repro.runs.run import run
@@ -83,67 +147,92 @@ def sample(mode: str, iterations: int, out: Path) -> None:
     class Sampling(Silent):
         def __init__(self) -> None:
             self.last = time.perf_counter()
+            self.kept: list[bytes] = []
 
         def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
             now = time.perf_counter()
-            print(resident_kib(), now - self.last, flush=True)
+            if done == 1:
+                fill_caches()
+            if leak:
+                self.kept.append(bytes(leak))
+            # the last iteration is told of after its checkpoint, the others before theirs
+            if done < total:
+                print(resident_kib(), allocated_kib(), sys.getallocatedblocks(), now - self.last, flush=True)
             self.last = time.perf_counter()
 
-    run(load_config(CONFIG, [f"numerics.mode={mode}", f"ppo.iterations={iterations}"]), out, Sampling())
+    run(load_config(CONFIG, [f"numerics.mode={mode}", f"ppo.iterations={iterations + 1}"]), out, Sampling())
 
 
-def measure(mode: str, iterations: int, skipped: int) -> Growth:
+def measure(mode: str, iterations: int, skipped: int, leak: int = 0) -> Growth:
     """Sample a run in a process of its own; raises CalledProcessError where it fails."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "experiments.benchmarks.memory", "--sample", mode, out]
         done = subprocess.run(
-            [*command, "--iterations", str(iterations)], stdout=subprocess.PIPE, text=True, check=True
+            [*command, "--iterations", str(iterations), "--leak", str(leak)],
+            # malloc counts what it keeps for a thread, up to 7 blocks of each of 64 sizes, as given out
+            env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         )
-        table = reader.read_iterations(next(Path(out).glob("*/*/manifest.json")).parent)
+        table = reader.read_iterations(next(Path(out).glob("*/*/manifest.json")).parent)[:iterations]
     rows = [line.split() for line in done.stdout.splitlines()]
-    memory, seconds = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
+    samples = [Sample(int(row[0]), float(row[1]), int(row[2]), float(row[3])) for row in rows]
     computing = table[[name for name in table.columns if name.startswith("seconds_")]].sum(axis=1)
-    outside = [1e6 * (total - spent) for total, spent in zip(seconds, computing, strict=True)]
-    of_memory = slope([float(value) for value in memory[skipped:]])
-    of_time = slope([1e6 * value for value in seconds[skipped:]])
-    return Growth(mode, iterations, skipped, of_memory, of_time, slope(outside[skipped:]), memory, seconds)
+    outside = [1e6 * (s.seconds - spent) for s, spent in zip(samples, computing, strict=True)]
+    return Growth(
+        mode,
+        iterations,
+        skipped,
+        growth([float(s.resident_kib) for s in samples], skipped),
+        growth([s.allocated_kib for s in samples], skipped),
+        growth([float(s.blocks) for s in samples], skipped),
+        trend([1e6 * s.seconds for s in samples[skipped:]]),
+        trend(outside[skipped:]),
+        samples,
+    )
 
 
 def markdown(found: list[Growth]) -> str:
     """One row per mode and quantity."""
     lines = [
-        "| numerics | of each iteration | mean | slope per iteration | 95 % interval | verdict |",
+        "| numerics | of each iteration | mean | change per iteration | 95 % interval | verdict |",
         "|---|---|---|---|---|---|",
     ]
-    for growth in found:
+    for run in found:
         rows = (
-            ("resident memory", "KiB", growth.memory),
-            ("time", "µs", growth.time),
-            ("time of records and checkpoints", "µs", growth.recording),
+            ("resident memory", " KiB", run.resident, MATTERS_KIB),
+            ("memory given out by malloc", " KiB", run.allocated, MATTERS_KIB),
+            ("blocks of the interpreter", "", run.blocks, MATTERS_BLOCKS),
+            ("time", " µs", run.time, math.inf),
+            ("time of records and checkpoints", " µs", run.recording, math.inf),
         )
-        for name, unit, s in rows:
-            verdict = "flat: 0 is in the interval" if s.is_flat else "grows" if s.low > 0 else "falls"
+        for name, unit, s, matters in rows:
             interval = f"[{s.low:+.2f}, {s.high:+.2f}]"
             lines.append(
-                f"| {growth.mode} | {name} | {s.mean:,.0f} {unit} | {s.per_iteration:+.2f} | {interval} | {verdict} |"
+                f"| {run.mode} | {name} | {s.mean:,.0f}{unit} | {s.per_iteration:+.2f} | {interval} "
+                f"| {s.verdict(matters)} |"
             )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Resident memory and time per iteration over a long small run.")
+    parser = argparse.ArgumentParser(description="Memory and time per iteration over a long small run.")
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--skip", type=int, default=100, help="first iterations in no slope")
+    parser.add_argument("--leak", type=int, default=0, help="control: bytes to keep of every iteration")
     parser.add_argument("--json", type=Path, help="write everything here too")
     parser.add_argument("--sample", nargs=2, metavar=("MODE", "OUT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.sample:
-        sample(arguments.sample[0], arguments.iterations, Path(arguments.sample[1]))
+        sample(arguments.sample[0], arguments.iterations, arguments.leak, Path(arguments.sample[1]))
         return
-    if not 0 <= arguments.skip <= arguments.iterations - 2 * BLOCKS:
-        parser.error(f"--skip {arguments.skip}: must leave at least {2 * BLOCKS} of the iterations")
-    found = [measure(mode, arguments.iterations, arguments.skip) for mode in ("exact", "native")]
+    if not 1 <= arguments.skip <= arguments.iterations - 2 * BLOCKS:
+        parser.error(f"--skip {arguments.skip}: must be at least 1 and leave at least {2 * BLOCKS} of the iterations")
+    if arguments.leak < 0:
+        parser.error(f"--leak {arguments.leak}: must be a number of bytes, 0 or more")
+    found = [measure(mode, arguments.iterations, arguments.skip, arguments.leak) for mode in ("exact", "native")]
     print(markdown(found))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(growth) for growth in found], indent=1) + "\n")

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, Pretrained
 from ppo_repro.cli import _run
 from ppo_repro.errors import UserError
 from ppo_repro.models.layout import lay_out
-from ppo_repro.models.lora import add_lora, make_lora_optimizer
+from ppo_repro.models.lora import ExactLoraOptimizer, add_lora, make_lora_optimizer
 from ppo_repro.models.networks import (
     freeze,
     hidden_states,
@@ -73,9 +73,9 @@ def test_a_real_seven_billion_model_needs_no_memory_to_be_planned() -> None:
     policy, value_model, reference, reward = planned.residents
     assert policy.mixed_precision == 16 * shape.parameters and reference.mixed_precision == 2 * shape.parameters
     assert value_model.trained_parameters == trunk + 4096 + 1 and reward.frozen_parameters == trunk + 4096
-    # exact numerics on a CPU: float32 weights, int64 sums, two moments, float64 operands in both directions
+    # exact numerics on a CPU: float32 weights, int64 sums, gradients, two moments, float64 operands both ways
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
-    assert policy.total == (4 + 8 + 8) * shape.parameters + 16 * matrices
+    assert policy.total == (4 + 8 + 4 + 8) * shape.parameters + 16 * matrices
     assert reference.total == 4 * shape.parameters + 8 * matrices
 
 
@@ -144,6 +144,7 @@ def test_what_stays_is_counted_to_the_byte(architecture: str, kernels: str) -> N
         assert distinct([*state.first.values(), *state.second.values()]) == resident.moments
         if isinstance(optimizer, ExactOptimizer):
             assert distinct(optimizer.accumulator.sums.values()) == resident.gradient_sums
+            assert distinct(optimizer.accumulator._gradients.values()) == resident.gradients
             # after a step the forward operands are new; those of the backward pass come with the next one
             forward_only = sum(
                 plan.prepared_bytes(m, False, work(kernels)) for m in (*shape.linears, head_of(model, shape))
@@ -154,7 +155,7 @@ def test_what_stays_is_counted_to_the_byte(architecture: str, kernels: str) -> N
             assert held_operands(model) == resident.operands
         else:
             assert isinstance(optimizer, NativeOptimizer)
-            assert distinct(p.grad for p in model.parameters() if p.grad is not None) == resident.gradient_sums
+            assert distinct(p.grad for p in model.parameters() if p.grad is not None) == resident.gradients
     with torch.no_grad():
         logprobs(reference)
     assert (distinct(reference.parameters()), held_operands(reference)) == (planned[2].weights, planned[2].operands)
@@ -187,10 +188,12 @@ def test_an_adapter_is_counted_to_the_byte(architecture: str, mode: str) -> None
     state = optimizer.state()
     assert distinct([*state.first.values(), *state.second.values()]) == resident.moments
     if mode == "exact":
-        assert distinct(optimizer.accumulator.sums.values()) == resident.gradient_sums  # type: ignore[attr-defined]
+        assert isinstance(optimizer, ExactLoraOptimizer)
+        assert distinct(optimizer.accumulator.sums.values()) == resident.gradient_sums
+        assert distinct(optimizer.accumulator._gradients.values()) == resident.gradients
     else:
         with_gradients = [*policy.parameters(), *lora.factors().values()]
-        assert distinct(p.grad for p in with_gradients if p.grad is not None) == resident.gradient_sums
+        assert distinct(p.grad for p in with_gradients if p.grad is not None) == resident.gradients
     assert resident.trained_parameters == sum(f.numel() for f in lora.factors().values())
     assert resident.mixed_precision == 16 * resident.trained_parameters + 2 * shape.parameters
 

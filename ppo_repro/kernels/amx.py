@@ -148,24 +148,26 @@ def _multiply(  # type: ignore[no-untyped-def]
     zeros = np.zeros(16, np.float32)
     bias0, bias_step = (bias.ctypes.data, 64) if bias.size > 0 else (zeros.ctypes.data, 0)
     # as many rows at a time as stay in the second-level cache while all columns pass by
-    step = max(1, (1 << 20) // (blocks * size))
+    strip, step = blocks * size, max(1, (1 << 20) // (blocks * size))
+    # the next columns are fetched, unless all stay in that cache or two strips of them leave no room for the rows
+    fetches = strip * (to_column - from_column) > 1 << 20 and strip <= 1 << 18
     # the rows of a tile are rounded beside the products of the next: tiles and vectors are other ports of the core
     share, left, saved, free = (15 + blocks) // blocks, 0, s0, s0 + 6 * TILE
     row0, column_scales, biases, target = 0, c0, bias0, y0
     configure(palette.ctypes.data)
     for start in range(first, last, step):
-        # beside each block of products, so many cache lines of the column that comes next
         lines = -(-(size // 64) // (min(last, start + step) - start))
         for n in range(from_column, to_column):
             width = min(16, columns - n * 16)
             for m in range(start, min(last, start + step)):
-                ahead = b0 + (n + 1) * blocks * size + (m - start) * blocks * lines * 64
-                pa, pb, row = a0 + m * blocks * size, b0 + n * blocks * size, 0
+                pa, pb, row = a0 + m * strip, b0 + n * strip, 0
+                ahead = pb + strip + (m - start) * blocks * lines * 64
                 clear()
                 for _ in range(blocks):
-                    for line in range(lines):
-                        fetch(ahead + line * 64)
-                    ahead += lines * 64
+                    if fetches:
+                        for line in range(lines):
+                            fetch(ahead + line * 64)
+                        ahead += lines * 64
                     multiply(kind, pa, pb)
                     pa += size
                     pb += size

@@ -91,7 +91,8 @@ class Resident:
 
     name: str
     weights: int
-    gradient_sums: int
+    gradient_sums: int  # int64, of exact numerics
+    gradients: int  # float32
     moments: int
     operands: int  # weights prepared for the exact kernels
     trained_parameters: int
@@ -99,7 +100,7 @@ class Resident:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradient_sums + self.moments + self.operands
+        return self.weights + self.gradient_sums + self.gradients + self.moments + self.operands
 
     @property
     def mixed_precision(self) -> int:
@@ -194,19 +195,20 @@ def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: W
     matrices = [*shape.linears, head]
     operands = sum(prepared_bytes(m, t, work) for m in matrices for t in (False, True))
     if not lora_rank:
-        sums = 8 * parameters if work.exact else 4 * parameters
-        return Resident(name, 4 * parameters, sums, 8 * parameters, operands, parameters, 0)
+        sums = 8 * parameters if work.exact else 0
+        return Resident(name, 4 * parameters, sums, 4 * parameters, 8 * parameters, operands, parameters, 0)
     # the merged weights are beside the base and the factors; gradients are those of the merged weights
     merged, factors = _adapted(shape), lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
     # native factors keep a float gradient of their own
-    sums = 8 * merged if work.exact else 4 * (merged + factors)
-    return Resident(name, 4 * (parameters + merged + factors), sums, 8 * factors, operands, factors, parameters)
+    sums, gradients = (8 * merged, 4 * merged) if work.exact else (0, 4 * (merged + factors))
+    weights = 4 * (parameters + merged + factors)
+    return Resident(name, weights, sums, gradients, 8 * factors, operands, factors, parameters)
 
 
 def frozen_model(name: str, shape: ModelShape, work: Work) -> Resident:
     """A model that only scores."""
     operands = sum(prepared_bytes(m, False, work) for m in (*shape.linears, shape.head))
-    return Resident(name, 4 * shape.parameters, 0, 0, operands, 0, shape.parameters)
+    return Resident(name, 4 * shape.parameters, 0, 0, 0, operands, 0, shape.parameters)
 
 
 def as_classifier(shape: ModelShape, labels: int) -> ModelShape:
@@ -260,12 +262,9 @@ def _update(shape: ModelShape, trained: list[Resident], work: Work) -> dict[str,
     """Of the policy, whose update needs the vocabulary; that of the value model is the same without it."""
     row = work.max_context - 1
     tokens = work.update_sequences * row
-    sums = [r.gradient_sums for r in trained]
     steps = len(trained) if work.side_by_side else 1
     return {
         "activations": steps * activation_bytes(shape, tokens, tokens if work.packed else row, work),
         "logits": logits_bytes(shape, work.update_sequences * work.max_response_tokens, work),
         "one layer": steps * layer_workspace_bytes(shape, tokens, work),
-        # int64 sums as float32, all of a step at once
-        "float32 gradients": (sum(sums) if work.side_by_side else max(sums)) // 2 if work.exact else 0,
     }

@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from ppo_repro.kernels import amx
+from ppo_repro.kernels import amx, operands
 from ppo_repro.numerics import backend
 
 
@@ -49,6 +49,8 @@ def measure(threads: int) -> Peaks:
     exact = 0.0
     if backend.has_amx():
         backend.use("amx", threads)
-        packed, y = amx.pack(b.t().contiguous().numpy(), 20, along_rows=True), np.empty((m, n), np.float32)
-        exact = work / seconds(lambda: amx.contract(amx.quantise_rows(a.numpy(), packed.p), packed, amx.NO_BIAS, y), 15)
+        packed, y = operands.pack(b.t().contiguous().numpy(), 20, along_rows=True), np.empty((m, n), np.float32)
+        exact = work / seconds(
+            lambda: amx.contract(operands.quantise_rows(a.numpy(), packed.p), packed, amx.NO_BIAS, y), 15
+        )
     return Peaks(threads, float32, float64, exact, bandwidth)

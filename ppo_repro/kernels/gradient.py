@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppo_repro.kernels.amx import MAX_TERMS, SIDE_BY_SIDE, digits_for
 from ppo_repro.kernels.compile import kernel
 from ppo_repro.kernels.memory import LINE, empty_bytes, from_line
+from ppo_repro.kernels.operands import MAX_TERMS, SIDE_BY_SIDE, digits_for
 from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.tiles import add_integers, clear, configuration, configure, expect, multiply, release, save
 from ppo_repro.kernels.vectors import TILE, column_quantiser, transpose_tile

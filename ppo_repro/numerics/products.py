@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels import amx, dense, gradient, rows, sums
+from ppo_repro.kernels import amx, dense, gradient, operands, rows, sums
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.elementwise import pow2
 from ppo_repro.numerics.grid import MANTISSA_BITS, MIN_EXPONENT, contract, exponent, operand_bits, quantise
@@ -46,11 +46,11 @@ class _Prepared(threading.local):
 _contracted, _measured, _accumulated = _Prepared(), _Prepared(), _Prepared()
 
 
-Operand = amx.Quantised | dense.Dense
+Operand = operands.Quantised | dense.Dense
 
 
 def _operand(x: np.ndarray, kind: str, p: int) -> Operand:
-    return amx.quantise_rows(x, p) if kind == "amx" else dense.prepare_rows(x, p)
+    return operands.quantise_rows(x, p) if kind == "amx" else dense.prepare_rows(x, p)
 
 
 class Weight:
@@ -60,7 +60,7 @@ class Weight:
         self.name, self.most_bits = name, most_bits
         self._made_from: tuple[int, int, str] = (0, -1, "")
         self._prepared: dict[int, Any] = {}
-        self._room: dict[int, amx.Packed] = {}  # outdated ones: memory asked for anew is cleared page by page
+        self._room: dict[int, operands.Packed] = {}  # outdated ones: memory asked for anew is cleared page by page
 
     def bits(self, terms: int) -> int:
         """Operand bits of a contraction with this weight."""
@@ -70,7 +70,7 @@ class Weight:
         # in-place changes count up the version; other storage under the same parameter shows in the address
         made_from = (weight.data_ptr(), weight._version, kind)
         if made_from != self._made_from:
-            self._room |= {dim: made for dim, made in self._prepared.items() if isinstance(made, amx.Packed)}
+            self._room |= {dim: made for dim, made in self._prepared.items() if isinstance(made, operands.Packed)}
             self._prepared, self._made_from = {}, made_from
         if dim not in self._prepared:
             self._prepared[dim] = self._prepare(weight.detach(), dim, kind)
@@ -79,7 +79,7 @@ class Weight:
     def _prepare(self, weight: Tensor, dim: int, kind: str) -> Any:
         p = self.bits(weight.shape[dim])
         if kind == "amx":
-            return amx.pack(array(weight), p, dim == 1, self._room.pop(dim, None))
+            return operands.pack(array(weight), p, dim == 1, self._room.pop(dim, None))
         rows_of = weight if dim == 1 else weight.t()
         return dense.prepare(array(rows_of), p) if kind == "dgemm" else quantise(rows_of, p)
 
@@ -98,7 +98,7 @@ class Weight:
         return torch.from_numpy(self.product(operand, weight, dim, amx.NO_BIAS if bias is None else array(bias)))
 
     def _kernels(self, terms: int) -> str:
-        return "dgemm" if backend.active() == "amx" and terms > amx.MAX_TERMS else backend.active()
+        return "dgemm" if backend.active() == "amx" and terms > operands.MAX_TERMS else backend.active()
 
     def operand(self, x: np.ndarray) -> Operand:
         """x [M, K] float32 on its grid, for `product` with any weight of so many bits; for kernels only."""
@@ -107,7 +107,7 @@ class Weight:
 
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
         """`contract` with an input already on its grid; the bias may be empty."""
-        if isinstance(operand, amx.Quantised):
+        if isinstance(operand, operands.Quantised):
             y = np.empty((operand.rows, weight.shape[1 - dim]), np.float32)
             finite = amx.contract(operand, self._get(weight, dim, "amx"), amx.padded_bias(bias), y)
         else:

@@ -15,7 +15,7 @@ from ppo_repro.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.models_for_tests import ARCHITECTURES, CLASSES, CONFIGS, fill
-from tests.runs_for_tests import SMALL
+from tests.runs_for_tests import SMALL, recorded_iterations
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -263,7 +263,7 @@ def wait_for(found: object, seconds: float = 120.0) -> None:
 
 def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> None:
     process = start(tmp_path, "ppo.iterations=2000")
-    wait_for(lambda: list(tmp_path.rglob("iterations/iteration=000001.parquet")))
+    wait_for(lambda: recorded_iterations(tmp_path) > 1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130

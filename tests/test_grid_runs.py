@@ -29,6 +29,7 @@ from ppo_repro.records import manifest
 from ppo_repro.runs.folder import only_writer
 from ppo_repro.runs.run import run_folder
 from tests.ranks_for_tests import ROOT, TINY
+from tests.runs_for_tests import recorded_iterations
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(600)
@@ -141,10 +142,6 @@ def start_grid(path: Path, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def recorded(out: Path) -> int:
-    return len(list(out.rglob("records/iterations/iteration=*.parquet")))
-
-
 @slow
 def test_a_grid_killed_twice_and_finished_is_the_same_table(
     four: tuple[Path, dict[str, str], Path], tmp_path: Path
@@ -152,7 +149,7 @@ def test_a_grid_killed_twice_and_finished_is_the_same_table(
     for iterations in (1, 4):  # of the 8 there are
         process = start_grid(four[0], tmp_path)
         deadline = time.monotonic() + 300
-        while recorded(tmp_path) < iterations:
+        while recorded_iterations(tmp_path) < iterations:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
         process.kill()
@@ -181,7 +178,7 @@ def free(run_dir: Path) -> bool:
 def test_ctrl_c_ends_the_cells_and_keeps_what_they_did(four: tuple[Path, dict[str, str], Path], tmp_path: Path) -> None:
     process = start_grid(four[0], tmp_path)
     deadline = time.monotonic() + 300
-    while recorded(tmp_path) < 1:
+    while recorded_iterations(tmp_path) < 1:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
@@ -230,7 +227,7 @@ def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     folder = tmp_path / "g" / "cells" / cell.name
     process = start_cell(Order(cell.name, str(folder), "language", 1))
     deadline = time.monotonic() + 200
-    while recorded(folder) < 2:
+    while recorded_iterations(folder) < 2:
         assert time.monotonic() < deadline and process.poll() is None, (folder / "log.txt").read_text()
         time.sleep(0.02)
     assert process.stdin is not None

@@ -28,9 +28,10 @@ from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.diff import first_final_difference
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.folder import check_links, only_writer, remove_folder
+from ppo_repro.runs.folder import check_links, only_writer
+from ppo_repro.runs.lifetime import mark_ended, new_run
 from ppo_repro.runs.progress import Watcher
-from ppo_repro.runs.run import Final, Rerun, check_overrides, compared, mark_ended, require_same
+from ppo_repro.runs.run import Final, Rerun, check_overrides, compared, require_same
 
 LAST = 100  # training episodes in the mean that CleanRL reports
 
@@ -80,16 +81,8 @@ def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[
     UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
     """
     run_dir = out / config.experiment / f"seed{config.seed}-{config.digest()}"
-    writer.create_run(run_dir, dump_yaml(config), _environment(config), config.digest(), {}, "control")
-    with only_writer(run_dir):
-        try:
-            seconds = _execute(run_dir, config, watcher)
-        except BaseException as error:
-            if manifest.load_head(run_dir).num_iterations:
-                mark_ended(run_dir, error)
-            else:
-                remove_folder(run_dir)
-            raise
+    with new_run(run_dir, dump_yaml(config), _environment(config), config.digest(), {}, "control"):
+        seconds = _execute(run_dir, config, watcher)
     return run_dir, seconds
 
 
@@ -136,8 +129,8 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> in
         if recorded.status == "complete":
             raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
         config = _recorded_config(run_dir, recorded, overrides)
-        writer.mark(run_dir, recorded, "running")
         try:
+            writer.mark(run_dir, recorded, "running")
             _execute(run_dir, config, watcher)
         except BaseException as error:
             mark_ended(run_dir, error)

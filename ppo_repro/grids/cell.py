@@ -53,10 +53,11 @@ def run_of(folder: Path) -> Path | None:
 
 def state_of(folder: Path) -> State:
     """How far the cell's run is on disk; raises UserError where its manifest is damaged."""
-    run_dir = run_of(folder)
+    run_dir, last = run_of(folder), last_result(folder)
     if run_dir is not None:
-        return manifest.load(run_dir).status
-    last = last_result(folder)
+        status = manifest.load(run_dir).status
+        # of a process that was killed: it could not say so, who waited for it did
+        return "interrupted" if status == "running" and last is not None else status
     if last is None:
         return "missing"
     # ended before its first iteration, by itself or by a signal
@@ -81,6 +82,7 @@ def without_code(environment: dict[str, Any]) -> dict[str, Any]:
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
     """Start the cell's process in a session of its own; it ends when the caller's end of its stdin closes."""
     folder = Path(order.folder)
+    (folder / RESULT).unlink(missing_ok=True)  # of the last attempt; this one has not ended
     threads = {name: str(order.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     outside = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # of a launcher around the grid: a cell is one process
     environment = {name: value for name, value in os.environ.items() if name not in outside}

@@ -26,6 +26,23 @@ def create_run(
     kind: Kind = "language",
 ) -> None:
     """Make the run folder with an empty manifest; it appears whole or not at all, with UserError."""
+    temporary = lay_out_run(run_dir, config_yaml, environment, config_digest, inputs, kind)
+    try:
+        publish_run(temporary, run_dir)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def lay_out_run(
+    run_dir: Path,
+    config_yaml: str,
+    environment: Mapping[str, Any],
+    config_digest: str,
+    inputs: Mapping[str, str],
+    kind: Kind = "language",
+) -> Path:
+    """The folder, durable and complete, that `publish_run` makes the run folder; UserError where that cannot be."""
     note = manifest.note_content(environment)
     start = Head(
         schema_version=schema.SCHEMA_VERSION,
@@ -48,13 +65,25 @@ def create_run(
         durable.atomic_write(temporary / "environment.json", note)
         durable.atomic_write(temporary / iteration_log.FILE_NAME, b"")
         manifest.save(start, temporary)
-        os.rename(temporary, run_dir)
-        durable.sync_folder(run_dir.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        raise UserError(f"{run_dir}: cannot be written ({error.strerror}); choose another --out") from error
+        raise _no_place(run_dir, error) from error
+    return temporary
+
+
+def publish_run(temporary: Path, run_dir: Path) -> None:
+    """Let what `lay_out_run` made appear as the run folder; UserError where it cannot."""
+    try:
+        os.rename(temporary, run_dir)
+        durable.sync_folder(run_dir.parent)
+    except OSError as error:
+        raise _no_place(run_dir, error) from error
+
+
+def _no_place(run_dir: Path, error: OSError) -> UserError:
+    return UserError(f"{run_dir}: cannot be written ({error.strerror}); choose another --out")
 
 
 def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mapping[str, pa.Table]) -> Head:

@@ -17,9 +17,10 @@ from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.folder import check_links, only_writer
+from ppo_repro.runs.lifetime import mark_ended
 from ppo_repro.runs.prepare import task_inputs
 from ppo_repro.runs.progress import Watcher
-from ppo_repro.runs.run import check_inputs, check_overrides, execute, mark_ended
+from ppo_repro.runs.run import check_inputs, check_overrides, execute
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> Re
         start = checkpoints.load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
         found = Resumed(0 if start is None else start.iteration, recorded.num_iterations)
-        writer.mark(run_dir, recorded, "running", _note(run_dir, config, found, overrides))
+        notes = _note(run_dir, config, found, overrides)
         try:
+            writer.mark(run_dir, recorded, "running", notes)
             execute(run_dir, config, watcher, start)
         except BaseException as error:
             mark_ended(run_dir, error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.manifest import Manifest, Status
+from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.tables import iteration_tables
 from ppo_repro.rollout.choose import check_engine, rollout_engine
 from ppo_repro.rollout.engine import Engine
@@ -30,8 +29,8 @@ from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
 from ppo_repro.runs.environment import describe_environment, file_digests
-from ppo_repro.runs.folder import only_writer, remove_folder
 from ppo_repro.runs.garbage import quick_collections
+from ppo_repro.runs.lifetime import new_run
 from ppo_repro.runs.prepare import Prepared, prepare, run_inputs
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.shares import check_shares
@@ -108,16 +107,8 @@ def run(
     if not ranks.is_first:
         return run_dir, _work_along(config, inputs, watcher, ranks)
     environment = describe_environment(config, ranks.size)
-    writer.create_run(run_dir, dump_yaml(config), environment, config.digest(), inputs)
-    with only_writer(run_dir):
-        try:
-            seconds = execute(run_dir, config, watcher, None, ranks, profile)
-        except BaseException as error:
-            if manifest.load_head(run_dir).num_iterations:
-                mark_ended(run_dir, error)
-            else:
-                remove_folder(run_dir)
-            raise
+    with new_run(run_dir, dump_yaml(config), environment, config.digest(), inputs):
+        seconds = execute(run_dir, config, watcher, None, ranks, profile)
     return run_dir, seconds
 
 
@@ -128,19 +119,6 @@ def _work_along(config: RunConfig, inputs: Mapping[str, str], watcher: Watcher, 
         _tell(watcher, config, item)
     _final_results(config, prepared, prepared.engine, ranks)
     return {}
-
-
-def mark_ended(run_dir: Path, error: BaseException) -> None:
-    """Note in the manifest that `error` ended the run; what is recorded stays.
-
-    Where the note cannot be written either, the manifest goes on saying "running": `error` is the one to report.
-    """
-    ended: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-    with suppress(UserError):
-        # as it is on disk: the error may have come between the file and our copy of it
-        current = manifest.load_head(run_dir)
-        if current.status != "complete":
-            writer.mark(run_dir, current, ended)
 
 
 def execute(

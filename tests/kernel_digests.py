@@ -31,7 +31,7 @@ COMPILED = (
     optimizer._squares,
     layer_norm._forward,
     layer_norm._backward,
-    norms._forward,
+    norms.rms_norm_rows,
     norms._backward,
     gelu._gelu,
     gelu._gelu_backward,

@@ -157,8 +157,9 @@ def _exact(model: PreTrainedModel, ids: Tensor, batch: TokenBatch, name: str, ki
             input_ids=ids[:, :PROMPT], position_ids=positions[:, :PROMPT], kv_cache=cache, use_cache=False
         ).last_hidden_state
         policy.lm_head(hidden[:, -1])
-        decoder = parts_of(policy.model)
-        assert decoder is not None
+        parts = parts_of(policy.model)
+        assert parts is not None
+        decoder = decoding.Decoder(parts)
         for t in range(PROMPT, CONTEXT):
             cache.aim(slots, positions[:, t : t + 1], everywhere[:, t : t + 1])
             policy.lm_head(decoding.decode(decoder, ids[:, t], cache))

@@ -11,11 +11,11 @@ from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.tiles import clear, configuration, configure, fetch, multiply, release, save, write
 from ppo_repro.kernels.vectors import TILE
 
-_CONFIGURATIONS = np.stack([configuration(max(rows, 1)) for rows in range(17)])
+CONFIGURATIONS = np.stack([configuration(max(rows, 1)) for rows in range(17)])
 
 
 @kernel
-def _multiply(  # type: ignore[no-untyped-def]
+def multiply_blocks(  # type: ignore[no-untyped-def]
     palette, a, a_scales, b, b_scales, bias, blocks, digits, first, last, from_column, to_column, rows, columns, y
 ):
     """Row blocks first..last times column blocks from_column..to_column into flat y [rows, columns]."""
@@ -86,11 +86,11 @@ def contract(x: Quantised, packed: Packed, bias: np.ndarray, y: np.ndarray) -> b
         return False
     rows, digits, a, scales = x.rows, packed.digits, x.tiles, x.scales
     blocks, row_blocks, column_blocks = -(-packed.terms // 64), -(-rows // 16), -(-packed.columns // 16)
-    palette, out = _CONFIGURATIONS[min(16, rows)], y.reshape(-1)
+    palette, out = CONFIGURATIONS[min(16, rows)], y.reshape(-1)
     tile_time = blocks * 6.0 * digits * digits + 200.0
 
     def run(first: int, last: int, from_column: int, to_column: int) -> None:
-        _multiply(
+        multiply_blocks(
             palette, a, scales, packed.tiles, packed.scales, bias, blocks, digits,
             first, last, from_column, to_column, rows, packed.columns, out,
         )  # fmt: skip

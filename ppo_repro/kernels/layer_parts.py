@@ -12,7 +12,7 @@ _ONE = np.float32(1.0)
 
 
 @kernel
-def _rotate(x, cosine, sine, positions, heads, dim, first, last):  # type: ignore[no-untyped-def]
+def rotate_rows(x, cosine, sine, positions, heads, dim, first, last):  # type: ignore[no-untyped-def]
     half = dim // 2
     for r in range(first, last):
         at = positions[r] * dim
@@ -51,7 +51,7 @@ def rotate(
     x [R, heads D] float32, tables [P, D], positions [R] int64 below P.
     """
     heads, flat, c, s = x.shape[1] // dim, x.reshape(-1), cosine.reshape(-1), sine.reshape(-1)
-    work = _rotate_back if back else _rotate
+    work = _rotate_back if back else rotate_rows
     in_parts(lambda i, j: work(flat, c, s, positions, heads, dim, i, j), len(x), 0.5 * x.shape[1])
 
 
@@ -60,7 +60,7 @@ def rotate(
 
 
 @kernel
-def _silu_times(gate, up, y):  # type: ignore[no-untyped-def]
+def silu_times_flat(gate, up, y):  # type: ignore[no-untyped-def]
     for i in range(y.size):
         y[i] = gate[i] / (exp32(-gate[i]) + _ONE) * up[i]
 
@@ -69,7 +69,7 @@ def silu_times(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """silu(gate) up, float32; contiguous. In place it would not be vectorised: 3.6 times the time."""
     y = np.empty_like(gate)
     g, u, flat = gate.reshape(-1), up.reshape(-1), y.reshape(-1)
-    in_parts(lambda i, j: _silu_times(g[i:j], u[i:j], flat[i:j]), y.size, 1.0)
+    in_parts(lambda i, j: silu_times_flat(g[i:j], u[i:j], flat[i:j]), y.size, 1.0)
     return y
 
 

@@ -62,7 +62,7 @@ def add_row(row, grid, unit, sums):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _forward(x, bits, weight, eps, p, first, last, inverse, y):  # type: ignore[no-untyped-def]
+def rms_norm_rows(x, bits, weight, eps, p, first, last, inverse, y):  # type: ignore[no-untyped-def]
     size = weight.size
     finite = True
     for r in range(first, last):
@@ -89,7 +89,9 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, p: int, inverse: np.
     finite: list[bool] = []
     flat, out = x.reshape(-1), y.reshape(-1)
     bits = flat.view(np.int32)
-    in_parts(lambda i, j: finite.append(_forward(flat, bits, weight, eps, p, i, j, inverse, out)), rows, 1.5 * size)
+    in_parts(
+        lambda i, j: finite.append(rms_norm_rows(flat, bits, weight, eps, p, i, j, inverse, out)), rows, 1.5 * size
+    )
     return all(finite)
 
 

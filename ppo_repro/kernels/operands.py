@@ -26,7 +26,7 @@ _to_a, _to_b, _columns_to_b = row_quantiser(False), row_quantiser(True), column_
 
 
 @kernel
-def _quantise_rows(x, bits, terms, p, digits, first, last, tiles, scales, exponents):  # type: ignore[no-untyped-def]
+def fill_tiles(x, bits, terms, p, digits, first, last, tiles, scales, exponents):  # type: ignore[no-untyped-def]
     """Rows first..last of flat x [M, K] into A tiles, with scales 2^(e - p). False if a row is not finite."""
     blocks = (terms + 63) >> 6
     size = digits * TILE
@@ -209,7 +209,7 @@ def quantise_rows(x: np.ndarray, p: int) -> Quantised:
     finite: list[bool] = []
 
     def part(first: int, last: int) -> None:
-        finite.append(_quantise_rows(flat, bits, terms, p, digits, first, last, a, scales, exponents))
+        finite.append(fill_tiles(flat, bits, terms, p, digits, first, last, a, scales, exponents))
 
     in_parts(part, rows, 0.3 * terms)
     return Quantised(a, scales, exponents, rows, terms, p, all(finite))

@@ -60,7 +60,7 @@ def _in_parts(kernel: Callable[[int, int], int], rows: int, nanoseconds: float) 
     pool.in_parts(part, rows, nanoseconds / rows)
 
 
-def _cost(spec: Spec, begin: np.ndarray, end: np.ndarray) -> float:
+def cost(spec: Spec, begin: np.ndarray, end: np.ndarray) -> float:
     """Nanoseconds of a forward: two products and an exponential for every key that a query sees."""
     return float(np.maximum(end - begin, 0).sum()) * spec.heads * (0.07 * spec.dim + 3.0)
 
@@ -91,7 +91,7 @@ def forward(
         arrays = q, k, v, reach.first, reach.last, out, top, total
         return int(forward_kernels.forward(start, stop, spec, reach.spans, *arrays))
 
-    _in_parts(kernel, len(reach.spans) * spec.kv_heads, _cost(spec, reach.first, reach.last))
+    _in_parts(kernel, len(reach.spans) * spec.kv_heads, cost(spec, reach.first, reach.last))
     return out, top, total
 
 
@@ -102,8 +102,8 @@ def backward(saved: Saved, reach: Reach, spec: Spec) -> tuple[np.ndarray, np.nda
     def kernel(start: int, stop: int) -> int:
         return int(backward_kernels.backward(start, stop, spec, reach.spans, saved, reach.first, reach.last, *results))
 
-    cost = _BACKWARD_COST * _cost(spec, reach.first, reach.last)
-    _in_parts(kernel, len(reach.spans) * spec.kv_heads, cost)
+    nanoseconds = _BACKWARD_COST * cost(spec, reach.first, reach.last)
+    _in_parts(kernel, len(reach.spans) * spec.kv_heads, nanoseconds)
     return results
 
 
@@ -171,7 +171,7 @@ def attend_arrays(
     slots, positions, valid = (
         x.contiguous().numpy() for x in (cache.aimed.slots, cache.aimed.positions, cache.aimed.valid)
     )
-    held = cache.keys[layer].numpy(), cache.values[layer].numpy(), cache.value_scales[layer].numpy()
+    held = cache.arrays[layer]
     queries, keys, values = (x.reshape(-1) for x in (q, k, v))
     rows = len(slots)
     result = np.empty(queries.size, np.float32)
@@ -183,5 +183,5 @@ def attend_arrays(
         return int(forward_kernels.forward_cached(start, stop, spec, queries, slots, begin, end, *held, result))
 
     pool.in_parts(store, rows, keys.size / rows * 2.0)
-    _in_parts(kernel, rows * spec.kv_heads, _cost(spec, begin, end))
+    _in_parts(kernel, rows * spec.kv_heads, cost(spec, begin, end))
     return result.reshape(rows, -1)

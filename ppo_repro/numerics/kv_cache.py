@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -29,6 +31,8 @@ class GridCache:
     transposed in panels of COLUMNS positions, and values in whole vectors, as the kernels read them.
     """
 
+    keeps = False  # whether `keep` does anything; making tensors of what it takes costs as much as a kernel
+
     def __init__(self, config: PretrainedConfig, slots: int, max_context: int, device: torch.device) -> None:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -40,6 +44,12 @@ class GridCache:
         self.values = [torch.zeros(slots, heads, max_context, padded_dim, device=device) for _ in layers]
         self.value_scales = [torch.zeros(slots, heads, max_context, device=device) for _ in layers]
         self.aimed: Aim | None = None
+
+    @cached_property
+    def arrays(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Keys, values and scales of each layer as kernels take them; for a cache on the CPU."""
+        stores = zip(self.keys, self.values, self.value_scales, strict=True)
+        return [(keys.numpy(), values.numpy(), scales.numpy()) for keys, values, scales in stores]
 
     def aim(self, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Set what the next pass over all layers writes and sees.

@@ -105,6 +105,13 @@ class Weight:
         terms = x.shape[1]
         return _operand(x, self._kernels(terms), self.bits(terms))
 
+    def packed(self, weight: Tensor) -> operands.Packed:
+        """The weight as contractions on AMX along its rows take it; NumericsError where it is not finite."""
+        found: operands.Packed = self._get(weight, 1, "amx")
+        if not found.finite:
+            raise NumericsError(f"the input or the weight of {self.name} is not finite")
+        return found
+
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
         """`contract` with an input already on its grid; the bias may be empty."""
         if isinstance(operand, operands.Quantised):

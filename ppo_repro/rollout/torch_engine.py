@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.decoding import decode
+from ppo_repro.numerics.decoding import Decoder, decode
 from ppo_repro.numerics.families import head_of, stock_masks, trunk_of
 from ppo_repro.numerics.kv_cache import GridCache
-from ppo_repro.numerics.trunk import Trunk, parts_of
+from ppo_repro.numerics.trunk import parts_of
 from ppo_repro.rollout.cache import SlotCache
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex
@@ -67,7 +67,7 @@ class TorchEngine:
         self.max_context, self.slots = max_context, slots
         self.prefill_chunk = prefill_chunk or max_context
         self.prefix_cache = prefix_cache
-        self._decoder: Trunk | None = None  # of the generation in progress; without one the modules are called
+        self._decoder: Decoder | None = None  # of the generation in progress; without one the modules are called
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -77,7 +77,8 @@ class TorchEngine:
         kind = GridCache if self.mode == "exact" else SlotCache
         cache = kind(self.policy.config, slots, self.max_context, self.policy.device)
         has_kernels = self.mode == "exact" and backend.has_kernels(next(self.policy.parameters()))
-        self._decoder = parts_of(trunk_of(self.policy)) if has_kernels else None
+        parts = parts_of(trunk_of(self.policy)) if has_kernels else None
+        self._decoder = None if parts is None else Decoder(parts)
         free = list(range(slots))
         held = PrefixIndex()
         waiting = deque(enumerate(requests))

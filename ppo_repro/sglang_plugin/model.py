@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.decoding import decode
+from ppo_repro.numerics.decoding import Decoder, decode
 from ppo_repro.numerics.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.lowering import lower
 from ppo_repro.numerics.optimizer import weights_digest
@@ -39,7 +39,8 @@ class PpoReproExactForCausalLM(nn.Module):
         self.policy = _lowered(config, self.settings.max_context, self.settings.operand_bits)
         self.logits_processor = ExactLogits(config)
         self.cache: PoolCache | None = None
-        self._decoder = parts_of(trunk_of(self.policy)) if backend.active() != "eager" else None
+        parts = parts_of(trunk_of(self.policy)) if backend.active() != "eager" else None
+        self._decoder = None if parts is None else Decoder(parts)
         self._missing = {name for name, _ in self.policy.named_parameters()}
 
     @torch.no_grad()

@@ -20,6 +20,8 @@ class PoolCache(GridCache):
     each request that sees it, never once for each step.
     """
 
+    keeps = True
+
     def __init__(self, config: PretrainedConfig, table: Tensor, pool: Any, width: int) -> None:
         super().__init__(config, len(table), width, table.device)
         self.table, self.pool = table, pool

@@ -1,0 +1,209 @@
+"""A whole decoder layer for one new token of each row, in one call.
+
+The kernels of the parts, in their order, and so their bits. Called one by one from Python they take a small model as
+long as the calls do, and each is too short to be worth waking a second thread; all of them together are worth one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ppo_repro.kernels.amx import CONFIGURATIONS, multiply_blocks
+from ppo_repro.kernels.attention import forward_cached, store
+from ppo_repro.kernels.attention_block import Spec
+from ppo_repro.kernels.compile import inline, kernel
+from ppo_repro.kernels.layer_parts import rotate_rows, silu_times_flat
+from ppo_repro.kernels.memory import LINE, from_line
+from ppo_repro.kernels.norms import rms_norm_rows
+from ppo_repro.kernels.operands import fill_tiles
+from ppo_repro.kernels.rows import INFINITY_BITS
+from ppo_repro.kernels.vectors import TILE
+
+# what was not finite; the name of a product stands for its input, since its weight was looked at before
+FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_MLP, GATE, DOWN = range(10)
+
+
+class Norm(NamedTuple):
+    weight: np.ndarray  # [size] float32; empty where there is no norm
+    eps: float
+    p: int  # bits of the grid
+
+
+class Matrix(NamedTuple):
+    """An `operands.Packed` and its bias, padded to a multiple of 16 or empty."""
+
+    tiles: np.ndarray
+    scales: np.ndarray
+    bias: np.ndarray
+    terms: int
+    columns: int
+    p: int
+    digits: int
+
+
+class Weights(NamedTuple):
+    before_attention: Norm
+    query: Matrix
+    key: Matrix
+    value: Matrix
+    query_norm: Norm
+    key_norm: Norm
+    out: Matrix
+    before_mlp: Norm
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+
+class Held(NamedTuple):
+    """What the cache has of this layer, see `attention.forward_cached`."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    scales: np.ndarray
+
+
+class Places(NamedTuple):
+    """Of each row: its slot, its position, and the first and last key that it sees; int64 [R] and [R, 1]."""
+
+    slots: np.ndarray
+    positions: np.ndarray
+    valid: np.ndarray  # bool
+    begin: np.ndarray
+    end: np.ndarray
+
+
+# These are put into `_layer` before it is compiled: compiled by themselves they would be compiled once more in it.
+
+
+@inline
+def _operand(x, rows, p, digits):  # type: ignore[no-untyped-def]
+    """Flat x [rows, terms] as A tiles, their scales, and whether all of it is finite."""
+    terms = x.size // rows
+    blocks, row_blocks = (terms + 63) >> 6, (rows + 15) >> 4
+    tiles = from_line(np.empty(row_blocks * blocks * digits * TILE + LINE, np.int8))
+    scales, exponents = np.empty(row_blocks * 16), np.empty(rows, np.int64)
+    return tiles, scales, fill_tiles(x, x.view(np.int32), terms, p, digits, 0, rows, tiles, scales, exponents)
+
+
+@inline
+def _product_into(palettes, matrix, tiles, scales, rows, y):  # type: ignore[no-untyped-def]
+    """fl32(sum of x w on their grids) + 0 [+ bias] into flat y [rows, columns]."""
+    blocks = (matrix.terms + 63) >> 6
+    row_blocks, column_blocks = (rows + 15) >> 4, (matrix.columns + 15) >> 4
+    multiply_blocks(
+        palettes[min(16, rows)], tiles, scales, matrix.tiles, matrix.scales, matrix.bias, blocks, matrix.digits,
+        0, row_blocks, 0, column_blocks, rows, matrix.columns, y,
+    )  # fmt: skip
+
+
+@inline
+def _product(palettes, matrix, tiles, scales, rows):  # type: ignore[no-untyped-def]
+    """`_product_into` an array of its own."""
+    y = np.empty(rows * matrix.columns, np.float32)
+    _product_into(palettes, matrix, tiles, scales, rows, y)
+    return y
+
+
+@inline
+def _normed(norm, x):  # type: ignore[no-untyped-def]
+    """The norm of each row of flat x, and whether all of it is finite."""
+    y, rows = np.empty(x.size, np.float32), x.size // norm.weight.size
+    finite = rms_norm_rows(x, x.view(np.int32), norm.weight, norm.eps, norm.p, 0, rows, np.empty(rows), y)
+    return y, finite
+
+
+@inline
+def _add(x, y):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        x[i] = x[i] + y[i]
+
+
+@inline
+def _attention(palettes, w, spec, cosine, sine, places, held, x, key, value):  # type: ignore[no-untyped-def]
+    """x += attention, in place; new keys and values as they are into `key` and `value`. What was not finite."""
+    rows = places.slots.size
+    y, finite = _normed(w.before_attention, x)
+    if not finite:
+        return BEFORE_ATTENTION
+    tiles, scales, finite = _operand(y, rows, w.query.p, w.query.digits)
+    if not finite:
+        return QUERY
+    query = _product(palettes, w.query, tiles, scales, rows)
+    _product_into(palettes, w.key, tiles, scales, rows, key)
+    _product_into(palettes, w.value, tiles, scales, rows, value)
+    if w.query_norm.weight.size > 0:
+        query, finite = _normed(w.query_norm, query)
+        if not finite:
+            return QUERY_NORM
+        y, finite = _normed(w.key_norm, key)
+        if not finite:
+            return KEY_NORM
+        for i in range(key.size):
+            key[i] = y[i]
+    positions = places.positions[:, 0]
+    rotate_rows(query, cosine, sine, positions, spec.heads, spec.dim, 0, rows)
+    rotate_rows(key, cosine, sine, positions, spec.kv_heads, spec.dim, 0, rows)
+    store(0, rows, spec, places.slots, places.positions, places.valid, key, value, held.keys, held.values, held.scales)
+    y = np.empty(query.size, np.float32)
+    worst = forward_cached(
+        0, rows * spec.kv_heads, spec, query, places.slots, places.begin, places.end,
+        held.keys, held.values, held.scales, y,
+    )  # fmt: skip
+    if worst >= INFINITY_BITS:
+        return ATTENTION
+    tiles, scales, finite = _operand(y, rows, w.out.p, w.out.digits)
+    if not finite:
+        return OUT
+    _add(x, _product(palettes, w.out, tiles, scales, rows))
+    return FINITE
+
+
+@inline
+def _mlp(palettes, w, x, rows):  # type: ignore[no-untyped-def]
+    """x += down(silu(gate) up), in place. What was not finite."""
+    y, finite = _normed(w.before_mlp, x)
+    if not finite:
+        return BEFORE_MLP
+    tiles, scales, finite = _operand(y, rows, w.gate.p, w.gate.digits)
+    if not finite:
+        return GATE
+    gate = _product(palettes, w.gate, tiles, scales, rows)
+    up = _product(palettes, w.up, tiles, scales, rows)
+    y = np.empty(gate.size, np.float32)
+    silu_times_flat(gate, up, y)
+    tiles, scales, finite = _operand(y, rows, w.down.p, w.down.digits)
+    if not finite:
+        return DOWN
+    _add(x, _product(palettes, w.down, tiles, scales, rows))
+    return FINITE
+
+
+@kernel
+def _layer(palettes, w, spec, cosine, sine, places, held, x, key, value):  # type: ignore[no-untyped-def]
+    problem = _attention(palettes, w, spec, cosine, sine, places, held, x, key, value)
+    if problem != FINITE:
+        return problem
+    return _mlp(palettes, w, x, places.slots.size)
+
+
+def decoder_layer(
+    weights: Weights,
+    spec: Spec,
+    cosine: np.ndarray,
+    sine: np.ndarray,
+    places: Places,
+    held: Held,
+    x: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+) -> int:
+    """x [R, H] float32 through a layer, in place, on the calling thread; 0, or what was not finite.
+
+    Attention with rotary positions [P, D] flat, then a gated MLP, each after its norm. New keys and values [R, Hk D] go
+    to the cache and, as they are, to `key` and `value`.
+    """
+    rows = x.reshape(-1), key.reshape(-1), value.reshape(-1)
+    return int(_layer(CONFIGURATIONS, weights, spec, cosine, sine, places, held, *rows))

@@ -7,21 +7,16 @@ import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from analysis.clipping import clip_tables, main, overview
-from analysis.clipping_bucket import clip_bucket, eligible, lift_interval, step_needed
-from analysis.clipping_dynamics import band_transitions, early_stop, epochs_to_half, overshoot_shares
-from analysis.clipping_enrichment import auroc, clip_enrichment, clip_vocab, jaccard, merged_vocab
+from analysis.clipping_bucket import lift_interval
+from analysis.clipping_dynamics import early_stop
 from analysis.clipping_flags import FLAGS, token_flags
-from analysis.clipping_quality import evaluation_gains, update_numbers, update_quality
 from analysis.clipping_ratios import histogram_bins, histogram_index, overshoot_survival, ratio_hist
 from analysis.clipping_step import clip_step, effective_samples, kl_estimates, overshoot
 from analysis.clipping_weights import logit_step, loss_weights, masses
-from analysis.clipping_words import clip_words, word_ratios
 from analysis.dialects.report import long_table
 from analysis.update_rows import IterationRows, load_iterations
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
@@ -183,154 +178,6 @@ def test_the_interval_is_that_of_a_bootstrap_over_responses() -> None:
     logs = np.log([once() for _ in range(2000)])
     # a standard deviation from 2000 draws is known to 1.6 %, linearisation adds about as much
     assert (np.log(high[0]) - np.log(low[0])) / (2 * 1.96) == pytest.approx(logs.std(), rel=0.1)
-
-
-def test_who_can_be_clipped_upwards() -> None:
-    up, down = eligible(np.array([0.9, 0.8, 0.8]), np.array([1.0, 1.0, -1.0]), RULE)
-    assert up.tolist() == [False, True, False] and down.tolist() == [False, False, True]
-    needed = step_needed(np.array([0.5, 0.5, 0.5]), np.array([0.5, 0.5, 0.5]), np.array([1.0, -2.0, 0.0]), RULE)
-    assert needed == pytest.approx([np.log(1.2) / 0.5, -np.log(0.8) / 1.0, np.inf])
-
-
-@settings(max_examples=25)  # each example builds data frames
-@given(items())
-def test_buckets_hold_every_row_and_their_lifts_average_to_one(item: IterationRows) -> None:
-    table = clip_bucket(item, CONFIG)
-    total = token_flags(item.rows, item.rule)["grad_zero"].sum()
-    for _, part in table[table["adv_sign"] == "all"].groupby("kind"):
-        assert part["n"].sum() == len(item.rows) and part["n_grad_zero"].sum() == total
-        if total:
-            used = part[part["n"] > 0]
-            assert (used["lift"] * used["n"]).sum() / len(item.rows) == pytest.approx(1.0)
-    pos_neg = table[(table["kind"] == "epoch") & (table["adv_sign"] != "all")]
-    assert pos_neg["n"].sum() == (item.rows["advantages"] != 0).sum()
-
-
-def test_bucket_limits_hold_their_tokens() -> None:
-    generator = np.random.default_rng(0)
-    old = -generator.exponential(1.0, 60)
-    item = make_item([20] * 3, generator.normal(0, 0.3, (2, 60)), generator.normal(size=60), old_logprobs=old)
-    table = clip_bucket(item, CONFIG)
-    for kind, values in {
-        "p_anchor": np.exp(old),
-        "position": np.tile(np.arange(20), 3),
-        "entropy_decile": -old,
-    }.items():
-        part = table[(table["kind"] == kind) & (table["adv_sign"] == "all")]
-        counts = [((values >= lo) & (values < hi)).sum() * 2 for lo, hi in zip(part["lo"], part["hi"], strict=True)]
-        last = (values == part["hi"].iloc[-1]).sum() * 2
-        assert part["n"].tolist() == [*counts[:-1], counts[-1] + last]
-
-
-def test_the_eligible_null_removes_what_is_true_by_definition() -> None:
-    # probable tokens cannot be clipped upwards: the lift says so, the eligible lift says nothing is left to explain
-    old = np.log([0.95, 0.95, 0.2, 0.2])
-    item = make_item([4], np.array([[0.0, 0.0, 1.0, 1.0]]), np.ones(4), old_logprobs=old)
-    table = clip_bucket(item, CONFIG)
-    part = table[(table["kind"] == "p_anchor") & (table["adv_sign"] == "all") & (table["n"] > 0)]
-    assert part["lift"].tolist() == [2.0, 0.0]
-    assert part["lift_eligible"].iloc[0] == 1.0 and np.isnan(part["lift_eligible"].iloc[1])
-
-
-def test_enrichment_by_hand() -> None:
-    assert auroc(np.array([1.0, 2.0, 2.0, 3.0]), np.array([False, True, False, True])) == pytest.approx(3.5 / 4)
-    assert np.isnan(auroc(np.ones(2), np.ones(2, dtype=bool)))
-    assert jaccard(np.array([True, True, False]), np.array([False, True, True])) == pytest.approx(1 / 3)
-    log_ratios = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
-    item = make_item([3], log_ratios, np.ones(3), old_logprobs=np.log([0.1, 0.3, 0.5]))
-    table = clip_enrichment(item)
-    assert table["n_clip_high"].tolist() == [2, 2]
-    assert table["mean_p_clip_high"].tolist() == pytest.approx([0.2, 0.3])
-    assert table["stays_clipped"].iloc[0] == 0.5 and np.isnan(table["stays_clipped"].iloc[1])
-
-
-def test_vocabulary_by_hand_and_merged() -> None:
-    item = make_item([3, 3], np.array([[1.0, 0.0, 0.0, 0.0, 0.0, 1.0]]), np.array([1, 1, 1, 1, 1, -1.0]))
-    counted = clip_vocab(item).set_index("token_id")  # ids 0 1 2 3 4 0
-    assert counted.loc[0, "n"] == 2 and counted.loc[0, "n_clip_high"] == 1 and counted.loc[0, "text"] == "a"
-    merged = merged_vocab([clip_vocab(item), clip_vocab(item)])
-    assert merged["n"].sum() == 12 and merged["token_id"].iloc[0] == 0
-    assert merged["lift"].iloc[0] == pytest.approx((2 / 4) / (2 / 12))
-
-
-def test_transitions_by_hand() -> None:
-    up = np.log(1.5)
-    # three outside, of whom two come back; the fourth stays inside
-    item = make_item([4], np.array([[up, up, up, 0.0], [up, 0.0, 0.0, 0.0]]), np.ones(4))
-    row = band_transitions(item).iloc[0]
-    assert (row["epoch"], row["n_out"], row["return_rate"], row["leave_rate"]) == (0, 3, 2 / 3, 0.0)
-    assert row["still_clipped_rate"] == 1 / 3
-    only = make_item([2], np.zeros((1, 2)), np.ones(2))
-    assert not len(band_transitions(only))
-
-
-def test_overshoot_shares_by_hand() -> None:
-    # two minibatches of one response: step 0 all ones, step 1 sees 0.3, epoch 1 sees 0.3 and 0.3
-    up = np.log(1.5)
-    item = make_item([1, 1], np.array([[0.0, up], [up, up]]), np.ones(2), minibatches=2)
-    shares = overshoot_shares(item.rows, item.rule)
-    assert shares["first_step_share"] == pytest.approx(1 / 3) and shares["first_epoch_share"] == pytest.approx(1 / 3)
-
-
-def steps_with(kl_k1: list[float], kl_k3: list[float], grad_zero: list[float]) -> pd.DataFrame:
-    count = len(kl_k1)
-    frame = pd.DataFrame({"iteration": 0, "epoch": range(count), "step": range(count), "subset": "all"})
-    return frame.assign(n_tok=10, kl_k1=kl_k1, kl_k3=kl_k3, grad_zero=grad_zero, band_out=grad_zero)
-
-
-def test_early_stop_and_epochs_to_half_by_hand() -> None:
-    table = steps_with([0.0, -0.01, 0.05], [0.0, 0.03, 0.05], [0.0, 0.4, 0.6])
-    found = early_stop(table, 0.02).set_index("estimate")
-    assert found["steps_taken"].to_dict() == {"k1": 3, "k3": 2, "mean_new_minus_old": 3}
-    assert found["stopped"].to_dict() == {"k1": True, "k3": True, "mean_new_minus_old": False}
-    assert early_stop(table, 0.02, 1.5).set_index("estimate").loc["k3", "steps_taken"] == 3
-    assert epochs_to_half(table)["epochs_to_half_grad_zero"].tolist() == [3.0]
-    assert np.isnan(epochs_to_half(table.assign(grad_zero=0.1))["epochs_to_half_grad_zero"].iloc[0])
-    for bad in (0.0, -1.0, np.nan):
-        with pytest.raises(UserError, match="target_kl"):
-            early_stop(table, bad)
-
-
-def test_mean_new_minus_old_is_minus_the_divergence() -> None:
-    # exact expectations over a small categorical: E_p[log q - log p] = -KL < 0
-    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.3, 0.2])
-    assert (p * np.log(q / p)).sum() < 0 < (p * (q / p - 1 - np.log(q / p))).sum()
-
-
-@settings(max_examples=25)  # each example builds data frames
-@given(items(), st.integers(0, 3))
-def test_tokens_in_the_band_keep_their_word_in_its_wider_band(item: IterationRows, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    low, high = np.log1p(-item.rule.low), np.log1p(item.rule.high)
-    inside = generator.uniform(low, high, len(item.rows))
-    calm = replace(item, rows=item.rows.assign(log_ratios=inside))
-    words = word_ratios(calm)
-    assert not words["any_token_out"].any() and not words["word_band_out"].any()
-    table = clip_words(item)
-    assert table["n_words"].sum() == len(word_ratios(item))
-    ones = word_ratios(item).query("n_tok == 1")
-    # (1 + high)^1 as a log and as a ratio may differ in the last bit, random ratios do not lie there
-    assert (ones["token_band_out"] == ones["word_band_out"]).all()
-
-
-def test_update_quality_by_hand() -> None:
-    item = single([np.log(1.5), np.log(1.1)], [1.0, 1.0])
-    numbers = update_numbers(item, CONFIG)
-    # min(r A, clip(r) A) - A: 0.2 and 0.1, token mean
-    assert numbers["surrogate_gain"] == pytest.approx(0.15)
-    first = {**numbers, "iteration": 0, "score_mean": 1.0, "score_variance_of_mean": 0.09}
-    second = {**numbers, "iteration": 1, "score_mean": 0.5, "score_variance_of_mean": 0.16}
-    table = update_quality([first, second])
-    assert table["score_gain"].iloc[0] == -0.5 and table["score_gain_se"].iloc[0] == pytest.approx(0.5)
-    assert table["improved"].iloc[0] == 0.0 and pd.isna(table["improved"].iloc[1])
-
-
-def test_evaluation_gains_by_hand() -> None:
-    iterations = pd.DataFrame({"iteration": [0, 1, 2], "eval_accuracy": [0.5, np.nan, 0.25]})
-    table = evaluation_gains(iterations, {"eval_accuracy": 0.75}, 100)
-    assert table["gain"].tolist() == [-0.25, 0.5] and table["updates"].tolist() == [2, 1]
-    assert table["worse"].tolist() == [True, False] and table["worse_beyond_noise"].tolist() == [True, False]
-    assert table["se_unpaired"].iloc[0] == pytest.approx(np.sqrt((0.25 + 0.1875) / 100))
 
 
 @pytest.mark.parametrize("name", ["exact_run", "native_run"])

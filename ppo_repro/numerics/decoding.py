@@ -121,8 +121,9 @@ def _through_layers(trunk: Trunk, weights: Sequence[decoder_layer.Weights], x: n
             if found != decoder_layer.FINITE:
                 raise NumericsError(_problem(layer, found))
 
-    terms = sum(matrix.terms * matrix.columns for w in weights for matrix in _matrices(w)) * PRODUCT_NANOSECONDS
-    pool.in_parts(part, rows, terms + len(weights) * cost(spec, *seen[trunk.layers[0].window]) / rows)
+    of_products = PRODUCT_NANOSECONDS * sum(matrix.terms * matrix.columns for w in weights for matrix in _matrices(w))
+    of_attention = len(weights) * cost(spec, *seen[trunk.layers[0].window]) / rows
+    pool.in_parts(part, rows, of_products + of_attention)
     if cache.keeps:
         for layer, (key, value) in zip(trunk.layers, new, strict=True):
             _keep(cache, layer, key, value)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ppo_repro import __version__
+from ppo_repro import __version__, interrupts
 from ppo_repro.commands import (
     bisect_command,
     control_command,
@@ -171,13 +170,9 @@ def _run(argv: Sequence[str]) -> int:
         return 0
 
 
-def _terminate(number: int, frame: object) -> NoReturn:
-    raise Terminated
-
-
 def main() -> None:
     """Entry point. Exit 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 130 Ctrl-C, 143 SIGTERM."""
-    signal.signal(signal.SIGTERM, _terminate)
+    interrupts.install()
     code = _run(sys.argv[1:])
     if "ppo_repro.ranks" in sys.modules:  # it imports torch, which most commands do without
         from ppo_repro.ranks import end_process

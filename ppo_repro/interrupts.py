@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM as exceptions in the main thread, and never where one would be lost.
+
+While machine code is made or loaded LLVM calls back into Python through ctypes, which prints an exception and drops it:
+the run would go on, or fail with an error of the compiler. A signal that comes then is sent again a moment later.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from ppo_repro.errors import Terminated
+
+AGAIN_SECONDS = 0.05
+
+
+def install() -> None:
+    """Raise Terminated on SIGTERM, and KeyboardInterrupt on SIGINT unless whoever started this process ignores it."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    if _compiling():
+        again = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+    elif number == signal.SIGTERM:
+        raise Terminated
+    else:
+        raise KeyboardInterrupt
+
+
+def _compiling() -> bool:
+    """Whether this thread holds the lock of Numba's compiler; most commands do not import Numba, nor does this."""
+    module = sys.modules.get("numba.core.compiler_lock")
+    return module is not None and bool(module.global_compiler_lock.is_locked())

@@ -80,7 +80,7 @@ def test_rows_on_several_threads_and_part_by_part(architecture: str, monkeypatch
     backend.use("amx", 3)
     monkeypatch.setattr(pool, "LEAST_NANOSECONDS", 1e-9)  # else so few rows stay on one thread
     assert same(whole, sampled(architecture)) and called.parts == 0
-    # layers too large for a cache of the second level
+    # layers too large for that
     monkeypatch.setattr(decoding, "MOST_BYTES", 0)
     before = called.layers
     assert same(whole, sampled(architecture)) and called.layers == before and called.parts > 0

@@ -111,10 +111,8 @@ def test_the_lock_is_held_from_the_first_instant(tmp_path: Path, monkeypatch: py
 
     real = writer.publish_run
     monkeypatch.setattr(writer, "publish_run", publish)
-    with (
-        pytest.raises(_Begun),
-        new_run(tmp_path / "run", "seed: 1\n", {}, "0123456789ab", {}),
-    ):
+    laid_out = writer.lay_out_run(tmp_path / "run", "seed: 1\n", {}, "0123456789ab", {})
+    with pytest.raises(_Begun), new_run(laid_out, tmp_path / "run"):
         with pytest.raises(Exception, match="another process is writing this run"), only_writer(tmp_path / "run"):
             pass
         raise _Begun
@@ -129,7 +127,8 @@ def test_a_folder_that_came_meanwhile_is_another_ones(tmp_path: Path, monkeypatc
 
     real = writer.publish_run
     monkeypatch.setattr(writer, "publish_run", publish)
-    with pytest.raises(Exception, match="cannot be written"), new_run(tmp_path / "run", "", {}, "0123456789ab", {}):
+    laid_out = writer.lay_out_run(tmp_path / "run", "", {}, "0123456789ab", {})
+    with pytest.raises(Exception, match="cannot be written"), new_run(laid_out, tmp_path / "run"):
         raise AssertionError("began in a folder of another process")
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "theirs"]
 

@@ -81,7 +81,8 @@ def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[
     UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
     """
     run_dir = out / config.experiment / f"seed{config.seed}-{config.digest()}"
-    with new_run(run_dir, dump_yaml(config), _environment(config), config.digest(), {}, "control"):
+    temporary = writer.lay_out_run(run_dir, dump_yaml(config), _environment(config), config.digest(), {}, "control")
+    with new_run(temporary, run_dir):
         seconds = _execute(run_dir, config, watcher)
     return run_dir, seconds
 

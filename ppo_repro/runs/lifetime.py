@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
-from ppo_repro.records.manifest import Kind, Status
+from ppo_repro.records.manifest import Status
 from ppo_repro.runs.folder import only_writer, remove_folder
 
 
 @contextmanager
-def new_run(
-    run_dir: Path,
-    config_yaml: str,
-    environment: Mapping[str, Any],
-    config_digest: str,
-    inputs: Mapping[str, str],
-    kind: Kind = "language",
-) -> Iterator[None]:
-    """A run folder that appears, with this process as its only writer, and says at the end how it went.
+def new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
+    """What `writer.lay_out_run` made appears as the run folder, with this process as its only writer.
 
     What ends the block is noted in the manifest; a run that has no iteration by then is removed. An exception may
-    come at any instant, as Ctrl-C does: no folder stays that says "running". UserError as `writer.create_run`.
+    come at any instant, as Ctrl-C does: no folder stays that says "running". UserError as `writer.publish_run`.
     """
-    temporary = writer.lay_out_run(run_dir, config_yaml, environment, config_digest, inputs, kind)
     with only_writer(temporary):  # the lock is of the file, whatever folder it is in later
         try:
             writer.publish_run(temporary, run_dir)

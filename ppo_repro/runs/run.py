@@ -107,7 +107,8 @@ def run(
     if not ranks.is_first:
         return run_dir, _work_along(config, inputs, watcher, ranks)
     environment = describe_environment(config, ranks.size)
-    with new_run(run_dir, dump_yaml(config), environment, config.digest(), inputs):
+    temporary = writer.lay_out_run(run_dir, dump_yaml(config), environment, config.digest(), inputs)
+    with new_run(temporary, run_dir):
         seconds = execute(run_dir, config, watcher, None, ranks, profile)
     return run_dir, seconds
 

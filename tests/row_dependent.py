@@ -1,4 +1,4 @@
-"""A negative control that differs by construction: linear layers whose last digits depend on how many rows share a pass.
+"""A negative control that differs by construction: linear layers whose last digits depend on the number of rows.
 
 Stock torch does that on many processors and shapes, but not on all: a control must not rest on it.
 """

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.grid import contract, exact_mean, operand_bits, quantise
+from ppo_repro.numerics.arithmetic.grid import contract, exact_mean, operand_bits, quantise
 from tests.models_for_tests import bits, seeded, unequal
 
 KINDS = ("any", "wide", "ties", "denormal", "zeros", "near")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ppo_repro.errors import NumericsError
 from ppo_repro.kernels import noise
 from ppo_repro.kernels.compile import kernel
-from ppo_repro.numerics.distribution import distribution
+from ppo_repro.numerics.arithmetic.distribution import distribution
 from ppo_repro.rollout import sampler
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import gumbel_noise, murmur_hash32, sample

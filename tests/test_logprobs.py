@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.distribution import distribution, expectation
+from ppo_repro.numerics.arithmetic.distribution import distribution, expectation
 from ppo_repro.numerics.logprobs import kl_divergence, kl_loss, prob_sq_sum, token_statistics
 from tests.models_for_tests import seeded, unequal
 

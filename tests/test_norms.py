@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
+from ppo_repro.numerics.arithmetic.grid import quantise
 from ppo_repro.numerics.family_layers import ExactConv1D
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.grid import quantise
 from ppo_repro.numerics.layers import ExactLinear, ExactModule
 from ppo_repro.numerics.norms import ExactGemmaRMSNorm, ExactLayerNorm, row_dot, row_mean, row_mean_square
 from tests.models_for_tests import seeded, unequal

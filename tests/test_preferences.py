@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.numerics import elementwise, logistic
-from ppo_repro.numerics.logistic import Softplus, sigmoid, softplus
+from ppo_repro.numerics.arithmetic import elementwise, logistic
+from ppo_repro.numerics.arithmetic.logistic import Softplus, sigmoid, softplus
 from ppo_repro.ppo.preferences import (
     bradley_terry_losses,
     dpo_losses,

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.elementwise import exp, log
+from ppo_repro.numerics.arithmetic.elementwise import exp, log
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.seeding import bell

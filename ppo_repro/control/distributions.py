@@ -16,8 +16,8 @@ from torch.autograd import Function
 
 from ppo_repro import seeding
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import elementwise
-from ppo_repro.numerics.distribution import require_finite
+from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics.arithmetic.distribution import require_finite
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers import ExactModule
 from ppo_repro.numerics.logprobs import token_statistics

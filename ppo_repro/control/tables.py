@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
-from ppo_repro.numerics.grid import exact_mean, exact_sums
+from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import CLIP_FLAGS, removes_gradient
 from ppo_repro.records import control_schema

@@ -24,7 +24,7 @@ from ppo_repro.kernels.attention_block import (
 from ppo_repro.kernels.compile import kernel
 from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
 from ppo_repro.kernels.small_products import COLUMNS, LANES, ROWS, set_rows
-from ppo_repro.numerics.grid import OPERAND_BITS
+from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 
 ONE = np.float32(1.0)
 

@@ -34,7 +34,7 @@ from ppo_repro.kernels.attention_keys import (
 from ppo_repro.kernels.compile import exact_sum, kernel
 from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
 from ppo_repro.kernels.small_products import COLUMNS, LANES, ROWS, set_rows
-from ppo_repro.numerics.grid import OPERAND_BITS
+from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 
 
 class Gradient(NamedTuple):

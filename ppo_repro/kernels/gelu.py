@@ -7,7 +7,15 @@ import numpy as np
 from ppo_repro.kernels.compile import inline, kernel
 from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.scalar import exp64
-from ppo_repro.numerics.gates import CUBIC, DENSITY_AT_0, LAST_TAIL, LIMIT, MILLS_COEFFICIENTS, QUICK_SLOPE, TANH_SLOPE
+from ppo_repro.numerics.arithmetic.gates import (
+    CUBIC,
+    DENSITY_AT_0,
+    LAST_TAIL,
+    LIMIT,
+    MILLS_COEFFICIENTS,
+    QUICK_SLOPE,
+    TANH_SLOPE,
+)
 
 _M16, _M15, _M14, _M13, _M12, _M11, _M10, _M9, _M8, _M7, _M6, _M5, _M4, _M3, _M2, _M1, _M0 = MILLS_COEFFICIENTS
 _THREE_CUBIC = 3.0 * CUBIC

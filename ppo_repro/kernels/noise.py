@@ -14,8 +14,8 @@ from ppo_repro.kernels.compile import inline, kernel
 from ppo_repro.kernels.logarithm import log64
 from ppo_repro.kernels.pool import in_parts
 from ppo_repro.kernels.statistics import Array, extremes, top_and_reach, weigh
-from ppo_repro.numerics.distribution import MASS_UNIT
-from ppo_repro.numerics.elementwise import LN2
+from ppo_repro.numerics.arithmetic.distribution import MASS_UNIT
+from ppo_repro.numerics.arithmetic.elementwise import LN2
 
 LARGEST_HASH = 0xFFFFFFFF
 # Bounds are float32 sums; every score that can win is above -12 - 710 (the likeliest token's log p, the least

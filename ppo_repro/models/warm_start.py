@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.config import NumericsConfig, TinyModel
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.grid import exact_mean
+from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.rollout.engine import Request, Sampling

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from ppo_repro.kernels import gelu
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.gates import LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
+from ppo_repro.numerics.arithmetic.gates import LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
 from ppo_repro.numerics.products import array
 
 Kernel = Callable[[np.ndarray, np.ndarray], None]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.kernels import optimizer as kernels
-from ppo_repro.numerics import backend, elementwise
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.arithmetic import elementwise
 
 NORM_BITS = 26  # of a gradient's largest element in the norm
 

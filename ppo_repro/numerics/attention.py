@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import elementwise, fused_attention
+from ppo_repro.numerics import fused_attention
+from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, contract, folded_bits, operand_bits, quantise
 from ppo_repro.numerics.backend import has_kernels
-from ppo_repro.numerics.grid import OPERAND_BITS, contract, folded_bits, operand_bits, quantise
 from ppo_repro.numerics.kv_cache import GridCache
 
 IMPLEMENTATION = "ppo_repro_exact"

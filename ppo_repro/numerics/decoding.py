@@ -12,8 +12,8 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.kernels import amx, decoder_layer, layer_parts, pool
 from ppo_repro.kernels.operands import MAX_TERMS
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.arithmetic.grid import operand_bits
 from ppo_repro.numerics.fused_attention import NOT_FINITE, attend_arrays, cost
-from ppo_repro.numerics.grid import operand_bits
 from ppo_repro.numerics.kv_cache import GridCache
 from ppo_repro.numerics.products import array
 from ppo_repro.numerics.trunk import Layer, Linear, Norm, Trunk, normed, products

@@ -9,8 +9,8 @@ from torch.autograd import Function
 from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
+from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.layers import ExactEmbedding, ExactModule
 from ppo_repro.numerics.products import Weight
 

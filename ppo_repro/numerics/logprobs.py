@@ -16,8 +16,8 @@ from torch.autograd import Function
 
 from ppo_repro.kernels import statistics
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.distribution import distribution, expectation, require_finite
-from ppo_repro.numerics.grid import operand_bits, quantise
+from ppo_repro.numerics.arithmetic.distribution import distribution, expectation, require_finite
+from ppo_repro.numerics.arithmetic.grid import operand_bits, quantise
 
 
 class _TokenStatistics(Function):

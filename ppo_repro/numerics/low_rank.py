@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.grid import contract, operand_bits, quantise
+from ppo_repro.numerics.arithmetic.grid import contract, operand_bits, quantise
 
 
 def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -29,10 +29,10 @@ from transformers.pytorch_utils import Conv1D
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import families
 from ppo_repro.numerics.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU
+from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.attention import IMPLEMENTATION, attention
 from ppo_repro.numerics.family_layers import ExactConv1D, ExactScaledEmbedding
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.layers import (
     ExactEmbedding,
     ExactLinear,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.adamw import AdamWSettings, ExactAdamW, NativeAdamW, OptimizerState, exact_norm
+from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
-from ppo_repro.numerics.grid import OPERAND_BITS
 from ppo_repro.numerics.lowering import attach
 from ppo_repro.ranks import ALONE, Ranks
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ppo_repro.errors import NumericsError
 from ppo_repro.kernels import amx, dense, gradient, operands, rows, sums
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.elementwise import pow2
-from ppo_repro.numerics.grid import MANTISSA_BITS, MIN_EXPONENT, contract, exponent, operand_bits, quantise
+from ppo_repro.numerics.arithmetic.elementwise import pow2
+from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, MIN_EXPONENT, contract, exponent, operand_bits, quantise
 
 NOTHING = int(rows.NOTHING)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.elementwise import log, power
+from ppo_repro.numerics.arithmetic.elementwise import log, power
 
 
 def inverse_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:

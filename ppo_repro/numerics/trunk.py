@@ -22,9 +22,9 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.kernels import norms
 from ppo_repro.kernels.amx import NO_BIAS
 from ppo_repro.kernels.attention_block import Spec
+from ppo_repro.numerics.arithmetic.grid import operand_bits
 from ppo_repro.numerics.fused_attention import spec_of
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.grid import operand_bits
 from ppo_repro.numerics.layers import ExactEmbedding, ExactLinear, ExactRMSNorm, ExactRotary, ExactSiLU
 from ppo_repro.numerics.products import Weight, array
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.grid import exact_mean
+from ppo_repro.numerics.arithmetic.grid import exact_mean
 
 
 def gae(

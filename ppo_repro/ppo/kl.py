@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics import elementwise
+from ppo_repro.numerics.arithmetic import elementwise
 
 ESTIMATORS = ("k1", "k2", "k3")
 _SERIES_TERMS = 16

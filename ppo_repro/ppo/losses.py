@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.elementwise import Exp
+from ppo_repro.numerics.arithmetic.elementwise import Exp
 from ppo_repro.ppo.kl import k3_loss
 
 # disjoint: in the band; outside it with the gradient removed; outside it with the gradient kept; beyond the dual clip

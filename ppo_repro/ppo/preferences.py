@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.numerics.grid import exact_sums
-from ppo_repro.numerics.logistic import Softplus
+from ppo_repro.numerics.arithmetic.grid import exact_sums
+from ppo_repro.numerics.arithmetic.logistic import Softplus
 
 
 class _SequenceSums(Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.grid import exact_sums
+from ppo_repro.numerics.arithmetic.grid import exact_sums
 
 PLACEMENTS = ("last", "word_ends", "uniform")
 CHARGES = ("token", "word", "length_normalized", "last_sum", "last_mean")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics import elementwise
-from ppo_repro.numerics.grid import exact_sums
+from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics.arithmetic.grid import exact_sums
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 

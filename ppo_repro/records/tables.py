@@ -15,7 +15,7 @@ from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.config import RunConfig
 from ppo_repro.config_algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.loop import Iteration
-from ppo_repro.numerics.grid import exact_mean, exact_sums
+from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import CLIP_FLAGS
 from ppo_repro.ppo.update import learning_rates

@@ -29,7 +29,7 @@ from ppo_repro.models.preference_training import (
     pairs_at_once,
 )
 from ppo_repro.models.scoring import score_rollout
-from ppo_repro.numerics.grid import exact_mean, exact_sums
+from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.ranks import ALONE

@@ -15,7 +15,7 @@ from sglang.srt.layers.logprob_processor import (
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ppo_repro.numerics.distribution import distribution, require_finite
+from ppo_repro.numerics.arithmetic.distribution import distribution, require_finite
 
 
 def log_softmax(logits: Tensor) -> Tensor:

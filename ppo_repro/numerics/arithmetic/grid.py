@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.elementwise import pow2
+from ppo_repro.numerics.arithmetic.elementwise import pow2
 
 MANTISSA_BITS = 53
 OPERAND_BITS = 20

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import elementwise
-from ppo_repro.numerics.grid import MANTISSA_BITS, ceil_log2, quantise
+from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, quantise
 
 MASS_UNIT = 2.0**30  # probabilities relative to the largest are integers in units of 2^-30
 HALF_BITS = 15

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.numerics import elementwise
+from ppo_repro.numerics.arithmetic import elementwise
 
 SERIES_END = 0.41421356  # sqrt(2) - 1: up to here log(1 + e) would lose digits of e
 # where the smaller of sigma(x) and sigma(-x) is still a normal number of the type

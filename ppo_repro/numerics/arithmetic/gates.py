@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.elementwise import exp64
+from ppo_repro.numerics.arithmetic.elementwise import exp64
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # float64 x -> g(x) and its derivative
 

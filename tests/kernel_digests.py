@@ -11,7 +11,8 @@ import json
 import numpy as np
 import torch
 
-from ppo_repro.kernels import gelu, layer_norm, noise, norms, optimizer, statistics
+from ppo_repro.numerics.kernels import gelu, gumbel, layer_norm, norms, optimizer
+from ppo_repro.numerics.kernels import token_statistics as statistics
 from ppo_repro.numerics.optimizer import AdamWSettings
 from tests.kernels_for_tests import KINDS, outcome, using, values
 from tests.test_kernels_gelu import GATES
@@ -26,7 +27,7 @@ COMPILED = (
     statistics._forward,
     statistics._backward,
     statistics._compare,
-    noise._sample,
+    gumbel._sample,
     optimizer._adamw,
     optimizer._squares,
     layer_norm._forward,

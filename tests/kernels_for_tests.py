@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels import pool
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.kernels.core import pool
 
 Array = NDArray[np.generic]
 KINDS = ("normal", "equal", "ties", "far", "low", "tiny", "any", "sorted")

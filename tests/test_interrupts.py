@@ -31,7 +31,7 @@ def compiled(ll_module, buffer):
 
 CPUCodeLibrary._object_compiled_hook = compiled
 from ppo_repro import interrupts
-from ppo_repro.kernels.compile import kernel
+from ppo_repro.numerics.kernels.core.compile import kernel
 
 if sys.argv[1] == "installed":
     interrupts.install()

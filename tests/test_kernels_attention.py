@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels import attention_keys, pool
 from ppo_repro.numerics import attention as reference
 from ppo_repro.numerics import backend, fused_attention
 from ppo_repro.numerics.attention import attention
+from ppo_repro.numerics.kernels.attention import keys
+from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.kv_cache import GridCache
 from tests.attention_cases import DIMS, NUMBERS, REACHES, Case, make_case, outcome, random_case
 from tests.models_for_tests import qwen2_config, unequal
@@ -199,7 +200,7 @@ def test_the_cache_refuses_positions_and_slots_it_does_not_have() -> None:
 
 def test_maxima_tell_the_largest_magnitude_by_its_bits() -> None:
     largest = np.array([0, 0, np.float64(3.0).view(np.int64)])
-    attention_keys.raise_maxima(np.array([-2.0, 0.0, 1.0]), 0.5, largest)
+    keys.raise_maxima(np.array([-2.0, 0.0, 1.0]), 0.5, largest)
     assert largest.view(np.float64).tolist() == [1.0, 0.0, 3.0]
 
 
@@ -208,7 +209,7 @@ MACHINES = {"host": {}, "haswell": {"NUMBA_CPU_NAME": "haswell"}, "generic": {"N
 REPORT = """
 from tests.attention_cases import digest
 print(digest(200))
-from ppo_repro.kernels import attention, attention_backward, attention_block, attention_keys, small_products
+from ppo_repro.numerics.kernels import attention, attention_backward, attention_block, attention_keys, small_products
 def asm(kernel):
     return kernel.inspect_asm(kernel.signatures[0])
 rounded = [attention_block.quantise_row, attention_block.round_scores, attention_block.weigh, attention.fold,

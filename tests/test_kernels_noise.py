@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels import noise
-from ppo_repro.kernels.compile import kernel
 from ppo_repro.numerics.arithmetic.distribution import distribution
+from ppo_repro.numerics.kernels import gumbel
+from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.rollout import sampler
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import gumbel_noise, murmur_hash32, sample
@@ -71,8 +71,8 @@ def test_kernels_sample_the_tokens_of_the_eager_code_from_large_vocabularies(voc
 @kernel
 def noise_and_bounds(hashes, exact, bounds):  # type: ignore[no-untyped-def]
     for i in range(hashes.size):
-        exact[i] = noise.noise_of_hash(hashes[i])
-        bounds[i] = noise.bound_of_hash(hashes[i])
+        exact[i] = gumbel.noise_of_hash(hashes[i])
+        bounds[i] = gumbel.bound_of_hash(hashes[i])
 
 
 def computed(hashes: Array) -> tuple[Array, Array]:
@@ -96,7 +96,7 @@ def test_the_noise_of_a_hash_is_that_of_the_eager_code(monkeypatch: pytest.Monke
 def test_no_noise_exceeds_its_bound_by_more_than_the_slack_allows() -> None:
     exact, bounds = computed(hashes())
     # the slack also covers the roundings of log p and of the sum, 2^-24 of at most 722 each
-    assert float((exact - bounds).max()) < float(noise.SLACK) / 4
+    assert float((exact - bounds).max()) < float(gumbel.SLACK) / 4
     # where tokens win, the bound is close; a bound that is far off would hold too, and save nothing
     likely = (exact > 3.0) & (hashes() < MASK)
     assert float((bounds - exact)[likely].max()) < 0.1
@@ -107,9 +107,9 @@ def test_no_noise_exceeds_its_bound_by_more_than_the_slack_allows() -> None:
 def test_the_hash_is_that_of_the_eager_code(words: list[int]) -> None:
     state = np.uint32(0)
     for word in words:
-        state = noise.absorb(state, word)
+        state = gumbel.absorb(state, word)
     expected = murmur_hash32([torch.tensor([w]) for w in words])
-    assert int(noise.finish(state)) == int(expected)
+    assert int(gumbel.finish(state)) == int(expected)
 
 
 def test_choosing_by_the_bound_alone_takes_other_tokens() -> None:
@@ -131,7 +131,7 @@ def test_the_first_of_tokens_that_tie_is_taken() -> None:
     log_p = np.array([-50.0, 0.0, -1.0, 0.0], np.float32)
     # one column for all makes their noise equal; the bounds make the last of the two look best
     columns, bounds = np.zeros(4, np.int64), np.array([60.0, 100.0, 99.0, 101.0], np.float32)
-    assert noise.winner(np.uint32(0), log_p, columns, bounds, np.float32(101.0)) == 1
+    assert gumbel.winner(np.uint32(0), log_p, columns, bounds, np.float32(101.0)) == 1
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

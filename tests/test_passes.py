@@ -73,7 +73,9 @@ def test_a_pass_has_the_bits_of_modules_and_autograd(
 
 
 def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_repro.kernels.pool.LEAST_NANOSECONDS", 1.0)  # so that these small parts are shared out
+    monkeypatch.setattr(
+        "ppo_repro.numerics.kernels.core.pool.LEAST_NANOSECONDS", 1.0
+    )  # so that these small parts are shared out
     found = []
     for threads in (1, 2, 3):
         use("dgemm", threads)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.kernels import pool
+from ppo_repro.numerics.kernels.core import pool
 
 
 @pytest.fixture(autouse=True)

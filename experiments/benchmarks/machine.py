@@ -10,8 +10,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from ppo_repro.kernels import amx, operands
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.kernels.amx import operands, product
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
@@ -51,6 +51,6 @@ def measure(threads: int) -> Peaks:
         backend.use("amx", threads)
         packed, y = operands.pack(b.t().contiguous().numpy(), 20, along_rows=True), np.empty((m, n), np.float32)
         exact = work / seconds(
-            lambda: amx.contract(operands.quantise_rows(a.numpy(), packed.p), packed, amx.NO_BIAS, y), 15
+            lambda: product.contract(operands.quantise_rows(a.numpy(), packed.p), packed, product.NO_BIAS, y), 15
         )
     return Peaks(threads, float32, float64, exact, bandwidth)

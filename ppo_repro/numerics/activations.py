@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ppo_repro.kernels import gelu
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.gates import LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
+from ppo_repro.numerics.kernels import gelu
 from ppo_repro.numerics.products import array
 
 Kernel = Callable[[np.ndarray, np.ndarray], None]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels import optimizer as kernels
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics.kernels import optimizer as kernels
 
 NORM_BITS = 26  # of a gradient's largest element in the norm
 

@@ -14,7 +14,7 @@ from numba.core import config as numba_config
 from torch import Tensor
 
 from ppo_repro.errors import UserError
-from ppo_repro.kernels import pool
+from ppo_repro.numerics.kernels.core import pool
 
 BACKENDS = ("eager", "dgemm", "amx")
 

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels import amx, decoder_layer, layer_parts, pool
-from ppo_repro.kernels.operands import MAX_TERMS
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import operand_bits
 from ppo_repro.numerics.fused_attention import NOT_FINITE, attend_arrays, cost
+from ppo_repro.numerics.kernels import decoder_layer, layer_parts
+from ppo_repro.numerics.kernels.amx import product
+from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS
+from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.kv_cache import GridCache
 from ppo_repro.numerics.products import array
 from ppo_repro.numerics.trunk import Layer, Linear, Norm, Trunk, normed, products
@@ -71,7 +73,7 @@ def _norm(norm: Norm | None) -> decoder_layer.Norm:
 
 
 def _matrix(linear: Linear) -> decoder_layer.Matrix:
-    packed, bias = linear.prepared.packed(linear.weight), amx.padded_bias(linear.bias_values)
+    packed, bias = linear.prepared.packed(linear.weight), product.padded_bias(linear.bias_values)
     return decoder_layer.Matrix(
         packed.tiles, packed.scales, bias, packed.terms, packed.columns, packed.p, packed.digits
     )

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels import attention as forward_kernels
-from ppo_repro.kernels import attention_backward as backward_kernels
-from ppo_repro.kernels import pool
-from ppo_repro.kernels.attention_block import Spec, cut_spans
-from ppo_repro.kernels.attention_keys import Saved
 from ppo_repro.numerics.arithmetic.grid import folded_bits, operand_bits
+from ppo_repro.numerics.kernels.attention import backward as backward_kernels
+from ppo_repro.numerics.kernels.attention import forward as forward_kernels
+from ppo_repro.numerics.kernels.attention.block import Spec, cut_spans
+from ppo_repro.numerics.kernels.attention.keys import Saved
+from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.kv_cache import GridCache
 
 NOT_FINITE = "attention is not finite: weights or inputs have left the range of float32"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError, UserError
-from ppo_repro.kernels.optimizer import to_float32
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, ceil_log2
+from ppo_repro.numerics.kernels.optimizer import to_float32
 from ppo_repro.numerics.products import (
     NOTHING,
     add_integer_rows,

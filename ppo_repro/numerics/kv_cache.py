@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels.small_products import COLUMNS, LANES
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, operand_bits, quantise
+from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES
 
 
 @dataclass(frozen=True)

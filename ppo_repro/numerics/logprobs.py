@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.kernels import statistics
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.distribution import distribution, expectation, require_finite
 from ppo_repro.numerics.arithmetic.grid import operand_bits, quantise
+from ppo_repro.numerics.kernels import token_statistics as statistics
 
 
 class _TokenStatistics(Function):

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels import amx, dense, gradient, operands, rows, sums
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.elementwise import pow2
 from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, MIN_EXPONENT, contract, exponent, operand_bits, quantise
+from ppo_repro.numerics.kernels import bias_gradients, dgemm, rows
+from ppo_repro.numerics.kernels.amx import gradient, operands
+from ppo_repro.numerics.kernels.amx import product as amx
 
 NOTHING = int(rows.NOTHING)
 
@@ -46,11 +48,11 @@ class _Prepared(threading.local):
 _contracted, _measured, _accumulated = _Prepared(), _Prepared(), _Prepared()
 
 
-Operand = operands.Quantised | dense.Dense
+Operand = operands.Quantised | dgemm.Dense
 
 
 def _operand(x: np.ndarray, kind: str, p: int) -> Operand:
-    return operands.quantise_rows(x, p) if kind == "amx" else dense.prepare_rows(x, p)
+    return operands.quantise_rows(x, p) if kind == "amx" else dgemm.prepare_rows(x, p)
 
 
 class Weight:
@@ -81,7 +83,7 @@ class Weight:
         if kind == "amx":
             return operands.pack(array(weight), p, dim == 1, self._room.pop(dim, None))
         rows_of = weight if dim == 1 else weight.t()
-        return dense.prepare(array(rows_of), p) if kind == "dgemm" else quantise(rows_of, p)
+        return dgemm.prepare(array(rows_of), p) if kind == "dgemm" else quantise(rows_of, p)
 
     def contract(self, x: Tensor, weight: Tensor, dim: int, bias: Tensor | None = None) -> Tensor:
         """fl32(sum_k x[.., k] w[.., k]) + 0 [+ bias] over dimension `dim` of weight [N, K].
@@ -119,7 +121,7 @@ class Weight:
             finite = amx.contract(operand, self._get(weight, dim, "amx"), amx.padded_bias(bias), y)
         else:
             y = np.empty((len(operand.values), weight.shape[1 - dim]), np.float32)
-            finite = dense.contract(operand, self._get(weight, dim, "dgemm"), bias, y)
+            finite = dgemm.contract(operand, self._get(weight, dim, "dgemm"), bias, y)
         if not finite:
             raise NumericsError(f"the input or the weight of {self.name} is not finite")
         return y
@@ -171,7 +173,7 @@ def add_products(
     """
     if backend.has_kernels(grad):
         kind = backend.active()
-        kernels = gradient if kind == "amx" else dense
+        kernels = gradient if kind == "amx" else dgemm
         inputs = _accumulated.of(x, (kind, x_bits), lambda: kernels.pack_inputs(array(x), array(x_up), x_bits))
         kernels.accumulate(array(grad), array(up), bits, inputs, out.numpy(), fresh)
         return
@@ -188,7 +190,7 @@ def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: 
     """out += sum_t rne(x[t] 2^shift), or out[ids[t]] += ..., over rows of exponents up to `limit`."""
     if backend.has_kernels(x) and x.dtype == torch.float32:
         places = np.empty(0, np.int64) if ids is None else array(ids)
-        sums.add_rows(array(x), array(exponents), limit, 2.0**shift, places, out.numpy())
+        bias_gradients.add_rows(array(x), array(exponents), limit, 2.0**shift, places, out.numpy())
         return
     fitting = exponents <= limit
     unit = pow2(torch.tensor(shift, device=x.device))

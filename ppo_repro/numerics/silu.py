@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.kernels import activations
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics.kernels import activations
 from ppo_repro.numerics.products import array
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ppo_repro.kernels import activations
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.elementwise import exp64
+from ppo_repro.numerics.kernels import activations
 from ppo_repro.numerics.products import array
 
 TANH_MAX = 20.0  # 1 - tanh(20) = 8e-18: 1 in float32

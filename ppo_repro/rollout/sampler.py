@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_repro.kernels import noise
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.distribution import distribution, require_finite
 from ppo_repro.numerics.arithmetic.elementwise import cos_sin, log, sqrt
+from ppo_repro.numerics.kernels import gumbel as noise
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.rollout.engine import Sampling
 

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.kernels.compile import exact_sum, kernel
-from ppo_repro.kernels.norms import (
+from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
+from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.scalar import exponent32, exponent64, pow2_64
+from ppo_repro.numerics.kernels.norms import (
     INFINITY_BITS_64,
     NO_GRID,
     NOT_FINITE,
@@ -16,9 +18,7 @@ from ppo_repro.kernels.norms import (
     largest64,
     sum_of_squares,
 )
-from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.rows import INFINITY_BITS, largest_bits
-from ppo_repro.kernels.scalar import exponent32, exponent64, pow2_64
+from ppo_repro.numerics.kernels.rows import INFINITY_BITS, largest_bits
 
 
 class IntegerSums(NamedTuple):

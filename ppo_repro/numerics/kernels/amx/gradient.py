@@ -9,12 +9,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.memory import LINE, empty_bytes, from_line
-from ppo_repro.kernels.operands import MAX_TERMS, SIDE_BY_SIDE, digits_for
-from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.tiles import add_integers, clear, configuration, configure, expect, multiply, release, save
-from ppo_repro.kernels.vectors import TILE, column_quantiser, transpose_tile
+from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS, SIDE_BY_SIDE, digits_for
+from ppo_repro.numerics.kernels.amx.tiles import (
+    add_integers,
+    clear,
+    configuration,
+    configure,
+    expect,
+    multiply,
+    release,
+    save,
+)
+from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.memory import LINE, empty_bytes, from_line
+from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.vectors import TILE, column_quantiser, transpose_tile
 
 # |d0 + 256 d1 + 65536 d2| <= 8355711: three digits hold integers up to 2^22, not 2^23
 THREE_DIGIT_BITS = 22

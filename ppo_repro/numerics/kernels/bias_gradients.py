@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.rows import NOTHING
+from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.rows import NOTHING
 
 
 @kernel

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.kernels.attention_block import padded, panel_place, quantise_row, transpose_rows
-from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
-from ppo_repro.kernels.small_products import COLUMNS, LANES, ROWS, add_rows
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.kernels.attention.block import padded, panel_place, quantise_row, transpose_rows
+from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, add_rows
+from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.scalar import exponent64, pow2_64, round_to_f32_plus_zero
 
 ONE = np.float32(1.0)
 MAGNITUDE64 = 0x7FFFFFFFFFFFFFFF

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.kernels.compile import inline, kernel
-from ppo_repro.kernels.logarithm import log64
-from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.statistics import Array, extremes, top_and_reach, weigh
 from ppo_repro.numerics.arithmetic.distribution import MASS_UNIT
 from ppo_repro.numerics.arithmetic.elementwise import LN2
+from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.logarithm import log64
+from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.token_statistics import Array, extremes, top_and_reach, weigh
 
 LARGEST_HASH = 0xFFFFFFFF
 # Bounds are float32 sums; every score that can win is above -12 - 710 (the likeliest token's log p, the least

@@ -17,7 +17,7 @@ from llvmlite.ir import Value
 from numba import types
 from numba.extending import intrinsic
 
-from ppo_repro.kernels.vectors import (
+from ppo_repro.numerics.kernels.core.vectors import (
     DOUBLE,
     FLOAT,
     I8,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.kernels.compile import exact_sum, kernel
-from ppo_repro.kernels.scalar import exp32, exponent32, pow2_64, round_to_f32_plus_zero
-from ppo_repro.kernels.small_products import COLUMNS, LANES, ROWS, set_rows
+from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_rows
+from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
+from ppo_repro.numerics.kernels.core.scalar import exp32, exponent32, pow2_64, round_to_f32_plus_zero
 
 BLOCK = 32
 WEIGHT_UNIT = 2.0**30

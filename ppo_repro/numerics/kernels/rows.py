@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.scalar import exponent32, pow2_64, round_to_f32_plus_zero
+from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.scalar import exponent32, pow2_64, round_to_f32_plus_zero
 
 INFINITY_BITS = np.int32(0x7F800000)
 NOTHING = np.int32(-(1 << 30))  # the exponent of a row of zeros

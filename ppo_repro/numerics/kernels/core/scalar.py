@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.kernels.compile import inline
 from ppo_repro.numerics.arithmetic.elementwise import (
     EXP64_COEFFICIENTS,
     EXP64_LN2_HIGH,
@@ -23,6 +22,7 @@ from ppo_repro.numerics.arithmetic.elementwise import (
     LOG2_E,
 )
 from ppo_repro.numerics.arithmetic.grid import MIN_EXPONENT
+from ppo_repro.numerics.kernels.core.compile import inline
 
 _LOG2_E = np.float32(LOG2_E)
 _LN2_HIGH, _LN2_LOW = np.float32(LN2_HIGH), np.float32(LN2_LOW)

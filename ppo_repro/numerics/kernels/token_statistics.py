@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.kernels.compile import exact_sum, inline, kernel
-from ppo_repro.kernels.logarithm import log64
-from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.scalar import exp32, exponent32, exponent64, pow2_64
 from ppo_repro.numerics.arithmetic.distribution import HALF_BITS, MASS_UNIT, NOT_FINITE
 from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, operand_bits
+from ppo_repro.numerics.kernels.core.compile import exact_sum, inline, kernel
+from ppo_repro.numerics.kernels.core.logarithm import log64
+from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.scalar import exp32, exponent32, exponent64, pow2_64
 
 _UNIT, _PER_UNIT = np.float32(MASS_UNIT), 1.0 / MASS_UNIT
 _LARGEST_MASS_EXPONENT = int(MASS_UNIT).bit_length()  # a row's likeliest token always has a mass of one unit

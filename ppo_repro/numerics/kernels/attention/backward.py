@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.kernels.attention_block import (
+from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.kernels.attention.block import (
     BLOCK,
     clear_unseen,
     load_block,
@@ -21,7 +22,7 @@ from ppo_repro.kernels.attention_block import (
     score_tiles,
     weigh,
 )
-from ppo_repro.kernels.attention_keys import (
+from ppo_repro.numerics.kernels.attention.keys import (
     MAGNITUDE64,
     ONE,
     key_sums,
@@ -31,10 +32,9 @@ from ppo_repro.kernels.attention_keys import (
     set_grids,
     store_keys,
 )
-from ppo_repro.kernels.compile import exact_sum, kernel
-from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
-from ppo_repro.kernels.small_products import COLUMNS, LANES, ROWS, set_rows
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_rows
+from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
+from ppo_repro.numerics.kernels.core.scalar import exponent64, pow2_64, round_to_f32_plus_zero
 
 
 class Gradient(NamedTuple):

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.scalar import pow2_32
-from ppo_repro.kernels.statistics import Array
+from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.scalar import pow2_32
+from ppo_repro.numerics.kernels.token_statistics import Array
 
 _CHUNK = 1 << 10  # of squares of at most 2^52
 _SPLIT, _BELOW = 32, (1 << 32) - 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.memory import LINE, from_line
-from ppo_repro.kernels.operands import Packed, Quantised
-from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.tiles import clear, configuration, configure, fetch, multiply, release, save, write
-from ppo_repro.kernels.vectors import TILE
+from ppo_repro.numerics.kernels.amx.operands import Packed, Quantised
+from ppo_repro.numerics.kernels.amx.tiles import clear, configuration, configure, fetch, multiply, release, save, write
+from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.memory import LINE, from_line
+from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.vectors import TILE
 
 CONFIGURATIONS = np.stack([configuration(max(rows, 1)) for rows in range(17)])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.scalar import exp32, exp64
+from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.scalar import exp32, exp64
 
 _ONE = np.float32(1.0)
 

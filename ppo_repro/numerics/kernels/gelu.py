@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.kernels.compile import inline, kernel
-from ppo_repro.kernels.pool import in_parts
-from ppo_repro.kernels.scalar import exp64
 from ppo_repro.numerics.arithmetic.gates import (
     CUBIC,
     DENSITY_AT_0,
@@ -16,6 +13,9 @@ from ppo_repro.numerics.arithmetic.gates import (
     QUICK_SLOPE,
     TANH_SLOPE,
 )
+from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.scalar import exp64
 
 _M16, _M15, _M14, _M13, _M12, _M11, _M10, _M9, _M8, _M7, _M6, _M5, _M4, _M3, _M2, _M1, _M0 = MILLS_COEFFICIENTS
 _THREE_CUBIC = 3.0 * CUBIC

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.kernels.compile import inline
 from ppo_repro.numerics.arithmetic.elementwise import LN2
+from ppo_repro.numerics.kernels.core.compile import inline
 
 _MANTISSA, _HALF_EXPONENT = (1 << 52) - 1, 1022 << 52
 _SQRT_HALF = 0.7071067811865476

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.kernels.attention_block import (
+from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.kernels.attention.block import (
     BLOCK,
     clear_unseen,
     load_block,
@@ -21,10 +22,9 @@ from ppo_repro.kernels.attention_block import (
     transpose_rows,
     weigh,
 )
-from ppo_repro.kernels.compile import kernel
-from ppo_repro.kernels.scalar import exponent64, pow2_64, round_to_f32_plus_zero
-from ppo_repro.kernels.small_products import COLUMNS, LANES, ROWS, set_rows
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_rows
+from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.scalar import exponent64, pow2_64, round_to_f32_plus_zero
 
 ONE = np.float32(1.0)
 

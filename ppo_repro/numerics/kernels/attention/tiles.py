@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from ppo_repro.kernels.compile import kernel
+from ppo_repro.numerics.kernels.core.compile import kernel
 
 ROWS = 4  # of C in a tile; products need their rows padded to a multiple
 LANES = 8

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ppo_repro.kernels.compile import inline
+from ppo_repro.numerics.kernels.core.compile import inline
 
 LINE = 64
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ppo_repro.config import RunConfig
 from ppo_repro.loop import Iteration
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.products import Weight
 
 PHASES = ("rollout", "forward", "update")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.attention import attention
+from ppo_repro.numerics.layers.attention import attention
 
 DIMS = (2, 3, 5, 7, 8, 12, 16, 31, 33, 64, 80, 128)
 REACHES = ("causal", "window", "left", "packed", "any")

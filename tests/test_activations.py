@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.activations import Gated
 from ppo_repro.numerics.arithmetic.elementwise import exp64
 from ppo_repro.numerics.arithmetic.gates import Gate, normal_cdf, quick_gate, tanh_gate
+from ppo_repro.numerics.layers.activations import Gated
 from tests.float32 import LARGEST, TINIEST, bits, finite, tensor
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)

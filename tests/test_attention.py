@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, folded_bits
-from ppo_repro.numerics.attention import attend
+from ppo_repro.numerics.layers.attention import attend
 from tests.models_for_tests import seeded, unequal
 
 SCALING = 0.35

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import attention as reference
-from ppo_repro.numerics import backend, fused_attention
-from ppo_repro.numerics.attention import attention
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.kernels.attention import keys
 from ppo_repro.numerics.kernels.core import pool
-from ppo_repro.numerics.kv_cache import GridCache
+from ppo_repro.numerics.layers import attention as reference
+from ppo_repro.numerics.layers import fused_attention
+from ppo_repro.numerics.layers.attention import attention
+from ppo_repro.numerics.layers.kv_cache import GridCache
 from tests.attention_cases import DIMS, NUMBERS, REACHES, Case, make_case, outcome, random_case
 from tests.models_for_tests import qwen2_config, unequal
 

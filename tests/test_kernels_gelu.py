@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.numerics.activations import Gated, gated
 from ppo_repro.numerics.arithmetic.gates import LAST_TAIL, LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
 from ppo_repro.numerics.kernels import gelu
 from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.layers.activations import Gated, gated
 from tests.awkward import cases, matrix
 from tests.kernels_for_tests import KINDS, both, seeds, threads, using, values
 from tests.models_for_tests import seeded, unequal

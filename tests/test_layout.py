@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ppo_repro.buffers import Prompts, Rollout
 from ppo_repro.models.layout import TokenBatch, input_tokens, lay_out, micro_batches
-from ppo_repro.numerics.attention import reach
+from ppo_repro.numerics.layers.attention import reach
 
 PADDINGS = pytest.mark.parametrize("padding", ["right", "left", "none"])
 tokens = st.lists(st.integers(1, 99), min_size=1, max_size=6)

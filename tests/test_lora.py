@@ -19,8 +19,8 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.adamw import AdamWSettings, OptimizerState
 from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.lowering import attach
 from ppo_repro.numerics.optimizer import Optimizer, make_optimizer, weights_digest
 from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.rollout.engine import Request, Sampling

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ppo_repro.errors import NumericsError
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.layers import ExactLinear
+from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optimizer import AdamWSettings, ExactOptimizer, make_optimizer, weights_digest
 from tests.models_for_tests import CONTEXT, ragged, seeded, source_model, unequal

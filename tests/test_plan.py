@@ -28,9 +28,9 @@ from ppo_repro.models.networks import (
 )
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.adamw import AdamWSettings
-from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.kv_cache import GridCache
-from ppo_repro.numerics.layers import ExactModule
+from ppo_repro.numerics.layers.families import trunk_of
+from ppo_repro.numerics.layers.kv_cache import GridCache
+from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
 from ppo_repro.rollout.cache import SlotCache

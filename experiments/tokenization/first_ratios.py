@@ -24,7 +24,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import hidden_states
 from ppo_repro.models.scoring import LOGITS_AT_ONCE
-from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import reader

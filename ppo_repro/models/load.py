@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.families import CAUSAL_MODELS
+from ppo_repro.numerics.layers.families import CAUSAL_MODELS
 from ppo_repro.runs.folder import check_sums
 
 

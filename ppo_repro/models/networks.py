@@ -19,10 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.numerics import backend, passes
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
-from ppo_repro.numerics.attention import reach
-from ppo_repro.numerics.families import check_visibility, head_of, stock_masks, trunk_of
-from ppo_repro.numerics.layers import ExactLinear
-from ppo_repro.numerics.lowering import is_exact, lower
+from ppo_repro.numerics.layers.attention import reach
+from ppo_repro.numerics.layers.families import check_visibility, head_of, stock_masks, trunk_of
+from ppo_repro.numerics.layers.linear import ExactLinear
+from ppo_repro.numerics.layers.lowering import is_exact, lower
 from ppo_repro.numerics.trunk import parts_of
 from ppo_repro.seeding import bell
 

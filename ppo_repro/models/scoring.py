@@ -11,7 +11,7 @@ from ppo_repro.config_algorithm import GaeAdvantages, KLInReward
 from ppo_repro.models.layout import MicroBatch, TokenBatch, lay_out, micro_batches
 from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_divergence, score
 from ppo_repro.ppo.controllers import ReturnStatistics
 from ppo_repro.ranks import Ranks

@@ -11,12 +11,12 @@ from torch import Tensor
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import operand_bits
-from ppo_repro.numerics.fused_attention import NOT_FINITE, attend_arrays, cost
 from ppo_repro.numerics.kernels import decoder_layer, layer_parts
 from ppo_repro.numerics.kernels.amx import product
 from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS
 from ppo_repro.numerics.kernels.core import pool
-from ppo_repro.numerics.kv_cache import GridCache
+from ppo_repro.numerics.layers.fused_attention import NOT_FINITE, attend_arrays, cost
+from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.products import array
 from ppo_repro.numerics.trunk import Layer, Linear, Norm, Trunk, normed, products
 

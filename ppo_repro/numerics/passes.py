@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import fused_attention
-from ppo_repro.numerics.attention import visible_keys
-from ppo_repro.numerics.fused_attention import Reach
 from ppo_repro.numerics.kernels import layer_parts
 from ppo_repro.numerics.kernels.amx.product import NO_BIAS
 from ppo_repro.numerics.kernels.attention.keys import Saved
-from ppo_repro.numerics.layers import norm_backward
+from ppo_repro.numerics.layers import fused_attention
+from ppo_repro.numerics.layers.attention import visible_keys
+from ppo_repro.numerics.layers.fused_attention import Reach
+from ppo_repro.numerics.layers.linear import norm_backward
 from ppo_repro.numerics.products import array
 from ppo_repro.numerics.trunk import Layer, Linear, Norm, Trunk, normed
 

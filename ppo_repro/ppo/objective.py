@@ -22,7 +22,7 @@ from ppo_repro.models.layout import MicroBatch
 from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states, policy_logits
 from ppo_repro.models.scoring import in_reward_units
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_loss, token_statistics
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.controllers import ReturnStatistics

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import expand_kept, policy_logits
-from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.replay import Replay

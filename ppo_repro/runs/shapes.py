@@ -15,8 +15,8 @@ from ppo_repro.config_reward import RewardModelFolder
 from ppo_repro.errors import UserError
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of
-from ppo_repro.numerics.lowering import check_config
+from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of
+from ppo_repro.numerics.layers.lowering import check_config
 from ppo_repro.runs.plan import Linear, ModelShape, Plan, Saved, Work, as_classifier, make_plan
 
 # what a pass keeps, counted over the code of each family and held to it by a test: times the widths of residual

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.decoding import Decoder, decode
-from ppo_repro.numerics.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
-from ppo_repro.numerics.lowering import lower
+from ppo_repro.numerics.layers.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
+from ppo_repro.numerics.layers.lowering import lower
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.trunk import parts_of
 from ppo_repro.sglang_plugin.logits import ExactLogits

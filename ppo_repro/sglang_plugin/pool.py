@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ppo_repro.numerics.kv_cache import GridCache
+from ppo_repro.numerics.layers.kv_cache import GridCache
 
 
 class PoolCache(GridCache):

@@ -16,7 +16,7 @@ from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, operand
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.kernels import layer_norm, norms
 from ppo_repro.numerics.kernels.layer_norm import IntegerSums
-from ppo_repro.numerics.layers import ExactModule
+from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.products import array
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import fused_attention
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, contract, folded_bits, operand_bits, quantise
 from ppo_repro.numerics.backend import has_kernels
-from ppo_repro.numerics.kv_cache import GridCache
+from ppo_repro.numerics.layers import fused_attention
+from ppo_repro.numerics.layers.kv_cache import GridCache
 
 IMPLEMENTATION = "ppo_repro_exact"
 WEIGHT_UNIT = 2.0**30  # softmax weights are integers in units of 2^-30

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.layers import ExactEmbedding, ExactModule
+from ppo_repro.numerics.layers.linear import ExactEmbedding, ExactModule
 from ppo_repro.numerics.products import Weight
 
 

@@ -27,13 +27,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics import families
-from ppo_repro.numerics.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
-from ppo_repro.numerics.attention import IMPLEMENTATION, attention
-from ppo_repro.numerics.family_layers import ExactConv1D, ExactScaledEmbedding
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.layers import (
+from ppo_repro.numerics.layers import families
+from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU
+from ppo_repro.numerics.layers.attention import IMPLEMENTATION, attention
+from ppo_repro.numerics.layers.embedding import ExactConv1D, ExactScaledEmbedding
+from ppo_repro.numerics.layers.linear import (
     ExactEmbedding,
     ExactLinear,
     ExactModule,
@@ -41,8 +41,8 @@ from ppo_repro.numerics.layers import (
     ExactRotary,
     ExactSiLU,
 )
-from ppo_repro.numerics.norms import ExactGemmaRMSNorm, ExactLayerNorm
-from ppo_repro.numerics.rotary import inverse_frequencies
+from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm
+from ppo_repro.numerics.layers.rotary import inverse_frequencies
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
 

@@ -18,7 +18,7 @@ from ppo_repro.numerics.kernels.attention import forward as forward_kernels
 from ppo_repro.numerics.kernels.attention.block import Spec, cut_spans
 from ppo_repro.numerics.kernels.attention.keys import Saved
 from ppo_repro.numerics.kernels.core import pool
-from ppo_repro.numerics.kv_cache import GridCache
+from ppo_repro.numerics.layers.kv_cache import GridCache
 
 NOT_FINITE = "attention is not finite: weights or inputs have left the range of float32"
 _INFINITY_BITS = 0x7F800000

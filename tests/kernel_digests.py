@@ -13,7 +13,7 @@ import torch
 
 from ppo_repro.numerics.kernels import gelu, gumbel, layer_norm, norms, optimizer
 from ppo_repro.numerics.kernels import token_statistics as statistics
-from ppo_repro.numerics.optimizer import AdamWSettings
+from ppo_repro.numerics.optim.optimizer import AdamWSettings
 from tests.kernels_for_tests import KINDS, outcome, using, values
 from tests.test_kernels_gelu import GATES
 from tests.test_kernels_gelu import results as gelu_results

@@ -11,9 +11,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import freeze, make_policy, make_value_model, policy_logits, value_predictions
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import make_optimizer
+from ppo_repro.numerics.optim.adamw import AdamWSettings
+from ppo_repro.numerics.optim.optimizer import make_optimizer
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.plan import Plan, Work, make_plan

@@ -18,7 +18,7 @@ from ppo_repro.models.adapter_folder import CONFIG_NAME, TENSORS_NAME, load_adap
 from ppo_repro.models.lora import ExactLoraOptimizer, Lora, add_lora, linear_layers, make_lora_optimizer
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from tests.models_for_tests import CONTEXT, lay_out, ragged, seeded, source_model, unequal
 from tests.test_lora import ALPHA, RANK, SETTINGS, adapted, learn
 

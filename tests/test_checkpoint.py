@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.linear import ExactLinear
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
 from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import INDEX_NAME, Checkpoint, Origin

@@ -16,7 +16,7 @@ from ppo_repro.config_dpo import DPOConfig
 from ppo_repro.config_reward import RewardModelTraining
 from ppo_repro.config_yaml import load_dpo_config
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.records import dpo as records
 from ppo_repro.records import manifest
 from ppo_repro.rollout.engine import Request

@@ -17,11 +17,11 @@ from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers, make
 from ppo_repro.models.networks import freeze, make_policy, make_value_model, policy_logits
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.adamw import AdamWSettings, OptimizerState
-from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import Optimizer, make_optimizer, weights_digest
+from ppo_repro.numerics.optim.adamw import AdamWSettings, OptimizerState
+from ppo_repro.numerics.optim.gradients import GradientAccumulator
+from ppo_repro.numerics.optim.optimizer import Optimizer, make_optimizer, weights_digest
 from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import low_rank
+from ppo_repro.numerics.optim import low_rank
 from tests.float32 import bits, tensor
 from tests.models_for_tests import seeded, unequal
 

@@ -18,7 +18,7 @@ from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits, value_predictions
 from ppo_repro.numerics.layers.attention import attention
 from ppo_repro.numerics.layers.lowering import check_config, lower
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from tests.models_for_tests import (
     ARCHITECTURES,
     CLASSES,

@@ -14,7 +14,7 @@ from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import AdamWSettings, ExactOptimizer, make_optimizer, weights_digest
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, make_optimizer, weights_digest
 from tests.models_for_tests import CONTEXT, ragged, seeded, source_model, unequal
 
 SETTINGS = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)

@@ -27,12 +27,12 @@ from ppo_repro.models.networks import (
     value_predictions,
 )
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
+from ppo_repro.numerics.optim.adamw import AdamWSettings
+from ppo_repro.numerics.optim.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
 from ppo_repro.rollout.cache import SlotCache
 from ppo_repro.runs import plan, plan_table
 from ppo_repro.runs.plan import Linear, Work, mixed_precision_bytes

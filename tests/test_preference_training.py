@@ -24,7 +24,7 @@ from ppo_repro.models.preference_training import (
 from ppo_repro.models.reward_model import make_reward_model
 from ppo_repro.models.tiny import make_model, make_tokenizer
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer, weights_digest
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.tasks.preferences import Preference, pairs_by_rule
 from ppo_repro.tasks.problems import arithmetic, split

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import UserError
-from ppo_repro.numerics import optimizer
+from ppo_repro.numerics.optim import optimizer
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import manifest
 from ppo_repro.runs.progress import Silent

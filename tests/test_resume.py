@@ -15,7 +15,7 @@ import pytest
 
 from ppo_repro.config_yaml import load_config
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.numerics.optimizer import OptimizerState
+from ppo_repro.numerics.optim.optimizer import OptimizerState
 from ppo_repro.records import manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint

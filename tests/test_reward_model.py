@@ -26,7 +26,7 @@ from ppo_repro.models.reward_model import (
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import trunk_of
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.tasks.problems import arithmetic
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.models_for_tests import ARCHITECTURES, CONFIGS, CONTEXT, fill, ragged, source_model, unequal

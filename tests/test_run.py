@@ -173,7 +173,7 @@ def test_diff_and_rerun_name_the_flipped_cell(exact_run: Path, tmp_path: Path) -
 def test_the_saved_policy_is_the_trained_one(exact_run: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from ppo_repro.numerics.optimizer import weights_digest
+    from ppo_repro.numerics.optim.optimizer import weights_digest
 
     model = AutoModelForCausalLM.from_pretrained(exact_run / "checkpoints" / "final", dtype=torch.float32)
     assert weights_digest(model.named_parameters()) == manifest.load(exact_run).final["policy_digest"]

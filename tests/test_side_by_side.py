@@ -10,9 +10,9 @@ import torch
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import make_policy, make_value_model, policy_logits, value_predictions
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import make_optimizer, weights_digest
+from ppo_repro.numerics.optim.adamw import AdamWSettings
+from ppo_repro.numerics.optim.optimizer import make_optimizer, weights_digest
 from tests.models_for_tests import ARCHITECTURES, CONTEXT, ragged, source_model
 
 SETTINGS = AdamWSettings(1e-2, 0.9, 0.99, 1e-8, 0.01, 1.0)

@@ -19,7 +19,7 @@ from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.elementwise import exp, log
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.seeding import bell
 
 CONTEXT, VOCABULARY, STEPS = 128, 320, 4

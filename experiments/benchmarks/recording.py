@@ -22,7 +22,7 @@ from ppo_repro.config import RunConfig
 from ppo_repro.config_yaml import load_config
 from ppo_repro.loop import Iteration, ppo_iterations
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.background import appending

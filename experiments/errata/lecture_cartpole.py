@@ -26,7 +26,7 @@ from ppo_repro.control.environments import make_environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.control.run import run
 from ppo_repro.control.summary import ControlSummary, summarise
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.runs.progress import ConsoleProgress
 
 HERE = Path(__file__).resolve().parent

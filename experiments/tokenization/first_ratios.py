@@ -26,7 +26,7 @@ from ppo_repro.models.networks import hidden_states
 from ppo_repro.models.scoring import LOGITS_AT_ONCE
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.runs.checkpoints import reference_folder

@@ -13,7 +13,7 @@ from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass,
 from ppo_repro.control.update import ControlState, update
 from ppo_repro.loop import Clock
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ppo_repro.control.tables import finished_returns, iteration_tables
 from ppo_repro.control.update import ControlState
 from ppo_repro.errors import UserError
 from ppo_repro.loop import Clock
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.diff import first_final_difference

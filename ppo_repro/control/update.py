@@ -17,7 +17,7 @@ from ppo_repro.control.config import ControlConfig, ControlPPOConfig
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_digest
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.advantages import whiten
 from ppo_repro.ppo.schedules import rate_factor

@@ -16,7 +16,7 @@ from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer, weights_digest
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import (
     bradley_terry_losses,
     dpo_losses,

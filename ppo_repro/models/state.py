@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.networks import ValueModel
-from ppo_repro.numerics.optimizer import Optimizer
+from ppo_repro.numerics.optim.optimizer import Optimizer
 from ppo_repro.ppo.controllers import Controls
 
 

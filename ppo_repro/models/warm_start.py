@@ -13,7 +13,7 @@ from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.seeding import permutation

@@ -17,7 +17,7 @@ from ppo_repro.models.layout import MicroBatch, input_tokens, micro_batches
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_digest
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.objective import Objective, PolicyLoss, ValueLoss, make_objective
 from ppo_repro.ppo.schedules import rate_factor

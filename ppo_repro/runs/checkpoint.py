@@ -22,9 +22,9 @@ from ppo_repro import __version__
 from ppo_repro.config_yaml import describe
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.adamw import OptimizerState, copy_named
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
-from ppo_repro.numerics.gradients import GRADIENT_BITS, HEADROOM
+from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
+from ppo_repro.numerics.optim.gradients import GRADIENT_BITS, HEADROOM
 from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.runs.folder import whole_folder
 

@@ -30,7 +30,7 @@ from ppo_repro.models.preference_training import (
 )
 from ppo_repro.models.scoring import score_rollout
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer, weights_digest
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import dpo as records

@@ -36,7 +36,7 @@ from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import warm_start
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import trunk_of
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.stages import Task, first_controls
 from ppo_repro.tasks.preferences import pairs_by_rule

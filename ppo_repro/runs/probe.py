@@ -19,7 +19,7 @@ from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.records.tables import unequal_bits
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine

@@ -15,7 +15,7 @@ from ppo_repro.config_yaml import dump_yaml
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.loop import Clock, Iteration, ppo_iterations
 from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.profiling import measure_peak
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import digests, manifest, reader, writer

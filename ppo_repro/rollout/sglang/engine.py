@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.config import RunConfig
 from ppo_repro.config_engine import SGLangServers
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.sglang import weights

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import backend, decoding
-from ppo_repro.numerics.decoding import Decoder
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache
-from ppo_repro.numerics.trunk import parts_of
+from ppo_repro.numerics.trunk import decoding
+from ppo_repro.numerics.trunk.decoding import Decoder
+from ppo_repro.numerics.trunk.weights import parts_of
 from ppo_repro.rollout import torch_engine
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine

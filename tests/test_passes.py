@@ -13,11 +13,12 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.models import networks
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import checkpoint_gradients, hidden_states, make_policy
-from ppo_repro.numerics import backend, passes
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.gradients import GradientAccumulator
+from ppo_repro.numerics.trunk import training
 from tests.models_for_tests import CONTEXT, bits, kept_bytes, policy, ragged, seeded, source_model
 
 RUN = ("qwen3", "qwen2", "llama", "mistral", "qwen2 sliding", "qwen3 sliding, untied, biases", "llama yarn")
@@ -59,8 +60,8 @@ def test_a_pass_has_the_bits_of_modules_and_autograd(
 ) -> None:
     use(kernels)
     calls = []
-    whole = passes.hidden_states
-    monkeypatch.setattr(passes, "hidden_states", lambda *args: calls.append(1) or whole(*args))
+    whole = training.hidden_states
+    monkeypatch.setattr(training, "hidden_states", lambda *args: calls.append(1) or whole(*args))
     direct = {padding: gradients(*fresh(architecture), padding) for padding in ("right", "none")}
     assert calls, "the modules were called instead"
     monkeypatch.setattr(networks, "parts_of", lambda trunk: None)

@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ppo_repro.models.layout import TokenBatch, lay_out
-from ppo_repro.numerics import backend, passes
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.layers.attention import reach
 from ppo_repro.numerics.layers.families import check_visibility, head_of, stock_masks, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.lowering import is_exact, lower
-from ppo_repro.numerics.trunk import parts_of
+from ppo_repro.numerics.trunk import training
+from ppo_repro.numerics.trunk.weights import parts_of
 from ppo_repro.seeding import bell
 
 
@@ -105,7 +106,7 @@ def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
     if parts is not None:
         recompute = any(layer.gradient_checkpointing for layer in _decoder_layers(trunk))
         places = batch.input_ids, batch.position_ids, batch.first_key, batch.predictors
-        return passes.hidden_states(parts, *places, recompute)
+        return training.hidden_states(parts, *places, recompute)
     with _recording_gradients(trunk):
         out = _forward(trunk, batch)
     return out.reshape(-1, out.shape[-1])[batch.predictors]

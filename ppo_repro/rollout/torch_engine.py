@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.decoding import Decoder, decode
 from ppo_repro.numerics.layers.families import head_of, stock_masks, trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache
-from ppo_repro.numerics.trunk import parts_of
+from ppo_repro.numerics.trunk.decoding import Decoder, decode
+from ppo_repro.numerics.trunk.weights import parts_of
 from ppo_repro.rollout.cache import SlotCache
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex

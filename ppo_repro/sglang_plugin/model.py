@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.decoding import Decoder, decode
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import lower
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.numerics.trunk import parts_of
+from ppo_repro.numerics.trunk.decoding import Decoder, decode
+from ppo_repro.numerics.trunk.weights import parts_of
 from ppo_repro.sglang_plugin.logits import ExactLogits
 from ppo_repro.sglang_plugin.pool import PoolCache
 from ppo_repro.sglang_plugin.settings import KEY, read_settings

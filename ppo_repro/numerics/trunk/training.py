@@ -23,7 +23,7 @@ from ppo_repro.numerics.layers.attention import visible_keys
 from ppo_repro.numerics.layers.fused_attention import Reach
 from ppo_repro.numerics.layers.linear import norm_backward
 from ppo_repro.numerics.products import array
-from ppo_repro.numerics.trunk import Layer, Linear, Norm, Trunk, normed
+from ppo_repro.numerics.trunk.weights import Layer, Linear, Norm, Trunk, normed
 
 
 @dataclass(frozen=True)

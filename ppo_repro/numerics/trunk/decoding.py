@@ -18,7 +18,7 @@ from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.layers.fused_attention import NOT_FINITE, attend_arrays, cost
 from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.products import array
-from ppo_repro.numerics.trunk import Layer, Linear, Norm, Trunk, normed, products
+from ppo_repro.numerics.trunk.weights import Layer, Linear, Norm, Trunk, normed, products
 
 # every thread reads all weights of a layer for its rows; products of larger ones are better shared out by their columns
 # (two threads, 16 rows: 0.7 of the time by rows with layers of 3 MiB, 1.4 times the time with layers of 42)

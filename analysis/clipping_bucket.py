@@ -10,7 +10,7 @@ from analysis.clipping_flags import DISJOINT, token_flags
 from analysis.clipping_step import share
 from analysis.clipping_weights import logit_step, masses
 from analysis.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 
 Codes = npt.NDArray[np.int64]
 P_EDGES = np.array([0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0])

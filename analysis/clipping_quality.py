@@ -11,7 +11,7 @@ from analysis.clipping_dynamics import overshoot_shares
 from analysis.clipping_flags import ratios_of
 from analysis.clipping_weights import loss_weights
 from analysis.update_rows import ClipRule, Float64, IterationRows, column, policy_rows
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 
 
 def clipped_surrogates(ratios: Float64, advantages: Float64, rule: ClipRule) -> Float64:

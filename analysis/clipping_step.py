@@ -8,7 +8,7 @@ import pandas as pd
 from analysis.clipping_flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
 from analysis.clipping_weights import masses
 from analysis.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows, steps_of
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 
 VALUE_FLAGS = ("vf_band_out", "vf_grad_zero")
 NEEDED = ["sequence", "sub_idx", "advantages", "log_ratios", "new_logprobs", "anchor_logprobs", "old_logprobs",

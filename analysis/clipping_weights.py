@@ -7,7 +7,7 @@ import pandas as pd
 
 from analysis.clipping_flags import ratios_of
 from analysis.update_rows import Float64, column
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 
 

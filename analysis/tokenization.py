@@ -25,8 +25,8 @@ from analysis.tokenization_retokenize import AUDIT_COLUMNS, drift_summary, nonca
 from analysis.tokenization_summary import Cluster, summary_table
 from analysis.tokenization_tokenizer import RecordedTokenizer, recorded_tokenizer, tokenizer_card
 from analysis.tokenization_words import BOUNDARIES, Boundary
-from ppo_repro.config import RunConfig
-from ppo_repro.config_algorithm import AdaptiveClipObjective, ClipObjective, GaeAdvantages
+from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective, GaeAdvantages
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config

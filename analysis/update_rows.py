@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_algorithm import AdaptiveClipObjective, ClipObjective, NoValue
+from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective, NoValue
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config

@@ -49,7 +49,7 @@ def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
-    from ppo_repro.config_yaml import load_config
+    from ppo_repro.config.files import load_config
 
     with _working_together() as (ranks, watcher):
         config = load_config(arguments.config, arguments.set)
@@ -185,7 +185,7 @@ def show_command(arguments: argparse.Namespace) -> int:
 
 def probe_command(arguments: argparse.Namespace) -> int:
     """Check every invariance on this machine, with a negative control; exit 1 if one fails."""
-    from ppo_repro.config_yaml import load_config
+    from ppo_repro.config.files import load_config
 
     config = load_config(arguments.config, arguments.set)
     from ppo_repro.runs.probe import failures, probe, render
@@ -212,7 +212,7 @@ def bisect_command(arguments: argparse.Namespace) -> int:
 
 def dpo_command(arguments: argparse.Namespace) -> int:
     """Train by DPO on the responses of a recorded run, as a baseline."""
-    from ppo_repro.config_yaml import load_dpo_config
+    from ppo_repro.config.files import load_dpo_config
 
     config = load_dpo_config(arguments.config, arguments.set)
     from ppo_repro.runs.dpo import lines, train_dpo
@@ -226,7 +226,7 @@ def dpo_command(arguments: argparse.Namespace) -> int:
 
 def plan_command(arguments: argparse.Namespace) -> int:
     """Work out how much memory a configuration needs, without loading a weight."""
-    from ppo_repro.config_yaml import load_config
+    from ppo_repro.config.files import load_config
 
     config = load_config(arguments.config, arguments.set)
     from ppo_repro.runs.plan_table import as_json, lines

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Rewards, Rollout
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.models.scoring import score_rollout
 from ppo_repro.models.state import TrainState
 from ppo_repro.ppo.controllers import Controls

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import Iteration
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import trunk_of

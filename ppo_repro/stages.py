@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Prompts, Rewards, Rollout
-from ppo_repro.config import RunConfig
-from ppo_repro.config_algorithm import (
+from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     AdaptiveController,
     FixedController,
@@ -23,6 +22,7 @@ from ppo_repro.config_algorithm import (
     NoValue,
     PenaltyObjective,
 )
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.ppo import kl

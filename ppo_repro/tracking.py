@@ -19,8 +19,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
-from ppo_repro.config_yaml import load_config, read_tree
-from ppo_repro.control.config import load_control_config
+from ppo_repro.config.control import load_control_config
+from ppo_repro.config.files import load_config, read_tree
 from ppo_repro.errors import UserError
 from ppo_repro.records import iteration_log, manifest, reader
 from ppo_repro.records.config_file import check_config, read_environment

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from ppo_repro.config import RunConfig, Section
-from ppo_repro.config_yaml import build_config, parse_yaml
+from ppo_repro.config.files import build_config, parse_yaml
+from ppo_repro.config.run import RunConfig, Section
 from tests.runs_for_tests import SMALL
 
 FOLDER = {"kind": "folder", "path": "some/model"}

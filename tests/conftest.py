@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 from tests.runs_for_tests import small_config
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from ppo_repro.control.config import ControlConfig, load_control_config
+from ppo_repro.config.control import ControlConfig, load_control_config
 
 SMALL_CONTROL = Path(__file__).with_name("small_control.yaml")
 PRESETS = sorted((Path(__file__).resolve().parents[1] / "experiments" / "control").glob("*.yaml"))

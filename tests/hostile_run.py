@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ppo_repro.config_yaml import dump_yaml
+from ppo_repro.config.files import dump_yaml
 from ppo_repro.records import arrow, manifest, schema, writer
 from ppo_repro.records.arrow import WithNulls
 from tests.runs_for_tests import small_config

@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import resume

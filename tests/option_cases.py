@@ -6,8 +6,8 @@ import itertools
 from functools import cache
 from pathlib import Path
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 
 TINY = Path(__file__).with_name("tiny.yaml")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ppo_repro import ranks as ranks_module
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optim import optimizer
 from ppo_repro.ranks import Ranks, end_process, joined

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run, run_folder

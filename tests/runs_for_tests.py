@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 
 SMALL = Path(__file__).with_name("small.yaml")
 

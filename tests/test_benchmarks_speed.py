@@ -15,7 +15,7 @@ from experiments.benchmarks import recording, scale, timing, workload
 from experiments.benchmarks.peers import environment
 from experiments.benchmarks.scale import Case, Found
 from experiments.benchmarks.timing import Cost
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 
 
 def test_speedups_are_taken_round_by_round_by_hand() -> None:

@@ -20,7 +20,7 @@ from analysis.clipping_flags import (
 )
 from analysis.clipping_quality import clipped_surrogates
 from analysis.update_rows import ClipRule, IterationRows, clip_rule, joined, load_iterations, policy_rows
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.runs.progress import Silent

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config_yaml import build_config, load_config, parse_yaml
+from ppo_repro.config.files import build_config, load_config, parse_yaml
 from ppo_repro.errors import UserError
 from tests.config_trees import FOLDER, JSONL, tree
 from tests.runs_for_tests import SMALL, small_config

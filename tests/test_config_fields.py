@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import VARIANTS, build_config, dump_yaml, parse_yaml
+from ppo_repro.config.files import VARIANTS, build_config, dump_yaml, parse_yaml
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from tests.config_trees import (
     FOLDER,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from ppo_repro.config_yaml import dump_yaml
-from ppo_repro.control.config import ControlConfig, load_control_config
+from ppo_repro.config.control import ControlConfig, load_control_config
+from ppo_repro.config.files import dump_yaml
 from ppo_repro.errors import UserError
 from tests.control_for_tests import PRESETS, SMALL_CONTROL, small_control
 

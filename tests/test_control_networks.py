@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_repro.control.config import NetworkConfig
+from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.control.networks import Agent, orthogonal

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.control.config import ControlConfig
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.loop import prepare
 from ppo_repro.control.stages import _fragments, compute_advantages, evaluate, forward_pass, roll_out

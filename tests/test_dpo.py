@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ppo_repro.config_dpo import DPOConfig
-from ppo_repro.config_reward import RewardModelTraining
-from ppo_repro.config_yaml import load_dpo_config
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.files import load_dpo_config
+from ppo_repro.config.reward import RewardModelTraining
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.records import dpo as records

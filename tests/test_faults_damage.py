@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ppo_repro.config_yaml import load_config, read_tree
+from ppo_repro.config.files import load_config, read_tree
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import digests, manifest, reader
 from ppo_repro.runs.progress import Silent

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.runs.progress import Silent

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.reward_model import load_reward_model
@@ -30,7 +30,7 @@ SOURCES = [path for top in ("ppo_repro", "analysis", "experiments") for path in 
 MAY_PICKLE = {"ppo_repro/ranks.py", "ppo_repro/rollout/sglang/weights.py"}
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # of the base class SafeLoader
-MAY_CALL = {("ppo_repro/config_yaml.py", "yaml.load")}
+MAY_CALL = {("ppo_repro/config/files.py", "yaml.load")}
 NEVER = {"torch.load", "numpy.load", "np.load", "pd.read_pickle", "pandas.read_pickle", "yaml.load", "eval", "exec"}
 NEVER |= {"os.system", "yaml.unsafe_load", "yaml.full_load", "torch.jit.load", "torch.hub.load"}
 

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.grids.spec import load_grid
 from tests.ranks_for_tests import TINY

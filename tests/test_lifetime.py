@@ -9,9 +9,9 @@ from types import FrameType
 
 import pytest
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.control import load_control_config
+from ppo_repro.config.files import load_config
 from ppo_repro.control import run as control_module
-from ppo_repro.control.config import load_control_config
 from ppo_repro.grids.cell import Order, finish_cell, run_of, start_cell, state_of
 from ppo_repro.records import manifest, writer
 from ppo_repro.runs import run as run_module

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from analysis.mismatch import measure, whole
 from analysis.mismatch_update import update_table
 from analysis.pairs import run_pairs
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
 from ppo_repro.records import manifest, reader

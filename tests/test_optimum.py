@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experiments.optimum.exact import Distance, all_responses, distances, objective, optimum, read, response_logprobs
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run

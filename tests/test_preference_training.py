@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.config import LayoutConfig, NumericsConfig, TinyModel
-from ppo_repro.config_reward import RewardModelTraining
+from ppo_repro.config.reward import RewardModelTraining
+from ppo_repro.config.run import LayoutConfig, NumericsConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import make_policy
 from ppo_repro.models.preference_training import (

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from analysis.parity import parity
-from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
 

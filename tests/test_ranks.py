@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.optim import optimizer
 from ppo_repro.ranks import ALONE, Ranks

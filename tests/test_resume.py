@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optim.optimizer import OptimizerState
 from ppo_repro.records import manifest

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import resume

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config_yaml import dump_yaml, load_config
+from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.run import run_folder

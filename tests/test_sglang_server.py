@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_engine import SGLangServers
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Completion, Request, Sampling

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.config import ArithmeticTask, JsonlTask
-from ppo_repro.config_reward import RewardConfig
+from ppo_repro.config.reward import RewardConfig
+from ppo_repro.config.run import ArithmeticTask, JsonlTask
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.problems import (
     Problem,

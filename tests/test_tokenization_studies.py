@@ -11,7 +11,7 @@ import pytest
 
 from analysis.tokenization_credit import char_matched_lambda
 from experiments.tokenization import topics
-from ppo_repro.config import RunConfig, TinyModel
+from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.tasks.problems import load_problems

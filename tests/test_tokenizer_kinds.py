@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.config import RunConfig, TinyModel
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import check_spelling, make_tokenizer
 from ppo_repro.records import reader

@@ -42,7 +42,7 @@ def fingerprint(processes: int, config: Path, out: Path, *overrides: str) -> str
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from ppo_repro.config_yaml import load_config
+    from ppo_repro.config.files import load_config
 
     return run(load_config(TINY), tmp_path_factory.mktemp("tiny"), Silent())[0]
 

@@ -17,7 +17,7 @@ from analysis.report.facts import Verdict
 from analysis.report.figure import Figure
 from analysis.report.mismatch_figures import bucket_figure, divergence_figure
 from analysis.update_rows import load_iterations
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 
 DIVERGENCES = ("k1", "k2", "k3")
 

@@ -12,9 +12,9 @@ import pandas as pd
 from analysis.parity import Parity
 from analysis.report.clipping_figures import ClipBounds
 from analysis.report.markup import number, share
-from ppo_repro.config import RunConfig
-from ppo_repro.config_algorithm import AdaptiveClipObjective, ClipObjective
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.mismatch_clip import clip_floor
-from ppo_repro.config_algorithm import ClipObjective
+from ppo_repro.config.algorithm import ClipObjective
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config

@@ -19,7 +19,7 @@ from typing import Any
 from experiments.benchmarks import ppo_step, recording, rollout, timing
 from experiments.benchmarks.peers import environment
 from experiments.benchmarks.timing import Measured
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 
 # what exact numerics are to reach: question -> times faster than the peer
 TARGETS = {rollout.QUESTION: 1.5, ppo_step.QUESTION: 2.0}

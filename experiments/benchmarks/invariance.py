@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics import backend
 from ppo_repro.records import reader

@@ -14,7 +14,7 @@ from statistics import mean, stdev
 
 from scipy.stats import t as student
 
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run

@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 
 from experiments.benchmarks import ppo_step, timing, workload
 from experiments.benchmarks.workload import Size
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import backend
 from ppo_repro.ranks import ALONE

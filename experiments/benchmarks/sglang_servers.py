@@ -18,9 +18,9 @@ import torch
 
 from experiments.benchmarks import timing
 from experiments.benchmarks.timing import Cost, Measured
-from ppo_repro.config import RunConfig
-from ppo_repro.config_engine import SGLangServers
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.sglang.client import ask
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine

@@ -21,7 +21,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from ppo_repro.control.config import NetworkConfig, load_control_config
+from ppo_repro.config.control import NetworkConfig, load_control_config
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.control.run import run

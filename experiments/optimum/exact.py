@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_algorithm import KLInReward
+from ppo_repro.config.algorithm import KLInReward
+from ppo_repro.config.run import RunConfig
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits

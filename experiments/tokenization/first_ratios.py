@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from analysis.tokenization_retokenize import AUDIT_COLUMNS, encoded_again, retokenization
 from analysis.tokenization_tokenizer import recorded_tokenizer, token_bytes
-from ppo_repro.config import RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import hidden_states

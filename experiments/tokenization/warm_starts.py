@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.logprobs import token_statistics

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppo_repro.control.config import load_control_config
+from ppo_repro.config.control import load_control_config
 from ppo_repro.control.summary import iteration_lines, speeds, summarise, verdicts
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
-from ppo_repro.control.config import ControlConfig
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ppo_repro.config_yaml import dump_yaml
-from ppo_repro.control.config import ControlConfig, load_control_config
+from ppo_repro.config.control import ControlConfig, load_control_config
+from ppo_repro.config.files import dump_yaml
 from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
 from ppo_repro.control.stages import evaluate
 from ppo_repro.control.tables import finished_returns, iteration_tables

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ppo_repro.config.control import ControlConfig, ControlPPOConfig
 from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
-from ppo_repro.control.config import ControlConfig, ControlPPOConfig
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics.arithmetic.grid import exact_mean

@@ -10,8 +10,8 @@ from typing import Literal
 
 import pandas as pd
 
-from ppo_repro.config_yaml import dump_yaml
-from ppo_repro.control.config import ControlConfig
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.files import dump_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, environment_of, run_of, state_of, without_code
 from ppo_repro.grids.engines import Engine

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_section import Section
-from ppo_repro.config_yaml import absolute_paths, describe_value, read_tree, set_field, validated
-from ppo_repro.control.config import ControlConfig
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.files import absolute_paths, describe_value, read_tree, set_field, validated
+from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import Section
 from ppo_repro.errors import UserError
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")

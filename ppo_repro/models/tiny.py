@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from ppo_repro.config import TinyModel
+from ppo_repro.config.run import TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.seeding import bell
 from ppo_repro.tasks.problems import Problem

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.config import NumericsConfig, TinyModel
+from ppo_repro.config.run import NumericsConfig, TinyModel
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.arithmetic.grid import exact_mean

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import Advantages, ForwardPass, Rollout
-from ppo_repro.config import RunConfig
-from ppo_repro.config_algorithm import (
+from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     ClipObjective,
     KLInLoss,
@@ -18,6 +17,7 @@ from ppo_repro.config_algorithm import (
     PolicyGradientObjective,
     ValueHead,
 )
+from ppo_repro.config.run import RunConfig
 from ppo_repro.models.layout import MicroBatch
 from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states, policy_logits
 from ppo_repro.models.scoring import in_reward_units

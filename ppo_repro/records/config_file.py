@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import load_config, read_tree
+from ppo_repro.config.files import load_config, read_tree
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head

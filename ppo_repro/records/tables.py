@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ppo_repro import profiling
 from ppo_repro.buffers import MinibatchUpdate
-from ppo_repro.config import RunConfig
-from ppo_repro.config_algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
+from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
+from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import Iteration
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance

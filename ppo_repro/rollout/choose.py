@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_engine import SGLangServers
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.rollout.torch_engine import TorchEngine

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.config import LayoutConfig, NumericsConfig, RunConfig, TinyModel
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import LayoutConfig, NumericsConfig, RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import freeze
 from ppo_repro.records.bisect import write

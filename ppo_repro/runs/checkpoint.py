@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ppo_repro import __version__
-from ppo_repro.config_yaml import describe
+from ppo_repro.config.files import describe
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.config import ModelFolder, RunConfig
+from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter
 from ppo_repro.models.reward_model import save_reward_model

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Prompts
-from ppo_repro.config import RunConfig
-from ppo_repro.config_dpo import DPOConfig
-from ppo_repro.config_yaml import build_config, dump_yaml
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.files import build_config, dump_yaml
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.preference_training import (
     PairLogprobs,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ppo_repro import __version__
-from ppo_repro.config import RunConfig
-from ppo_repro.control.config import ControlConfig
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
 

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from ppo_repro.config import JsonlTask, ModelFolder, RunConfig, TinyModel
-from ppo_repro.config_algorithm import NoValue, SeparateValue, ValueHead
-from ppo_repro.config_reward import RewardModelFolder
+from ppo_repro.config.algorithm import NoValue, SeparateValue, ValueHead
+from ppo_repro.config.reward import RewardModelFolder
+from ppo_repro.config.run import JsonlTask, ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files, load_folder, stop_ids
 from ppo_repro.models.lora import Lora, add_lora, make_lora_optimizer

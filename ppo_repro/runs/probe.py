@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ppo_repro.config import LayoutConfig, NumericsConfig, RunConfig, TinyModel
-from ppo_repro.config_reward import TrainedRewardModel
+from ppo_repro.config.reward import TrainedRewardModel
+from ppo_repro.config.run import LayoutConfig, NumericsConfig, RunConfig, TinyModel
 from ppo_repro.models.layout import TokenBatch, lay_out
 from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
 from ppo_repro.numerics import backend

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import load_config
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import durable, manifest, writer
 from ppo_repro.records.config_file import check_config

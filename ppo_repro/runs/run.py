@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_yaml import dump_yaml
+from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.loop import Clock, Iteration, ppo_iterations
 from ppo_repro.numerics.arithmetic.grid import exact_mean

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from ppo_repro.config import ModelFolder, RunConfig, TinyModel
-from ppo_repro.config_algorithm import SeparateValue
-from ppo_repro.config_reward import RewardModelFolder
+from ppo_repro.config.algorithm import SeparateValue
+from ppo_repro.config.reward import RewardModelFolder
+from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.numerics import backend

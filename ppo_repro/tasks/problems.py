@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.config import ArithmeticTask, JsonlTask, RunConfig
+from ppo_repro.config.run import ArithmeticTask, JsonlTask, RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling, check_request
 from ppo_repro.seeding import permutation

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 
-from ppo_repro.config_reward import (
-    ExactMatch,
-    FormatReward,
-    FunctionReward,
-    LengthReward,
-    RewardConfig,
-    RewardTerm,
-)
+from ppo_repro.config.reward import ExactMatch, FormatReward, FunctionReward, LengthReward, RewardConfig, RewardTerm
 from ppo_repro.errors import UserError
 
 UserReward = Callable[[str, str, str], float]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ppo_repro.config import NumericsConfig
-from ppo_repro.config_engine import SGLangServers
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.run import NumericsConfig
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.client import get
 from ppo_repro.rollout.sglang.command import EXACT_ARCHITECTURE, EXACT_BACKEND, SPARE_CONTEXT

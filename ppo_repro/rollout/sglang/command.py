@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ppo_repro
-from ppo_repro.config import RunConfig
-from ppo_repro.config_engine import SGLangServers
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 
 EXACT_BACKEND, EXACT_ARCHITECTURE = "ppo_repro_exact", "PpoReproExactForCausalLM"

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_engine import SGLangServers
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Request, Sampling

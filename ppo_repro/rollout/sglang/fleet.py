@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config import RunConfig
-from ppo_repro.config_engine import SGLangServers
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records.durable import atomic_write
 from ppo_repro.rollout.sglang import server

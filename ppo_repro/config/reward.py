@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config_section import Count, Finite, NonNegative, Positive, Section, Whitening
+from ppo_repro.config.section import Count, Finite, NonNegative, Positive, Section, Whitening
 
 
 class ExactMatch(Section):

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppo_repro.config import LayoutConfig, NumericsConfig
-from ppo_repro.config_section import Count, Index, NonNegative, Positive, Section
+from ppo_repro.config.run import LayoutConfig, NumericsConfig
+from ppo_repro.config.section import Count, Index, NonNegative, Positive, Section
 
 
 class DPOUpdate(Section):

@@ -10,8 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config_section import Count, Fraction, Index, NonNegative, Positive, Section
-from ppo_repro.config_yaml import read_tree, validated
+from ppo_repro.config.files import read_tree, validated
+from ppo_repro.config.section import Count, Fraction, Index, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
 

@@ -11,11 +11,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ppo_repro.config import JsonlTask, ModelFolder, RolloutConfig, RunConfig
-from ppo_repro.config_dpo import DPOConfig
-from ppo_repro.config_engine import SGLangServers
-from ppo_repro.config_reward import FunctionReward, RewardModelFolder
-from ppo_repro.config_section import Section
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.reward import FunctionReward, RewardModelFolder
+from ppo_repro.config.run import JsonlTask, ModelFolder, RolloutConfig, RunConfig
+from ppo_repro.config.section import Section
 from ppo_repro.errors import UserError
 
 Model = TypeVar("Model", bound=BaseModel)

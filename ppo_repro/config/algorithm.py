@@ -9,16 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config_section import (
-    Count,
-    Fraction,
-    Index,
-    NonNegative,
-    Positive,
-    Section,
-    Whitening,
-    with_usual,
-)
+from ppo_repro.config.section import Count, Fraction, Index, NonNegative, Positive, Section, Whitening, with_usual
 
 ClipBound = Annotated[float, Field(gt=0, lt=1)]
 

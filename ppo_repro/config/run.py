@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from ppo_repro.config_algorithm import (
+from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     AdvantagesConfig,
     GaeAdvantages,
@@ -23,9 +23,9 @@ from ppo_repro.config_algorithm import (
     SeparateValue,
     ValueConfig,
 )
-from ppo_repro.config_engine import BuiltInEngine, SGLangServers
-from ppo_repro.config_reward import RewardConfig, TrainedRewardModel
-from ppo_repro.config_section import Count, Fraction, Index, Positive, Section, with_usual
+from ppo_repro.config.engine import BuiltInEngine, SGLangServers
+from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
+from ppo_repro.config.section import Count, Fraction, Index, Positive, Section, with_usual
 
 # what a group of fields is when it does not say: (group, field, value)
 USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import durable, manifest, writer
+from ppo_repro.records import manifest, writer
 from ppo_repro.records.background import appending
 from tests import synthetic_run
 

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ppo_repro.disk.folder import only_writer, whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
 from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import INDEX_NAME, Checkpoint, Origin
-from ppo_repro.runs.folder import only_writer, whole_folder
 from tests.models_for_tests import seeded, unequal
 from tests.synthetic_run import FLOAT32_BITS
 

@@ -334,7 +334,7 @@ def test_json_says_nan_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_full_disk_is_one_line_and_keeps_what_was_complete(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_repro.records import durable
+    from ppo_repro.disk import durable
 
     real = durable.atomic_write
 

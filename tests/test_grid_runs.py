@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from ppo_repro.cli import _run
+from ppo_repro.disk.folder import only_writer
 from ppo_repro.errors import UserError
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Order, run_of, start_cell
@@ -26,7 +27,6 @@ from ppo_repro.grids.grid import Outcome, run_grid
 from ppo_repro.grids.progress import SilentGrid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest
-from ppo_repro.runs.folder import only_writer
 from ppo_repro.runs.run import run_folder
 from tests.ranks_for_tests import ROOT, TINY
 from tests.runs_for_tests import recorded_iterations

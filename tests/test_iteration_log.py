@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import durable, iteration_log, manifest, reader, writer
+from ppo_repro.records import iteration_log, manifest, reader, writer
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry
 from tests import synthetic_run
 

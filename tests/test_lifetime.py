@@ -12,10 +12,10 @@ import pytest
 from ppo_repro.config.control import load_control_config
 from ppo_repro.config.files import load_config
 from ppo_repro.control import run as control_module
+from ppo_repro.disk.folder import only_writer
 from ppo_repro.grids.cell import Order, finish_cell, run_of, start_cell, state_of
 from ppo_repro.records import manifest, writer
 from ppo_repro.runs import run as run_module
-from ppo_repro.runs.folder import only_writer
 from ppo_repro.runs.lifetime import new_run
 from ppo_repro.runs.progress import Silent
 from tests.ranks_for_tests import ROOT, TINY

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.config.files import load_config
+from ppo_repro.disk.folder import only_writer
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optim.optimizer import OptimizerState
 from ppo_repro.records import manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint
-from ppo_repro.runs.folder import only_writer
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import Resumed, resume
 from tests.resume_for_tests import (

@@ -28,8 +28,9 @@ from analysis.report.load import IterationRecords, iterations_of
 from analysis.report.markup import number
 from analysis.report.page import page, summary_html
 from analysis.report.responses import MAX_TOKENS, response_summary, select, token_data
+from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import durable, manifest, reader
+from ppo_repro.records import manifest, reader
 
 DEFAULT_RESPONSES = 60
 

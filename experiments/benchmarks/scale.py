@@ -24,10 +24,11 @@ from scipy.optimize import nnls
 from experiments.benchmarks import ppo_step, timing, workload
 from experiments.benchmarks.workload import Size
 from ppo_repro.config.files import load_config
+from ppo_repro.disk import durable
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import backend
 from ppo_repro.ranks import ALONE
-from ppo_repro.records import durable, iteration_log, manifest, reader, schema, writer
+from ppo_repro.records import iteration_log, manifest, reader, schema, writer
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry
 from ppo_repro.runs.prepare import prepare
 

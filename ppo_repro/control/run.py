@@ -21,6 +21,7 @@ from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
 from ppo_repro.control.stages import evaluate
 from ppo_repro.control.tables import finished_returns, iteration_tables
 from ppo_repro.control.update import ControlState
+from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import UserError
 from ppo_repro.loop import Clock
 from ppo_repro.numerics.optim.optimizer import weights_digest
@@ -28,7 +29,6 @@ from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.diff import first_final_difference
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.folder import check_links, only_writer
 from ppo_repro.runs.lifetime import mark_ended, new_run
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.run import Final, Rerun, check_overrides, compared, require_same

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import durable, manifest
+from ppo_repro.records import manifest
 from ppo_repro.records.config_file import read_environment
 
 RESULT = "result.json"

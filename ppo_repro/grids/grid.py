@@ -12,15 +12,15 @@ import pandas as pd
 
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import dump_yaml
+from ppo_repro.disk import durable
+from ppo_repro.disk.folder import only_writer, remove_folder
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, environment_of, run_of, state_of, without_code
 from ppo_repro.grids.engines import Engine
 from ppo_repro.grids.progress import GridWatcher
 from ppo_repro.grids.results import write_tables
 from ppo_repro.grids.spec import Cell, Grid
-from ppo_repro.records import durable
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.folder import only_writer, remove_folder
 
 Changed = Literal["refuse", "keep", "redo"]
 

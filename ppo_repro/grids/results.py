@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from ppo_repro.disk import durable
 from ppo_repro.grids.cell import environment_of, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell
-from ppo_repro.records import durable, manifest, reader
+from ppo_repro.records import manifest, reader
 
 CELLS = "cells.parquet"
 RESULTS = "results.parquet"

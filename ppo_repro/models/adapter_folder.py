@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.disk.folder import check_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.lora import Lora, attach_factors, choose_layers, shape_of
-from ppo_repro.runs.folder import check_sums
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

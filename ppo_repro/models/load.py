@@ -14,9 +14,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ppo_repro.disk.folder import check_sums
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS
-from ppo_repro.runs.folder import check_sums
 
 
 def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -22,12 +22,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ppo_repro.disk.folder import check_sums, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear
-from ppo_repro.runs.folder import check_sums, whole_folder, write_sums
 from ppo_repro.seeding import bell
 
 CLASSIFIER_OF = dict(zip(CAUSAL_MODELS, CLASSIFIERS, strict=True))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
+from ppo_repro.disk.durable import atomic_write
 from ppo_repro.errors import UserError
 from ppo_repro.records import arrow, reader
-from ppo_repro.records.durable import atomic_write
 from ppo_repro.records.schema import Column, Table
 
 _MODE = Column("mode", "string", "", "Numerics: exact or native.")

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import arrow, digests, durable, manifest, reader
+from ppo_repro.records import arrow, digests, manifest, reader
 from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.schema import Column, Table
 

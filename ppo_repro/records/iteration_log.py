@@ -13,8 +13,9 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, durable
+from ppo_repro.records import digests
 
 FILE_NAME = "iterations.jsonl"
 DAMAGED = "the file was changed or damaged"

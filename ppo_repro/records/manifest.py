@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import control_schema, digests, durable, iteration_log, schema
+from ppo_repro.records import control_schema, digests, iteration_log, schema
 from ppo_repro.records.iteration_log import IterationEntry, next_link
 
 FILE_NAME = "manifest.json"

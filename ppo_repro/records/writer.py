@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import arrow, digests, durable, iteration_log, manifest, schema
+from ppo_repro.records import arrow, digests, iteration_log, manifest, schema
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
 from ppo_repro.records.manifest import Head, Kind, Status
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from ppo_repro import __version__
 from ppo_repro.config.files import describe
+from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
 from ppo_repro.numerics.optim.gradients import GRADIENT_BITS, HEADROOM
 from ppo_repro.ppo.controllers import Controls, ReturnStatistics
-from ppo_repro.runs.folder import whole_folder
 
 FORMAT = 2
 # what a gradient grid means: a checkpoint of other numbers would continue as another run

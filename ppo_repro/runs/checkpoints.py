@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.disk.folder import remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter
 from ppo_repro.models.reward_model import save_reward_model
@@ -19,7 +20,6 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint, Origin
-from ppo_repro.runs.folder import remove_folder, whole_folder, write_sums
 from ppo_repro.runs.prepare import Prepared
 
 _NAME = re.compile(r"iteration-(\d{6,})")

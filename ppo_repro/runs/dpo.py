@@ -18,6 +18,7 @@ from ppo_repro.buffers import Prompts
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import build_config, dump_yaml
 from ppo_repro.config.run import RunConfig
+from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.preference_training import (
     PairLogprobs,
@@ -39,7 +40,6 @@ from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.checkpoints import final_folder, reference_folder, save_model
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.folder import whole_folder
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.run import check_inputs

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ppo_repro.disk.folder import only_writer, remove_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.manifest import Status
-from ppo_repro.runs.folder import only_writer, remove_folder
 
 
 @contextmanager

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
+from ppo_repro.disk import durable
+from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import UserError
-from ppo_repro.records import durable, manifest, writer
+from ppo_repro.records import manifest, writer
 from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.choose import require_same_sampler
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.folder import check_links, only_writer
 from ppo_repro.runs.lifetime import mark_ended
 from ppo_repro.runs.prepare import task_inputs
 from ppo_repro.runs.progress import Watcher

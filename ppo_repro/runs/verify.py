@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_repro.disk.folder import SUMS_NAME, check_links, check_sums
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.config_file import check_config, check_notes
 from ppo_repro.runs import checkpoints
-from ppo_repro.runs.folder import SUMS_NAME, check_links, check_sums
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
+from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.rollout.sglang.client import Call, get, post
-from ppo_repro.runs.folder import whole_folder
 
 DIGEST_NAME = "ppo_repro.digest"
 LEAVE_SECONDS = 5.0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from ppo_repro.disk.durable import sync_folder
 from ppo_repro.errors import UserError
-from ppo_repro.records.durable import sync_folder
 
 LOCK_NAME = "lock"
 SUMS_NAME = "SHA256SUMS"

@@ -188,7 +188,7 @@ def probe_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.files import load_config
 
     config = load_config(arguments.config, arguments.set)
-    from ppo_repro.runs.probe import failures, probe, render
+    from ppo_repro.checks.probe import failures, probe, render
 
     rows = probe(config)
     failed = failures(rows)
@@ -202,7 +202,7 @@ def probe_command(arguments: argparse.Namespace) -> int:
 
 def bisect_command(arguments: argparse.Namespace) -> int:
     """Find the module and the condition at which sampler and trainer part."""
-    from ppo_repro.runs.bisect import bisect, lines
+    from ppo_repro.checks.bisect import bisect, lines
 
     found = bisect(arguments.source, arguments.set, arguments.out)
     print_result(arguments.json, dataclasses.asdict(found), lines(found))

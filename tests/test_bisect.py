@@ -14,15 +14,15 @@ import torch
 from transformers import PreTrainedModel
 
 from analysis.attribution import Origin, by_layer_and_op, origin, read_ladder, read_ops
+from ppo_repro.checks.bisect import Subject, compare_ops, first_divergent_op, ulps
+from ppo_repro.checks.capture import decoded, trained
+from ppo_repro.checks.conditions import TOGGLES, ladder
+from ppo_repro.checks.replay import Replay
 from ppo_repro.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records.bisect import read_table
 from ppo_repro.rollout.engine import Sampling
-from ppo_repro.rollout.replay import Replay
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.bisect import Subject, compare_ops, first_divergent_op, ulps
-from ppo_repro.runs.capture import decoded, trained
-from ppo_repro.runs.ladder import TOGGLES, ladder
 from tests.models_for_tests import CONTEXT, policy, unequal
 from tests.test_rollout import STOPS, requests_of
 

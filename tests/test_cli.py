@@ -317,7 +317,7 @@ def test_probe_holds_and_its_control_finds_differences(cli: Cli) -> None:
 
 
 def test_probe_fails_where_the_control_finds_nothing() -> None:
-    from ppo_repro.runs.probe import CONTROL, Row, failures
+    from ppo_repro.checks.probe import CONTROL, Row, failures
 
     assert failures([Row(CONTROL, "", 10, 0, 3)]) == []
     assert len(failures([Row(CONTROL, "", 10, 0, 0)])) == 1

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from analysis.mismatch import measure, whole
 from analysis.mismatch_update import update_table
 from analysis.pairs import run_pairs
+from ppo_repro.checks.bisect import bisect
+from ppo_repro.checks.probe import probe
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, gumbel_noise, normal_noise, sample
-from ppo_repro.runs.bisect import bisect
-from ppo_repro.runs.probe import probe
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
 from ppo_repro.stages import sampling_of

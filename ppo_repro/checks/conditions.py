@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from ppo_repro.checks.capture import batch_of, scored
+from ppo_repro.checks.replay import Replay
 from ppo_repro.models.networks import freeze
 from ppo_repro.numerics import backend
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.replay import Replay
-from ppo_repro.runs.capture import batch_of, scored
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.checks.capture import Captured, decoded, patched, trained
+from ppo_repro.checks.conditions import Step, ladder
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import LayoutConfig, NumericsConfig, RunConfig, TinyModel
 from ppo_repro.errors import UserError
@@ -25,8 +27,6 @@ from ppo_repro.records.bisect import write
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.capture import Captured, decoded, patched, trained
-from ppo_repro.runs.ladder import Step, ladder
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages import require_undisturbed, sampling_of

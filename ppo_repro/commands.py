@@ -229,8 +229,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.files import load_config
 
     config = load_config(arguments.config, arguments.set)
-    from ppo_repro.runs.plan_table import as_json, lines
-    from ppo_repro.runs.shapes import plan_run
+    from ppo_repro.plan.report import as_json, lines
+    from ppo_repro.plan.shapes import plan_run
 
     plan = plan_run(config)
     print_result(arguments.json, as_json(plan), lines(plan))

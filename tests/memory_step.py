@@ -14,10 +14,10 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import make_optimizer
+from ppo_repro.plan.memory import Plan, Work, make_plan
+from ppo_repro.plan.shapes import model_shape
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.plan import Plan, Work, make_plan
-from ppo_repro.runs.shapes import model_shape
 
 PROMPT, RESPONSE, SEQUENCES, UPDATE = 16, 80, 24, 12
 SETTINGS = AdamWSettings(1e-4, 0.9, 0.95, 1e-8, 0.0, 1.0)

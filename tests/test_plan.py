@@ -33,10 +33,10 @@ from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
+from ppo_repro.plan import memory, report
+from ppo_repro.plan.memory import Linear, Work, mixed_precision_bytes
+from ppo_repro.plan.shapes import model_shape, plan_run
 from ppo_repro.rollout.cache import SlotCache
-from ppo_repro.runs import plan, plan_table
-from ppo_repro.runs.plan import Linear, Work, mixed_precision_bytes
-from ppo_repro.runs.shapes import model_shape, plan_run
 from tests.models_for_tests import CLASSES, CONFIGS, CONTEXT, fill, kept_bytes, ragged, source_model
 from tests.runs_for_tests import small_config
 
@@ -69,7 +69,7 @@ def test_a_real_seven_billion_model_needs_no_memory_to_be_planned() -> None:
     shape = model_shape(llama_7b(), exact=True)
     assert shape.parameters == 6_738_415_616
     trunk = shape.parameters - 32000 * 4096
-    planned = plan.make_plan(shape, shape, plan.as_classifier(shape, 1), work("dgemm", max_context=2048))
+    planned = memory.make_plan(shape, shape, memory.as_classifier(shape, 1), work("dgemm", max_context=2048))
     policy, value_model, reference, reward = planned.residents
     assert policy.mixed_precision == 16 * shape.parameters and reference.mixed_precision == 2 * shape.parameters
     assert value_model.trained_parameters == trunk + 4096 + 1 and reward.frozen_parameters == trunk + 4096
@@ -81,14 +81,14 @@ def test_a_real_seven_billion_model_needs_no_memory_to_be_planned() -> None:
 
 def test_operands_worked_by_hand() -> None:
     matrix = Linear(outputs=40, inputs=100)
-    assert plan.prepared_bytes(matrix, False, work("native")) == 0
-    assert plan.prepared_bytes(matrix, False, work("dgemm")) == 8 * 4000
+    assert memory.prepared_bytes(matrix, False, work("native")) == 0
+    assert memory.prepared_bytes(matrix, False, work("dgemm")) == 8 * 4000
     # 3 blocks of 16 columns, 2 of 64 terms, three digits of 1024 bytes, 48 scales
-    assert plan.prepared_bytes(matrix, False, work("amx")) == 3 * 2 * 3 * 1024 + 48 * 8
-    assert plan.prepared_bytes(matrix, True, work("amx")) == 7 * 1 * 3 * 1024 + 112 * 8
-    assert plan.prepared_bytes(matrix, True, work("amx", operand_bits=14)) == 7 * 1 * 2 * 1024 + 112 * 8
+    assert memory.prepared_bytes(matrix, False, work("amx")) == 3 * 2 * 3 * 1024 + 48 * 8
+    assert memory.prepared_bytes(matrix, True, work("amx")) == 7 * 1 * 3 * 1024 + 112 * 8
+    assert memory.prepared_bytes(matrix, True, work("amx", operand_bits=14)) == 7 * 1 * 2 * 1024 + 112 * 8
     vocabulary = Linear(outputs=50_000, inputs=16)
-    assert plan.prepared_bytes(vocabulary, True, work("amx")) == 8 * 50_000 * 16  # too many terms for int32 sums
+    assert memory.prepared_bytes(vocabulary, True, work("amx")) == 8 * 50_000 * 16  # too many terms for int32 sums
 
 
 def distinct(tensors: Iterable[Tensor]) -> int:
@@ -134,7 +134,7 @@ def test_what_stays_is_counted_to_the_byte(architecture: str, kernels: str) -> N
         return token_statistics(logits, batch.targets, 1.0, None, mode)[0]
 
     shape = model_shape(CONFIGS[architecture](), mode == "exact")
-    planned = plan.make_plan(shape, shape, None, work(kernels)).residents
+    planned = memory.make_plan(shape, shape, None, work(kernels)).residents
     pairs = ((policy, logprobs, planned[0]), (value_model, lambda: value_predictions(value_model, batch), planned[1]))
     for model, forward, resident in pairs:
         optimizer = make_optimizer(model, SETTINGS, mode)
@@ -147,7 +147,7 @@ def test_what_stays_is_counted_to_the_byte(architecture: str, kernels: str) -> N
             assert distinct(optimizer.accumulator._gradients.values()) == resident.gradients
             # after a step the forward operands are new; those of the backward pass come with the next one
             forward_only = sum(
-                plan.prepared_bytes(m, False, work(kernels)) for m in (*shape.linears, head_of(model, shape))
+                memory.prepared_bytes(m, False, work(kernels)) for m in (*shape.linears, head_of(model, shape))
             )
             assert held_operands(model) == forward_only
             optimizer.accumulator.begin()
@@ -161,7 +161,7 @@ def test_what_stays_is_counted_to_the_byte(architecture: str, kernels: str) -> N
     assert (distinct(reference.parameters()), held_operands(reference)) == (planned[2].weights, planned[2].operands)
 
 
-def head_of(model: nn.Module, shape: plan.ModelShape) -> Linear:
+def head_of(model: nn.Module, shape: memory.ModelShape) -> Linear:
     return Linear(1, shape.hidden) if hasattr(model, "trunk") else shape.head
 
 
@@ -182,7 +182,7 @@ def test_an_adapter_is_counted_to_the_byte(architecture: str, mode: str) -> None
         batch.real_tokens,
     )
     shape = model_shape(CONFIGS[architecture](), mode == "exact", targets)
-    resident = plan.trained_model("policy", shape, shape.head, 0, work(kernels, lora_rank=3), 3)
+    resident = memory.trained_model("policy", shape, shape.head, 0, work(kernels, lora_rank=3), 3)
     bases = [layer.base for layer in lora.layers.values()]
     assert distinct([*policy.parameters(), *bases, *lora.factors().values()]) == resident.weights
     state = optimizer.state()
@@ -204,8 +204,8 @@ def test_caches_are_counted_to_the_byte(architecture: str) -> None:
     grid, slots = GridCache(config, 5, CONTEXT, device), SlotCache(config, 5, CONTEXT, device)
     shape = model_shape(config, True)
     found = distinct([*grid.keys, *grid.values, *grid.value_scales])
-    assert found == plan.cache_bytes(shape, work("dgemm", slots=5))
-    assert distinct([*slots.keys, *slots.values]) == plan.cache_bytes(shape, work("native", slots=5))
+    assert found == memory.cache_bytes(shape, work("dgemm", slots=5))
+    assert distinct([*slots.keys, *slots.values]) == memory.cache_bytes(shape, work("native", slots=5))
 
 
 def resized(architecture: str, layers: int) -> PretrainedConfig:
@@ -252,7 +252,7 @@ def test_activations_of_a_layer_are_what_a_pass_keeps(architecture: str, mode: s
     found = saved(architecture, mode, 3) - saved(architecture, mode, 2)
     shape = model_shape(resized(architecture, 2), mode == "exact")
     how = work("dgemm" if mode == "exact" else "native")
-    expected = plan.saved_bytes_per_layer(shape, tokens, row, how)
+    expected = memory.saved_bytes_per_layer(shape, tokens, row, how)
     if mode == "exact" and architecture not in {"gemma", "gpt2", "gpt_neox"}:
         assert found == expected
     elif mode == "exact":
@@ -263,7 +263,7 @@ def test_activations_of_a_layer_are_what_a_pass_keeps(architecture: str, mode: s
         assert found == expected + (2 * 4 * shape.hidden if architecture == "gemma" else 0)
     recomputing = replace(how, recompute=True)
     deep = replace(shape, layers=32)
-    assert plan.activation_bytes(deep, tokens, row, recomputing) < plan.activation_bytes(deep, tokens, row, how) / 4
+    assert memory.activation_bytes(deep, tokens, row, recomputing) < memory.activation_bytes(deep, tokens, row, how) / 4
 
 
 def test_a_classifier_has_the_trunk_and_a_score() -> None:
@@ -271,7 +271,7 @@ def test_a_classifier_has_the_trunk_and_a_score() -> None:
     config.num_labels = 1
     with torch.device("meta"):
         real = LlamaForSequenceClassification(config)
-    shape = plan.as_classifier(model_shape(config, True), 1)
+    shape = memory.as_classifier(model_shape(config, True), 1)
     assert shape.parameters == sum(p.numel() for p in real.parameters())
 
 
@@ -303,7 +303,7 @@ def test_a_folder_with_nothing_but_its_config_can_be_planned(
     assert [r.name for r in found.residents] == ["policy", "value model", "reference"]
     assert found.peak == found.resident + max(sum(parts.values()) for parts in found.phases.values())
     assert _run(["plan", "tests/small.yaml", "--set", model, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == plan_table.as_json(found)
+    assert json.loads(capsys.readouterr().out) == report.as_json(found)
     assert _run(["plan", "tests/small.yaml", "--set", model]) == 0
     table = capsys.readouterr().out
     assert all(word in table for word in ("policy", "value model", "reference", "peak", "mixed-precision"))
@@ -337,13 +337,13 @@ def test_smaller_pieces_of_work_need_less_and_the_same_stays() -> None:
 
 
 def test_arithmetic_needs_no_torch() -> None:
-    code = "import sys, ppo_repro.runs.plan, ppo_repro.runs.plan_table; sys.exit('torch' in sys.modules)"
+    code = "import sys, ppo_repro.plan.memory, ppo_repro.plan.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (252 * BILLION, "252.0 GB")])
 def test_sizes_are_decimal(count: int, text: str) -> None:
-    assert plan_table.size(count) == text
+    assert report.size(count) == text
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of
 from ppo_repro.numerics.layers.lowering import check_config
-from ppo_repro.runs.plan import Linear, ModelShape, Plan, Saved, Work, as_classifier, make_plan
+from ppo_repro.plan.memory import Linear, ModelShape, Plan, Saved, Work, as_classifier, make_plan
 
 # what a pass keeps, counted over the code of each family and held to it by a test: times the widths of residual
 # stream, queries, keys and MLP, then norms with exponents of rows, norms of every head, mask rows

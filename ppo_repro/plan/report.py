@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ppo_repro.runs.plan import Plan
+from ppo_repro.plan.memory import Plan
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def dpo_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.files import load_dpo_config
 
     config = load_dpo_config(arguments.config, arguments.set)
-    from ppo_repro.runs.dpo import lines, train_dpo
+    from ppo_repro.dpo.run import lines, train_dpo
     from ppo_repro.runs.progress import ConsoleProgress
 
     with ConsoleProgress() as watcher:

@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_tokenizer
+from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_by_rule, pairs_from_run, wrong_answer
 from ppo_repro.records import reader
-from ppo_repro.tasks.preferences import (
-    Preference,
-    check_pairs,
-    hold_out,
-    pairs_by_rule,
-    pairs_from_run,
-    wrong_answer,
-)
 from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.tokenizer import decode
 from tests.runs_for_tests import small_config

@@ -10,7 +10,13 @@ from ppo_repro.config.reward import RewardModelTraining
 from ppo_repro.config.run import LayoutConfig, NumericsConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import make_policy
-from ppo_repro.models.preference_training import (
+from ppo_repro.models.reward_model import make_reward_model
+from ppo_repro.models.tiny import make_model, make_tokenizer
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
+from ppo_repro.ppo.preferences import preference_accuracy
+from ppo_repro.preferences.pairs import Preference, pairs_by_rule
+from ppo_repro.preferences.training import (
     PreferenceStep,
     RewardTraining,
     Schedule,
@@ -21,12 +27,6 @@ from ppo_repro.models.preference_training import (
     reward_margins,
     train_reward_model,
 )
-from ppo_repro.models.reward_model import make_reward_model
-from ppo_repro.models.tiny import make_model, make_tokenizer
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
-from ppo_repro.ppo.preferences import preference_accuracy
-from ppo_repro.tasks.preferences import Preference, pairs_by_rule
 from ppo_repro.tasks.problems import arithmetic, split
 from tests.models_for_tests import CONTEXT, ragged, source_model, unequal
 
@@ -193,7 +193,7 @@ def stock_losses(policy: PreTrainedModel, pairs: list[Preference], beta: float) 
 
 
 def test_the_gradient_norm_is_that_of_autograd_in_float64() -> None:
-    from ppo_repro.models.preference_training import PairLogprobs
+    from ppo_repro.preferences.training import PairLogprobs
 
     pairs = ragged_pairs(6)
     wide = source_model("qwen3").double()

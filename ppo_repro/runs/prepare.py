@@ -24,7 +24,6 @@ from ppo_repro.models.networks import (
     make_value_head,
     make_value_model,
 )
-from ppo_repro.models.preference_training import RewardTraining, train_reward_model
 from ppo_repro.models.reward_model import (
     load_reward_model,
     make_reward_model,
@@ -37,9 +36,10 @@ from ppo_repro.models.warm_start import warm_start
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.preferences.pairs import pairs_by_rule
+from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.stages import Task, first_controls
-from ppo_repro.tasks.preferences import pairs_by_rule
 from ppo_repro.tasks.problems import Split, encode_all, encoder, load_problems
 from ppo_repro.tasks.rewards import Judge, load_judge, reward_files
 

@@ -19,8 +19,14 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import build_config, dump_yaml
 from ppo_repro.config.run import RunConfig
 from ppo_repro.disk.folder import whole_folder
+from ppo_repro.dpo import records
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.models.preference_training import (
+from ppo_repro.models.scoring import score_rollout
+from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
+from ppo_repro.ppo.preferences import preference_accuracy
+from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_from_run
+from ppo_repro.preferences.training import (
     PairLogprobs,
     PreferenceStep,
     Schedule,
@@ -29,12 +35,7 @@ from ppo_repro.models.preference_training import (
     pair_logprobs,
     pairs_at_once,
 )
-from ppo_repro.models.scoring import score_rollout
-from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
-from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.ranks import ALONE
-from ppo_repro.records import dpo as records
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
@@ -46,7 +47,6 @@ from ppo_repro.runs.run import check_inputs
 from ppo_repro.seeding import sample_seed
 from ppo_repro.shares import check_shares
 from ppo_repro.stages import evaluate, roll_out
-from ppo_repro.tasks.preferences import Preference, check_pairs, hold_out, pairs_from_run
 
 
 @dataclass(frozen=True)

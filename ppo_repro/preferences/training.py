@@ -24,8 +24,8 @@ from ppo_repro.ppo.preferences import (
     preference_accuracy,
     sequence_logprobs,
 )
+from ppo_repro.preferences.pairs import Preference, check_pairs, chosen_sequences, rejected_sequences
 from ppo_repro.seeding import permutation
-from ppo_repro.tasks.preferences import Preference, check_pairs, chosen_sequences, rejected_sequences
 
 Progress = Callable[[int, int, float], None]  # step, last step, loss
 LossesOf = Callable[[list[int]], tuple[Tensor, Tensor]]  # indices of pairs -> losses and margins, [m] each

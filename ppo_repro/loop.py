@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Rewards, Rollout
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.scoring import score_rollout
 from ppo_repro.models.state import TrainState
 from ppo_repro.ppo.controllers import Controls
-from ppo_repro.ppo.update import update
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.stages import (
+from ppo_repro.stages.forward import score_rollout
+from ppo_repro.stages.rollout import (
     Evaluation,
     Task,
     choose_prompts,
@@ -24,6 +23,7 @@ from ppo_repro.stages import (
     next_controls,
     roll_out,
 )
+from ppo_repro.stages.update import update
 
 
 @dataclass(frozen=True)

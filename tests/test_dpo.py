@@ -26,7 +26,7 @@ from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages import sampling_of
+from ppo_repro.stages.rollout import sampling_of
 from tests.runs_for_tests import small_config
 from tests.test_cli import Cli, cli, one_line  # noqa: F401 (a fixture)
 from tests.test_config_fields import leaf_fields

@@ -24,7 +24,7 @@ from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, gumbel_noise, normal_noise, sample
 from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
-from ppo_repro.stages import sampling_of
+from ppo_repro.stages.rollout import sampling_of
 from tests.models_for_tests import unequal
 from tests.runs_for_tests import SMALL, small_config
 from tests.test_sampler import drawn_case, murmur3

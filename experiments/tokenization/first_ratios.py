@@ -23,7 +23,6 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.layout import lay_out
 from ppo_repro.models.networks import hidden_states
-from ppo_repro.models.scoring import LOGITS_AT_ONCE
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import weights_digest
@@ -33,7 +32,8 @@ from ppo_repro.runs.checkpoints import reference_folder
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.run import check_inputs
 from ppo_repro.shares import check_shares
-from ppo_repro.stages import require_undisturbed
+from ppo_repro.stages.forward import LOGITS_AT_ONCE
+from ppo_repro.stages.rollout import require_undisturbed
 
 Ids = Sequence[Sequence[int]]
 Floats = NDArray[np.float32]

@@ -29,7 +29,7 @@ from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages import require_undisturbed, sampling_of
+from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 
 SEQUENCES = 16  # what every module gives for all their tokens is held at once, for both paths
 MODES: tuple[Literal["exact", "native"], ...] = ("exact", "native")

@@ -21,7 +21,7 @@ from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_di
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.advantages import whiten
 from ppo_repro.ppo.schedules import rate_factor
-from ppo_repro.ppo.update import minibatches
+from ppo_repro.stages.update import minibatches
 
 
 @dataclass

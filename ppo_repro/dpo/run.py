@@ -21,7 +21,6 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.dpo import records
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.models.scoring import score_rollout
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import preference_accuracy
@@ -46,7 +45,8 @@ from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.run import check_inputs
 from ppo_repro.seeding import sample_seed
 from ppo_repro.shares import check_shares
-from ppo_repro.stages import evaluate, roll_out
+from ppo_repro.stages.forward import score_rollout
+from ppo_repro.stages.rollout import evaluate, roll_out
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from ppo_repro.runs.lifetime import new_run
 from ppo_repro.runs.prepare import Prepared, prepare, run_inputs
 from ppo_repro.runs.progress import Watcher
 from ppo_repro.shares import check_shares
-from ppo_repro.stages import evaluate, last_kl
+from ppo_repro.stages.rollout import evaluate, last_kl
 
 Final = dict[str, float | int | str]
 

@@ -19,11 +19,11 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_digest
 from ppo_repro.ppo import kl, losses
-from ppo_repro.ppo.objective import Objective, PolicyLoss, ValueLoss, make_objective
 from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.ranks import Ranks
 from ppo_repro.seeding import permutation
+from ppo_repro.stages.objective import Objective, PolicyLoss, ValueLoss, make_objective
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -20,13 +20,13 @@ from ppo_repro.config.algorithm import (
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.layout import MicroBatch
 from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states, policy_logits
-from ppo_repro.models.scoring import in_reward_units
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_loss, token_statistics
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.controllers import ReturnStatistics
 from ppo_repro.ppo.weights import importance_weights
+from ppo_repro.stages.forward import in_reward_units
 
 Seen = tuple[Tensor, tuple[Tensor, ...]]  # per-token loss, columns that describe it
 

@@ -8,7 +8,7 @@ import sys
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import freeze, make_policy, make_value_model, policy_logits, value_predictions
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import token_statistics

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.layers.attention import reach
 from ppo_repro.numerics.layers.families import head_of, stock_masks, trunk_of

@@ -12,7 +12,7 @@ import torch
 
 from experiments.benchmarks import lean, learning, numerics
 from experiments.benchmarks.machine import Peaks
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, make_value_model, policy_logits, sequence_scores
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, head_of, trunk_of
 from ppo_repro.rollout.engine import Request, Sampling

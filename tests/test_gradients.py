@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import NumericsError, UserError
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import checkpoint_gradients, make_policy, policy_logits
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import quantise

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.buffers import Prompts, Rollout
-from ppo_repro.models.layout import TokenBatch, input_tokens, lay_out, micro_batches
+from ppo_repro.models.batches import TokenBatch, input_tokens, lay_out, micro_batches
 from ppo_repro.numerics.layers.attention import reach
 
 PADDINGS = pytest.mark.parametrize("padding", ["right", "left", "none"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers, make_lora_optimizer
 from ppo_repro.models.networks import freeze, make_policy, make_value_model, policy_logits
 from ppo_repro.models.state import TrainState

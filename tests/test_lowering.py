@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import CohereConfig, CohereForCausalLM, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits, value_predictions
 from ppo_repro.numerics.layers.attention import attention

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.logprobs import token_statistics

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.models import networks
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import checkpoint_gradients, hidden_states, make_policy
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import head_of, trunk_of

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, Pretrained
 
 from ppo_repro.cli import _run
 from ppo_repro.errors import UserError
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.lora import ExactLoraOptimizer, add_lora, make_lora_optimizer
 from ppo_repro.models.networks import (
     freeze,
@@ -36,7 +36,7 @@ from ppo_repro.numerics.optim.optimizer import ExactOptimizer, NativeOptimizer, 
 from ppo_repro.plan import memory, report
 from ppo_repro.plan.memory import Linear, Work, mixed_precision_bytes
 from ppo_repro.plan.shapes import model_shape, plan_run
-from ppo_repro.rollout.cache import SlotCache
+from ppo_repro.rollout.stock_cache import SlotCache
 from tests.models_for_tests import CLASSES, CONFIGS, CONTEXT, fill, kept_bytes, ragged, source_model
 from tests.runs_for_tests import small_config
 

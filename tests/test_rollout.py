@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.models.layout import TokenBatch
+from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.networks import expand_kept, make_policy, policy_logits, value_predictions
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling

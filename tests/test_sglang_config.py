@@ -11,7 +11,7 @@ import pytest
 from ppo_repro.config.engine import EXACT_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.config.files import build_config, load_config
 from ppo_repro.errors import UserError
-from ppo_repro.rollout.choose import check_engine, require_same_sampler
+from ppo_repro.rollout.open_engine import check_engine, require_same_sampler
 from ppo_repro.rollout.sglang.command import (
     SPARE_CONTEXT,
     look_into,

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, make_value_model, policy_logits, value_predictions
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import token_statistics

@@ -27,7 +27,7 @@ from experiments.tokenization.first_ratios import (
 from experiments.tokenization.reencode import bits, main, of_run, ratios, runs_of, verdict
 from ppo_repro.errors import UserError
 from ppo_repro.grids.spec import load_grid
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.records import reader
 from ppo_repro.tasks.tokenizer import train_tokenizer

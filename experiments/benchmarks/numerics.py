@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCau
 
 from experiments.benchmarks import lean
 from experiments.benchmarks.machine import Peaks, measure
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.kv_cache import GridCache

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.logprobs import token_statistics

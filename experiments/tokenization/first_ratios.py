@@ -21,7 +21,7 @@ from analysis.tokenization_retokenize import AUDIT_COLUMNS, encoded_again, retok
 from analysis.tokenization_tokenizer import recorded_tokenizer, token_bytes
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.models.layout import lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import hidden_states
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import token_statistics

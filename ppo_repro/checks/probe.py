@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import LayoutConfig, NumericsConfig, RunConfig, TinyModel
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import token_statistics

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.layers.attention import reach

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.config.run import NumericsConfig, TinyModel
-from ppo_repro.models.layout import TokenBatch, lay_out
+from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.logprobs import token_statistics

@@ -16,10 +16,10 @@ from ppo_repro.numerics.layers.families import head_of, stock_masks, trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.trunk.decoding import Decoder, decode
 from ppo_repro.numerics.trunk.weights import parts_of
-from ppo_repro.rollout.cache import SlotCache
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.sampler import sample
+from ppo_repro.rollout.stock_cache import SlotCache
 
 Cache = GridCache | SlotCache
 

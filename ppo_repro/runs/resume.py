@@ -14,7 +14,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.rollout.choose import require_same_sampler
+from ppo_repro.rollout.open_engine import require_same_sampler
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import describe_environment

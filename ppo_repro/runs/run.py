@@ -23,8 +23,8 @@ from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.tables import iteration_tables
-from ppo_repro.rollout.choose import check_engine, rollout_engine
 from ppo_repro.rollout.engine import Engine
+from ppo_repro.rollout.open_engine import check_engine, rollout_engine
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference

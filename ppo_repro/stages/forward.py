@@ -8,7 +8,7 @@ from torch import Tensor
 from ppo_repro.buffers import ForwardPass, Rollout
 from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.layout import MicroBatch, TokenBatch, lay_out, micro_batches
+from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batches
 from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of

@@ -18,7 +18,7 @@ from ppo_repro.config.algorithm import (
     ValueHead,
 )
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.layout import MicroBatch
+from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states, policy_logits
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, PolicyUpdate, Rollout, ValueUpdate
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.layout import MicroBatch, input_tokens, micro_batches
+from ppo_repro.models.batches import MicroBatch, input_tokens, micro_batches
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import exact_mean

@@ -1,3 +1,3 @@
-from ppo_repro.cli import main
+from ppo_repro.commands.cli import main
 
 main()

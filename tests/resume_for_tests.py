@@ -69,7 +69,7 @@ def newest(run_dir: Path) -> Path:
 
 def launch(command: str, *arguments: str | Path, before: str = "") -> subprocess.Popen[str]:
     """`ppo-repro` in a process of its own, after the Python statements `before`."""
-    program = f"{before}\nfrom ppo_repro.cli import main\nmain()"
+    program = f"{before}\nfrom ppo_repro.commands.cli import main\nmain()"
     return subprocess.Popen(
         [sys.executable, "-c", program, command, *map(str, arguments)], stderr=subprocess.PIPE, text=True
     )

@@ -18,7 +18,7 @@ from ppo_repro.checks.bisect import Subject, compare_ops, first_divergent_op, ul
 from ppo_repro.checks.capture import decoded, trained
 from ppo_repro.checks.conditions import TOGGLES, ladder
 from ppo_repro.checks.replay import Replay
-from ppo_repro.cli import main
+from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records.bisect import read_table
 from ppo_repro.rollout.engine import Sampling

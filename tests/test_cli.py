@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.cli import main
+from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.models_for_tests import ARCHITECTURES, CLASSES, CONFIGS, fill
@@ -294,7 +294,7 @@ def test_ctrl_c_before_the_first_iteration_leaves_nothing(tmp_path: Path) -> Non
 
 HELP_IMPORTS = """
 import sys
-from ppo_repro.cli import main
+from ppo_repro.commands.cli import main
 sys.argv = ["ppo-repro", "--help"]
 try:
     main()

@@ -338,7 +338,7 @@ def test_native_fingerprints_change_with_the_instruction_set(tmp_path: Path) -> 
 WITHOUT_GYMNASIUM = """
 import sys
 sys.modules["gymnasium"] = None
-from ppo_repro.cli import main
+from ppo_repro.commands.cli import main
 sys.argv = ["ppo-repro", "control", sys.argv[1], "--out", sys.argv[2]]
 main()
 """

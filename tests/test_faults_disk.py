@@ -169,7 +169,7 @@ time_t time(time_t *out) {
 RESUME = """
 import sys, time
 before = time.time()
-from ppo_repro.cli import main
+from ppo_repro.commands.cli import main
 sys.argv = ["ppo-repro", "resume", sys.argv[1]]
 try:
     main()

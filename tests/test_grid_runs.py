@@ -16,12 +16,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from ppo_repro.cli import _run
+from ppo_repro.commands.cli import _run
+from ppo_repro.commands.grid import _engine as grid_engine
 from ppo_repro.disk.folder import only_writer
 from ppo_repro.errors import UserError
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Order, run_of, start_cell
-from ppo_repro.grids.commands import _engine as grid_engine
 from ppo_repro.grids.engines import Engine, Processes, Ray, Slurm
 from ppo_repro.grids.grid import Outcome, run_grid
 from ppo_repro.grids.progress import SilentGrid

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, PretrainedConfig
 
-from ppo_repro.cli import _run
+from ppo_repro.commands.cli import _run
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.lora import ExactLoraOptimizer, add_lora, make_lora_optimizer

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_repro import profiling
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import make_policy
-from ppo_repro.profiling import Peak
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.digests import FINGERPRINT_SEED
+from ppo_repro.runs import profiling
+from ppo_repro.runs.profiling import Peak
 from ppo_repro.runs.summary import profile
 from tests.models_for_tests import source_model
 

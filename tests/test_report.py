@@ -15,7 +15,7 @@ import pytest
 from analysis.report import build
 from analysis.report.grid import cell_labels
 from analysis.report.page import embedded_json
-from ppo_repro.cli import main
+from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from tests.hostile_run import HOSTILE, LONG, make_hostile_run

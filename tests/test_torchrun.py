@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.cli import main
+from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.progress import Silent

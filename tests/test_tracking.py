@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ppo_repro.cli import _run
+from ppo_repro.commands.cli import _run
 from ppo_repro.records import manifest, reader
 from tests import synthetic_run
 from tests.ranks_for_tests import TINY, free_port
@@ -124,7 +124,7 @@ def test_what_is_followed_is_logged_as_it_comes(exact_run: Path, store: str, tmp
 
     client, seen = mlflow_client(store), list[int]()
     manifest.save(synthetic_run.head_at(whole, 0, "running"), run_dir)
-    from ppo_repro.tracking import follow
+    from ppo_repro.tracking.mlflow_copy import follow
 
     run_id = follow(run_dir, store, is_over)
     assert seen == [0, 0, 0, 1, 1], "nothing twice, nothing late"

@@ -26,9 +26,9 @@ from ppo_repro.loop import Iteration, ppo_iterations
 from ppo_repro.numerics import backend
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import writer
-from ppo_repro.records.tables import iteration_tables
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.tables import iteration_tables
 
 QUESTION, PEER = "PPO step", "TRL PPOTrainer"
 CONFIG = Path(__file__).with_name("ppo_step.yaml")

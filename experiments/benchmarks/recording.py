@@ -26,8 +26,8 @@ from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.background import appending
-from ppo_repro.records.tables import iteration_tables
 from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.tables import iteration_tables
 
 QUICKSTART = Path(__file__).parents[1] / "quickstart.yaml"
 WAYS = ("not recorded", "on a thread", "before going on")

@@ -20,10 +20,10 @@ from ppo_repro.models.networks import expand_kept, policy_logits, value_predicti
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
-from ppo_repro.records.tables import unequal_bits
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.tables import unequal_bits
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 

@@ -18,7 +18,7 @@ from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import CLIP_FLAGS, removes_gradient
 from ppo_repro.records import control_schema
 from ppo_repro.records.arrow import to_arrow
-from ppo_repro.records.tables import unequal_bits
+from ppo_repro.runs.tables import unequal_bits
 
 Columns = dict[str, Any]
 

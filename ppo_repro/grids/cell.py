@@ -89,7 +89,7 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if name not in outside}
     with (folder / LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "ppo_repro.grids.cell_process", order.folder, order.kind],
+            [sys.executable, "-m", "ppo_repro.commands.grid_cell", order.folder, order.kind],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -14,7 +14,7 @@ import pytest
 from ppo_repro.errors import UserError
 
 if TYPE_CHECKING:
-    from ppo_repro.records.mismatch import Mismatch, Names, Token
+    from ppo_repro.testing.mismatch import Mismatch, Names, Token
 
 GoldenCheck = Callable[[Path | str, Path | str], None]
 _WRITTEN = pytest.StashKey[list[str]]()
@@ -26,7 +26,7 @@ def assert_on_policy(run: Path | str) -> None:
     AssertionError names the first token that differs; UserError where the run is incomplete or damaged.
     """
     __tracebackhide__ = True
-    from ppo_repro.records import mismatch
+    from ppo_repro.testing import mismatch
 
     found = mismatch.mismatch(mismatch.run_pairs(run))
     first = found.first_nonfinite or found.first_unequal
@@ -44,7 +44,8 @@ def _assert_first_ratios(run: Path | str) -> None:
     __tracebackhide__ = True
     import numpy as np
 
-    from ppo_repro.records import mismatch, reader
+    from ppo_repro.records import reader
+    from ppo_repro.testing import mismatch
 
     columns = ["epoch", "minibatch", "sequence", "position", "ratios"]
     for iteration in range(len(reader.open_manifest(run).iterations)):
@@ -100,7 +101,7 @@ def assert_mismatch_below(
     passed and a token; UserError without a limit or without tokens.
     """
     __tracebackhide__ = True
-    from ppo_repro.records import mismatch
+    from ppo_repro.testing import mismatch
 
     limits = {"mean_abs": mean_abs, "max_abs": max_abs, "k3": k3, "frac_unequal": frac_unequal}
     given = {name: limit for name, limit in limits.items() if limit is not None}
@@ -151,7 +152,7 @@ def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
     the run is incomplete or damaged, or there is no golden file.
     """
     __tracebackhide__ = True
-    from ppo_repro.records import golden
+    from ppo_repro.testing import golden
 
     expected, now = golden.load(Path(golden_path)), golden.golden_of(Path(run))
     difference = golden.first_difference(expected, now)
@@ -174,7 +175,7 @@ def golden_run(request: pytest.FixtureRequest) -> GoldenCheck:
         if not request.config.getoption("--update-golden"):
             assert_matches_golden(run, golden_path)
             return
-        from ppo_repro.records import golden
+        from ppo_repro.testing import golden
 
         golden.save(Path(golden_path), golden.golden_of(Path(run)))
         request.config.stash.setdefault(_WRITTEN, []).append(str(golden_path))

@@ -53,9 +53,9 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     with _working_together() as (ranks, watcher):
         config = load_config(arguments.config, arguments.set)
-        from ppo_repro.following import followed
         from ppo_repro.runs.run import run, run_folder
         from ppo_repro.runs.summary import summarise
+        from ppo_repro.tracking.follower import followed
 
         with followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None):
             run_dir, seconds = run(config, arguments.out, watcher, ranks, arguments.profile)
@@ -66,9 +66,9 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def control_command(arguments: argparse.Namespace) -> int:
     """Run PPO on a Gymnasium environment, record every buffer, print a summary."""
-    from ppo_repro.control import commands
+    from ppo_repro.commands import control
 
-    return commands.run(arguments.config, arguments.set, arguments.out, arguments.json)
+    return control.run(arguments.config, arguments.set, arguments.out, arguments.json)
 
 
 def resume_command(arguments: argparse.Namespace) -> int:
@@ -76,9 +76,9 @@ def resume_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.records.manifest import load
 
     if load(arguments.run).kind == "control":
-        from ppo_repro.control import commands
+        from ppo_repro.commands import control
 
-        return commands.resume(arguments.run, arguments.set, arguments.json)
+        return control.resume(arguments.run, arguments.set, arguments.json)
     from ppo_repro.runs.progress import ConsoleProgress
     from ppo_repro.runs.resume import resume
     from ppo_repro.runs.summary import summarise
@@ -115,7 +115,7 @@ def rerun_command(arguments: argparse.Namespace) -> int:
 
     with _working_together() as (ranks, watcher):
         if open_manifest(arguments.run).kind == "control":
-            from ppo_repro.control.commands import rerun_alone as rerun
+            from ppo_repro.commands.control import rerun_alone as rerun
         else:
             from ppo_repro.runs.run import rerun
         report = rerun(arguments.run, watcher, arguments.set, ranks)
@@ -165,9 +165,9 @@ def show_command(arguments: argparse.Namespace) -> int:
     run_dir = arguments.run
     manifest = reader.open_manifest(run_dir, allow_incomplete=not arguments.json)
     if manifest.kind == "control":
-        from ppo_repro.control import commands
+        from ppo_repro.commands import control
 
-        return commands.show(run_dir, manifest, arguments.json)
+        return control.show(run_dir, manifest, arguments.json)
     if arguments.json:
         print_json(dataclasses.asdict(summarise(run_dir)))
         return 0
@@ -239,9 +239,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
-    from ppo_repro.grids import commands
+    from ppo_repro.commands import grid
 
-    return commands.run(arguments)
+    return control.run(arguments)
 
 
 def report_command(arguments: argparse.Namespace) -> int:
@@ -267,7 +267,7 @@ def track_command(arguments: argparse.Namespace) -> int:
     is_grid = (arguments.run / "grid.yaml").exists()
     if not is_grid:
         open_manifest(arguments.run, allow_incomplete=True)
-    from ppo_repro.tracking import track, track_grid
+    from ppo_repro.tracking.mlflow_copy import track, track_grid
 
     run_id = track_grid(arguments.run, arguments.uri) if is_grid else track(arguments.run, arguments.uri)
     line = f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}"

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _track_grid(folder: Path, uri: str) -> None:
-    from ppo_repro.tracking import track_grid  # mlflow, which takes seconds
+    from ppo_repro.tracking.mlflow_copy import track_grid  # mlflow, which takes seconds
 
     try:
         track_grid(folder, uri)

@@ -1,4 +1,4 @@
-"""One cell in a process of its own: `python -m ppo_repro.grids.cell_process FOLDER KIND`.
+"""One cell in a process of its own: `python -m ppo_repro.commands.grid_cell FOLDER KIND`.
 
 It ends with the process that started it, however that one ends: its stdin is a pipe that nobody writes to, and
 the kernel closes it. What is committed by then stays; the rest is done at the next call.
@@ -21,7 +21,7 @@ def _end_with_parent() -> None:
 def main(folder: Path, kind: str) -> None:
     """Run or resume the cell in `folder` through the command line, with its errors and exit codes."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from ppo_repro import cli
+    from ppo_repro.commands import cli
     from ppo_repro.grids.cell import run_of
 
     found = run_of(folder)

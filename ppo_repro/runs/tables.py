@@ -10,7 +10,6 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ppo_repro import profiling
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.run import RunConfig
@@ -18,9 +17,10 @@ from ppo_repro.loop import Iteration
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import CLIP_FLAGS
-from ppo_repro.profiling import Peak
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import WithNulls, to_arrow
+from ppo_repro.runs import profiling
+from ppo_repro.runs.profiling import Peak
 from ppo_repro.stages.update import learning_rates
 
 Columns = dict[str, Any]

@@ -25,7 +25,7 @@ def followed(run_dir: Path, uri: str | None) -> Iterator[None]:
         yield
         return
     process = subprocess.Popen(
-        [sys.executable, "-m", "ppo_repro.following", str(run_dir), uri],
+        [sys.executable, "-m", "ppo_repro.tracking.follower", str(run_dir), uri],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -62,7 +62,7 @@ def main(run_dir: Path, uri: str) -> None:
         ended.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    from ppo_repro.tracking import follow
+    from ppo_repro.tracking.mlflow_copy import follow
 
     try:
         follow(run_dir, uri, ended.wait)

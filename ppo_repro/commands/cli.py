@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ppo_repro import __version__, interrupts
-from ppo_repro.commands import (
+from ppo_repro.commands.runs import (
     bisect_command,
     control_command,
     diff_command,

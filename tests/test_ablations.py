@@ -11,13 +11,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.ablations.figure import across, by_point, place, span, ticks
-from experiments.ablations.figure import main as figure_main
-from experiments.ablations.fingerprints import counted
-from experiments.ablations.fingerprints import main as fingerprints_main
-from experiments.ablations.outcomes import MEASURES, measures_of, mismatch, outcomes
-from experiments.ablations.table import comparisons, interval, markdown, rank_correlation, report, rows
-from experiments.ablations.table import main as table_main
+from analysis.grids.distinct_results import counted
+from analysis.grids.distinct_results import main as fingerprints_main
+from analysis.grids.figure import across, by_point, place, span, ticks
+from analysis.grids.figure import main as figure_main
+from analysis.grids.outcomes import MEASURES, measures_of, mismatch, outcomes
+from analysis.grids.table import comparisons, interval, markdown, rank_correlation, report, rows
+from analysis.grids.table import main as table_main
 from ppo_repro.errors import UserError
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader

@@ -69,7 +69,7 @@ def test_the_device_check_runs_on_the_cpu_and_refuses_what_is_not_there() -> Non
 
 
 def test_the_synthetic_run_has_the_rows_and_the_mismatch_that_it_says(tmp_path: Path) -> None:
-    from analysis import mismatch
+    from analysis.mismatch import tables as mismatch
     from experiments.benchmarks import analysis_scale
 
     analysis_scale.write_run(tmp_path / "run", 5_000)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from analysis.attribution import Origin, by_layer_and_op, origin, read_ladder, read_ops
+from analysis.diagnosis.attribution import Origin, by_layer_and_op, origin, read_ladder, read_ops
 from ppo_repro.checks.bisect import Subject, compare_ops, first_divergent_op, ulps
 from ppo_repro.checks.capture import decoded, trained
 from ppo_repro.checks.conditions import TOGGLES, ladder

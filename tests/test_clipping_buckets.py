@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from analysis.clipping_bucket import clip_bucket, eligible, step_needed
-from analysis.clipping_enrichment import auroc, clip_enrichment, clip_vocab, jaccard, merged_vocab
-from analysis.clipping_flags import token_flags
+from analysis.clipping.bucket import clip_bucket, eligible, step_needed
+from analysis.clipping.enrichment import auroc, clip_enrichment, clip_vocab, jaccard, merged_vocab
+from analysis.clipping.flags import token_flags
 from analysis.update_rows import IterationRows
 from tests.clip_rows import RULE, items, make_item
 from tests.runs_for_tests import small_config

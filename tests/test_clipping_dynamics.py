@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.clipping_dynamics import band_transitions, early_stop, epochs_to_half, overshoot_shares
-from analysis.clipping_quality import evaluation_gains, update_numbers, update_quality
-from analysis.clipping_words import clip_words, word_ratios
+from analysis.clipping.dynamics import band_transitions, early_stop, epochs_to_half, overshoot_shares
+from analysis.clipping.quality import evaluation_gains, update_numbers, update_quality
+from analysis.clipping.words import clip_words, word_ratios
 from analysis.update_rows import IterationRows
 from ppo_repro.errors import UserError
 from tests.clip_rows import items, make_item, single

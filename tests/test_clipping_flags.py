@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.clipping_flags import (
+from analysis.clipping.flags import (
     DISJOINT,
     FLAGS,
     flags_of_ratios,
@@ -18,7 +18,7 @@ from analysis.clipping_flags import (
     token_flags,
     value_flags,
 )
-from analysis.clipping_quality import clipped_surrogates
+from analysis.clipping.quality import clipped_surrogates
 from analysis.update_rows import ClipRule, IterationRows, clip_rule, joined, load_iterations, policy_rows
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError

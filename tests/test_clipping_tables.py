@@ -8,13 +8,13 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 
-from analysis.clipping import clip_tables, main, overview
-from analysis.clipping_bucket import lift_interval
-from analysis.clipping_dynamics import early_stop
-from analysis.clipping_flags import FLAGS, token_flags
-from analysis.clipping_ratios import histogram_bins, histogram_index, overshoot_survival, ratio_hist
-from analysis.clipping_step import clip_step, effective_samples, kl_estimates, overshoot
-from analysis.clipping_weights import logit_step, loss_weights, masses
+from analysis.clipping.bucket import lift_interval
+from analysis.clipping.dynamics import early_stop
+from analysis.clipping.flags import FLAGS, token_flags
+from analysis.clipping.ratios import histogram_bins, histogram_index, overshoot_survival, ratio_hist
+from analysis.clipping.step import clip_step, effective_samples, kl_estimates, overshoot
+from analysis.clipping.tables import clip_tables, main, overview
+from analysis.clipping.weights import logit_step, loss_weights, masses
 from analysis.dialects.report import long_table
 from analysis.update_rows import IterationRows, load_iterations
 from ppo_repro.records import reader

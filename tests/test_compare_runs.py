@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import compare, compare_bitwise, compare_paired
-from analysis.compare_distribution import distribution_rows, responses_of
-from analysis.compare_rows import Row, run_compare
+from analysis.compare import bitwise, paired, verdicts
+from analysis.compare.distribution import distribution_rows, responses_of
+from analysis.compare.rows import Row, run_compare
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, writer
 from ppo_repro.runs import diff
@@ -22,7 +22,7 @@ from tests.test_significance import array, rng
 
 @pytest.fixture(scope="module")
 def both(exact_run: Path, native_run: Path) -> pd.DataFrame:
-    return compare.compare_runs(exact_run, native_run, rng(), draws=199)
+    return verdicts.compare_runs(exact_run, native_run, rng(), draws=199)
 
 
 def row(table: pd.DataFrame, level: str, metric: str, method: str = "") -> pd.Series:
@@ -32,7 +32,7 @@ def row(table: pd.DataFrame, level: str, metric: str, method: str = "") -> pd.Se
 
 
 def test_a_run_is_the_same_as_itself(exact_run: Path) -> None:
-    table = compare.compare_runs(exact_run, exact_run, rng(), draws=99)
+    table = verdicts.compare_runs(exact_run, exact_run, rng(), draws=99)
     assert (table[table["level"] == "bitwise"]["verdict"] == "identical").all()
     assert (table[table["level"] == "bitwise"]["stat"] == 1.0).all()
     tests = table[table["p_value"].notna()]
@@ -45,7 +45,7 @@ def test_a_run_is_the_same_as_itself(exact_run: Path) -> None:
 
 
 def test_exact_against_native(both: pd.DataFrame, exact_run: Path, native_run: Path) -> None:
-    found, named = compare_bitwise.first_difference(exact_run, native_run), diff.first_difference(exact_run, native_run)
+    found, named = bitwise.first_difference(exact_run, native_run), diff.first_difference(exact_run, native_run)
     assert found is not None and named is not None
     assert (found.iteration, found.table, found.column) == (named.iteration, named.table, named.column)
     words = f"different from iteration {named.iteration}, {named.table}.{named.column} on"
@@ -61,17 +61,17 @@ def test_exact_against_native(both: pd.DataFrame, exact_run: Path, native_run: P
 
 
 def test_the_order_of_the_runs(both: pd.DataFrame, exact_run: Path, native_run: Path) -> None:
-    turned = compare.compare_runs(native_run, exact_run, rng(), draws=199)
+    turned = verdicts.compare_runs(native_run, exact_run, rng(), draws=199)
     signed = both["metric"].str.endswith("delta") & ~both["metric"].str.contains("abs") | (both["level"] == "outcome")
     assert turned["stat"][~signed].to_numpy() == pytest.approx(both["stat"][~signed].to_numpy(), nan_ok=True)
     assert turned["stat"][signed].to_numpy() == pytest.approx(-both["stat"][signed].to_numpy())
     # the same seed makes the same relabellings: not one p-value moves, and a table repeats itself
     assert turned["p_value"].equals(both["p_value"])
-    pd.testing.assert_frame_equal(compare.compare_runs(exact_run, native_run, rng(), draws=199), both)
+    pd.testing.assert_frame_equal(verdicts.compare_runs(exact_run, native_run, rng(), draws=199), both)
 
 
 def test_paired_responses_by_definition(exact_run: Path, parted_run: Path) -> None:
-    found = compare_paired.paired_responses(exact_run, parted_run)
+    found = paired.paired_responses(exact_run, parted_run)
     assert 0.05 < found["diverged"].mean() < 0.95
     found = found.set_index(["iteration", "sequence"])
     runs = [
@@ -102,7 +102,7 @@ def test_where_two_responses_part() -> None:
     found = pd.DataFrame({"sequence": [3, 4, 5], "response_length_a": [3, 2, 2], "response_length_b": [3, 2, 4]})
     sums = pd.DataFrame({"delta": [1.0, -2.0, 0.0], "abs_delta": [1.0, 2.0, 0.0], "unequal": [3, 1, 0]})
     parted = pd.Series({3: 1})
-    table = compare_paired._responses(pd.concat([found, sums], axis=1), parted, 7)
+    table = paired._responses(pd.concat([found, sums], axis=1), parted, 7)
     assert table["compared"].tolist() == [2, 2, 3] and table["diverged"].tolist() == [True, False, True]
     assert table["unequal"].tolist() == [0, 1, 0] and table["delta_sum"].tolist()[1] == -2.0
     assert table["iteration"].tolist() == [7, 7, 7]
@@ -124,7 +124,7 @@ def responses(delta_sums: list[float], iterations: list[int] | None = None) -> p
 
 
 def numeric(frame: pd.DataFrame, margin: float = 1.0) -> pd.DataFrame:
-    rows = compare_paired.numeric_rows(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05, draws=99)
+    rows = paired.numeric_rows(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05, draws=99)
     return run_compare("a", "b", rows, 0.05)
 
 
@@ -148,36 +148,36 @@ def test_numeric_rows_by_hand() -> None:
 def test_growth_by_hand() -> None:
     # mean |delta| 1, e^2, e^4 nats in iterations 0, 1, 2: 2 per iteration
     frame = responses([2.0, 2 * math.e**2, 2 * math.e**4], [0, 1, 2])
-    growth = compare_paired.error_growth(frame)
+    growth = paired.error_growth(frame)
     assert growth["abs_mean"].tolist() == pytest.approx([1, math.e**2, math.e**4])
-    assert compare_paired.growth_rate(growth) == (pytest.approx(2.0), 3)
-    assert math.isnan(compare_paired.growth_rate(growth.head(2))[0])
-    parted = compare_paired.error_growth(frame.assign(diverged=[False, True, False]))
+    assert paired.growth_rate(growth) == (pytest.approx(2.0), 3)
+    assert math.isnan(paired.growth_rate(growth.head(2))[0])
+    parted = paired.error_growth(frame.assign(diverged=[False, True, False]))
     assert parted["same"].tolist() == [1.0, 0.0, 1.0] and math.isnan(parted["abs_mean"][1])
 
 
 def test_margin_by_hand() -> None:
     # logs 1, 2, 3: mean 2, deviation 1; Student's 95 % with two degrees of freedom is 2.91999
-    margin = compare_paired.margin_from_aa(np.exp(array(1, 2, 3)))
+    margin = paired.margin_from_aa(np.exp(array(1, 2, 3)))
     assert margin == pytest.approx(math.exp(2 + 2.9199856 * math.sqrt(4 / 3)))
     for means in (array(1, 2), array(1, 2, 0), array(1, 2, math.nan)):
         with pytest.raises(UserError, match="takes three or more positive numbers"):
-            compare_paired.margin_from_aa(means)
+            paired.margin_from_aa(means)
 
 
 def test_a_calibrated_margin_holds_the_next_pair() -> None:
     """Of three log-normal A/A pairs and a fourth, the fourth is above the margin with probability 0.05."""
     draws = np.exp(rng(1).normal(-9, 0.7, (600, 4)))
-    above = np.mean([row[3] > compare_paired.margin_from_aa(row[:3]) for row in draws])
+    above = np.mean([row[3] > paired.margin_from_aa(row[:3]) for row in draws])
     assert 0.02 <= above <= 0.09  # 99.9 % of binomial(600, 0.05)
 
 
 def test_native_pair_gives_a_margin(exact_run: Path, native_run: Path) -> None:
     pairs = [(exact_run, native_run), (native_run, exact_run), (exact_run, native_run)]
-    (one,) = {compare_paired.mean_abs(compare_paired.paired_responses(*pair)).mean() for pair in pairs[:2]}
-    assert compare.calibrated_margin(pairs) == pytest.approx(one)  # three equal pairs have no spread
+    (one,) = {paired.mean_abs(paired.paired_responses(*pair)).mean() for pair in pairs[:2]}
+    assert verdicts.calibrated_margin(pairs) == pytest.approx(one)  # three equal pairs have no spread
     with pytest.raises(UserError, match="runs that agree to the bit need no margin"):
-        compare.calibrated_margin([(exact_run, exact_run)] * 3)
+        verdicts.calibrated_margin([(exact_run, exact_run)] * 3)
 
 
 def test_holm_is_within_a_level() -> None:
@@ -230,7 +230,7 @@ def test_only_the_final_results_differ(exact_run: Path, tmp_path: Path) -> None:
     found = manifest.load(copy)
     changed = found.model_copy(update={"final": {**found.final, "eval_accuracy": 2.0}})
     manifest.save(changed.model_copy(update={"fingerprint": manifest.expected_fingerprint(changed)}), copy)
-    rows = {row.metric: row for row in compare_bitwise.bitwise_rows(exact_run, copy)}
+    rows = {row.metric: row for row in bitwise.bitwise_rows(exact_run, copy)}
     assert rows["fingerprint"].verdict == "different" and rows["tokens"].verdict == "identical"
     assert rows["final"].stat == 1 - 1 / len(found.final)
 
@@ -245,19 +245,19 @@ def test_wrong_input(exact_run: Path, tmp_path: Path) -> None:
         ({"iterations": [9]}, "no iteration 9"),
     ):
         with pytest.raises(UserError, match=said):
-            compare.compare_runs(exact_run, exact_run, rng(), **change)  # type: ignore[arg-type]
+            verdicts.compare_runs(exact_run, exact_run, rng(), **change)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no such folder"):
-        compare.compare_runs(exact_run, tmp_path / "none", rng())
+        verdicts.compare_runs(exact_run, tmp_path / "none", rng())
 
 
 def test_the_command(exact_run: Path, native_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(exact_run), str(native_run)]
-    assert compare.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
+    assert verdicts.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"a  {exact_run}\nb  {native_run}\n") and "0.5" in said
-    assert compare.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
+    assert verdicts.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
     assert capsys.readouterr().out == said
-    assert compare.main([*paths, "--seed", "3", "--iterations", "1", "2"]) == 0
+    assert verdicts.main([*paths, "--seed", "3", "--iterations", "1", "2"]) == 0
     two = len(reader.read_sequences(native_run, iterations=[1, 2]))
     assert f" {two} " in capsys.readouterr().out
     for arguments, words in (
@@ -266,7 +266,7 @@ def test_the_command(exact_run: Path, native_run: Path, capsys: pytest.CaptureFi
         ([paths[0], "--axis", "x"], "goes with one grid, --a and --b"),
         ([*paths, "--margin", "1", "--aa", *paths], "choose one"),
     ):
-        assert compare.main([*arguments, "--seed", "0"]) == 2
+        assert verdicts.main([*arguments, "--seed", "0"]) == 2
         captured = capsys.readouterr()
         assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
 
@@ -288,7 +288,7 @@ def test_the_first_difference_is_the_one_of_diff(kind: manifest.Kind, tmp_path: 
         return tmp_path / name
 
     base = recorded("base", {})
-    assert compare_bitwise.first_difference(base, recorded("same", {})) is None
+    assert bitwise.first_difference(base, recorded("same", {})) is None
     changes = (
         {"iterations": "score_mean"},
         {"iterations": "seconds_update", "steps": "policy_loss"},
@@ -298,13 +298,13 @@ def test_the_first_difference_is_the_one_of_diff(kind: manifest.Kind, tmp_path: 
         changes = ({"iterations": "episodes"}, {"steps": "policy_loss"}, {"steps": "tokens"})
     for index, change in enumerate(changes):
         other = recorded(f"other{index}", change)
-        found, named = compare_bitwise.first_difference(base, other), diff.first_difference(base, other)
+        found, named = bitwise.first_difference(base, other), diff.first_difference(base, other)
         assert found is not None and named is not None and found.iteration == 1
         assert (found.iteration, found.table, found.column) == (named.iteration, named.table, named.column)
-        shares = {row.metric: row.stat for row in compare_bitwise.bitwise_rows(base, other)}
+        shares = {row.metric: row.stat for row in bitwise.bitwise_rows(base, other)}
         assert shares[found.table] == 0.5 and shares["final"] == 1.0 and shares["fingerprint"] == 0.0
     shorter = recorded("shorter", {}, rows=11)
-    found = compare_bitwise.first_difference(base, shorter)
+    found = bitwise.first_difference(base, shorter)
     assert found is not None and found.column == "(rows)"
     with pytest.raises(UserError, match="has no tokens" if kind == "control" else "there is no iteration"):
-        compare_paired.paired_responses(base, shorter, iterations=[])
+        paired.paired_responses(base, shorter, iterations=[])

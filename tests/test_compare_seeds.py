@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import compare
-from analysis.compare_seeds import compare_groups, groups_of
+from analysis.compare import verdicts
+from analysis.compare.seeds import compare_groups, groups_of
 from ppo_repro.errors import UserError
 from tests.test_significance import limits, rng
 
@@ -151,13 +151,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         tmp_path / "results.parquet"
     )
     arguments = [str(tmp_path), "--axis", "x", "--a", "p", "--b", "q", "--seed", "0"]
-    assert compare.main(arguments) == 0
+    assert verdicts.main(arguments) == 0
     said = capsys.readouterr().out
     assert said.startswith("a  x=p\nb  x=q\n") and "final.eval_accuracy" in said and "0.03125" in said
-    assert compare.main([*arguments, "--metric", "score_mean", "--unpaired"]) == 0
+    assert verdicts.main([*arguments, "--metric", "score_mean", "--unpaired"]) == 0
     assert "Welch's t, unpaired" in capsys.readouterr().out
-    assert compare.main([*arguments, "--metric", "score_mean", "--metric", "final.eval_score"]) == 2
+    assert verdicts.main([*arguments, "--metric", "score_mean", "--metric", "final.eval_score"]) == 2
     assert "not both" in capsys.readouterr().err
     (tmp_path / "cells.parquet").unlink()
-    assert compare.main(arguments) == 2
+    assert verdicts.main(arguments) == 2
     assert "cells.parquet: is missing" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from analysis.parity import parity
+from analysis.mismatch.parity import parity
 from ppo_repro.control.loop import control_iterations, prepare
 from ppo_repro.control.run import rerun, resume, run
 from ppo_repro.control.summary import summarise

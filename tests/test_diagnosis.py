@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.causes import ADVICE
-from analysis.diagnosis import diagnose, diagnose_chunks
-from analysis.fingerprints import NEEDED, added, measure
+from analysis.diagnosis.causes import ADVICE
+from analysis.diagnosis.diagnose import diagnose, diagnose_chunks
+from analysis.diagnosis.evidence import NEEDED, added, measure
 from ppo_repro.errors import UserError
 from tests import mismatch_faults as faults
 from tests.mismatch_faults import Setting

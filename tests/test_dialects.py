@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.clipping_flags import token_flags
+from analysis.clipping.flags import token_flags
 from analysis.dialects import cleanrl, nemo_rl, openrlhf, prime_rl, slime, tinker, trl, verl, verl_rollout_corr
 from analysis.dialects.report import DIALECTS, definitions, long_table, main
 from analysis.update_rows import load_iterations

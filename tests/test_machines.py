@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.parity import parity
+from analysis.mismatch.parity import parity
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest
 from ppo_repro.runs.progress import Silent

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import mismatch_sums
-from analysis.mismatch_sequence import Bounds, mismatch_sequence
-from analysis.mismatch_token import bucket_of, mismatch_token, ordered_bits, ulp_distance
-from analysis.mismatch_update import update_table, wide
+from analysis.mismatch import sums as mismatch_sums
+from analysis.mismatch.metrics import update_table, wide
+from analysis.mismatch.sequence import Bounds, mismatch_sequence
+from analysis.mismatch.token import bucket_of, mismatch_token, ordered_bits, ulp_distance
 from tests.pairs_for_tests import CHUNKS, chunk, cut
 
 LOG2 = math.log(2.0)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.mismatch import measure, whole
-from analysis.mismatch_update import update_table
-from analysis.pairs import run_pairs
+from analysis.mismatch.metrics import update_table
+from analysis.mismatch.tables import measure, whole
+from analysis.pairs.runs import run_pairs
 from ppo_repro.checks.bisect import bisect
 from ppo_repro.checks.probe import probe
 from ppo_repro.config.run import RunConfig

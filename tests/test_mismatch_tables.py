@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import mismatch, mismatch_bucket, mismatch_clip, mismatch_correction, parity
-from analysis.mismatch_correction import Correction
-from analysis.mismatch_token import mismatch_token
-from analysis.mismatch_update import wide
-from analysis.pairs import run_pairs
+from analysis.mismatch import bucket, clip_floor, correction, parity
+from analysis.mismatch import tables as mismatch
+from analysis.mismatch.correction import Correction
+from analysis.mismatch.metrics import wide
+from analysis.mismatch.token import mismatch_token
+from analysis.pairs.runs import run_pairs
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from tests import synthetic_run
@@ -27,7 +28,7 @@ LOG = math.log
 
 
 def buckets_of(frame: pd.DataFrame) -> pd.DataFrame:
-    return mismatch_bucket.bucket_table(mismatch_bucket.bucket_sums(mismatch_token(frame)))
+    return bucket.bucket_table(bucket.bucket_sums(mismatch_token(frame)))
 
 
 def test_buckets_by_hand() -> None:
@@ -45,15 +46,15 @@ def test_buckets_by_hand() -> None:
     assert found[found["kind"] == "seq_len"][["lo", "hi", "n"]].to_numpy().tolist() == [[4, 8, 4]]
     assert "entropy" not in set(found["kind"])
     # middles 0, 1, 2.5 with |delta| 0, log 2, log(2) / 2: pairwise slopes log 2, log(2) / 5, -log(2) / 3
-    assert mismatch_bucket.position_slope(found) == pytest.approx(LOG(2) / 5, rel=1e-6)
+    assert bucket.position_slope(found) == pytest.approx(LOG(2) / 5, rel=1e-6)
 
 
 @SOME
 @given(CHUNKS, st.lists(st.integers(0, 7), max_size=4))
 def test_buckets_of_parts_add_up(frame: pd.DataFrame, borders: list[int]) -> None:
-    whole = mismatch_bucket.bucket_sums(mismatch_token(frame))
-    parts = [mismatch_bucket.bucket_sums(mismatch_token(part)) for part in cut(frame, borders)]
-    merged = reduce(mismatch_bucket.merge_buckets, parts)
+    whole = bucket.bucket_sums(mismatch_token(frame))
+    parts = [bucket.bucket_sums(mismatch_token(part)) for part in cut(frame, borders)]
+    merged = reduce(bucket.merge_buckets, parts)
     for kind, one in whole.items():
         assert (merged[kind].n == one.n).all() and (merged[kind].equal == one.equal).all()
         assert (merged[kind].abs_counts == one.abs_counts).all()
@@ -76,9 +77,9 @@ def test_two_plots_are_needed() -> None:
 
 
 def corrections_of(frame: pd.DataFrame, *corrections: Correction) -> pd.DataFrame:
-    return mismatch_correction.correction_table(
-        mismatch_correction.correction_sums(mismatch_token(frame), corrections)
-    ).set_index(["level", "metric"])
+    return correction.correction_table(correction.correction_sums(mismatch_token(frame), corrections)).set_index(
+        ["level", "metric"]
+    )
 
 
 def test_corrections_by_hand() -> None:
@@ -115,10 +116,10 @@ def test_corrections_of_parts_add_up_to_the_bit_and_wider_bounds_cut_less(
     frame: pd.DataFrame, borders: list[int]
 ) -> None:
     corrections = (Correction("token", 0.9, 1.1), Correction("token", 0.5, 2.0), Correction("geometric", 0.999, 1.001))
-    whole = mismatch_correction.correction_sums(mismatch_token(frame), corrections)
-    parts = [mismatch_correction.correction_sums(mismatch_token(part), corrections) for part in cut(frame, borders)]
-    assert reduce(mismatch_correction.merge_corrections, parts) == whole
-    table = mismatch_correction.correction_table(whole).set_index(["level", "high", "metric"])["value"]
+    whole = correction.correction_sums(mismatch_token(frame), corrections)
+    parts = [correction.correction_sums(mismatch_token(part), corrections) for part in cut(frame, borders)]
+    assert reduce(correction.merge_corrections, parts) == whole
+    table = correction.correction_table(whole).set_index(["level", "high", "metric"])["value"]
     for metric in ("mask_frac", "seq_mask_frac", "tis_trunc_frac_high", "tis_trunc_frac_low"):
         assert table["token", 2.0, metric] <= table["token", 1.1, metric]
 
@@ -140,23 +141,23 @@ def test_corrections_that_are_none(arguments: tuple[str, float, float], message:
 def test_clip_floor_by_hand() -> None:
     delta = np.log(np.array([1.3, 1.3, 0.7, 0.7, 1.0, 4.0]))
     advantages = np.array([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
-    assert mismatch_clip.clip_floor_band(delta, 0.2, 0.2) == pytest.approx(5 / 6)
-    assert mismatch_clip.clip_floor_band(delta, 0.2, 0.5) == pytest.approx(3 / 6)
+    assert clip_floor.clip_floor_band(delta, 0.2, 0.2) == pytest.approx(5 / 6)
+    assert clip_floor.clip_floor_band(delta, 0.2, 0.5) == pytest.approx(3 / 6)
     # A > 0 above, A < 0 below
-    assert mismatch_clip.clip_floor(delta, advantages, 0.2, 0.2) == pytest.approx(2 / 6)
-    assert mismatch_clip.clip_floor(delta, advantages, 0.2, 0.2, dual=3.0) == pytest.approx(3 / 6)
-    assert math.isnan(mismatch_clip.clip_floor_band(np.zeros(0), 0.2, 0.2))
+    assert clip_floor.clip_floor(delta, advantages, 0.2, 0.2) == pytest.approx(2 / 6)
+    assert clip_floor.clip_floor(delta, advantages, 0.2, 0.2, dual=3.0) == pytest.approx(3 / 6)
+    assert math.isnan(clip_floor.clip_floor_band(np.zeros(0), 0.2, 0.2))
 
 
 @pytest.mark.parametrize(("sigma", "expected"), [(0.0, 0.0), (0.05, 1.3e-4), (0.1, 0.045), (0.2, 0.31)])
 def test_the_gaussian_floor(sigma: float, expected: float) -> None:
     # the published rounded numbers
-    assert mismatch_clip.gaussian_floor_band(sigma, 0.2, 0.2) == pytest.approx(expected, rel=0.05)
+    assert clip_floor.gaussian_floor_band(sigma, 0.2, 0.2) == pytest.approx(expected, rel=0.05)
     delta = np.random.default_rng(0).standard_normal(1_000_000) * sigma - sigma**2 / 2
-    sampled = mismatch_clip.clip_floor_band(delta, 0.2, 0.2)
+    sampled = clip_floor.clip_floor_band(delta, 0.2, 0.2)
     # five binomial standard errors
     error = 5 * math.sqrt(max(sampled, 1e-6) * 1e-6)
-    assert sampled == pytest.approx(mismatch_clip.gaussian_floor_band(sigma, 0.2, 0.2), abs=error)
+    assert sampled == pytest.approx(clip_floor.gaussian_floor_band(sigma, 0.2, 0.2), abs=error)
 
 
 def test_the_gaussian_rule_on_gaussian_noise() -> None:
@@ -165,7 +166,7 @@ def test_the_gaussian_rule_on_gaussian_noise() -> None:
     delta = generator.standard_normal(200_000) * sigma - sigma**2 / 2
     frame = chunk((np.full(len(delta), -3.0)).tolist(), (-3.0 + delta).tolist(), [length] * 2000)
     table = mismatch.tables([mismatch.whole(mismatch.measure([frame]))]).update
-    found = mismatch_clip.gaussian_comparison(table).set_index("metric")
+    found = clip_floor.gaussian_comparison(table).set_index("metric")
     for metric, tolerance in {"k1": 0.5, "k2": 0.02, "k3": 0.02, "abs_mean": 0.01, "chi2_token": 0.5}.items():
         # k1 and chi2 have a standard error of sigma / sqrt n = 9 % of k1, 4.5 % of chi2's half
         assert found.loc[metric, "measured"] == pytest.approx(found.loc[metric, "gaussian"], rel=tolerance), metric
@@ -176,7 +177,7 @@ def test_the_gaussian_rule_on_gaussian_noise() -> None:
 
 def test_clip_steps_agree_with_what_training_recorded(exact_run: Path, native_run: Path) -> None:
     for run in (exact_run, native_run):
-        found = mismatch_clip.clip_steps(run).set_index(["iteration", "epoch", "minibatch"])
+        found = clip_floor.clip_steps(run).set_index(["iteration", "epoch", "minibatch"])
         recorded = reader.read_steps(run).set_index(["iteration", "epoch", "minibatch"])
         assert found.index.tolist() == recorded.index.tolist()
         assert found["clip_fraction"].tolist() == recorded["clip_fraction"].tolist()
@@ -186,7 +187,7 @@ def test_clip_steps_agree_with_what_training_recorded(exact_run: Path, native_ru
         first = found.xs((0, 0), level=["epoch", "minibatch"])
         assert first["clip_excess"].tolist() == [0.0] * len(first)
         assert found["clip_excess"].max() > 0.0
-    assert (found["sigma"] > 0).all() and not mismatch_clip.clip_steps(exact_run)["sigma"].any()
+    assert (found["sigma"] > 0).all() and not clip_floor.clip_steps(exact_run)["sigma"].any()
 
 
 def test_exact_runs_have_no_mismatch_and_native_runs_do(exact_run: Path, native_run: Path) -> None:

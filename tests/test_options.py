@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.parity import Parity, parity
+from analysis.mismatch.parity import Parity, parity
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader

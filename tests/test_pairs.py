@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import pairs
-from analysis.pairs import run_pairs, two_run_pairs, whole_sequences
+from analysis.pairs import runs
+from analysis.pairs.runs import run_pairs, two_run_pairs, whole_sequences
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader, writer
 from tests import synthetic_run
@@ -48,7 +48,7 @@ def test_rows_out_of_order_are_refused() -> None:
 def test_the_pairs_of_a_run_are_the_recorded_bits(native_run: Path, rows: int, verify: reader.Verification) -> None:
     found = joined(run_pairs(native_run, rows=rows, verify=verify))
     tokens = reader.read_tokens(native_run)
-    assert list(found.columns) == [*pairs.REQUIRED, *pairs.OPTIONAL]
+    assert list(found.columns) == [*runs.REQUIRED, *runs.OPTIONAL]
     names = {"logprobs_a": "rollout_logprobs", "logprobs_b": "old_logprobs"}
     for name in found:
         assert bits(found[name].to_numpy()) == bits(tokens[names.get(name, name)].to_numpy())
@@ -57,9 +57,9 @@ def test_the_pairs_of_a_run_are_the_recorded_bits(native_run: Path, rows: int, v
 def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
     chunks = list(run_pairs(native_run, "old_vs_first_new", iterations=[1, 2]))
     assert [chunk["iteration"].unique().tolist() for chunk in chunks] == [[1], [2]]
-    found = joined(chunks).set_index(pairs.KEY)
+    found = joined(chunks).set_index(runs.KEY)
     updates = reader.read_updates(native_run, iterations=[1, 2])
-    first = updates[updates["epoch"] == 0].set_index(pairs.KEY)
+    first = updates[updates["epoch"] == 0].set_index(runs.KEY)
     assert len(found) == len(first) == len(reader.read_tokens(native_run, iterations=[1, 2]))
     assert bits(found["logprobs_b"].to_numpy()) == bits(first.loc[found.index, "new_logprobs"].to_numpy())
     assert found.index.is_monotonic_increasing

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from analysis.pairs import iteration_of, masked_tokens
-from analysis.pairs_import import PRESETS, Columns, imported_pairs
+from analysis.pairs.files import PRESETS, Columns, imported_pairs
+from analysis.pairs.runs import iteration_of, masked_tokens
 from ppo_repro.errors import UserError
 
 # two responses, one token of the first masked; where a stack records prompts, they are tokens 1 and 2

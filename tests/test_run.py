@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from analysis.parity import parity
+from analysis.mismatch.parity import parity
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
 from ppo_repro.records import manifest, reader, schema

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from analysis import power, resampling, significance
-from analysis.significance import Estimate, Floats
+from analysis.stats import power, resampling, significance
+from analysis.stats.significance import Estimate, Floats
 
 SOME = settings(max_examples=40)
 NUMBERS = st.lists(st.integers(-50, 50).map(lambda x: x / 8), min_size=1, max_size=9)

@@ -10,17 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.tokenization_clip import clip_table, word_ratios
-from analysis.tokenization_credit import (
-    char_matched_lambda,
-    half_life_chars,
-    half_life_tokens,
-    terminal_weights,
-)
-from analysis.tokenization_digits import digit_table
-from analysis.tokenization_kl import METRICS, estimators, sequence_table, token_table, word_table
-from analysis.tokenization_summary import cluster_codes, ratio_of_sums, summary_table
-from analysis.tokenization_words import BOUNDARIES, Boundary
+from analysis.tokenization.clip import clip_table, word_ratios
+from analysis.tokenization.credit import char_matched_lambda, half_life_chars, half_life_tokens, terminal_weights
+from analysis.tokenization.digits import digit_table
+from analysis.tokenization.kl import METRICS, estimators, sequence_table, token_table, word_table
+from analysis.tokenization.summary import cluster_codes, ratio_of_sums, summary_table
+from analysis.tokenization.words import BOUNDARIES, Boundary
 from ppo_repro.errors import UserError
 from tests.tokens_for_tests import Cuts, cuts, frames
 

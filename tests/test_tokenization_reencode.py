@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import torch
 
-from analysis.tokenization import run_drift
-from analysis.tokenization_retokenize import AUDIT_COLUMNS, encoded_again
-from analysis.tokenization_tokenizer import load_tokenizer, recorded_tokenizer, token_bytes
+from analysis.tokenization.retokenize import AUDIT_COLUMNS, encoded_again
+from analysis.tokenization.tables import run_drift
+from analysis.tokenization.tokenizer import load_tokenizer, recorded_tokenizer, token_bytes
 from experiments.tokenization import first_ratios
 from experiments.tokenization.first_ratios import (
     COMPARED,

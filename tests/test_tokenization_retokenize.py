@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.tokenization_kl import token_table, word_table
-from analysis.tokenization_marginal import (
+from analysis.tokenization.kl import token_table, word_table
+from analysis.tokenization.marginal import (
     count_segmentations,
     exact_marginal,
     importance_marginal,
     segmentation_logprob,
     segmentations,
 )
-from analysis.tokenization_retokenize import drift_summary, edit_operations, noncanonical_words, retokenization
-from analysis.tokenization_tokenizer import (
+from analysis.tokenization.retokenize import drift_summary, edit_operations, noncanonical_words, retokenization
+from analysis.tokenization.tokenizer import (
     RecordedTokenizer,
     load_tokenizer,
     recorded_tokenizer,

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.tokenization import iteration_tables, report, run_drift, run_summary
-from analysis.tokenization_summary import SUMMARY_COLUMNS
-from analysis.tokenization_tokenizer import recorded_tokenizer
+from analysis.tokenization.summary import SUMMARY_COLUMNS
+from analysis.tokenization.tables import iteration_tables, report, run_drift, run_summary
+from analysis.tokenization.tokenizer import recorded_tokenizer
 from experiments.tokenization import oracle
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader

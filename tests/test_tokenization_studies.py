@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.tokenization_credit import char_matched_lambda
+from analysis.tokenization.credit import char_matched_lambda
 from experiments.tokenization import topics
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.grids.spec import load_grid

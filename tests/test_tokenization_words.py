@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.tokenization_kl import token_table, word_table
-from analysis.tokenization_words import BOUNDARIES, Boundary, find_words, sequence_starts, text_of
+from analysis.tokenization.kl import token_table, word_table
+from analysis.tokenization.words import BOUNDARIES, Boundary, find_words, sequence_starts, text_of
 from ppo_repro.errors import UserError
 from tests.tokens_for_tests import Cuts, cuts, frames
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from analysis import survival, two_sample
-from analysis.two_sample import Ints
+from analysis.stats import survival, two_sample
+from analysis.stats.two_sample import Ints
 from ppo_repro.errors import UserError
 from tests.test_significance import array, limits, rng
 

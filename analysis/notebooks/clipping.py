@@ -5,7 +5,7 @@
 # %%
 import os
 
-from analysis.clipping import clip_tables, overview
+from analysis.clipping.tables import clip_tables, overview
 
 RUN = os.environ.get("PPO_RUN", "runs/quickstart/seed0")
 tables = clip_tables(RUN)

@@ -7,17 +7,17 @@ import os
 
 import numpy as np
 
-from analysis.compare import compare_runs
-from analysis.compare_bitwise import first_difference
-from analysis.compare_paired import error_growth, paired_responses
-from analysis.survival import kaplan_meier, log_rank
+from analysis.compare.bitwise import first_difference
+from analysis.compare.paired import error_growth, paired_responses
+from analysis.compare.verdicts import compare_runs
+from analysis.stats.survival import kaplan_meier, log_rank
 
 RUN = os.environ.get("PPO_RUN", "runs/quickstart/seed0")
 OTHER = os.environ.get("PPO_OTHER_RUN", "runs/native/quickstart/seed0")
 
 # %% [markdown]
 # Four nested questions: bits, log-probs of the same tokens, what is answered, what is learnt. The last needs seeds:
-# `analysis.compare_seeds.compare_groups` on the tables of a grid.
+# `analysis.compare.seeds.compare_groups` on the tables of a grid.
 
 # %%
 compare_runs(RUN, OTHER, np.random.default_rng(0))

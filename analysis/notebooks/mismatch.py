@@ -5,9 +5,10 @@
 # %%
 import os
 
-from analysis import mismatch, pairs
-from analysis.diagnosis import diagnose_chunks
-from analysis.mismatch_update import wide
+from analysis.diagnosis.diagnose import diagnose_chunks
+from analysis.mismatch import tables as mismatch
+from analysis.mismatch.metrics import wide
+from analysis.pairs import runs
 
 RUN = os.environ.get("PPO_RUN", "runs/quickstart/seed0")
 
@@ -21,7 +22,7 @@ mismatch.summary(RUN)
 # By iteration: does it grow as the policy moves?
 
 # %%
-found = mismatch.tables(mismatch.measure(pairs.run_pairs(RUN)))
+found = mismatch.tables(mismatch.measure(runs.run_pairs(RUN)))
 wide(found.update)
 
 # %% [markdown]
@@ -40,5 +41,5 @@ found.correction
 # The cause.
 
 # %%
-diagnosis = diagnose_chunks(pairs.run_pairs(RUN))
+diagnosis = diagnose_chunks(runs.run_pairs(RUN))
 print(diagnosis.verdict, diagnosis.tier, diagnosis.advice, sep="\n")

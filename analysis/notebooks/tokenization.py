@@ -5,7 +5,7 @@
 # %%
 import os
 
-from analysis.tokenization import iteration_tables, run_summary
+from analysis.tokenization.tables import iteration_tables, run_summary
 
 RUN = os.environ.get("PPO_RUN", "runs/quickstart/seed0")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.clipping_step import clip_step
-from analysis.diagnosis import diagnose_chunks
-from analysis.mismatch import measure, tables, whole
-from analysis.mismatch_bucket import bucket_table
-from analysis.pairs import run_pairs
+from analysis.clipping.step import clip_step
+from analysis.diagnosis.diagnose import diagnose_chunks
+from analysis.mismatch.bucket import bucket_table
+from analysis.mismatch.tables import measure, tables, whole
+from analysis.pairs.runs import run_pairs
 from analysis.report.clipping_figures import definition_figure
 from analysis.report.facts import Verdict
 from analysis.report.figure import Figure

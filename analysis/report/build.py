@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.parity import Parity, parity
+from analysis.mismatch.parity import Parity, parity
 from analysis.report import analyses, clipping_figures, counts, curves, mismatch_figures, text_figures
 from analysis.report.analyses import Found
 from analysis.report.facts import (

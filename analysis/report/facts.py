@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from analysis.parity import Parity
+from analysis.mismatch.parity import Parity
 from analysis.report.clipping_figures import ClipBounds
 from analysis.report.markup import number, share
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective

@@ -124,7 +124,7 @@ OURS = """
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from analysis import mismatch
-from analysis.pairs import run_pairs
+from analysis.pairs.runs import run_pairs
 columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
 with Progress(*columns, console=Console(stderr=True)) as bar:
     task = bar.add_task(way, total=int(rows))

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.significance import Estimate, Floats, holm, one_sample, sign_flip, t_interval, t_test, tost
-from experiments.ablations.table import interval, markdown
+from analysis.grids.table import interval, markdown
+from analysis.stats.significance import Estimate, Floats, holm, one_sample, sign_flip, t_interval, t_test, tost
 from experiments.tokenization.measures import of_grid
 from ppo_repro.errors import UserError
 

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from analysis.tokenization_retokenize import AUDIT_COLUMNS, encoded_again, retokenization
-from analysis.tokenization_tokenizer import recorded_tokenizer, token_bytes
+from analysis.tokenization.retokenize import AUDIT_COLUMNS, encoded_again, retokenization
+from analysis.tokenization.tokenizer import recorded_tokenizer, token_bytes
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out

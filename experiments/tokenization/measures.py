@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.tokenization import iteration_tables, run_drift
-from analysis.tokenization_tokenizer import recorded_tokenizer
-from analysis.tokenization_words import BOUNDARIES
+from analysis.tokenization.tables import iteration_tables, run_drift
+from analysis.tokenization.tokenizer import recorded_tokenizer
+from analysis.tokenization.words import BOUNDARIES
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from analysis.tokenization_marginal import exact_marginal, segmentation_logprob, segmentations
+from analysis.tokenization.marginal import exact_marginal, segmentation_logprob, segmentations
 from ppo_repro.seeding import words
 
 ALPHABET, LONGEST, END = "ab ", 6, 0

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from experiments.ablations.table import markdown
+from analysis.grids.table import markdown
 from experiments.tokenization.first_ratios import DRIFTS, checked_config, response_table
 from experiments.tokenization.measures import complete_cells
 from ppo_repro.errors import UserError

@@ -35,7 +35,7 @@ def assert_on_policy(run: Path | str) -> None:
         raise AssertionError(
             f"{run}: {bad} of {found.tokens + found.nonfinite} tokens have other old_logprobs (trainer) than "
             f"rollout_logprobs (sampler); the first is {first.describe()}; find the layer "
-            f"with `ppo-repro bisect {run}`, or the cause with analysis.diagnosis in a checkout"
+            f"with `ppo-repro bisect {run}`, or the cause with analysis.diagnosis.diagnose in a checkout"
         )
     _assert_first_ratios(run)
 

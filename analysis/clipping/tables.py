@@ -1,0 +1,158 @@
+"""What the clip did in a run: all tables, one iteration in memory at a time.
+
+`python -m analysis.clipping.tables RUN` prints an overview; `--out DIR` writes every table as Parquet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.clipping.bucket import clip_bucket
+from analysis.clipping.dynamics import band_transitions, early_stop, epochs_to_half
+from analysis.clipping.enrichment import clip_enrichment, clip_vocab, merged_vocab
+from analysis.clipping.flags import recorded_against_float64
+from analysis.clipping.quality import evaluation_gains, update_numbers, update_quality
+from analysis.clipping.ratios import overshoot_survival, ratio_hist
+from analysis.clipping.step import clip_step
+from analysis.clipping.words import clip_words
+from analysis.update_rows import load_iterations, recorded_config
+from ppo_repro.errors import UserError
+from ppo_repro.records import reader
+
+
+@dataclass(frozen=True)
+class ClipTables:
+    """Every table of the clip analysis; the first column is run_id, the start of the run's fingerprint."""
+
+    clip_step: pd.DataFrame  # iteration, step, subset
+    clip_bucket: pd.DataFrame  # iteration, kind, adv_sign, bin
+    ratio_hist: pd.DataFrame  # iteration, step, adv_sign, bin
+    overshoot_survival: pd.DataFrame  # iteration, epoch, threshold
+    clip_vocab: pd.DataFrame  # token id, over the iterations read
+    clip_enrichment: pd.DataFrame  # iteration, epoch
+    band_transitions: pd.DataFrame  # iteration, epoch
+    clip_words: pd.DataFrame  # iteration, epoch, tokens in a word
+    epochs_to_half: pd.DataFrame  # iteration
+    update_quality: pd.DataFrame  # iteration
+    evaluation_gains: pd.DataFrame  # stretch between evaluations; empty where only some iterations are read
+    flag_differences: pd.DataFrame  # iteration; empty for a clip range that was not the run's own
+
+
+def clip_tables(
+    run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
+) -> ClipTables:
+    """All tables of a run; `band` (low, high) in place of the run's own clip range.
+
+    Raises UserError where records are missing, or where the run clips nothing and no band is given.
+    """
+    config, found = recorded_config(run_dir), reader.open_manifest(run_dir)
+    parts: dict[str, list[pd.DataFrame]] = {field.name: [] for field in fields(ClipTables)}
+    quality = []
+    for item in load_iterations(run_dir, iterations=iterations, band=band):
+        parts["clip_step"].append(clip_step(item, config))
+        parts["clip_bucket"].append(clip_bucket(item, config))
+        for of_item in (ratio_hist, overshoot_survival, clip_vocab, clip_enrichment, band_transitions, clip_words):
+            parts[of_item.__name__].append(of_item(item))
+        if item.rule.is_recorded:
+            parts["flag_differences"].append(recorded_against_float64(item))
+        quality.append(update_numbers(item, config))
+    if iterations is None:
+        overall = reader.read_iterations(run_dir)
+        parts["evaluation_gains"].append(evaluation_gains(overall, found.final, config.task.num_eval_prompts))
+    together = {name: pd.concat(some, ignore_index=True) if some else pd.DataFrame() for name, some in parts.items()}
+    together["clip_vocab"] = merged_vocab(parts["clip_vocab"])
+    together["epochs_to_half"] = epochs_to_half(together["clip_step"])
+    together["update_quality"] = update_quality(quality)
+    for table in together.values():
+        table.insert(0, "run_id", found.fingerprint[:12])
+    return ClipTables(**together)
+
+
+def overview(tables: ClipTables, early_stop_kl: float | None) -> list[str]:
+    """The run in a few lines."""
+    steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tok"] > 0)]
+    count = steps["n_tok"]
+
+    def mean(name: str) -> float:
+        return float(np.average(steps[name], weights=count))
+
+    quality, enrichment = tables.update_quality, tables.clip_enrichment
+    fell = quality["score_gain"].dropna() < 0
+    lines = [
+        f"token visits {count.sum():,} in {len(steps)} steps of {steps['iteration'].nunique()} iterations",
+        f"outside the band {mean('band_out'):.3%} = clip_high {mean('clip_high'):.3%} + clip_low {mean('clip_low'):.3%}"
+        f" + wrong_high {mean('wrong_high'):.3%} + wrong_low {mean('wrong_low'):.3%}"
+        f" + no advantage {mean('out_without_advantage'):.3%}",
+        f"gradient removed {mean('grad_zero'):.3%} of tokens; of a step {steps['grad_zero'].min():.1%} to "
+        f"{steps['grad_zero'].max():.1%}; without any step taken (clip_floor) {mean('clip_floor'):.3%}",
+        f"gradient removed: {np.nanmean(steps['gm_clip']):.1%} of the surrogate mass, "
+        f"{np.nanmean(steps['lgn_share_clip']):.1%} of the logit-gradient norms (mean of steps)",
+        f"largest ratio {steps['r_max'].max():.3g}, smallest {steps['r_min'].min():.3g}; beyond twice the range "
+        f"{mean('overshoot_beyond_range'):.3%}",
+        f"overshoot after the first, unclipped step {quality['overshoot_first_step_share'].mean():.1%}, on tokens not "
+        f"trained on yet {quality['overshoot_first_epoch_share'].mean():.1%} (mean of iterations)",
+        f"back in the band at the next visit {tables.band_transitions['return_rate'].mean():.1%}, still clipped "
+        f"{tables.band_transitions['still_clipped_rate'].mean():.1%} (mean)",
+        f"mean p before the update: clipped up {np.nanmean(enrichment['mean_p_clip_high']):.3f}, clipped down "
+        f"{np.nanmean(enrichment['mean_p_clip_low']):.3f}, all {enrichment['mean_p'].mean():.3f}",
+        f"KL(anchor || new) of a step, token mean: k1 {mean('kl_k1'):.2e}, k3 {mean('kl_k3'):.2e} nats",
+        f"mean score of the next iteration lower in {fell.sum()} of {len(fell)}",
+    ]
+    if len(tables.evaluation_gains):
+        gains = tables.evaluation_gains
+        lines.append(
+            f"held-out accuracy fell in {gains['worse'].sum()} of {len(gains)} stretches between evaluations, "
+            f"beyond noise in {gains['worse_beyond_noise'].sum()}"
+        )
+    if len(tables.flag_differences):
+        difference = tables.flag_differences.drop(columns=["run_id", "iteration"]).sum()
+        lines.append(
+            f"recorded flags that float64 decides otherwise {difference['differ']} of {difference['n_tok']:,} "
+            f"({difference['bound_rounding']} by the bound's rounding, {difference['ratio_rounding']} by the ratio's; "
+            f"{difference['unexplained']} unexplained)"
+        )
+    if early_stop_kl is not None:
+        for estimate, part in early_stop(tables.clip_step, early_stop_kl).groupby("estimate", sort=False):
+            lines.append(
+                f"early stop at {early_stop_kl:g} by {estimate}: {part['stopped'].sum()} of {len(part)} iterations, "
+                f"after {part['steps_taken'].mean():.1f} of {part['steps'].mean():.1f} steps"
+            )
+    return lines
+
+
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="what the clip did in a recorded run")
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
+    parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
+    parser.add_argument("--out", type=Path, help="write every table as Parquet into this folder")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Print the overview; exit code 2 and one line where what the user wrote is wrong."""
+    arguments = _arguments(given)
+    try:
+        band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
+        tables = clip_tables(arguments.run, band=band)
+        lines = overview(tables, arguments.early_stop_kl)
+        if arguments.out is not None:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            for field in fields(tables):
+                getattr(tables, field.name).to_parquet(arguments.out / f"{field.name}.parquet", index=False)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

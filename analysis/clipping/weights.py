@@ -1,0 +1,67 @@
+"""How much of the gradient each token carries: surrogate mass and the norm of its gradient in the logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from analysis.clipping.flags import ratios_of
+from analysis.update_rows import Float64, column
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+
+
+def logit_step(probabilities: Float64, prob_sq_sums: Float64) -> Float64:
+    """1 - 2 p + sum_v pi_v^2, float64: what a step of 1 on a token's log-prob in the logits adds to that log-prob.
+
+    It is also ||e_a - pi||^2, the squared norm of the gradient of log pi_a in the logits.
+    """
+    # (1 - p)^2 is a lower bound; below it is only the rounding of the recorded float32 columns
+    return np.maximum(1.0 - 2.0 * probabilities + prob_sq_sums, (1.0 - probabilities) ** 2)
+
+
+def loss_weights(rows: pd.DataFrame, config: RunConfig) -> Float64:
+    """What each row's surrogate counts in the loss of its step: aggregation times importance weight, float64.
+
+    token_mean: 1 / tokens of the step; sequence_mean: 1 / (sequences length); sequence_sum: 1 / sequences. The
+    importance weight is min(w, cap), or w in [1 / cap, cap] and else 0, with w = pi_old / pi_rollout of the token
+    or of its response.
+    """
+    step = rows.groupby(["epoch", "minibatch"], sort=False)
+    sequence = rows.groupby(["epoch", "minibatch", "sequence"], sort=False)
+    tokens = step["position"].transform("size").to_numpy(np.float64)
+    lengths = sequence["position"].transform("size").to_numpy(np.float64)
+    sequences = step["sequence"].transform("nunique").to_numpy(np.float64)
+    by_kind = {
+        "token_mean": 1.0 / tokens,
+        "sequence_mean": 1.0 / (sequences * lengths),
+        "sequence_sum": 1.0 / sequences,
+    }
+    if config.ppo.aggregation not in by_kind:
+        known = ", ".join(by_kind)
+        raise UserError(f"ppo.aggregation = {config.ppo.aggregation}: the clip analyses know {known}")
+    weights = by_kind[config.ppo.aggregation]
+    chosen = config.ppo.importance_weights
+    if chosen is None:
+        return weights
+    delta = column(rows, "old_logprobs") - column(rows, "rollout_logprobs")
+    if chosen.level == "sequence":
+        codes = sequence.ngroup().to_numpy()
+        delta = np.asarray(np.bincount(codes, delta)[codes], dtype=np.float64)
+    importance = ratios_of(delta)
+    if chosen.kind == "truncated":
+        return weights * np.minimum(importance, chosen.cap)
+    kept = (importance >= 1.0 / chosen.cap) & (importance <= chosen.cap)
+    return weights * np.where(kept, importance, 0.0)
+
+
+def masses(rows: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
+    """Per row of a policy step, float64, as if nothing were clipped.
+
+    surrogate_mass = w |r A|, w from `loss_weights`; logit_grad_norm = w |r A| sqrt(1 - 2 p + sum pi^2), p and pi
+    of the policy before the update, whose sum of squares is what was recorded.
+    """
+    surrogate = loss_weights(rows, config) * np.abs(ratios_of(column(rows, "log_ratios")) * column(rows, "advantages"))
+    probabilities = np.exp(column(rows, "old_logprobs"))
+    norm = surrogate * np.sqrt(logit_step(probabilities, column(rows, "prob_sq_sums")))
+    return pd.DataFrame({"surrogate_mass": surrogate, "logit_grad_norm": norm}, index=rows.index)

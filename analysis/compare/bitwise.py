@@ -1,0 +1,80 @@
+"""Are two runs the same to the last bit? By the digests of their manifests; files are read for the first difference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from analysis.compare.rows import Row
+from ppo_repro.errors import UserError
+from ppo_repro.records import digests, reader
+from ppo_repro.records.manifest import Manifest, tables_of
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where the data of two runs first part; `ppo-repro diff A B` names the row and both values."""
+
+    iteration: int
+    table: str
+    column: str  # "(rows)" where the numbers of rows differ
+
+
+def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
+    """Both manifests; raises UserError where a run is incomplete or damaged, or they are of different kinds."""
+    a, b = reader.open_manifest(run_a), reader.open_manifest(run_b)
+    if a.kind != b.kind:
+        raise UserError(f"{run_a} is a {a.kind} run, {run_b} a {b.kind} run; compare runs of one kind")
+    return a, b
+
+
+def first_difference(run_a: Path | str, run_b: Path | str) -> FirstDifference | None:
+    """The first iteration, table and column, in the order in which data come to be; None where no digest differs.
+
+    Only iterations that both have. Raises UserError on damaged records.
+    """
+    a, b = manifests(run_a, run_b)
+    for one, other in zip(a.iterations, b.iterations, strict=False):
+        for table in tables_of(a):
+            if one.tables[table.name].digest == other.tables[table.name].digest:
+                continue
+            if one.tables[table.name].rows != other.tables[table.name].rows:
+                return FirstDifference(one.iteration, table.name, "(rows)")
+            data = [reader.read_arrow(run, table.name, one.iteration) for run in (run_a, run_b)]
+            for column in table.columns:
+                values = [part.column(column.name) for part in data]
+                found = {digests.column_digest(column.kind, v, nullable=column.nullable) for v in values}
+                if column.in_fingerprint and len(found) == 2:
+                    return FirstDifference(one.iteration, table.name, column.name)
+    return None
+
+
+def bitwise_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
+    """The fingerprint, the final results, and for each table the share of common iterations with equal digests."""
+    a, b = manifests(run_a, run_b)
+    method = "SHA-256 of the values"
+    same, iterations = a.fingerprint == b.fingerprint, max(len(a.iterations), len(b.iterations))
+    first = None if same else first_difference(run_a, run_b)
+    where = "identical" if same else "different"
+    if first is not None:
+        where += f" from iteration {first.iteration}, {first.table}.{first.column} on"
+    elif len(a.iterations) != len(b.iterations):
+        where += f": {len(a.iterations)} and {len(b.iterations)} iterations"
+    rows = [Row("bitwise", "fingerprint", float(same), iterations, "chained " + method, verdict=where)]
+    pairs = list(zip(a.iterations, b.iterations, strict=False))
+    for table in tables_of(a):
+        equal = sum(one.tables[table.name].digest == other.tables[table.name].digest for one, other in pairs)
+        verdict = "identical" if equal == iterations else "different"
+        share = equal / iterations if iterations else float("nan")
+        rows.append(Row("bitwise", table.name, share, iterations, f"share of iterations, {method}", verdict=verdict))
+    names = sorted({*a.final, *b.final})
+    equal = sum(
+        name in a.final
+        and name in b.final
+        and digests.scalar_digest(a.final[name]) == digests.scalar_digest(b.final[name])
+        for name in names
+    )
+    verdict = "identical" if equal == len(names) else "different"
+    share = equal / len(names) if names else float("nan")
+    rows.append(Row("bitwise", "final", share, len(names), f"share of results, {method}", verdict=verdict))
+    return rows

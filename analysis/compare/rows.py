@@ -1,0 +1,70 @@
+"""The rows of `run_compare`: one finding each, and what is said about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import pandas as pd
+
+from analysis.stats.significance import holm
+
+Level = Literal["bitwise", "numeric", "distribution", "outcome"]
+# difference: H0 is no difference, corrected for the number of metrics; equivalence: H0 is a difference of the margin or
+# more; number: an estimate, no test
+Claim = Literal["difference", "equivalence", "number"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding; `verdict` is filled in by `run_compare` for tests."""
+
+    level: Level
+    metric: str
+    stat: float
+    n_units: int
+    method: str
+    claim: Claim = "number"
+    p_value: float = math.nan
+    ci_lo: float = math.nan
+    ci_hi: float = math.nan
+    margin: float = math.nan
+    verdict: str = ""
+
+
+def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd.DataFrame:
+    """The table: run_a, run_b, level, metric, stat, p_value, p_holm, ci_lo, ci_hi, margin, verdict, n_units, method.
+
+    p_holm: Holm's correction over the metrics of one level that are tested for a difference. A difference has
+    verdict "different" where p_holm <= alpha, else "no difference found" (which is not "the same": see the smallest
+    detectable effect, or an equivalence test); equivalence "equivalent" where p_value <= alpha, else "not shown".
+    """
+    corrected = [math.nan] * len(rows)
+    for level in {row.level for row in rows}:
+        places = [i for i, row in enumerate(rows) if row.level == level and row.claim == "difference"]
+        for place, p_holm in zip(places, holm([rows[i].p_value for i in places]), strict=True):
+            corrected[place] = float(p_holm)
+    columns = {
+        "run_a": [run_a] * len(rows),
+        "run_b": [run_b] * len(rows),
+        **{name: [getattr(row, name) for row in rows] for name in ("level", "metric")},
+        **{name: pd.Series([getattr(row, name) for row in rows], dtype="float64") for name in ("stat", "p_value")},
+        "p_holm": pd.Series(corrected, dtype="float64"),
+        **{n: pd.Series([getattr(row, n) for row in rows], dtype="float64") for n in ("ci_lo", "ci_hi", "margin")},
+        "verdict": [_verdict(row, p_holm, alpha) for row, p_holm in zip(rows, corrected, strict=True)],
+        **{name: [getattr(row, name) for row in rows] for name in ("n_units", "method")},
+    }
+    return pd.DataFrame(columns)
+
+
+def _verdict(row: Row, p_holm: float, alpha: float) -> str:
+    if row.claim == "number":
+        return row.verdict
+    p_value = p_holm if row.claim == "difference" else row.p_value
+    if math.isnan(p_value):
+        return "too little to say"
+    if row.claim == "difference":
+        return "different" if p_value <= alpha else "no difference found"
+    return "equivalent" if p_value <= alpha else "not shown"

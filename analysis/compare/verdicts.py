@@ -1,0 +1,179 @@
+"""Are two runs, or two groups of seeds, the same? Four nested questions, a verdict on each.
+
+    python -m analysis.compare.verdicts A B --seed 0                                    two runs
+    python -m analysis.compare.verdicts GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
+
+bitwise: every recorded bit (`compare_bitwise`); numeric: log-probs of the same tokens (`compare_paired`); distribution:
+what is answered (`compare_distribution`); outcome: what is learnt, over seeds (`compare_seeds`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.compare.bitwise import bitwise_rows, manifests
+from analysis.compare.distribution import distribution_rows, responses_of
+from analysis.compare.paired import COLUMNS, margin_from_aa, mean_abs, numeric_rows, paired_responses
+from analysis.compare.rows import Row, run_compare
+from analysis.compare.seeds import compare_groups
+from analysis.mismatch.sequence import DIVERGENCE_TAU
+from analysis.stats.significance import DRAWS
+from ppo_repro.errors import UserError
+
+CELLS = "cells.parquet"
+RESULTS = "results.parquet"
+USUAL_METRICS = ("final.eval_accuracy", "final.eval_score")
+SHOWN = ["level", "metric", "stat", "ci_lo", "ci_hi", "p_value", "p_holm", "margin", "verdict", "n_units", "method"]
+
+
+def compare_runs(
+    run_a: Path | str,
+    run_b: Path | str,
+    rng: np.random.Generator,
+    *,
+    margin: float = DIVERGENCE_TAU,
+    column: str = "old_logprobs",
+    iterations: Sequence[int] | None = None,
+    alpha: float = 0.05,
+    draws: int = DRAWS,
+) -> pd.DataFrame:
+    """`run_compare` of two language runs, all four levels; one run a side, so outcomes get a number and no verdict.
+
+    iterations: of levels numeric and distribution; None is all.
+    margin: nats of mean |delta| of `column` below which log-probs count as the same (`calibrated_margin` finds one).
+    Raises UserError on a margin or alpha out of range, and on anything missing, unknown or damaged in the records.
+    """
+    if not 0 < margin < math.inf or not 0 < alpha < 0.5 or draws < 1:
+        raise UserError(
+            f"margin = {margin}, alpha = {alpha}, draws = {draws}: "
+            "margin is positive, alpha between 0 and 0.5, draws at least 1"
+        )
+    responses = paired_responses(run_a, run_b, column=column, iterations=iterations)
+    rows = [
+        *bitwise_rows(run_a, run_b),
+        *numeric_rows(responses, rng, column=column, margin=margin, alpha=alpha, draws=draws),
+        *distribution_rows(responses_of(run_a, iterations), responses_of(run_b, iterations), rng, draws),
+        *_final_rows(run_a, run_b),
+    ]
+    return run_compare(str(run_a), str(run_b), rows, alpha)
+
+
+def _final_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
+    a, b = (found.final for found in manifests(run_a, run_b))
+    rows = []
+    for name in a:
+        one, other = a[name], b.get(name)
+        if not isinstance(one, str) and other is not None and not isinstance(other, str):
+            how = "difference b - a of one run each: seeds decide, see --axis"
+            rows.append(Row("outcome", f"final.{name}", float(other) - float(one), 1, how, verdict="one seed"))
+    return rows
+
+
+def calibrated_margin(pairs: Sequence[tuple[Path | str, Path | str]], column: str = "old_logprobs") -> float:
+    """The margin for `compare_runs` from pairs of runs that should be equal; see `margin_from_aa`, UserError too."""
+    means = []
+    for a, b in pairs:
+        found = mean_abs(paired_responses(a, b, column=column))
+        if not len(found):
+            raise UserError(f"{a} and {b}: have no response with the same tokens; they are no A/A pair")
+        means.append(found.mean())
+    return margin_from_aa(np.array(means, np.float64))
+
+
+def compare_grid(
+    grid_dir: Path,
+    axis: str,
+    a: str,
+    b: str,
+    metrics: Sequence[str],
+    rng: np.random.Generator,
+    *,
+    paired: bool,
+    margin: float | None,
+    alpha: float,
+) -> pd.DataFrame:
+    """`compare_groups` on the tables of a grid's folder; metrics `final.*` are of its cells, others of its iterations.
+
+    All metrics come from one of the two. Raises UserError as that does, and where a table is missing.
+    """
+    of_cells = {name.startswith("final.") for name in metrics}
+    if len(of_cells) != 1:
+        raise UserError(f"metrics {', '.join(metrics)}: name final ones or ones of iterations, not both")
+    path = grid_dir / (CELLS if of_cells == {True} else RESULTS)
+    if not path.is_file():
+        raise UserError(f"{path}: is missing; give two runs, or the folder that `ppo-repro grid` wrote with --axis")
+    frame = pd.read_parquet(path)
+    pairing = "seed" if paired else "none"
+    return compare_groups(frame, axis, a, b, metrics, rng, pairing=pairing, margin=margin, alpha=alpha)  # type: ignore[arg-type]
+
+
+def lines(table: pd.DataFrame) -> list[str]:
+    """The table for people."""
+    shown = table[SHOWN].to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
+    return [f"a  {table['run_a'].iloc[0]}", f"b  {table['run_b'].iloc[0]}", shown]
+
+
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m analysis.compare.verdicts", description="are two runs the same?")
+    parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
+    parser.add_argument("--seed", type=int, required=True, help="of the permutations and bootstraps")
+    parser.add_argument("--alpha", type=float, default=0.05)
+    parser.add_argument(
+        "--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {DIVERGENCE_TAU})"
+    )
+    runs = parser.add_argument_group("two runs")
+    runs.add_argument("--column", choices=COLUMNS, help="which log-probs (old_logprobs)")
+    runs.add_argument("--aa", nargs=2, type=Path, action="append", help="runs that should be equal; gives the margin")
+    runs.add_argument("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
+    grid = parser.add_argument_group("a grid")
+    grid.add_argument("--axis")
+    grid.add_argument("--a", help="label of the first group")
+    grid.add_argument("--b", help="label of the second")
+    grid.add_argument("--metric", action="append", help=f"column ({', '.join(USUAL_METRICS)}); may be repeated")
+    grid.add_argument("--unpaired", action="store_true", help="do not pair by seed")
+    return parser.parse_args(given)
+
+
+def _chosen(found: argparse.Namespace) -> pd.DataFrame:
+    rng = np.random.default_rng(found.seed)
+    if found.axis is not None:
+        if len(found.paths) != 1 or found.a is None or found.b is None or found.aa or found.column or found.iterations:
+            raise UserError("--axis: goes with one grid, --a and --b, and without --aa, --column and --iterations")
+        metrics = found.metric or USUAL_METRICS
+        return compare_grid(
+            *(found.paths[0], found.axis, found.a, found.b, metrics, rng),
+            **{"paired": not found.unpaired, "margin": found.margin, "alpha": found.alpha},
+        )
+    if len(found.paths) != 2 or found.a or found.b or found.metric or found.unpaired:
+        raise UserError("two runs, or a grid with --axis; --a, --b, --metric and --unpaired are for grids")
+    if found.aa and found.margin is not None:
+        raise UserError("--margin and --aa: choose one")
+    column = found.column or COLUMNS[0]
+    margin = DIVERGENCE_TAU if found.margin is None else found.margin
+    if found.aa:
+        margin = calibrated_margin([tuple(pair) for pair in found.aa], column)
+    chosen = None if found.iterations is None else range(found.iterations[0], found.iterations[1] + 1)
+    a, b = found.paths
+    return compare_runs(a, b, rng, margin=margin, column=column, iterations=chosen, alpha=found.alpha)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Print the table; exit code 2 and one line where what the user wrote is wrong."""
+    try:
+        table = _chosen(_arguments(given))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(lines(table)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Why do sampler and trainer disagree? From the pattern of `delta = logprobs_b - logprobs_a` to a named cause.
+
+Each cause predicts `delta`; a prediction that leaves at most 1 % of the sum of delta^2 is the cause. What no
+prediction explains (precision, stale weights, dropout) is told apart by further columns, or all of them are named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from analysis.diagnosis.causes import ADVICE, INPUTS, Cause
+from analysis.diagnosis.evidence import Measured, added, measure
+from ppo_repro.errors import UserError
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Limits in nats, all of which have to hold. They are of tiny models on CPUs; calibrate your own for others."""
+
+    name: str
+    mean_abs: float
+    max_abs: float
+    k3: float
+
+
+# what was seen in tiny models: cached decoding against the full forward in float32, and 16-bit weights
+TIERS = (
+    Tier("T2", 5e-6, 1e-4, 1e-10),
+    Tier("T3", 1e-2, math.inf, 1e-4),
+    Tier("T4", 5e-2, math.inf, 2e-3),
+)
+# a cause explains a mismatch if what it leaves is at most a tenth of it in amplitude
+LEFT = 0.01
+# temperature is a two-term series in 1 - 1/tau, exact at 1 and 1/2, so it leaves more
+LEFT_BY_TEMPERATURE = 0.05
+# standard errors (clustered by sequence) from which a difference is one: chance 6e-5 under a normal law
+CLEAR = 4.0
+# below this a pattern may be an accident
+CHANCE = 1e-3
+# levels of |delta| per unit of uncertainty: nearly constant for noise and dropout, growing since the last sync; noise
+# alone was seen to grow 2.9 times in a run of 70 iterations, while its policy became sure of itself
+GROWTH = 10.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`verdict` is one cause, or all that fit joined by ' or '; `needed` then says which columns would decide."""
+
+    verdict: str
+    causes: tuple[Cause, ...]
+    tier: str  # T0 (bitwise) to T4, or `beyond T4`
+    advice: str
+    needed: str
+    evidence: dict[str, float]
+
+
+def diagnose(pairs: pd.DataFrame, *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
+    """The cause of the mismatch in `pairs`, one row per token.
+
+    Columns iteration, sequence, position, token_id, logprobs_a (sampler), logprobs_b (trainer), float32, nats. What is
+    there of these is used: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again,
+    token_id_b (-1 where the trainer has no such token), pad_length, steps_since_sync. Raises UserError on a missing
+    column, a token given twice or no finite pair of log-probs.
+    """
+    return diagnose_chunks([pairs], tiers=tiers)
+
+
+def diagnose_chunks(chunks: Iterable[pd.DataFrame], *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
+    """`diagnose` over chunks of whole sequences, held one at a time."""
+    parts = [measure(part) for chunk in chunks for _, part in chunk.groupby("iteration", sort=True)]
+    if not sum(part.tokens for part in parts):
+        raise UserError("pairs hold no token with two finite log-probs; there is nothing to compare")
+    m = added(parts)
+    evidence = _evidence(m, parts)
+    tier = _tier(m, tiers)
+    causes = _causes(m, evidence, tier)
+    needed = "; ".join(INPUTS[cause] for cause in causes if cause in INPUTS) if len(causes) > 1 else ""
+    advice = " / ".join(ADVICE[cause] for cause in causes)
+    return Diagnosis(" or ".join(causes), causes, tier, advice, needed, evidence)
+
+
+def _ratio(left: float, whole: float) -> float:
+    return left / whole if whole > 0 else math.nan
+
+
+def _tier(m: Measured, tiers: tuple[Tier, ...]) -> str:
+    if not m.unequal:
+        return "T0"
+    if m.largest_ulp <= 4 and m.largest_delta <= tiers[0].max_abs:
+        return "T1"
+    mean_abs, k3 = m.delta_abs / m.tokens, m.k3 / m.tokens
+    for tier in tiers:
+        if mean_abs <= tier.mean_abs and m.largest_delta <= tier.max_abs and k3 <= tier.k3:
+            return tier.name
+    return f"beyond {tiers[-1].name}"
+
+
+def _evidence(m: Measured, parts: list[Measured]) -> dict[str, float]:
+    n, growth = m.tokens, _growth(parts)
+    mean = m.delta / n
+    clusters = m.sequences / (m.sequences - 1) if m.sequences > 1 else math.nan
+    variance = (m.ss - 2 * mean * m.sn + mean**2 * m.nn) / n**2 * clusters
+    covariance = m.ab - m.a * m.b / n
+    spread = (m.a_sq - m.a**2 / n) * (m.b_sq - m.b**2 / n)
+    slope, left_by_temperature = _temperature(m)
+    of_b = m.b_sq - m.b**2 / n
+    shift = min(_ratio(m.next_sq, m.neighbours), _ratio(m.previous_sq, m.neighbours))
+    return {
+        "tokens": n,
+        "nonfinite": m.nonfinite,
+        "frac_bitwise_equal": 1 - m.unequal / n,
+        "mean_abs": m.delta_abs / n,
+        "max_abs": m.largest_delta,
+        "k1": -mean,
+        "k1_se": math.sqrt(max(variance, 0.0)),
+        "k3": m.k3 / n,
+        "pearson_logp": covariance / math.sqrt(spread) if spread > 0 else math.nan,
+        "temperature_ratio": 1 / (1 - slope) if slope < 1 else math.nan,
+        "left_by_temperature": left_by_temperature,
+        "delta_logp_slope": 1 - _ratio(covariance, of_b),
+        "left_by_kept_mass": _ratio(m.mass_sq, m.delta_sq) if m.has_mass else math.nan,
+        "minority_of_signs": _ratio(min(m.positive, m.negative), m.positive + m.negative),
+        "left_without_zeros": _ratio(m.delta_sq - m.at_zeros, m.delta_sq),
+        "left_without_last": _ratio(m.delta_sq - m.at_last, m.delta_sq),
+        "left_by_shift": _ratio(shift, m.delta_sq / n),
+        "left_by_sorting": _ratio(m.sorted_sq, m.delta_sq),
+        "repeat_over_delta": math.sqrt(_ratio(m.again_sq, m.delta_sq)) if m.has_again and m.delta_sq else math.nan,
+        "growth": growth[0],
+        "growth_z": growth[1],
+        "clean_sequences": m.clean_sequences,
+        "dirty_sequences": m.dirty_sequences,
+        "frac_bfloat16": m.as_bfloat16 / n,
+        "frac_float16": m.as_float16 / n,
+    }
+
+
+def _temperature(m: Measured) -> tuple[float, float]:
+    """(t = 1 - 1/tau, share of delta^2 left) of the best fit delta = t x + t^2 k.
+
+    x = b + H, k = H + log sum p^2. From log sum_v p_v^s, which is 0 at s = 1, has slope -H there and is
+    log sum p^2 at s = 2: the parabola through these. NaN without the entropies.
+    """
+    if not m.has_entropies or not m.delta_sq:
+        return math.nan, math.nan
+    terms = np.array([m.delta_sq, -2 * m.dx, m.xx - 2 * m.dk, 2 * m.xk, m.kk])
+    residual = np.polynomial.Polynomial(terms)
+    roots = residual.deriv().roots()
+    real = roots[np.abs(roots.imag) < 1e-9].real
+    best = min(real, key=lambda t: float(residual(t)), default=0.0)
+    return float(best), float(residual(best)) / m.delta_sq
+
+
+def _growth(parts: list[Measured]) -> tuple[float, float]:
+    """(ratio, difference in standard errors) of the highest and lowest level of |delta| among iterations.
+
+    The level is sum |delta| / sum (1 - p): an error of the logits reaches the log-prob of a token with weight 1 - p.
+    """
+    levels = []
+    for m in parts:
+        if m.uncertainty > 0 and m.sequences > 1:
+            level = m.delta_abs / m.uncertainty
+            square = m.abs_abs - 2 * level * m.abs_u + level**2 * m.u_u
+            levels.append((level, max(square, 0.0) / m.uncertainty**2 * m.sequences / (m.sequences - 1)))
+    if len(levels) < 2:
+        return math.nan, math.nan
+    (low, low_var), (high, high_var) = min(levels), max(levels)
+    error = math.sqrt(low_var + high_var)
+    if high == 0.0:
+        return math.nan, math.nan
+    return (high / low if low else math.inf), ((high - low) / error if error else math.inf)
+
+
+def _ten_times(zero: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
+    """Whether sequences (number, sum, sum of squares of mean |delta|) of one group are clearly 10 times the others'."""
+    if min(zero[0], other[0]) < 2:
+        return False
+    (m0, v0), (m1, v1) = ((s / n, max(sq - s**2 / n, 0.0) / (n - 1) / n) for n, s, sq in (zero, other))
+    error = math.sqrt(v0 + v1)
+    return m1 >= 10 * m0 and m1 - m0 > CLEAR * error
+
+
+def _causes(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
+    if m.other_ids:
+        return ("retokenization",)  # the log-probs are of different tokens, and say nothing more
+    if m.nonfinite and tier in ("T0", "T1", "T2"):
+        return ("non_finite",)
+    if tier == "T0":
+        return ("none",)
+    if tier in ("T1", "T2"):
+        return ("floating_point_noise",)
+    return _structured(m, e) or _unstructured(m, e, tier)
+
+
+def _structured(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
+    """The causes whose prediction of delta fits; NaN, where a column is missing, fits nothing."""
+    if e["left_by_kept_mass"] <= LEFT:
+        return ("truncated_sampling",)
+    if e["left_without_zeros"] <= LEFT:
+        everywhere = m.zeros == m.tokens and not m.has_mass
+        return ("zero_filled", "truncated_sampling") if everywhere and m.zeros else _zeros_or_last(m, e)
+    if _at_last_tokens(m, e):
+        return ("forced_eos",)
+    if e["left_by_shift"] <= LEFT:
+        return ("off_by_one",)
+    # the same multiset: but any two log-probs that agree well are nearly that
+    if e["left_by_sorting"] <= LEFT and e["pearson_logp"] < 0.5:
+        return ("shuffled",)
+    if e["left_by_temperature"] <= LEFT_BY_TEMPERATURE:
+        return ("temperature",)
+    if e["minority_of_signs"] <= LEFT:
+        return ("truncated_sampling",)
+    if m.has_padding and _ten_times(
+        (m.unpadded, m.unpadded_abs, m.unpadded_abs_sq), (m.padded, m.padded_abs, m.padded_abs_sq)
+    ):
+        return ("padding_leak",)
+    return ()
+
+
+def _zeros_or_last(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
+    """An engine may write 0 as the log-prob of an end token that it put there."""
+    return ("forced_eos",) if _at_last_tokens(m, e) else ("zero_filled",)
+
+
+def _at_last_tokens(m: Measured, e: dict[str, float]) -> bool:
+    if not e["left_without_last"] <= LEFT or m.last == m.tokens:
+        return False
+    # as many tokens as would hold the squares if all were of one size, each last with chance last / tokens
+    spikes = m.at_last**2 / m.at_last_4
+    return spikes * math.log(m.last / m.tokens) <= math.log(CHANCE)
+
+
+def _unstructured(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
+    if m.has_again and e["repeat_over_delta"] >= 0.5:
+        # two passes differ by sqrt(2) sigma, and delta is sigma and a bias: 1/2 allows a bias of sqrt(7) sigma
+        return ("dropout",)
+    if m.has_steps and _ten_times((m.fresh, m.fresh_abs, m.fresh_abs_sq), (m.behind, m.behind_abs, m.behind_abs_sq)):
+        return ("stale_weights",)
+    can_be_stale = not (m.has_steps and not m.behind)
+    if min(m.clean_sequences, m.dirty_sequences) >= 2:
+        ruled_out = {"padding_leak": m.has_padding, "retokenization": m.has_ids, "stale_weights": not can_be_stale}
+        left: tuple[Cause, ...] = ("padding_leak", "retokenization", "stale_weights")
+        return tuple(cause for cause in left if not ruled_out[cause]) or ("unknown",)
+    coarse = tier != "beyond T4"
+    # a float32 value is a bfloat16 one with chance 2^-16, a float16 one with chance 2^-13
+    if coarse and max(e["frac_bfloat16"], e["frac_float16"]) >= 0.99:
+        return ("reduced_precision",)
+    if can_be_stale and e["growth"] >= GROWTH and e["growth_z"] >= CLEAR:
+        return ("stale_weights",)
+    found: tuple[Cause, ...] = (
+        *(("reduced_precision",) if coarse else ()),
+        *(("stale_weights",) if can_be_stale else ()),
+        *(() if m.has_again else ("dropout",)),
+        # no line in b shows a temperature: at 1/2 a line was seen to explain between 6 % and 47 %
+        *(() if m.has_entropies else ("temperature",)),
+    )
+    return found or ("unknown",)

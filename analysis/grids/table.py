@@ -1,0 +1,149 @@
+"""What a grid found: `python -m analysis.grids.table GRID` prints its table over seeds, and comparisons.
+
+First one row per point of the axes: mean and 95 % Student interval over seeds of the measure (`--measure`, else the
+accuracy), means of the others (`outcomes.MEASURES` says what they are), and how many fingerprints there are. Then the
+measure of each point minus that of one point (`--against`, else the first), paired by seed. Then how the shares of
+clipped tokens go with the measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.stats import spearmanr
+
+from analysis.grids.outcomes import MEASURES, outcomes
+from analysis.stats.significance import holm, one_sample, t_interval, t_test
+from ppo_repro.errors import UserError
+
+FORMATS = {
+    "accuracy": "{:.3f}",
+    "score": "{:.3f}",
+    "KL": "{:.2f}",
+    "entropy": "{:.2f}",
+    "explained": "{:.2f}",
+    "k3": "{:.1e}",
+    "floor": "{:.2%}",
+    "removed": "{:.1%}",
+    "outside": "{:.1%}",
+}
+DRAWS = 2000
+
+
+def interval(values: pd.Series) -> str:
+    """Mean and half width of the 95 % Student interval; the mean alone where the values have no spread."""
+    estimate = one_sample(values.to_numpy(np.float64))
+    half = t_interval(estimate, 0.95)[1] - estimate.mean
+    return f"{estimate.mean:.3f}" if math.isnan(half) else f"{estimate.mean:.3f} ± {half:.3f}"
+
+
+def rows(found: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """One row per point of the axes."""
+    axes = ", ".join(name.rpartition(".")[2] for name in found.columns if name.startswith("axis."))
+    shown = []
+    for point, group in found.groupby("point", sort=False):
+        means = {name: FORMATS[name].format(group[name].mean()) for name in MEASURES if name != measure}
+        row = {axes: point, "seeds": len(group), measure: interval(group[measure]), **means}
+        shown.append({**row, "fingerprints": group["fingerprint"].nunique()})
+    return pd.DataFrame(shown)
+
+
+def comparisons(found: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
+    """Each point minus `against`, paired by seed: mean, 95 % Student interval, p of the paired t-test, Holm's p.
+
+    Holm's correction is over all points. Raises UserError for an unknown point, or one with other seeds.
+    """
+    by_point = {str(point): group.set_index("seed")[measure] for point, group in found.groupby("point", sort=False)}
+    if against not in by_point:
+        raise UserError(f"--against {against}: is no point of this grid; there are {'; '.join(by_point)}")
+    compared = []
+    for point, values in by_point.items():
+        if point == against:
+            continue
+        if set(values.index) != set(by_point[against].index):
+            raise UserError(f"{point} and {against} have other seeds; finish the grid with `ppo-repro grid`")
+        estimate = one_sample((values - by_point[against]).to_numpy(np.float64))
+        low, high = t_interval(estimate, 0.95)
+        compared.append({"point": point, "difference": estimate.mean, "low": low, "high": high, "p": t_test(estimate)})
+    table = pd.DataFrame(compared)
+    table["Holm"] = holm(table["p"].tolist()) if len(table) else []
+    return table
+
+
+def rank_correlation(
+    found: pd.DataFrame, share: str, measure: str, rng: np.random.Generator
+) -> tuple[float, float, float]:
+    """Spearman's correlation over points of the mean share and the mean measure, 95 % bootstrap interval over seeds.
+
+    All points of a seed are drawn together: they start from the same policy. NaN where all shares are equal.
+    """
+    by_seed = [found[found["seed"] == seed].set_index("point")[[share, measure]] for seed in found["seed"].unique()]
+
+    def of(seeds: Sequence[pd.DataFrame]) -> float:
+        means = sum(one.to_numpy(np.float64) for one in seeds) / len(seeds)
+        if np.ptp(means[:, 0]) == 0 or np.ptp(means[:, 1]) == 0:
+            return math.nan
+        return float(spearmanr(means[:, 0], means[:, 1]).statistic)
+
+    draws = [of([by_seed[i] for i in rng.integers(0, len(by_seed), len(by_seed))]) for _ in range(DRAWS)]
+    low, high = np.nanquantile(draws, [0.025, 0.975]) if not np.isnan(draws).all() else (math.nan, math.nan)
+    return of(by_seed), float(low), float(high)
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """The table as Markdown."""
+    lines = ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False))])
+
+
+def report(found: pd.DataFrame, measure: str, against: str) -> str:
+    """All that is printed."""
+    compared = comparisons(found, measure, against)
+    shown = [markdown(rows(found, measure))]
+    if len(compared):
+        said = pd.DataFrame(
+            {
+                "point": compared["point"],
+                f"{measure} minus that of {against}, 95 %": [
+                    f"{row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}]" for row in compared.itertuples()
+                ],
+                "p (paired t)": [f"{p:.4f}" for p in compared["p"]],
+                "Holm": [f"{p:.4f}" for p in compared["Holm"]],
+            }
+        )
+        shown.append(markdown(said))
+    if len(compared) > 1 and found["outside"].any():
+        for share in ("removed", "outside"):
+            value, low, high = rank_correlation(found, share, measure, np.random.default_rng(0))
+            runs = spearmanr(found[share], found[measure]).statistic
+            shown.append(
+                f"rank correlation of share {share} and {measure}: {value:.2f} over {len(compared) + 1} points "
+                f"(bootstrap of seeds, 95 % [{low:.2f}, {high:.2f}]), {runs:.2f} over {len(found)} runs"
+            )
+    return "\n\n".join(shown)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Print the report; exit code 2 and one line where what the user wrote is wrong."""
+    parser = argparse.ArgumentParser(description="what a grid found")
+    parser.add_argument("grid", type=Path, help="folder of a grid")
+    parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
+    parser.add_argument("--against", help="the point that the others are compared with, its labels joined by ', '")
+    arguments = parser.parse_args(given)
+    try:
+        found = outcomes(arguments.grid)
+        print(report(found, arguments.measure, arguments.against or str(found["point"].iloc[0])))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

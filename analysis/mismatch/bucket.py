@@ -1,0 +1,162 @@
+"""Mismatch by probability, entropy, position and response length.
+
+Noise in logits moves log p by an amount ~ (1 - p) and p by ~ p (1 - p): log-space differences are largest for rare
+tokens, probability-space differences for p between 0.1 and 0.9, so both are here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from analysis.mismatch.token import ENTROPY_EDGES, PROB_EDGES, bucket_of, sequence_starts
+from analysis.stats import exact_sums
+
+# positions and lengths: 0, 1, 2-3, 4-7, ...
+DOUBLING = (0.0, *(float(1 << power) for power in range(31)))
+EDGES = {"prob": PROB_EDGES, "entropy": ENTROPY_EDGES, "position": DOUBLING, "seq_len": DOUBLING}
+SUMS = ("abs", "prob_abs", "k1", "k2", "k3")
+BUCKET_COLUMNS = [
+    "kind",
+    "lo",
+    "hi",
+    "n",
+    "abs_mean",
+    "abs_p99",
+    "abs_max",
+    "prob_abs_mean",
+    "k1",
+    "k2",
+    "k3",
+    "frac_eq",
+]
+
+
+@dataclass(frozen=True)
+class BucketSums:
+    """Of one kind, one entry per bucket.
+
+    Counts are exact. A sum of n values x has an error of at most n 2**-52 sum |x|, whatever the chunking; the
+    sums of `analysis.mismatch.sums`, exact, are the ones to add up.
+    """
+
+    n: exact_sums.Ints
+    equal: exact_sums.Ints
+    sums: npt.NDArray[np.float64]  # [len(SUMS), buckets]
+    largest: npt.NDArray[np.float64]
+    abs_counts: exact_sums.Ints  # [buckets up to the last that is not empty, statistics.BINS]
+
+
+def bucket_sums(tokens: pd.DataFrame) -> dict[str, BucketSums]:
+    """From `mismatch_token` rows of whole sequences; tokens that are not finite are left out."""
+    starts = sequence_starts(tokens)
+    lengths = np.diff(np.append(starts, len(tokens)))
+    finite = tokens["finite"].to_numpy()
+    kept = tokens if finite.all() else tokens[finite]
+    of_length = np.repeat(bucket_of(lengths.astype(np.float64), DOUBLING), lengths)[finite]
+    places = {
+        "prob": kept["prob_bucket"].to_numpy(),
+        "entropy": kept["entropy_bucket"].to_numpy(),
+        "position": bucket_of(kept["position"].to_numpy().astype(np.float64), DOUBLING),
+        "seq_len": of_length,
+    }
+    absolute = kept["abs_delta"].to_numpy()
+    columns = [absolute, np.abs(kept["prob_diff"].to_numpy()), -kept["delta"].to_numpy(), kept["k2"], kept["k3"]]
+    values = [np.asarray(column) for column in columns]
+    equal, bins = kept["bitwise_equal"].to_numpy(), exact_sums.bins(absolute)
+    return {kind: _sums(place, len(EDGES[kind]) - 1, values, equal, bins) for kind, place in places.items()}
+
+
+def _sums(
+    place: npt.NDArray[np.int8],
+    buckets: int,
+    values: list[npt.NDArray[np.float64]],
+    equal: npt.NDArray[np.bool_],
+    bins: exact_sums.Ints,
+) -> BucketSums:
+    if (place < 0).any():
+        there = place >= 0
+        place, equal, bins = place[there], equal[there], bins[there]
+        values = [value[there] for value in values]
+    wide = place.astype(np.int64)
+    largest = np.full(buckets, -math.inf)
+    np.maximum.at(largest, wide, values[0])
+    used = int(wide.max(initial=-1)) + 1
+    counts = np.bincount(wide * exact_sums.BINS + bins, minlength=used * exact_sums.BINS)
+    return BucketSums(
+        n=np.bincount(wide, minlength=buckets),
+        equal=np.bincount(wide[equal], minlength=buckets),
+        sums=np.array([np.bincount(wide, value, minlength=buckets) for value in values]),
+        largest=largest,
+        abs_counts=counts.reshape(used, exact_sums.BINS),
+    )
+
+
+def merge_buckets(a: Mapping[str, BucketSums], b: Mapping[str, BucketSums]) -> dict[str, BucketSums]:
+    """The sums over the tokens of both."""
+    return {
+        kind: BucketSums(
+            n=one.n + b[kind].n,
+            equal=one.equal + b[kind].equal,
+            sums=one.sums + b[kind].sums,
+            largest=np.maximum(one.largest, b[kind].largest),
+            abs_counts=_added(one.abs_counts, b[kind].abs_counts),
+        )
+        for kind, one in a.items()
+    }
+
+
+def _added(a: exact_sums.Ints, b: exact_sums.Ints) -> exact_sums.Ints:
+    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+    total = longer.copy()
+    total[: len(shorter)] += shorter
+    return total
+
+
+def bucket_table(sums: Mapping[str, BucketSums]) -> pd.DataFrame:
+    """kind, [lo, hi) (probability of a, nats, tokens), n (int64), and token means and quantiles of |delta| and more.
+
+    Buckets without tokens are left out, and the whole kind entropy where the source has no entropies. abs_p99 has a
+    relative error of 2**-8; k1, k2, k3 estimate KL(a || b).
+    """
+    parts = [_bucket_rows(kind, one) for kind, one in sums.items()]
+    return pd.concat(parts, ignore_index=True)[BUCKET_COLUMNS]
+
+
+def _bucket_rows(kind: str, one: BucketSums) -> pd.DataFrame:
+    there = np.flatnonzero(one.n)
+    edges, n = np.array(EDGES[kind]), one.n[there]
+    means = dict(zip(SUMS, one.sums[:, there] / n, strict=True))
+    return pd.DataFrame(
+        {
+            "kind": np.full(len(there), kind, dtype=object),
+            "lo": edges[there],
+            "hi": edges[there + 1],
+            "n": n,
+            "abs_mean": means["abs"],
+            # the middle of the last bin may lie above the largest value
+            "abs_p99": [min(exact_sums.quantile(one.abs_counts[at], 0.99), one.largest[at]) for at in there],
+            "abs_max": one.largest[there],
+            "prob_abs_mean": means["prob_abs"],
+            "k1": means["k1"],
+            "k2": means["k2"],
+            "k3": means["k3"],
+            "frac_eq": one.equal[there] / n,
+        }
+    )
+
+
+def position_slope(table: pd.DataFrame) -> float:
+    """Theil-Sen slope of mean |delta| on position, nats per token: the median over all pairs of position buckets.
+
+    A bucket [lo, hi) stands at its middle, (lo + hi - 1) / 2. NaN for fewer than two buckets.
+    """
+    rows = table[table["kind"] == "position"]
+    x, y = (rows["lo"].to_numpy() + rows["hi"].to_numpy() - 1.0) / 2.0, rows["abs_mean"].to_numpy()
+    i, j = np.triu_indices(len(rows), 1)
+    return float(np.median((y[j] - y[i]) / (x[j] - x[i]))) if len(i) else math.nan

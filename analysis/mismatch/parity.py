@@ -1,0 +1,67 @@
+"""Do sampler and trainer agree to the last bit? Counted again from the recorded columns alone.
+
+The run counts while it computes; this counts what was written. Two implementations, one number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from analysis.mismatch.token import unequal_bits
+from ppo_repro.records import reader
+
+KEY = ["iteration", "sequence", "position"]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Counts over a whole run. Log-probs in nats; `unequal` means different in any bit."""
+
+    tokens: int
+    unequal_old_rollout_logprobs: int
+    max_abs_old_rollout: float
+    first_minibatch_tokens: int
+    unequal_first_ratios: int
+    unequal_values: int
+    update_rows: int
+    unequal_ratios: int  # over all epochs and minibatches; 0 only if the weights never moved
+    unequal_update_values: int
+
+
+def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(frame[column].to_numpy(), dtype=np.float32)
+
+
+def parity(run_dir: Path | str) -> Parity:
+    """Count the disagreements of a run; raises UserError where records are missing or damaged."""
+    tokens = reader.read_tokens(run_dir, columns=[*KEY, "rollout_logprobs", "old_logprobs", "values"])
+    updates = reader.read_updates(run_dir, columns=[*KEY, "epoch", "minibatch", "ratios", "new_values"])
+    joined = updates.merge(tokens, on=KEY, how="left", validate="many_to_one")
+    first = joined[(joined["epoch"] == 0) & (joined["minibatch"] == 0)]
+    rollout, old = _float32(tokens, "rollout_logprobs"), _float32(tokens, "old_logprobs")
+
+    def ratios(frame: pd.DataFrame) -> int:
+        # null where the policy took no step
+        found = _float32(frame[frame["ratios"].notna()], "ratios")
+        return int(unequal_bits(found, np.ones_like(found)).sum())
+
+    def values(frame: pd.DataFrame) -> int:
+        seen = frame[frame["new_values"].notna()]
+        return int(unequal_bits(_float32(seen, "new_values"), _float32(seen, "values")).sum())
+
+    return Parity(
+        tokens=len(tokens),
+        unequal_old_rollout_logprobs=int(unequal_bits(old, rollout).sum()),
+        max_abs_old_rollout=float(np.abs(old - rollout).max()),
+        first_minibatch_tokens=len(first),
+        unequal_first_ratios=ratios(first),
+        unequal_values=values(first),
+        update_rows=len(joined),
+        unequal_ratios=ratios(joined),
+        unequal_update_values=values(joined),
+    )

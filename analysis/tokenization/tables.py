@@ -1,0 +1,182 @@
+"""Tokenization and KL of a recorded run, iteration by iteration. `python -m analysis.tokenization.tables RUN` prints it.
+
+Words and boundary: `tokenization_words`; tables by token, word and response: `tokenization_kl`; units, shares and
+standard errors: `tokenization_summary`; clip band in words: `tokenization_clip`; fading of credit:
+`tokenization_credit`; numbers: `tokenization_digits`; decode and encode again: `tokenization_retokenize`; the
+recorded tokenizer and its card: `tokenization_tokenizer`; all cuts of a text: `tokenization_marginal`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.tokenization.clip import UPDATE_COLUMNS, clip_table, word_ratios
+from analysis.tokenization.credit import char_matched_lambda, half_life_chars, half_life_tokens
+from analysis.tokenization.digits import digit_table
+from analysis.tokenization.kl import SEQUENCE_COLUMNS, TOKEN_COLUMNS, sequence_table, token_table, word_table
+from analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, noncanonical_words, retokenization
+from analysis.tokenization.summary import Cluster, summary_table
+from analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer, tokenizer_card
+from analysis.tokenization.words import BOUNDARIES, Boundary
+from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective, GaeAdvantages
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.records import reader
+from ppo_repro.records.config_file import load_recorded_config
+
+
+@dataclass(frozen=True)
+class TokenizationTables:
+    """One iteration: a row per token, word, response; `tok_clip` is None for objectives without a clip band."""
+
+    tok_token: pd.DataFrame
+    tok_word: pd.DataFrame
+    tok_seq: pd.DataFrame
+    tok_summary: pd.DataFrame
+    tok_clip: pd.DataFrame | None
+    digit_table: pd.DataFrame
+    mixed_numbers: int  # numbers that `digit_table` leaves out
+
+
+def iteration_tables(
+    run_dir: Path | str, iteration: int, *, boundary: Boundary, cluster: Cluster
+) -> TokenizationTables:
+    """All tables of one iteration of a language run; UserError where records are missing or damaged."""
+    config = _config(run_dir)
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=[*TOKEN_COLUMNS, "rollout_logprobs"])
+    sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=SEQUENCE_COLUMNS)
+    gamma, gae_lambda = _decay(config)
+    table = token_table(tokens, sequences, boundary=boundary, gamma=gamma, gae_lambda=gae_lambda)
+    words = word_table(table, sequences)
+    decay = float("nan") if gamma is None or gae_lambda is None else gamma * gae_lambda
+    by_sequence = sequence_table(table, sequences, decay)
+    digits, mixed = digit_table(table, sequences)
+    return TokenizationTables(
+        tok_token=table,
+        tok_word=words,
+        tok_seq=by_sequence,
+        tok_summary=summary_table(by_sequence, words, cluster=cluster),
+        tok_clip=_clip(run_dir, iteration, config, table, tokens),
+        digit_table=digits,
+        mixed_numbers=mixed,
+    )
+
+
+def run_summary(
+    run_dir: Path | str, *, boundary: Boundary, cluster: Cluster, iterations: Sequence[int] | None
+) -> pd.DataFrame:
+    """`tok_summary` of the given iterations, of all where None, one after the other; UserError as above."""
+    return pd.concat(
+        [
+            iteration_tables(run_dir, i, boundary=boundary, cluster=cluster).tok_summary
+            for i in _iterations(run_dir, iterations)
+        ],
+        ignore_index=True,
+    )
+
+
+def run_drift(
+    run_dir: Path | str, tokenizer: RecordedTokenizer, *, boundary: Boundary, iterations: Sequence[int] | None
+) -> pd.DataFrame:
+    """`drift_summary` of the given iterations, of all where None: one row each. UserError as above."""
+    rows = []
+    for iteration in _iterations(run_dir, iterations):
+        sequences = reader.read_sequences(
+            run_dir, iterations=[iteration], columns=[*dict.fromkeys([*SEQUENCE_COLUMNS, *AUDIT_COLUMNS])]
+        )
+        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS)
+        table = token_table(tokens, sequences, boundary=boundary, gamma=None, gae_lambda=None)
+        words = word_table(table, sequences)
+        flags = noncanonical_words(words, table["token_id"], tokenizer)
+        rows.append({"iteration": iteration, **drift_summary(retokenization(sequences, tokenizer), words, flags)})
+    return pd.DataFrame(rows)
+
+
+def _config(run_dir: Path | str) -> RunConfig:
+    if reader.open_manifest(run_dir).kind != "language":
+        raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
+    return load_recorded_config(run_dir)
+
+
+def _iterations(run_dir: Path | str, iterations: Sequence[int] | None) -> Sequence[int]:
+    return range(len(reader.open_manifest(run_dir).iterations)) if iterations is None else iterations
+
+
+def _decay(config: RunConfig) -> tuple[float | None, float | None]:
+    found = config.advantages
+    return (found.gamma, found.gae_lambda) if isinstance(found, GaeAdvantages) else (None, None)
+
+
+def _clip(
+    run_dir: Path | str, iteration: int, config: RunConfig, table: pd.DataFrame, tokens: pd.DataFrame
+) -> pd.DataFrame | None:
+    objective = config.ppo.objective
+    if isinstance(objective, ClipObjective):
+        low = objective.clip_range
+        high = low if objective.clip_range_high is None else objective.clip_range_high
+    elif isinstance(objective, AdaptiveClipObjective):
+        (low,) = reader.read_iterations(run_dir, iterations=[iteration], columns=["clip_range"])["clip_range"]
+        high = low
+    else:
+        return None
+    updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATE_COLUMNS)
+    anchor = tokens[f"{config.ppo.ratio_anchor}_logprobs"]
+    return clip_table(word_ratios(table, anchor, updates, clip_low=low, clip_high=high))
+
+
+def _credit_lines(config: RunConfig, tokens_per_char: float) -> list[str]:
+    gamma, gae_lambda = _decay(config)
+    if gamma is None or gae_lambda is None:
+        return ["credit      advantages without GAE: every token gets the score of its response"]
+    in_tokens, in_chars = half_life_tokens(gamma, gae_lambda), half_life_chars(gamma, gae_lambda, tokens_per_char)
+    matched = char_matched_lambda(gamma, gae_lambda, tokens_per_char, 1.0)
+    return [
+        f"credit      gamma {gamma:g}, lambda {gae_lambda:g}: half life {in_tokens:.4g} tokens, {in_chars:.4g} "
+        f"characters; as much per character with a token for each: lambda {matched:.6g}"
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="KL and entropy of a run per sequence, token, word, char and byte")
+    parser.add_argument("run", type=Path, help="folder of a recorded run")
+    parser.add_argument("--iteration", type=int, help="default: the last one")
+    parser.add_argument("--boundary", required=True, choices=BOUNDARIES, help="to which word white space belongs")
+    parser.add_argument("--cluster", choices=("sequence", "prompt"), default="sequence", help="of standard errors")
+    arguments = parser.parse_args()
+    try:
+        print("\n".join(report(arguments.run, arguments.iteration, arguments.boundary, arguments.cluster)))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+def report(run_dir: Path, iteration: int | None, boundary: Boundary, cluster: Cluster) -> list[str]:
+    """The lines of one iteration, the last one where None; UserError as `iteration_tables`."""
+    chosen = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
+    tables = iteration_tables(run_dir, chosen, boundary=boundary, cluster=cluster)
+    sequences = reader.read_sequences(run_dir, iterations=[chosen], columns=["prompt", "response"])
+    tokenizer = recorded_tokenizer(run_dir)
+    card = tokenizer_card(tokenizer, list(sequences["prompt"] + sequences["response"]))
+    drift = run_drift(run_dir, tokenizer, boundary=boundary, iterations=[chosen])
+    (fertility,) = tables.tok_summary.query("metric == 'tokens' and unit == 'char'")["value"]
+    lines = [f"{run_dir}: iteration {chosen}, boundary {boundary}, nats, standard errors by {cluster}"]
+    lines += tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g").splitlines()
+    if tables.tok_clip is not None:
+        lines += ["", "clip band", *tables.tok_clip.to_string(index=False, float_format="%.4g").splitlines()]
+    lines += ["", f"numbers ({tables.mixed_numbers} with other text in a token)"]
+    lines += tables.digit_table.head(8).to_string(index=False, float_format="%.4g").splitlines()
+    lines += ["", "encode(decode(ids))", *drift.to_string(index=False, float_format="%.4g").splitlines()]
+    lines += ["", *_credit_lines(_config(run_dir), float(fertility))]
+    lines += [f"{name:<24} {value}" for name, value in dataclasses.asdict(card).items()]
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,8 @@ configuration has no such thing, which its comment says.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,3 +145,63 @@ class MinibatchUpdate:
     value: ValueUpdate | None  # None where its epochs are over or there is no value model
     policy_digest: str  # weights after the step
     value_digest: str | None  # None without a value model
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Everything one iteration produced."""
+
+    index: int
+    evaluation: Evaluation | None  # None where not due
+    coefficients: Coefficients  # those in force during this iteration
+    rollout: Rollout
+    forward: ForwardPass
+    rewards: Rewards
+    advantages: Advantages
+    updates: tuple[MinibatchUpdate, ...]
+    seconds: dict[str, float]  # wall time by phase: rollout, forward, update, evaluation
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Greedy decoding of the held-out prompts."""
+
+    accuracy: float
+    score: float
+
+
+@dataclass(frozen=True)
+class ReturnStatistics:
+    """Mean and spread of all returns so far: Chan et al.'s update, each iteration's sums correctly rounded."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean
+
+    @property
+    def scale(self) -> float:
+        """Population standard deviation, at least 1e-4; 1 before there are returns."""
+        return max(math.sqrt(self.squares / self.count), 1e-4) if self.count else 1.0
+
+    def joined(self, returns: Sequence[float]) -> ReturnStatistics:
+        """These and further returns together."""
+        new = len(returns)
+        total = self.count + new
+        mean = math.fsum(returns) / new
+        squares = math.fsum((x - mean) * (x - mean) for x in returns)
+        step = mean - self.mean
+        return ReturnStatistics(
+            total,
+            self.mean + step * (new / total),
+            self.squares + squares + step * step * (self.count * (new / total)),
+        )
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What moves between iterations beside weights; a coefficient that the configuration lacks is 0."""
+
+    kl_coef: float
+    clip_range: float
+    penalty_coef: float
+    returns: ReturnStatistics  # in whose units values are predicted; count 0 where they are not

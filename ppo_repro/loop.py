@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, Rewards, Rollout
+from ppo_repro.buffers import (
+    Iteration,
+)
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
-from ppo_repro.ppo.controllers import Controls
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
+from ppo_repro.stages.advantages import compute_advantages
+from ppo_repro.stages.coefficients import next_coefficients
+from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import score_rollout
-from ppo_repro.stages.rollout import (
-    Evaluation,
-    Task,
-    choose_prompts,
-    compute_advantages,
-    compute_rewards,
-    evaluate,
-    next_controls,
-    roll_out,
-)
+from ppo_repro.stages.prompts import Task, choose_prompts
+from ppo_repro.stages.rewards import compute_rewards
+from ppo_repro.stages.rollout import roll_out
 from ppo_repro.stages.update import update
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """Everything one iteration produced."""
-
-    index: int
-    evaluation: Evaluation | None  # None where not due
-    controls: Controls  # those in force during this iteration
-    rollout: Rollout
-    forward: ForwardPass
-    rewards: Rewards
-    advantages: Advantages
-    updates: tuple[MinibatchUpdate, ...]
-    seconds: dict[str, float]  # wall time by phase: rollout, forward, update, evaluation
 
 
 def ppo_iterations(
@@ -57,16 +38,16 @@ def ppo_iterations(
         rollout = roll_out(config, task, engine, prompts, ranks)
         clock.lap("rollout")
         forward = score_rollout(state, rollout, config, ranks)
-        rewards = compute_rewards(config, task, rollout, forward, state.controls.kl_coef, ranks)
+        rewards = compute_rewards(config, task, rollout, forward, state.coefficients.kl_coef, ranks)
         advantages = compute_advantages(config, rollout, forward, rewards)
         clock.lap("forward")
         updates = tuple(update(state, rollout, forward, advantages, config, ranks))
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("update")
-        controls = state.controls
-        state.controls = next_controls(config, controls, forward, advantages, updates, len(rollout.lengths))
+        coefficients = state.coefficients
+        state.coefficients = next_coefficients(config, coefficients, forward, advantages, updates, len(rollout.lengths))
         state.iteration += 1
-        yield Iteration(index, evaluation, controls, rollout, forward, rewards, advantages, updates, clock.seconds)
+        yield Iteration(index, evaluation, coefficients, rollout, forward, rewards, advantages, updates, clock.seconds)
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Faults between sampler and trainer, each really committed on a tiny model, as frames for `analysis.diagnosis.diagnose`."""
+"""Faults between sampler and trainer, each really committed on a tiny model, as frames for `diagnose`."""
 
 from __future__ import annotations
 

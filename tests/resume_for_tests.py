@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run, run_folder
+from ppo_repro.watcher import Silent
 from tests.runs_for_tests import SMALL, small_config
 
 OTHER_LAYOUT = ["layout.padding=left", "layout.rollout_slots=20", "layout.update_micro_batch=9"]

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.disk.folder import only_writer, whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
-from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import INDEX_NAME, Checkpoint, Origin
 from tests.models_for_tests import seeded, unequal
@@ -41,8 +41,8 @@ def as_float32(values: list[int]) -> Tensor:
 tensors = st.dictionaries(names, raw.map(as_float32), max_size=3)
 counts = st.dictionaries(names, st.integers(-(2**40), 2**40), max_size=3)
 numbers = st.floats(allow_nan=False)
-controls = st.builds(
-    Controls,
+coefficients = st.builds(
+    Coefficients,
     numbers,
     numbers,
     numbers,
@@ -57,7 +57,7 @@ checkpoints = st.builds(
     value_model=tensors,
     policy_optimizer=states,
     value_optimizer=states,
-    controls=controls,
+    coefficients=coefficients,
     origin=st.builds(Origin, names, st.dictionaries(names, names, max_size=3)),
 )
 
@@ -85,7 +85,7 @@ def test_a_round_trip_keeps_every_bit(tmp_path_factory: pytest.TempPathFactory, 
 def small_checkpoint() -> Checkpoint:
     first, second = {"w": torch.tensor([0.5, -0.0])}, {"w": torch.tensor([[1e-40], [2.0]])}
     state = OptimizerState(first, second, {"w": -3}, {}, 0.9**3, 0.95**3)
-    moving = Controls(0.1, -0.0, 5e-324, ReturnStatistics(7, 1 / 3, 2.0**70))
+    moving = Coefficients(0.1, -0.0, 5e-324, ReturnStatistics(7, 1 / 3, 2.0**70))
     weights, value_weights = {"w": torch.ones(2)}, {"v": torch.zeros(3)}
     return Checkpoint(3, "ab", weights, value_weights, state, state, moving, Origin("cd", {"m": "ef"}))
 
@@ -151,11 +151,11 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda t: t["files"].pop("policy.safetensors"), "lists policy_optimizer"),
     (lambda t: t["files"].update({"../x": "0"}), "lists ../x"),
     (lambda t: t["policy_optimizer"].update(beta1_power="one"), "invalid hexadecimal floating-point"),
-    (lambda t: t.pop("controls"), "controls: missing"),
-    (lambda t: t["controls"].pop("kl_coef"), "controls.kl_coef: missing"),
-    (lambda t: t["controls"].update(more="0x0p+0"), "controls.more: unknown field"),
-    (lambda t: t["controls"].update(return_count="7"), "controls.return_count = '7'"),
-    (lambda t: t["controls"].update(clip_range="0x"), "invalid hexadecimal floating-point string; the checkpoint was"),
+    (lambda t: t.pop("coefficients"), "coefficients: missing"),
+    (lambda t: t["coefficients"].pop("kl_coef"), "coefficients.kl_coef: missing"),
+    (lambda t: t["coefficients"].update(more="0x0p+0"), "coefficients.more: unknown field"),
+    (lambda t: t["coefficients"].update(return_count="7"), "coefficients.return_count = '7'"),
+    (lambda t: t["coefficients"].update(clip_range="0x"), "invalid hexadecimal floating-point string"),
 ]
 
 

@@ -23,8 +23,8 @@ from analysis.update_rows import ClipRule, IterationRows, clip_rule, joined, loa
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
 from tests.clip_rows import RULE, items, make_item, rules, single
 from tests.runs_for_tests import small_config
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian, gumbels, normals, uniforms
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
+from ppo_repro.numerics.gradients import GradientAccumulator
 from tests.float32 import bits, finite, tensor
 
 MODES = ["exact", "native"]

@@ -23,7 +23,7 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import control_schema, manifest, reader
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs.diff import first_difference, first_table_difference
-from ppo_repro.runs.progress import Silent
+from ppo_repro.watcher import Silent
 from tests import synthetic_run
 from tests.control_for_tests import SMALL_CONTROL, small_control
 from tests.row_dependent import row_dependent_linear

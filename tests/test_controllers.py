@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.ppo.controllers import (
-    ReturnStatistics,
-    adaptive_clip_range,
-    adaptive_kl_coef,
-    adaptive_penalty_coef,
-)
+from ppo_repro.buffers import ReturnStatistics
+from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef
 from ppo_repro.ppo.schedules import SCHEDULES, rate_factor
 
 positive = st.floats(1e-6, 1e6)

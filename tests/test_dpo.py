@@ -16,17 +16,17 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.reward import RewardModelTraining
 from ppo_repro.dpo import records
+from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.dpo.run import DPOResult, lines, sequence_kl, train_dpo
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.preferences.pairs import pairs_from_run
 from ppo_repro.records import manifest
 from ppo_repro.rollout.engine import Request
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import sampling_of
+from ppo_repro.watcher import Silent
 from tests.runs_for_tests import small_config
 from tests.test_cli import Cli, cli, one_line  # noqa: F401 (a fixture)
 from tests.test_config_fields import leaf_fields

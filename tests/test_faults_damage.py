@@ -16,10 +16,10 @@ import pytest
 from ppo_repro.config.files import load_config, read_tree
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import digests, manifest, reader
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import run, run_folder
 from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
 from tests.option_cases import TINY
 
 

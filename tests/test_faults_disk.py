@@ -17,10 +17,10 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import rerun, run, run_folder
 from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
 from tests import synthetic_run
 from tests.option_cases import TINY
 from tests.resume_for_tests import require_as_uninterrupted

@@ -19,8 +19,8 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.reward_model import load_reward_model
 from ppo_repro.records import manifest
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run, run_folder
+from ppo_repro.watcher import Silent
 from tests.option_cases import TINY
 from tests.test_cli import folder_config
 

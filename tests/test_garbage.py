@@ -6,8 +6,8 @@ import gc
 from pathlib import Path
 
 from ppo_repro.config.files import load_config
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
 
 TINY = Path(__file__).with_name("tiny.yaml")
 

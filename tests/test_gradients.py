@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import checkpoint_gradients, make_policy, policy_logits
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import backend, gradients
 from ppo_repro.numerics.arithmetic.grid import quantise
+from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim import gradients
-from ppo_repro.numerics.optim.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, exact_norm, make_optimizer, weights_digest
 from tests.models_for_tests import ARCHITECTURES, CONTEXT, VARIANTS, ragged, scored, seeded, source_model, unequal
 

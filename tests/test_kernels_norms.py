@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from tests.awkward import cases, matrix
 from tests.kernels_for_tests import both, outcome, threads, using
 from tests.models_for_tests import seeded

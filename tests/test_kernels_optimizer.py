@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import gradients
 from ppo_repro.numerics.kernels import optimizer as kernels
-from ppo_repro.numerics.optim import gradients
 from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, NativeAdamW, exact_norm
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer, weights_digest
 from tests.kernels_for_tests import KINDS, both, seeds, threads, using, values

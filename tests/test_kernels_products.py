@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactLinear
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from ppo_repro.numerics.products import NOTHING, Weight, add_products, row_exponents
 from tests.awkward import cases, matrix
 from tests.models_for_tests import seeded, unequal

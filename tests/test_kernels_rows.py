@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactRMSNorm
 from ppo_repro.numerics.layers.silu import SiLU
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from tests.awkward import cases, matrix
 from tests.models_for_tests import seeded, unequal
 

@@ -17,7 +17,7 @@ from ppo_repro.grids.cell import Order, finish_cell, run_of, start_cell, state_o
 from ppo_repro.records import manifest, writer
 from ppo_repro.runs import run as run_module
 from ppo_repro.runs.lifetime import new_run
-from ppo_repro.runs.progress import Silent
+from ppo_repro.watcher import Silent
 from tests.ranks_for_tests import ROOT, TINY
 
 # an interrupt may come between a file's opening and the block that closes it

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers, make_lora_optimizer
 from ppo_repro.models.networks import freeze, make_policy, make_value_model, policy_logits
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings, OptimizerState
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from ppo_repro.numerics.optim.optimizer import Optimizer, make_optimizer, weights_digest
-from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import checkpoint
@@ -248,7 +248,7 @@ def test_going_on_from_a_state_is_going_on(mode: str) -> None:
     assert weights_digest(third.named_parameters()) != weights_digest(policy.named_parameters())
 
 
-CONTROLS = Controls(0.05, 0.0, 0.0, ReturnStatistics())
+CONTROLS = Coefficients(0.05, 0.0, 0.0, ReturnStatistics())
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])

@@ -11,8 +11,8 @@ import pytest
 from analysis.mismatch.parity import parity
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
 from tests.runs_for_tests import SMALL
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,9 +22,9 @@ from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statis
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, gumbel_noise, normal_noise, sample
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
 from ppo_repro.stages.rollout import sampling_of
+from ppo_repro.watcher import Silent
 from tests.models_for_tests import unequal
 from tests.runs_for_tests import SMALL, small_config
 from tests.test_sampler import drawn_case, murmur3

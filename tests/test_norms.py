@@ -14,10 +14,10 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.arithmetic.grid import quantise
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.embedding import ExactConv1D
 from ppo_repro.numerics.layers.linear import ExactLinear, ExactModule
 from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm, row_dot, row_mean, row_mean_square
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from tests.models_for_tests import seeded, unequal
 
 WIDTH = 96

@@ -14,10 +14,10 @@ from ppo_repro.models import networks
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import checkpoint_gradients, hidden_states, make_policy
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from ppo_repro.numerics.trunk import training
 from tests.models_for_tests import CONTEXT, bits, kept_bytes, policy, ragged, seeded, source_model
 

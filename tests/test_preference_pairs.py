@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_tokenizer
-from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_by_rule, pairs_from_run, wrong_answer
+from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_by_rule, wrong_answer
 from ppo_repro.records import reader
 from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.tokenizer import decode
@@ -113,8 +114,8 @@ def test_pairs_of_a_run_are_all_two_responses_of_different_score(exact_run: Path
 
 
 def test_runs_without_pairs_are_refused(exact_run: Path, tmp_path: Path) -> None:
-    from ppo_repro.runs.progress import Silent
     from ppo_repro.runs.run import run
+    from ppo_repro.watcher import Silent
 
     with pytest.raises(UserError, match=r"iterations = 4: .* has 3; choose at most that many"):
         pairs_from_run(exact_run, 4)

@@ -343,7 +343,7 @@ def test_the_page_is_never_wider_than_the_window(browser: Any, pages: dict[str, 
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
 
 
-def test_on_paper_there_are_no_controls(browser: Any, pages: dict[str, Path]) -> None:
+def test_on_paper_there_are_no_coefficients(browser: Any, pages: dict[str, Path]) -> None:
     opened(browser, pages["native"])
     assert one(browser, "#tv-next").is_displayed()
     look(browser, media="print")

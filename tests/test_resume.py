@@ -20,8 +20,8 @@ from ppo_repro.numerics.optim.optimizer import OptimizerState
 from ppo_repro.records import manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import Resumed, resume
+from ppo_repro.watcher import Silent
 from tests.resume_for_tests import (
     OTHER_LAYOUT,
     THREADS,
@@ -147,8 +147,8 @@ def test_every_part_of_the_optimizer_state_is_needed(
 def test_the_controls_are_needed(exact: Recorded, tmp_path: Path) -> None:
     run_dir = exact.copy(3, tmp_path)
     saved = checkpoint.load(newest(run_dir))
-    other = dataclasses.replace(saved.controls, kl_coef=saved.controls.kl_coef * (1 + 2.0**-20))
-    checkpoint.save(dataclasses.replace(saved, controls=other), newest(run_dir))
+    other = dataclasses.replace(saved.coefficients, kl_coef=saved.coefficients.kl_coef * (1 + 2.0**-20))
+    checkpoint.save(dataclasses.replace(saved, coefficients=other), newest(run_dir))
     with pytest.raises(PromiseBroken, match=r"table sequences, iteration 2, column kl_penalty_sum"):
         resume(run_dir, Silent())
 

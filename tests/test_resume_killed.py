@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.records import manifest
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
 from tests.resume_for_tests import (
     OTHER_LAYOUT,
     THREADS,

@@ -9,9 +9,9 @@ import pytest
 
 from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import run, run_folder
+from ppo_repro.watcher import Silent
 from tests.option_cases import TINY
 
 STATES = {

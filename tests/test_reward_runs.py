@@ -10,8 +10,8 @@ import pytest
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import rerun, run
+from ppo_repro.watcher import Silent
 from tests.option_cases import REWARD_MODEL, TINY
 
 

@@ -18,9 +18,9 @@ from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.arrow import to_parquet
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import rerun, run
 from ppo_repro.runs.summary import summarise
+from ppo_repro.watcher import Silent
 from tests.runs_for_tests import small_config
 
 
@@ -203,9 +203,9 @@ def test_null_is_recorded_where_the_configuration_has_no_such_thing(exact_run: P
         for table in schema.TABLES
     }
     nulls = {f"{name}.{column}" for name, found in tables.items() for column in found.index[found.any(axis=1)]}
-    controls = {f"iterations.{name}" for name in ("clip_range", "penalty_coef", "return_mean", "return_scale")}
+    coefficients = {f"iterations.{name}" for name in ("clip_range", "penalty_coef", "return_mean", "return_scale")}
     unprofiled = {f"iterations.peak_fraction_{phase}" for phase in ("rollout", "forward", "update")}
-    assert nulls == controls | unprofiled | {"iterations.eval_accuracy", "iterations.eval_score"}
+    assert nulls == coefficients | unprofiled | {"iterations.eval_accuracy", "iterations.eval_score"}
     iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
     assert (iterations["policy_steps"] == steps.groupby("iteration").size()).all()
     assert (iterations["kl_coef"] == 0.05).all()

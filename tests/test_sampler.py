@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.models.networks import expand_kept
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.logprobs import expand_kept, pack_bits, token_statistics
 from ppo_repro.rollout.engine import Sampling
-from ppo_repro.rollout.sampler import cut, first_argmax, gumbel_noise, murmur_hash32, pack_bits, sample
+from ppo_repro.rollout.sampler import cut, first_argmax, gumbel_noise, murmur_hash32, sample
 from tests.models_for_tests import seeded, unequal
 
 MASK = 0xFFFFFFFF

@@ -11,7 +11,6 @@ import pytest
 from ppo_repro.config.engine import EXACT_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.config.files import build_config, load_config
 from ppo_repro.errors import UserError
-from ppo_repro.rollout.open_engine import check_engine, require_same_sampler
 from ppo_repro.rollout.sglang.command import (
     SPARE_CONTEXT,
     look_into,
@@ -19,6 +18,7 @@ from ppo_repro.rollout.sglang.command import (
     server_arguments,
     server_environment,
 )
+from ppo_repro.runs.open_engine import check_engine, require_same_sampler
 from tests.fake_sglang import fake_python
 from tests.runs_for_tests import SMALL, small_config
 

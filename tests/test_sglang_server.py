@@ -29,8 +29,8 @@ from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.client import ServerSilent, post
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import rerun, run
+from ppo_repro.watcher import Silent
 from tests.models_for_tests import unequal
 from tests.runs_for_tests import SMALL, small_config
 

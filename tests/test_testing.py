@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 
 from ppo_repro.errors import UserError
-from ppo_repro.testing import golden, mismatch
-from ppo_repro.testing.plugin import assert_matches_golden, assert_mismatch_below, assert_on_policy, assert_same_run
+from ppo_repro.testing import (
+    assert_matches_golden,
+    assert_mismatch_below,
+    assert_on_policy,
+    assert_same_run,
+    golden,
+    mismatch,
+)
 from tests.synthetic_run import rewrite_cell
 
 pytest_plugins = "pytester"
@@ -139,7 +145,7 @@ def test_run(golden_run):
 
 
 def pytest_run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    return pytester.runpytest("-p", "ppo_repro.testing.plugin", "-p", "no:cacheprovider", "-W", "error", *arguments)
+    return pytester.runpytest("-p", "ppo_repro.testing", "-p", "no:cacheprovider", "-W", "error", *arguments)
 
 
 def test_a_golden_run_is_written_and_compared(
@@ -184,11 +190,11 @@ def test_the_plugin_loads_nothing_heavy(pytester: pytest.Pytester) -> None:
         import sys
 
         def test_nothing_heavy():
-            assert "ppo_repro.testing.plugin" in sys.modules
+            assert "ppo_repro.testing" in sys.modules
             heavy = {"torch", "transformers", "pandas", "pyarrow", "mlflow", "numpy"}
             assert not heavy & set(sys.modules)
     """)
-    done = pytester.runpytest_subprocess("-p", "ppo_repro.testing.plugin", "-p", "no:cacheprovider", "-W", "error")
+    done = pytester.runpytest_subprocess("-p", "ppo_repro.testing", "-p", "no:cacheprovider", "-W", "error")
     done.assert_outcomes(passed=1)
 
 

@@ -15,8 +15,8 @@ import pytest
 from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
 from tests.ranks_for_tests import ROOT, TINY, cli_ranks, end, start_ranks
 from tests.runs_for_tests import SMALL, small_config
 

@@ -1,0 +1,1 @@
+"""What the clip did to tokens, words, buckets and steps."""

@@ -1,6 +1,6 @@
 """What the clip did in a run: all tables, one iteration in memory at a time.
 
-`python -m analysis.clipping.tables RUN` prints an overview; `--out DIR` writes every table as Parquet.
+`python -m analysis.clipping RUN` prints an overview; `--out DIR` writes every table as Parquet.
 """
 
 from __future__ import annotations
@@ -152,7 +152,3 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join(lines))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Are two runs, or two groups of seeds, the same?"""

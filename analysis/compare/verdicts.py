@@ -1,7 +1,7 @@
 """Are two runs, or two groups of seeds, the same? Four nested questions, a verdict on each.
 
-    python -m analysis.compare.verdicts A B --seed 0                                    two runs
-    python -m analysis.compare.verdicts GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
+    python -m analysis.compare A B --seed 0                                    two runs
+    python -m analysis.compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
 
 bitwise: every recorded bit (`compare_bitwise`); numeric: log-probs of the same tokens (`compare_paired`); distribution:
 what is answered (`compare_distribution`); outcome: what is learnt, over seeds (`compare_seeds`).
@@ -121,7 +121,7 @@ def lines(table: pd.DataFrame) -> list[str]:
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m analysis.compare.verdicts", description="are two runs the same?")
+    parser = argparse.ArgumentParser(prog="python -m analysis.compare", description="are two runs the same?")
     parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
     parser.add_argument("--seed", type=int, required=True, help="of the permutations and bootstraps")
     parser.add_argument("--alpha", type=float, default=0.05)
@@ -173,7 +173,3 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join(lines(table)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

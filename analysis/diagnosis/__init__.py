@@ -1,0 +1,1 @@
+"""Which fault explains a mismatch of two log-probs."""

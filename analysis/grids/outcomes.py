@@ -43,7 +43,7 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
 def mismatch(run_dir: Path) -> tuple[float, float]:
     """(mean k3, clip floor) over the run's response tokens, with d = log p_old - log p_rollout in float64.
 
-    k3 = expm1(d) - d, nats. The floor (`analysis.mismatch.clip_floor.clip_floor`) is 0 with the anchor old, where the first
+    k3 = expm1(d) - d, nats. The floor (`mismatch.clip_floor`) is 0 with the anchor old, where the first
     ratio is 1 whatever d is, and NaN where the objective has no fixed clip range.
     """
     columns = ["old_logprobs", "rollout_logprobs", "advantages"]

@@ -86,7 +86,7 @@ def rank_correlation(
     by_seed = [found[found["seed"] == seed].set_index("point")[[share, measure]] for seed in found["seed"].unique()]
 
     def of(seeds: Sequence[pd.DataFrame]) -> float:
-        means = sum(one.to_numpy(np.float64) for one in seeds) / len(seeds)
+        means = np.sum([one.to_numpy(np.float64) for one in seeds], axis=0) / len(seeds)
         if np.ptp(means[:, 0]) == 0 or np.ptp(means[:, 1]) == 0:
             return math.nan
         return float(spearmanr(means[:, 0], means[:, 1]).statistic)

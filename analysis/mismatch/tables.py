@@ -1,6 +1,6 @@
 """Do two log-probs of the same token agree, and where not? Tables of it, for a run or for files of other stacks.
 
-`python -m analysis.mismatch.tables RUN` prints the summary of a run, `--columns PRESET` that of dumped files.
+`python -m analysis.mismatch RUN` prints the summary of a run, `--columns PRESET` that of dumped files.
 Chunks of pairs (`analysis.pairs.runs`) go through sums that are merged, so memory does not grow with the run.
 """
 
@@ -228,7 +228,7 @@ def watched(pairs: Iterable[pd.DataFrame], advance: Callable[[int], None]) -> It
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the summary; exit code 2 and one line where the arguments or the records are wrong."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.mismatch.tables", description="Do two log-probs agree?")
+    parser = argparse.ArgumentParser(prog="python -m analysis.mismatch", description="Do two log-probs agree?")
     parser.add_argument("paths", nargs="+", type=Path, help="a run, two runs, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, default=PAIRS[0], help="which log-probs of a run")
     parser.add_argument("--columns", choices=sorted(PRESETS), help="whose names the columns of dumped files have")
@@ -258,7 +258,3 @@ def _chosen_pairs(
     if len(paths) > 2:
         raise UserError(f"{len(paths)} paths: one run or two, or files with --columns")
     return run_pairs(paths[0], pair, verify=verify)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

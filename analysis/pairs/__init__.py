@@ -1,0 +1,1 @@
+"""Two log-probs per token, from recorded runs or from dumps of other stacks."""

@@ -1,0 +1,1 @@
+"""Statistics that do not know what they are about."""

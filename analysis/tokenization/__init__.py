@@ -1,0 +1,1 @@
+"""What tokenizer and unit do to KL."""

@@ -1,4 +1,4 @@
-"""Tokenization and KL of a recorded run, iteration by iteration. `python -m analysis.tokenization.tables RUN` prints it.
+"""Tokenization and KL of a recorded run, iteration by iteration. `python -m analysis.tokenization RUN` prints it.
 
 Words and boundary: `tokenization_words`; tables by token, word and response: `tokenization_kl`; units, shares and
 standard errors: `tokenization_summary`; clip band in words: `tokenization_clip`; fading of credit:

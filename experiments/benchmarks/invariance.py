@@ -21,9 +21,9 @@ from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics import backend
 from ppo_repro.records import reader
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import run, run_folder
+from ppo_repro.watcher import Silent
 
 CONFIG = Path(__file__).with_name("invariance.yaml")
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from scipy.stats import t as student
 
 from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"
 LAST = 10  # iterations

@@ -141,8 +141,8 @@ def fill_caches() -> None:
 def sample(mode: str, iterations: int, leak: int, out: Path) -> None:
     """Run in this process and print the fields of a Sample for each iteration; `leak`: bytes to keep of each."""
     from ppo_repro.config.files import load_config
-    from ppo_repro.runs.progress import Silent
     from ppo_repro.runs.run import run
+    from ppo_repro.watcher import Silent
 
     class Sampling(Silent):
         def __init__(self) -> None:

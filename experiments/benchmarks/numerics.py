@@ -24,10 +24,10 @@ from experiments.benchmarks.machine import Peaks, measure
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from ppo_repro.numerics.trunk import decoding
 from ppo_repro.numerics.trunk.weights import parts_of
 from ppo_repro.seeding import bell

@@ -20,9 +20,10 @@ from experiments.benchmarks import timing, workload
 from experiments.benchmarks.peers import environment
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, Size
+from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.loop import Iteration, ppo_iterations
+from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import backend
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import writer

@@ -18,9 +18,10 @@ from pathlib import Path
 from statistics import median
 
 from experiments.benchmarks import timing
+from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.loop import Iteration, ppo_iterations
+from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE

@@ -16,8 +16,8 @@ import numpy as np
 from experiments.benchmarks.learning import warm_started
 from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
-from ppo_repro.runs.progress import Silent
 from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"
 CLIP_RANGES = (0.02, 0.1, 0.2, 0.5)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ppo_repro.testing.plugin import assert_mismatch_below
+from ppo_repro.testing import assert_mismatch_below
 
 DUMP = Path(__file__).with_name("tokens.jsonl")  # written by the training run that this test follows
 

@@ -1,0 +1,1 @@
+"""Where sampler and trainer part, found by experiment on this machine."""

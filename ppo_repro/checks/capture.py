@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from ppo_repro.checks.replay import Replay
 from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.models.networks import expand_kept, policy_logits
+from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.logprobs import expand_kept, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 
 STRIDE = 1 << 32  # a token's key is sequence * STRIDE + position

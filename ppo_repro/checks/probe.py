@@ -16,9 +16,9 @@ from torch import Tensor
 from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import LayoutConfig, NumericsConfig, RunConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.models.networks import expand_kept, policy_logits, value_predictions
+from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.logprobs import expand_kept, token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine

@@ -13,8 +13,9 @@ from ppo_repro.errors import UserError
 from ppo_repro.output import print_json
 from ppo_repro.ranks import Ranks
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs.progress import ConsoleProgress, Watcher
+from ppo_repro.runs.progress import ConsoleProgress
 from ppo_repro.runs.run import Rerun
+from ppo_repro.watcher import Watcher
 
 
 def run(path: Path, overrides: Sequence[str], out: Path, as_json: bool) -> int:

@@ -16,8 +16,8 @@ from ppo_repro.output import print_json, print_result, say
 if TYPE_CHECKING:
     from ppo_repro.ranks import Ranks
     from ppo_repro.runs.diff import Difference
-    from ppo_repro.runs.progress import Watcher
     from ppo_repro.runs.summary import Summary
+    from ppo_repro.watcher import Watcher
 
 
 def _environment_count(name: str, default: int) -> int:
@@ -37,7 +37,8 @@ def processes() -> tuple[int, int]:
 def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
     """The processes of this command; the first one shows progress, the others are silent."""
     from ppo_repro.ranks import joined
-    from ppo_repro.runs.progress import ConsoleProgress, Silent
+    from ppo_repro.runs.progress import ConsoleProgress
+    from ppo_repro.watcher import Silent
 
     with joined(*processes()) as ranks:
         if not ranks.is_first:
@@ -239,9 +240,10 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
+
     from ppo_repro.commands import grid
 
-    return control.run(arguments)
+    return grid.run(arguments)
 
 
 def report_command(arguments: argparse.Namespace) -> int:

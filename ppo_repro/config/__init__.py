@@ -1,0 +1,1 @@
+"""Every field a user can set."""

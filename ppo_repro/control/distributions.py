@@ -18,9 +18,9 @@ from ppo_repro import seeding
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.distribution import require_finite
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 
 LOG_2PI = 1.8378770664093453
 

@@ -30,8 +30,8 @@ from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.diff import first_final_difference
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.lifetime import mark_ended, new_run
-from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.run import Final, Rerun, check_overrides, compared, require_same
+from ppo_repro.watcher import Watcher
 
 LAST = 100  # training episodes in the mean that CleanRL reports
 

@@ -1,0 +1,1 @@
+"""DPO on the responses of a recorded run."""

@@ -20,11 +20,12 @@ from ppo_repro.config.files import build_config, dump_yaml
 from ppo_repro.config.run import RunConfig
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.dpo import records
+from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import preference_accuracy
-from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_from_run
+from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out
 from ppo_repro.preferences.training import (
     PairLogprobs,
     PreferenceStep,
@@ -41,12 +42,13 @@ from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.checkpoints import final_folder, reference_folder, save_model
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.run import check_inputs
 from ppo_repro.seeding import sample_seed
 from ppo_repro.shares import check_shares
+from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import score_rollout
-from ppo_repro.stages.rollout import evaluate, roll_out
+from ppo_repro.stages.rollout import roll_out
+from ppo_repro.watcher import Watcher
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.embedding import ExactConv1D
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.lowering import attach, is_exact
@@ -32,7 +33,6 @@ from ppo_repro.numerics.optim.adamw import (
     copy_named,
     exact_norm,
 )
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, collect, collect_native
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.seeding import words

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -147,10 +146,3 @@ def sequence_scores(classifier: PreTrainedModel, sequences: Sequence[Sequence[in
 def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
     """Values [n] float32 before each response token."""
     return value_model.head(hidden_states(value_model.trunk, batch))[:, 0]
-
-
-def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
-    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None where nothing was cut."""
-    if kept_tokens.shape[1] == 0:
-        return None
-    return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_))

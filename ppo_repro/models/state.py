@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics.optim.optimizer import Optimizer
-from ppo_repro.ppo.controllers import Controls
 
 
 @dataclass
@@ -21,7 +21,7 @@ class TrainState:
     reference: PreTrainedModel  # frozen
     policy_optimizer: Optimizer  # of the value head too, where it sits on the policy's trunk
     value_optimizer: Optimizer | None  # None without a value model of its own
-    controls: Controls
+    coefficients: Coefficients
     iteration: int = 0
 
     def value_parameters(self) -> dict[str, Tensor]:

@@ -172,3 +172,15 @@ def score(
     ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode)
     ref_kl = kl_divergence(logits, ref_logits, temperature, eligible)
     return Scores(logprobs, entropies, prob_sq_sum(logits, temperature, eligible), ref_logprobs, ref_kl)
+
+
+def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
+    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None where nothing was cut."""
+    if kept_tokens.shape[1] == 0:
+        return None
+    return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_))
+
+
+def pack_bits(eligible: Tensor) -> Tensor:
+    """bool [n, V] -> uint8 [n, ceil(V/8)], first token in the highest bit."""
+    return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))

@@ -14,9 +14,10 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.elementwise import pow2
 from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, MIN_EXPONENT, contract, exponent, operand_bits, quantise
-from ppo_repro.numerics.kernels import bias_gradients, dgemm, rows
+from ppo_repro.numerics.kernels import bias_gradients, dgemm
 from ppo_repro.numerics.kernels.amx import gradient, operands
 from ppo_repro.numerics.kernels.amx import product as amx
+from ppo_repro.numerics.kernels.core import rows
 
 NOTHING = int(rows.NOTHING)
 

@@ -1,0 +1,1 @@
+"""Memory of a run, worked out without loading a weight."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 
 def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int, horizon: int) -> float:
     """beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon), n the sequences of the iteration. Ziegler et al., 2019.
@@ -36,40 +32,3 @@ def adaptive_clip_range(clip_range: float, kl: float, target_kl: float, smallest
     elif kl < target_kl / 1.5:
         clip_range *= 2.0
     return min(max(clip_range, smallest), largest)
-
-
-@dataclass(frozen=True)
-class ReturnStatistics:
-    """Mean and spread of all returns so far: Chan et al.'s update, each iteration's sums correctly rounded."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0  # sum of squared deviations from the mean
-
-    @property
-    def scale(self) -> float:
-        """Population standard deviation, at least 1e-4; 1 before there are returns."""
-        return max(math.sqrt(self.squares / self.count), 1e-4) if self.count else 1.0
-
-    def joined(self, returns: Sequence[float]) -> ReturnStatistics:
-        """These and further returns together."""
-        new = len(returns)
-        total = self.count + new
-        mean = math.fsum(returns) / new
-        squares = math.fsum((x - mean) * (x - mean) for x in returns)
-        step = mean - self.mean
-        return ReturnStatistics(
-            total,
-            self.mean + step * (new / total),
-            self.squares + squares + step * step * (self.count * (new / total)),
-        )
-
-
-@dataclass(frozen=True)
-class Controls:
-    """What moves between iterations beside weights; a coefficient that the configuration lacks is 0."""
-
-    kl_coef: float
-    clip_range: float
-    penalty_coef: float
-    returns: ReturnStatistics  # in whose units values are predicted; count 0 where they are not

@@ -1,0 +1,1 @@
+"""Pairs of responses, and training on them."""

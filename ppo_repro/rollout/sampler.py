@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.distribution import distribution, require_finite
 from ppo_repro.numerics.arithmetic.elementwise import cos_sin, log, sqrt
 from ppo_repro.numerics.kernels import gumbel as noise
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.logprobs import pack_bits, token_statistics
 from ppo_repro.rollout.engine import Sampling
 
 _MASK = 0xFFFFFFFF
@@ -115,11 +114,6 @@ def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     eligible = torch.zeros_like(kept).scatter_(-1, order, kept)
     kept_mass = d.masses.masked_fill(~eligible, 0.0).sum(-1, keepdim=True)
     return eligible, rank, log(kept_mass / d.total)[:, 0].to(torch.float32)
-
-
-def pack_bits(eligible: Tensor) -> Tensor:
-    """bool [n, V] -> uint8 [n, ceil(V/8)], first token in the highest bit."""
-    return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:

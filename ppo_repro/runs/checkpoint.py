@@ -19,16 +19,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ppo_repro import __version__
+from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.config.files import describe
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.gradients import GRADIENT_BITS, HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
-from ppo_repro.numerics.optim.gradients import GRADIENT_BITS, HEADROOM
-from ppo_repro.ppo.controllers import Controls, ReturnStatistics
 
-FORMAT = 2
+FORMAT = 3
 # what a gradient grid means: a checkpoint of other numbers would continue as another run
 NUMBERS = f"operands of {OPERAND_BITS} bits, gradients of {GRADIENT_BITS}, headroom {HEADROOM}"
 INDEX_NAME = "checkpoint.json"
@@ -56,7 +56,7 @@ class Checkpoint:
     value_model: Mapping[str, Tensor]  # of a head on the policy's trunk the head alone; empty without a value model
     policy_optimizer: OptimizerState
     value_optimizer: OptimizerState  # empty without a value model of its own
-    controls: Controls
+    coefficients: Coefficients
     origin: Origin
 
 
@@ -71,7 +71,7 @@ class _OptimizerEntry(_Entry):
     beta2_power: str
 
 
-class _ControlsEntry(_Entry):
+class _CoefficientsEntry(_Entry):
     """Numbers as float.hex."""
 
     kl_coef: str
@@ -94,7 +94,7 @@ class _Index(_Entry):
     reference: dict[str, str]
     policy_optimizer: _OptimizerEntry
     value_optimizer: _OptimizerEntry
-    controls: _ControlsEntry
+    coefficients: _CoefficientsEntry
     files: dict[str, str]
 
 
@@ -111,7 +111,7 @@ def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
         value_model={name: parameter.detach() for name, parameter in state.value_parameters().items()},
         policy_optimizer=state.policy_optimizer.state(),
         value_optimizer=NOTHING if state.value_optimizer is None else state.value_optimizer.state(),
-        controls=state.controls,
+        coefficients=state.coefficients,
         origin=origin,
     )
 
@@ -125,7 +125,7 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
         state.value_optimizer.load(saved.value_optimizer)
     elif saved.value_optimizer != NOTHING:
         raise ValueError("it has an optimizer of a value model, which the configuration has not")
-    state.controls = saved.controls
+    state.coefficients = saved.coefficients
     state.iteration = saved.iteration
 
 
@@ -154,7 +154,7 @@ def save(saved: Checkpoint, folder: Path) -> None:
             reference=dict(saved.origin.reference),
             policy_optimizer=_entry(saved.policy_optimizer),
             value_optimizer=_entry(saved.value_optimizer),
-            controls=_controls_entry(saved.controls),
+            coefficients=_coefficients_entry(saved.coefficients),
             files=files,
         )
         (temporary / INDEX_NAME).write_text(_sealed(index.model_dump()), encoding="utf-8")
@@ -181,7 +181,7 @@ def _assemble(index: _Index, tensors: Mapping[str, Mapping[str, Tensor]]) -> Che
         value_model=tensors[_VALUE_MODEL],
         policy_optimizer=_optimizer_state(index.policy_optimizer, tensors[_POLICY_OPTIMIZER]),
         value_optimizer=_optimizer_state(index.value_optimizer, tensors[_VALUE_OPTIMIZER]),
-        controls=_controls(index.controls),
+        coefficients=_coefficients(index.coefficients),
         origin=Origin(index.task, index.reference),
     )
 
@@ -254,19 +254,19 @@ def _optimizer_state(entry: _OptimizerEntry, tensors: Mapping[str, Tensor]) -> O
     return OptimizerState(of("first"), of("second"), entry.grids, entry.steps, *powers, of("factors"))
 
 
-def _controls_entry(controls: Controls) -> _ControlsEntry:
-    returns = controls.returns
-    return _ControlsEntry(
-        kl_coef=controls.kl_coef.hex(),
-        clip_range=controls.clip_range.hex(),
-        penalty_coef=controls.penalty_coef.hex(),
+def _coefficients_entry(coefficients: Coefficients) -> _CoefficientsEntry:
+    returns = coefficients.returns
+    return _CoefficientsEntry(
+        kl_coef=coefficients.kl_coef.hex(),
+        clip_range=coefficients.clip_range.hex(),
+        penalty_coef=coefficients.penalty_coef.hex(),
         return_count=returns.count,
         return_mean=returns.mean.hex(),
         return_squares=returns.squares.hex(),
     )
 
 
-def _controls(entry: _ControlsEntry) -> Controls:
+def _coefficients(entry: _CoefficientsEntry) -> Coefficients:
     number = float.fromhex
     returns = ReturnStatistics(entry.return_count, number(entry.return_mean), number(entry.return_squares))
-    return Controls(number(entry.kl_coef), number(entry.clip_range), number(entry.penalty_coef), returns)
+    return Coefficients(number(entry.kl_coef), number(entry.clip_range), number(entry.penalty_coef), returns)

@@ -39,7 +39,8 @@ from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.stages.rollout import Task, first_controls
+from ppo_repro.stages.coefficients import first_coefficients
+from ppo_repro.stages.prompts import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder, load_problems
 from ppo_repro.tasks.rewards import Judge, load_judge, reward_files
 
@@ -166,7 +167,7 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[Trai
             else make_lora_optimizer(policy, lora, settings, bits)
         ),
         value_optimizer=value_optimizer,
-        controls=first_controls(config),
+        coefficients=first_coefficients(config),
     )
     return state, lora
 

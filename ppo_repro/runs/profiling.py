@@ -12,8 +12,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from ppo_repro.buffers import Iteration
 from ppo_repro.config.run import RunConfig
-from ppo_repro.loop import Iteration
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.products import Weight

@@ -4,42 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-
-class Watcher(Protocol):
-    """Told of every step of a run."""
-
-    def warm_start(self, step: int, total: int, loss: float) -> None: ...
-
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None: ...
-
-    def servers(self, waited: int, limit: int) -> None: ...
-
-    def preferences(self, what: str, step: int, total: int, loss: float) -> None: ...
-    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None: ...
-
-
-class Silent:
-    """A watcher that shows nothing."""
-
-    def warm_start(self, step: int, total: int, loss: float) -> None:
-        pass
-
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
-        pass
-
-    def servers(self, waited: int, limit: int) -> None:
-        pass
-
-    def preferences(self, what: str, step: int, total: int, loss: float) -> None:
-        pass
-
-    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None:
-        pass
 
 
 class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):

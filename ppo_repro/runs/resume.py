@@ -14,14 +14,14 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.rollout.open_engine import require_same_sampler
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.lifetime import mark_ended
+from ppo_repro.runs.open_engine import require_same_sampler
 from ppo_repro.runs.prepare import task_inputs
-from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.run import check_inputs, check_overrides, execute
+from ppo_repro.watcher import Watcher
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.loop import Clock, Iteration, ppo_iterations
+from ppo_repro.loop import Clock, ppo_iterations
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
@@ -22,19 +23,20 @@ from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.rollout.open_engine import check_engine, rollout_engine
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
 from ppo_repro.runs.environment import describe_environment, file_digests
 from ppo_repro.runs.garbage import quick_collections
 from ppo_repro.runs.lifetime import new_run
+from ppo_repro.runs.open_engine import check_engine, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare, run_inputs
 from ppo_repro.runs.profiling import measure_peak
-from ppo_repro.runs.progress import Watcher
 from ppo_repro.runs.tables import iteration_tables
 from ppo_repro.shares import check_shares
-from ppo_repro.stages.rollout import evaluate, last_kl
+from ppo_repro.stages.coefficients import last_kl
+from ppo_repro.stages.evaluation import evaluate
+from ppo_repro.watcher import Watcher
 
 Final = dict[str, float | int | str]
 

@@ -10,10 +10,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import MinibatchUpdate
+from ppo_repro.buffers import Iteration, MinibatchUpdate
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.run import RunConfig
-from ppo_repro.loop import Iteration
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import CLIP_FLAGS
@@ -174,15 +173,15 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     }
 
 
-def _controls(item: Iteration, config: RunConfig) -> dict[str, Any]:
+def _coefficients(item: Iteration, config: RunConfig) -> dict[str, Any]:
     """The coefficients in force; None where the configuration has no such thing."""
-    controls, objective = item.controls, config.ppo.objective
+    coefficients, objective = item.coefficients, config.ppo.objective
     normalised = not isinstance(config.value, NoValue) and config.value.normalize_returns
-    returns = controls.returns
+    returns = coefficients.returns
     return {
-        "kl_coef": controls.kl_coef,
-        "clip_range": controls.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
-        "penalty_coef": controls.penalty_coef if isinstance(objective, PenaltyObjective) else None,
+        "kl_coef": coefficients.kl_coef,
+        "clip_range": coefficients.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
+        "penalty_coef": coefficients.penalty_coef if isinstance(objective, PenaltyObjective) else None,
         "return_mean": returns.mean if normalised else None,
         "return_scale": returns.scale if normalised else None,
     }
@@ -230,7 +229,7 @@ def _iteration(item: Iteration, config: RunConfig, peak: Peak | None) -> Columns
         "response_length_mean": tokens / count,
         "truncated_fraction": rollout.finish_reasons.count("length") / count,
         "entropy": exact_mean(forward.entropies),
-        **_controls(item, config),
+        **_coefficients(item, config),
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,
         "explained_variance": explained,

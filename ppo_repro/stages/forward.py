@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import ForwardPass, Rollout
+from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
 from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batches
-from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states
+from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import kl_divergence, score
-from ppo_repro.ppo.controllers import ReturnStatistics
+from ppo_repro.numerics.logprobs import expand_kept, kl_divergence, score
 from ppo_repro.ranks import Ranks
 
 LOGITS_AT_ONCE = 1 << 24
@@ -54,7 +53,7 @@ def in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
 
 
 def _values(value_model: ValueModel, hidden: Tensor, state: TrainState) -> Tensor:
-    return in_reward_units(value_model.head(hidden)[:, 0], state.controls.returns)
+    return in_reward_units(value_model.head(hidden)[:, 0], state.coefficients.returns)
 
 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import Advantages, ForwardPass, Rollout
+from ppo_repro.buffers import Advantages, ForwardPass, ReturnStatistics, Rollout
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     ClipObjective,
@@ -19,12 +19,11 @@ from ppo_repro.config.algorithm import (
 )
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
-from ppo_repro.models.networks import ValueModel, expand_kept, hidden_states, policy_logits
+from ppo_repro.models.networks import ValueModel, hidden_states, policy_logits
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import kl_loss, token_statistics
+from ppo_repro.numerics.logprobs import expand_kept, kl_loss, token_statistics
 from ppo_repro.ppo import kl, losses
-from ppo_repro.ppo.controllers import ReturnStatistics
 from ppo_repro.ppo.weights import importance_weights
 from ppo_repro.stages.forward import in_reward_units
 
@@ -68,7 +67,7 @@ class PolicyLoss:
             loss = loss * self.weights[tokens]
         loss = loss - entropies * config.ppo.entropy_coef
         if isinstance(config.kl, KLInLoss):
-            loss = loss + self._divergence(m, logits, logprobs, eligible) * self.state.controls.kl_coef
+            loss = loss + self._divergence(m, logits, logprobs, eligible) * self.state.coefficients.kl_coef
         return loss, (loss, logprobs, ratios, entropies)
 
     def _surrogate(self, logprobs: Tensor, ratios: Tensor, tokens: Tensor) -> Tensor:
@@ -79,7 +78,7 @@ class PolicyLoss:
             return losses.policy_gradient(logprobs, advantages)
         if isinstance(objective, PenaltyObjective):
             log_ratios = logprobs - self.anchor[tokens]
-            return losses.penalised_surrogate(ratios, log_ratios, advantages, self.state.controls.penalty_coef)
+            return losses.penalised_surrogate(ratios, log_ratios, advantages, self.state.coefficients.penalty_coef)
         return losses.unclipped_surrogate(ratios, advantages)
 
     def _divergence(self, m: MicroBatch, logits: Tensor, logprobs: Tensor, eligible: Tensor | None) -> Tensor:
@@ -164,13 +163,13 @@ def make_objective(
         forward.ref_logprobs,
         advantages.advantages,
         _importance_weights(rollout, forward, config),
-        band_of(config, state.controls.clip_range),
+        band_of(config, state.coefficients.clip_range),
         config,
     )
     if isinstance(value, NoValue):
         return Objective(policy, None, 0.0)
     assert state.value_model is not None and forward.values is not None and advantages.returns is not None
-    statistics = state.controls.returns
+    statistics = state.coefficients.returns
     clip_range = None if value.clip_range is None else value.clip_range * statistics.scale
     value_loss = ValueLoss(state.value_model, forward.values, advantages.returns, clip_range, statistics)
     return Objective(policy, value_loss, value.value_coef if isinstance(value, ValueHead) else 0.0)

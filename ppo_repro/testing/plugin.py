@@ -1,7 +1,4 @@
-"""Tests that guard a training stack: assertions on recorded runs and log-prob dumps, and a pytest plugin.
-
-Installed with the package, so `golden_run` and `--update-golden` are there in every pytest run. PYTEST_DONT_REWRITE
-"""
+"""Assertions on recorded runs and log-prob dumps, the fixture `golden_run` and its option. PYTEST_DONT_REWRITE"""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""A copy of records in MLflow."""

@@ -1,0 +1,1 @@
+"""The definition of every number: grids, exact sums, elementary functions."""

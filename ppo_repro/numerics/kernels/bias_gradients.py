@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ppo_repro.numerics.kernels.core.compile import kernel
-from ppo_repro.numerics.kernels.rows import NOTHING
+from ppo_repro.numerics.kernels.core.rows import NOTHING
 
 
 @kernel

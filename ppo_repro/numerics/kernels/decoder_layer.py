@@ -16,10 +16,10 @@ from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.kernels.attention.forward import forward_cached, store
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.memory import LINE, from_line
+from ppo_repro.numerics.kernels.core.rows import INFINITY_BITS
 from ppo_repro.numerics.kernels.core.vectors import TILE
 from ppo_repro.numerics.kernels.layer_parts import rotate_rows, silu_times_flat
 from ppo_repro.numerics.kernels.norms import rms_norm_rows
-from ppo_repro.numerics.kernels.rows import INFINITY_BITS
 
 # what was not finite; the name of a product stands for its input, since its weight was looked at before
 FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_MLP, GATE, DOWN = range(10)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ppo_repro.numerics.kernels.core.pool import in_parts
-from ppo_repro.numerics.kernels.rows import add_integers, grid_values, round_rows, scaled
+from ppo_repro.numerics.kernels.core.rows import add_integers, grid_values, round_rows, scaled
 
 
 @dataclass(frozen=True)

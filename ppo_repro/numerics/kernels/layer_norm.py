@@ -8,6 +8,7 @@ import numpy as np
 
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.rows import INFINITY_BITS, largest_bits
 from ppo_repro.numerics.kernels.core.scalar import exponent32, exponent64, pow2_64
 from ppo_repro.numerics.kernels.norms import (
     INFINITY_BITS_64,
@@ -18,7 +19,6 @@ from ppo_repro.numerics.kernels.norms import (
     largest64,
     sum_of_squares,
 )
-from ppo_repro.numerics.kernels.rows import INFINITY_BITS, largest_bits
 
 
 class IntegerSums(NamedTuple):

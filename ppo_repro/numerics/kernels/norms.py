@@ -6,8 +6,8 @@ import numpy as np
 
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.rows import INFINITY_BITS, largest_bits
 from ppo_repro.numerics.kernels.core.scalar import exponent32, exponent64, pow2_64
-from ppo_repro.numerics.kernels.rows import INFINITY_BITS, largest_bits
 
 INFINITY_BITS_64 = np.int64(0x7FF << 52)
 NOT_FINITE = 1 << 30

@@ -10,8 +10,8 @@ from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbeddin
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactEmbedding, ExactModule
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from ppo_repro.numerics.products import Weight
 
 

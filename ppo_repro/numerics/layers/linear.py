@@ -13,9 +13,9 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, operand_bits, quantise
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.kernels import norms
 from ppo_repro.numerics.layers.silu import SiLU, silu
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from ppo_repro.numerics.products import NOTHING, Weight, array
 
 

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers import families
 from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU
 from ppo_repro.numerics.layers.attention import IMPLEMENTATION, attention
@@ -42,7 +43,6 @@ from ppo_repro.numerics.layers.linear import (
 )
 from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm
 from ppo_repro.numerics.layers.rotary import inverse_frequencies
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
 

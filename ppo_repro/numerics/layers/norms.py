@@ -13,10 +13,10 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, operand_bits, quantise
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.kernels import layer_norm, norms
 from ppo_repro.numerics.kernels.layer_norm import IntegerSums
 from ppo_repro.numerics.layers.linear import ExactModule
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from ppo_repro.numerics.products import array
 
 

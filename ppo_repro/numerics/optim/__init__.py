@@ -1,0 +1,1 @@
+"""Optimizers: one step, the same bits under every layout."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, NativeAdamW, OptimizerState, exact_norm
-from ppo_repro.numerics.optim.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.ranks import ALONE, Ranks
 
 MAX_REDOS = 8  # a calibrated grid fits after one redo; more means gradients that cannot be reproduced

@@ -1,0 +1,1 @@
+"""Whole forward and backward passes of a trunk, kernel after kernel."""

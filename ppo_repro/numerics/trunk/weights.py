@@ -20,12 +20,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic.grid import operand_bits
+from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.kernels import norms
 from ppo_repro.numerics.kernels.amx.product import NO_BIAS
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.layers.fused_attention import spec_of
 from ppo_repro.numerics.layers.linear import ExactEmbedding, ExactLinear, ExactRMSNorm, ExactRotary, ExactSiLU
-from ppo_repro.numerics.optim.gradients import GradientAccumulator
 from ppo_repro.numerics.products import Weight, array
 
 TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)

@@ -49,10 +49,9 @@ class Interpreter:
 
 def numerics_digest(package: Path) -> str:
     """SHA-256 over the files that decide the bits of a forward pass and of what is sampled from it."""
-    parts = ("numerics", "kernels", "sglang_plugin")
-    files = sorted(path for part in parts for path in (package / part).glob("*.py"))
-    files += (package / "rollout").glob("sampler.py")
-    sums = [f"{path.relative_to(package)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
+    files = [path for folder in ("numerics", "sglang_plugin") for path in (package / folder).rglob("*.py")]
+    files = sorted([*files, package / "rollout" / "sampler.py"])
+    sums = [f"{path.relative_to(package).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
 

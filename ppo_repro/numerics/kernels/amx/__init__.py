@@ -1,0 +1,1 @@
+"""Exact matrix products on the AMX tiles of a CPU."""

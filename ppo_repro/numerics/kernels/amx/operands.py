@@ -13,9 +13,9 @@ import numpy as np
 from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.kernels.core.memory import empty_bytes, zero_bytes
 from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.rows import INFINITY_BITS, NOTHING, largest_bits
 from ppo_repro.numerics.kernels.core.scalar import exponent32, pow2_32, pow2_64
 from ppo_repro.numerics.kernels.core.vectors import TILE, column_quantiser, row_quantiser
-from ppo_repro.numerics.kernels.rows import INFINITY_BITS, NOTHING, largest_bits
 
 # |digit product| <= 2^14 and at most 3 of them share a level: sums of so many terms stay inside int32
 MAX_TERMS = 32768

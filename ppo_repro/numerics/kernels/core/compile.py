@@ -14,18 +14,25 @@ from numba.core import config as numba_config
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def sources_digest(numerics: Path) -> str:
+    """SHA-256 over the version of Numba and every file kernels are made from: those of `kernels` and `arithmetic`."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for folder in ("arithmetic", "kernels"):
+        for source in sorted((numerics / folder).rglob("*.py")):
+            digest.update(f"{source.relative_to(numerics).as_posix()} {len(source.read_bytes())}\n".encode())
+            digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
 def _cache_folder() -> Path:
     """One folder for each state of the kernel sources.
 
-    Numba looks only at the file a kernel stands in; it would go on using machine code made from an older
+    Numba looks only at the file that defines a kernel; it would go on using machine code made from an older
     version of what the kernel takes from other files.
     """
-    digest = hashlib.sha256(numba.__version__.encode())
-    here = Path(__file__).parent
-    for source in sorted([*here.glob("*.py"), *(here.parent / "numerics").glob("*.py")]):
-        digest.update(source.read_bytes())
+    digest = sources_digest(Path(__file__).parents[2])
     base = numba_config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "ppo_repro" / f"kernels-{digest.hexdigest()[:16]}"
+    return Path(base) / "ppo_repro" / f"kernels-{digest[:16]}"
 
 
 _FOLDER = str(_cache_folder())

@@ -12,7 +12,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.progress import Watcher
+from ppo_repro.watcher import Watcher
 
 
 def check_engine(config: RunConfig, ranks: int) -> None:

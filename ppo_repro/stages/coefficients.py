@@ -1,0 +1,71 @@
+"""The coefficients that move between iterations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ppo_repro.buffers import (
+    Advantages,
+    Coefficients,
+    ForwardPass,
+    MinibatchUpdate,
+    ReturnStatistics,
+)
+from ppo_repro.config.algorithm import (
+    AdaptiveClipObjective,
+    AdaptiveController,
+    FixedController,
+    NoKL,
+    NoValue,
+    PenaltyObjective,
+)
+from ppo_repro.config.run import RunConfig
+from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef
+
+
+def first_coefficients(config: RunConfig) -> Coefficients:
+    """The coefficients of the first iteration."""
+    objective = config.ppo.objective
+    return Coefficients(
+        kl_coef=0.0 if isinstance(config.kl, NoKL) else config.kl.kl_coef,
+        clip_range=objective.clip_range if isinstance(objective, AdaptiveClipObjective) else 0.0,
+        penalty_coef=objective.penalty_coef if isinstance(objective, PenaltyObjective) else 0.0,
+        returns=ReturnStatistics(),
+    )
+
+
+def next_coefficients(
+    config: RunConfig,
+    coefficients: Coefficients,
+    forward: ForwardPass,
+    advantages: Advantages,
+    updates: Sequence[MinibatchUpdate],
+    sequences: int,
+) -> Coefficients:
+    """The coefficients of the next iteration, from what this one measured."""
+    controller = FixedController() if isinstance(config.kl, NoKL) else config.kl.controller
+    if isinstance(controller, AdaptiveController):
+        per_sequence = math.fsum(forward.ref_kl.tolist()) / sequences
+        coef = adaptive_kl_coef(coefficients.kl_coef, per_sequence, controller.target_kl, sequences, controller.horizon)
+        coefficients = replace(coefficients, kl_coef=coef)
+    objective = config.ppo.objective
+    if isinstance(objective, AdaptiveClipObjective):
+        bounds = objective.clip_range_min, objective.clip_range_max
+        clip_range = adaptive_clip_range(coefficients.clip_range, last_kl(updates), objective.target_kl, *bounds)
+        coefficients = replace(coefficients, clip_range=clip_range)
+    if isinstance(objective, PenaltyObjective) and objective.target_kl is not None:
+        coef = adaptive_penalty_coef(coefficients.penalty_coef, last_kl(updates), objective.target_kl)
+        coefficients = replace(coefficients, penalty_coef=coef)
+    if not isinstance(config.value, NoValue) and config.value.normalize_returns:
+        assert advantages.returns is not None
+        coefficients = replace(coefficients, returns=coefficients.returns.joined(advantages.returns.tolist()))
+    return coefficients
+
+
+def last_kl(updates: Sequence[MinibatchUpdate]) -> float:
+    """KL(anchor || new), k3, token mean over the last epoch of the policy: how far it has moved, one step short."""
+    steps = [(u.epoch, len(u.tokens), u.policy.approx_kl) for u in updates if u.policy is not None]
+    last = [(tokens, found) for epoch, tokens, found in steps if epoch == steps[-1][0]]
+    return math.fsum(tokens * found for tokens, found in last) / sum(tokens for tokens, _ in last)

@@ -1,0 +1,99 @@
+"""From responses to a reward per token: judge, place the score, charge the KL penalty, shape, whiten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ppo_repro.buffers import (
+    ForwardPass,
+    Rewards,
+    Rollout,
+)
+from ppo_repro.config.algorithm import (
+    GaeAdvantages,
+    KLInReward,
+)
+from ppo_repro.config.run import RunConfig
+from ppo_repro.models.reward_model import reward_scores
+from ppo_repro.ppo import kl
+from ppo_repro.ppo.advantages import whiten
+from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards, token_rewards
+from ppo_repro.ranks import Ranks
+from ppo_repro.stages.prompts import Task
+from ppo_repro.tasks.rewards import Judgement, Samples, judge_samples, potentials
+
+
+def judge(
+    config: RunConfig,
+    task: Task,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    samples: Samples,
+    ranks: Ranks,
+) -> Judgement:
+    """The reward model's scores, shared out; everything else once, on one rank."""
+    scores: list[float] = []
+    if task.reward_model is not None:
+        mine = ranks.mine(len(prompts), config.layout.rank_shares)
+        sequences = [(*prompts[i], *responses[i]) for i in mine]
+        layout = config.layout
+        found = reward_scores(task.reward_model, sequences, layout.padding, layout.forward_micro_batch)
+        scores = ranks.gather(found.tolist())
+    return ranks.first(judge_samples, task.judge, samples, scores)
+
+
+def compute_rewards(
+    config: RunConfig, task: Task, rollout: Rollout, forward: ForwardPass, kl_coef: float, ranks: Ranks
+) -> Rewards:
+    """Judge the responses, once and on one rank; place the score, charge the KL penalty, shape, whiten."""
+    ids = [part.tolist() for part in torch.split(rollout.response_ids, rollout.lengths.tolist())]
+    samples = Samples(
+        rollout.prompts.texts,
+        rollout.responses,
+        rollout.prompts.answers,
+        [reason == "stop" for reason in rollout.finish_reasons],
+        rollout.lengths.tolist(),
+    )
+    judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
+    scores = torch.tensor(judged.scores, dtype=torch.float64)
+    penalties = _kl_penalties(config, rollout, forward, kl_coef)
+    placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
+    if task.judge.potential is not None:
+        placed = placed + _shaping(config, task, rollout, ranks)
+    rewards = token_rewards(placed, penalties)
+    if config.reward.whiten != "none":
+        rewards = whiten(rewards, shift=config.reward.whiten == "full")
+    return Rewards(
+        scores=scores,
+        score_parts=tuple(tuple(row) for row in judged.parts),
+        is_correct=torch.tensor(judged.correct),
+        kl_penalties=penalties,
+        rewards=rewards,
+    )
+
+
+def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float) -> Tensor:
+    if not isinstance(config.kl, KLInReward):
+        return torch.zeros_like(forward.old_logprobs)
+    reverse = config.kl.direction == "reference_policy"
+    if config.kl.estimator == "exact":
+        divergence = forward.ref_kl if forward.reverse_ref_kl is None else forward.reverse_ref_kl
+    else:
+        divergence = kl.estimate(config.kl.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
+    return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
+
+
+def _shaping(config: RunConfig, task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
+    texts, answers = rollout.prompts.texts, rollout.prompts.answers
+    rows = zip(texts, rollout.responses, answers, rollout.places, strict=True)
+
+    def ask() -> list[float]:
+        parts = [potentials(task.judge, prompt, said, answer, at.char_start) for prompt, said, answer, at in rows]
+        return [phi for part in parts for phi in part]
+
+    assert isinstance(config.advantages, GaeAdvantages)
+    phi = torch.tensor(ranks.first(ask), dtype=torch.float64)
+    return shaping_rewards(phi, rollout.lengths, config.advantages.gamma)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from ppo_repro.config.run import RunConfig
-from tests.runs_for_tests import small_config
+from tests.support.runs import small_config
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")

@@ -14,7 +14,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from ppo_repro import interrupts
 from ppo_repro.errors import Terminated
-from tests.ranks_for_tests import ROOT
+from tests.support.paths import ROOT
 
 # the signal comes inside of LLVM's callback into Python, in the middle of a kernel's compilation
 IN_THE_CALLBACK = """

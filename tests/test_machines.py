@@ -13,9 +13,8 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest
 from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
-from tests.runs_for_tests import SMALL
+from tests.support.paths import ROOT, SMALL
 
-ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "experiments" / "quickstart.yaml"
 
 # each takes instructions away from one or more of torch, MKL and NumPy

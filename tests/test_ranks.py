@@ -21,8 +21,9 @@ from ppo_repro.records import manifest
 from ppo_repro.runs.run import run
 from ppo_repro.shares import check_shares, share_ranges
 from ppo_repro.watcher import Silent
-from tests.ranks_for_tests import TINY, cli_ranks, end, start_ranks
-from tests.ranks_worker import RUNS, note_tokens
+from tests.support.paths import TINY
+from tests.support.ranks import cli_ranks, end, start_ranks
+from tests.support.ranks_worker import RUNS, note_tokens
 
 pytestmark = pytest.mark.timeout(600)  # of a machine that others use too
 
@@ -91,7 +92,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
         run_dir, _ = run(load_config(TINY), folder / "made", Silent())
     shutil.copytree(run_dir, folder / "alone")
     (folder / "two").mkdir()
-    ended = end(start_ranks(*[["-m", "tests.ranks_worker", str(folder / "two")]] * 2))
+    ended = end(start_ranks(*[["-m", "tests.support.ranks_worker", str(folder / "two")]] * 2))
     assert [e.code for e in ended] == [0, 0], ended
     found = [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in range(2)]
     return Together(found, folder, manifest.load(run_dir).fingerprint, noted)

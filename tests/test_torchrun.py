@@ -17,8 +17,9 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
-from tests.ranks_for_tests import ROOT, TINY, cli_ranks, end, start_ranks
-from tests.runs_for_tests import SMALL, small_config
+from tests.support.paths import ROOT, SMALL, TINY
+from tests.support.ranks import cli_ranks, end, start_ranks
+from tests.support.runs import small_config
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(600)

@@ -1,0 +1,285 @@
+"""Every definition of clipped, by hand and against a slow version; agreement with what training recorded."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from analysis.clipping.flags import (
+    DISJOINT,
+    FLAGS,
+    flags_of_ratios,
+    ratios_of,
+    recorded_against_float64,
+    token_flags,
+    value_flags,
+)
+from analysis.clipping.quality import clipped_surrogates
+from analysis.update_rows import ClipRule, IterationRows, clip_rule, joined, load_iterations, policy_rows
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.records import reader
+from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
+from tests.support.clip_rows import RULE, items, make_item, rules, single
+from tests.support.runs import small_config
+
+UP, DOWN, INSIDE = np.log(1.5), np.log(0.5), np.log(1.1)
+
+
+def test_the_classes_by_hand() -> None:
+    item = single([UP, DOWN, UP, DOWN, UP, INSIDE], [1.0, -1.0, -1.0, 1.0, 0.0, 1.0])
+    flags = token_flags(item.rows, item.rule)
+    expected = {
+        "band_out": [1, 1, 1, 1, 1, 0],
+        "clip_high": [1, 0, 0, 0, 0, 0],
+        "clip_low": [0, 1, 0, 0, 0, 0],
+        "wrong_high": [0, 0, 1, 0, 0, 0],
+        "wrong_low": [0, 0, 0, 1, 0, 0],
+        "out_without_advantage": [0, 0, 0, 0, 1, 0],
+        "grad_zero": [1, 1, 0, 0, 0, 0],
+        "dual_zero": [0, 0, 0, 0, 0, 0],
+    }
+    for name, values in expected.items():
+        assert flags[name].tolist() == [bool(value) for value in values], name
+
+
+def test_the_dual_clip_by_hand() -> None:
+    rule = replace(RULE, dual=3.0)
+    flags = flags_of_ratios(np.array([2.9, 3.0, 3.1, 3.1]), np.array([-1.0, -1.0, -1.0, 1.0]), rule)
+    assert flags["dual_zero"].tolist() == [False, False, True, False]
+    assert flags["wrong_high"].tolist() == [True, True, True, False]
+    assert flags["grad_zero"].tolist() == [False, False, True, True]
+
+
+def test_a_ratio_on_the_bound_is_in_the_band_and_float32_thinks_otherwise() -> None:
+    flags = flags_of_ratios(np.array([1.2, 0.8]), np.array([1.0, -1.0]), RULE)
+    assert not flags["band_out"].any()
+    # the trap: the same comparison in float32 calls one of the two clipped, and only one
+    up, down = np.float32(1.2), np.float32(0.8)
+    assert abs(up - np.float32(1)) > np.float32(0.2) and not abs(down - np.float32(1)) > np.float32(0.2)
+
+
+def test_the_sequence_and_probability_flags_by_hand() -> None:
+    # mean log-ratio of the response (0.6 + 0.0) / 2 = 0.3, s = 1.35 > 1.2: both tokens, where the advantage is up
+    item = single([0.6, 0.0], [1.0, -1.0])
+    assert token_flags(item.rows, item.rule)["seq_clip"].tolist() == [True, False]
+    lower = single([-0.6, 0.0], [1.0, -1.0])
+    assert token_flags(lower.rows, lower.rule)["seq_clip"].tolist() == [False, True]
+    # p from 0.5 to 0.75 is +0.25; p from 0.5 to 0.4 is -0.1, to 0.25 is -0.25
+    moved = np.log([0.75, 0.4, 0.25]) - np.log(0.5)
+    half = make_item([3], moved[None], np.array([1.0, -1.0, -1.0]), old_logprobs=np.full(3, np.log(0.5)))
+    assert token_flags(half.rows, half.rule)["binary_tv_out"].tolist() == [True, False, True]
+
+
+def test_the_value_flags_by_hand() -> None:
+    old, new = np.array([0.0, 0.0, 0.0]), np.array([[0.5, 0.5, 0.1]])
+    item = make_item([3], np.zeros((1, 3)), np.ones(3), values=(old, new, np.array([1.0, -1.0, -1.0])))
+    flags = value_flags(item.rows, item.rule)
+    assert flags["vf_band_out"].tolist() == [True, True, False]
+    # clipped to 0.2: farther from 1 than 0.5 is, nearer to -1
+    assert flags["vf_grad_zero"].tolist() == [True, False, False]
+    assert not value_flags(item.rows, replace(RULE, value_range=None)).to_numpy().any()
+    # clipped to 0.25, as far from 0.5 as 0.75 is: the gradient stays
+    even = make_item([1], np.zeros((1, 1)), np.ones(1), values=(old[:1], np.array([[0.75]]), np.array([0.5])))
+    assert value_flags(even.rows, replace(RULE, value_range=0.25)).iloc[0].tolist() == [True, False]
+
+
+def test_what_is_not_a_number_is_in_no_class() -> None:
+    flags = flags_of_ratios(np.array([np.nan, np.inf, 0.0]), np.array([1.0, 1.0, -1.0]), RULE)
+    assert [bool(flag[0]) for flag in flags.values()] == [False] * len(flags)
+    assert flags["clip_high"].tolist() == [False, True, False] and flags["clip_low"].tolist() == [False, False, True]
+
+
+def slow_flags(ratio: float, advantage: float, rule: ClipRule) -> dict[str, bool]:
+    """One token at a time, from the losses L1 = -r A and L2 = -clip(r) A where a definition uses them."""
+    bounded = min(max(ratio, 1.0 - rule.low), 1.0 + rule.high)
+    first, second = -ratio * advantage, -bounded * advantage
+    beyond = rule.dual is not None and advantage < 0 and max(first, second) > -rule.dual * advantage
+    return {
+        "band_out": bounded != ratio,
+        "clip_high": second > first and ratio > 1.0,
+        "clip_low": second > first and ratio < 1.0,
+        "wrong_high": second < first and ratio > 1.0,
+        "wrong_low": second < first and ratio < 1.0,
+        "out_without_advantage": bounded != ratio and advantage == 0,
+        "dual_zero": beyond,
+        "grad_zero": second > first or beyond,
+        "cispo_clipped": bounded != ratio,
+    }
+
+
+@given(rules(), st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(-3.0, 3.0)), min_size=1))
+def test_the_flags_are_those_of_the_losses(rule: ClipRule, tokens: list[tuple[float, float]]) -> None:
+    # advantages too small to order two losses in float64 are not what is tested here
+    kept = [(r, a) for r, a in tokens if a == 0 or abs(a) > 1e-6]
+    ratios, advantages = np.array([r for r, _ in kept]), np.array([a for _, a in kept])
+    flags = flags_of_ratios(ratios, advantages, rule)
+    for index, (ratio, advantage) in enumerate(kept):
+        # a hair beside a bound the two losses round to the same number
+        near = min(abs(ratio - b) for b in (1 - rule.low, 1 + rule.high, rule.dual or np.inf)) < 1e-12
+        if not near:
+            assert {name: bool(flag[index]) for name, flag in flags.items()} == slow_flags(ratio, advantage, rule)
+
+
+@settings(max_examples=25)  # each example builds data frames
+@given(items())
+def test_the_band_is_the_disjoint_sum(item: IterationRows) -> None:
+    flags = token_flags(item.rows, item.rule)
+    assert (flags[list(DISJOINT)].sum(axis=1) == flags["band_out"]).all()
+    assert (flags["cispo_clipped"] == flags["band_out"]).all()
+    assert (flags["dual_zero"] <= flags["wrong_high"]).all()
+    assert (flags["grad_zero"] == flags["clip_high"] | flags["clip_low"] | flags["dual_zero"]).all()
+
+
+@settings(max_examples=25)  # each example builds data frames
+@given(items(), st.floats(0.1, 10.0))
+def test_scaling_and_reflecting_advantages(item: IterationRows, factor: float) -> None:
+    flags = token_flags(item.rows, item.rule)
+    scaled = token_flags(item.rows.assign(advantages=item.rows["advantages"] * factor), item.rule)
+    pd.testing.assert_frame_equal(flags, scaled)
+    turned = token_flags(item.rows.assign(advantages=-item.rows["advantages"]), item.rule)
+    assert (flags["clip_high"] == turned["wrong_high"]).all() and (flags["clip_low"] == turned["wrong_low"]).all()
+    shuffled = item.rows.sample(frac=1.0, random_state=0)
+    again = token_flags(shuffled, item.rule).loc[flags.index]
+    # a response's mean is summed in another order, so seq_clip is compared where it does not hang on the last bit
+    pd.testing.assert_frame_equal(again.drop(columns="seq_clip"), flags.drop(columns="seq_clip"))
+
+
+@settings(max_examples=25)  # each example builds data frames
+@given(items(), st.floats(0.0, 0.05))
+def test_a_wider_band_clips_less_and_each_side_on_its_own(item: IterationRows, more: float) -> None:
+    rule = replace(item.rule, dual=None)
+    flags = token_flags(item.rows, rule)
+    wider = token_flags(item.rows, replace(rule, low=rule.low + more, high=rule.high + more))
+    for name in ("band_out", "grad_zero", "seq_clip"):
+        assert (wider[name] <= flags[name]).all()
+    higher = token_flags(item.rows, replace(rule, high=rule.high + more))
+    for name in ("clip_low", "wrong_low"):
+        assert (higher[name] == flags[name]).all()
+
+
+@settings(max_examples=25)  # each example builds data frames
+@given(items())
+def test_clipped_upwards_means_improbable_enough(item: IterationRows) -> None:
+    flags = token_flags(item.rows, item.rule)
+    # only where the new probability is one
+    possible = item.rows["new_logprobs"] <= 0
+    p_anchor = np.exp(item.rows["anchor_logprobs"])
+    up = flags["clip_high"] & possible
+    # the float64 rounding of anchor + log-ratio and of exp
+    assert (p_anchor[up] < 1.0 / (1.0 + item.rule.high) * (1 + 1e-12)).all()
+
+
+@given(rules(), st.floats(-2.0, 2.0), st.floats(-3.0, 3.0).filter(lambda a: abs(a) > 0.01))
+def test_grad_zero_is_where_the_objective_is_flat(rule: ClipRule, log_ratio: float, advantage: float) -> None:
+    step = 1e-6
+    bounds = (np.log1p(-rule.low), np.log1p(rule.high), *([] if rule.dual is None else [np.log(rule.dual)]))
+    if min(abs(log_ratio - bound) for bound in bounds) < 2 * step:
+        return  # no derivative at a kink
+    around = clipped_surrogates(ratios_of(np.array([log_ratio - step, log_ratio + step])), np.full(2, advantage), rule)
+    slope = (around[1] - around[0]) / (2 * step)
+    flags = flags_of_ratios(ratios_of(np.array([log_ratio])), np.array([advantage]), rule)
+    assert bool(flags["grad_zero"][0]) == (slope == 0.0)
+
+
+@settings(max_examples=25)  # each example builds data frames
+@given(items())
+def test_the_clipped_surrogate_is_pessimistic_and_untouched_at_one(item: IterationRows) -> None:
+    ratios, advantages = np.exp(item.rows["log_ratios"].to_numpy()), item.rows["advantages"].to_numpy()
+    rule = replace(item.rule, dual=None)
+    assert (clipped_surrogates(ratios, advantages, rule) <= ratios * advantages).all()
+    np.testing.assert_array_equal(clipped_surrogates(np.ones(len(ratios)), advantages, rule), advantages)
+
+
+def test_an_unchanged_policy_has_no_flag() -> None:
+    item = make_item([3, 2], np.zeros((1, 5)), np.array([1.0, -1.0, 0.0, 2.0, -2.0]))
+    assert not token_flags(item.rows, item.rule)[list(FLAGS)].to_numpy().any()
+
+
+def test_float32_flags_that_float64_decides_otherwise_are_counted_with_their_cause() -> None:
+    # 1.2 rounds up to float32(1.2) = 1.2000000477: between the two lies a ratio that float64 calls outside
+    between = np.log(1.2 + 2e-8)
+    item = single([between, np.log(1.3), 0.0], [1.0, 1.0, 1.0])
+    item.rows["clip_flag"] = ["none", "clip_high", "none"]
+    found = recorded_against_float64(item).iloc[0]
+    assert (found["differ"], found["ratio_rounding"] + found["bound_rounding"], found["unexplained"]) == (1, 1, 0)
+    item.rows["clip_flag"] = ["none", "none", "none"]
+    assert recorded_against_float64(item).iloc[0]["unexplained"] == 1
+
+
+def assert_agrees_with_records(run_dir: Path) -> None:
+    """Our flags of a recorded run against the flags and step metrics that training wrote."""
+    steps = reader.read_steps(run_dir)
+    seen = 0
+    for item in load_iterations(run_dir):
+        counts = recorded_against_float64(item).iloc[0]
+        assert counts["unexplained"] == 0
+        rows = policy_rows(item)
+        flags = token_flags(rows, item.rule)
+        recorded = rows["clip_flag"].str.startswith("clip_")
+        assert int((flags["grad_zero"] != recorded).sum()) <= counts["differ"]
+        by_step = recorded.groupby([rows["epoch"], rows["minibatch"]]).mean()
+        own = steps[(steps["iteration"] == item.iteration) & steps["clip_fraction"].notna()]
+        np.testing.assert_array_equal(by_step.to_numpy(), own["clip_fraction"].to_numpy())
+        with_value = item.rows[item.rows["new_values"].notna()]
+        if len(with_value):
+            # float32 against float64: a value within rounding of the bound or of equal distance may differ
+            different = value_flags(with_value, item.rule)["vf_grad_zero"] != with_value["value_clipped"]
+            assert different.mean() < 0.002
+        seen += len(rows)
+    assert seen > 0
+
+
+@pytest.mark.parametrize("name", ["exact_run", "native_run"])
+def test_flags_agree_with_the_recorded_run(name: str, request: pytest.FixtureRequest) -> None:
+    assert_agrees_with_records(request.getfixturevalue(name))
+
+
+OTHER_RUNS = {
+    "dual and asymmetric": (
+        "ppo.objective={kind: clip, clip_range: 0.1, clip_range_high: 0.3, dual_clip: 1.4}",
+        "ppo.learning_rate=1e-2",
+    ),
+    "adaptive, old anchor, scaled values": (
+        "ppo.objective={kind: adaptive_clip, target_kl: 0.01}",
+        "ppo.ratio_anchor=old",
+        "value.normalize_returns=true",
+    ),
+    "early stop, more value epochs": ("ppo.early_stop_kl=0.003", "value.epochs=3"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_flags_agree_under_every_kind_of_clip(name: str, tmp_path: Path) -> None:
+    run_dir = run(small_config("numerics.mode=native", "ppo.iterations=2", *OTHER_RUNS[name]), tmp_path, Silent())[0]
+    assert_agrees_with_records(run_dir)
+    if name.startswith("dual"):
+        assert sum(token_flags(policy_rows(i), i.rule)["dual_zero"].sum() for i in load_iterations(run_dir)) > 0
+
+
+@pytest.mark.parametrize("kind", ["unclipped", "policy_gradient", "kl_penalty"])
+def test_an_objective_without_a_clip_is_refused_by_name(kind: str, exact_config: RunConfig) -> None:
+    config = small_config(f"ppo.objective={{kind: {kind}}}")
+    row = pd.Series({"clip_range": np.nan, "return_scale": np.nan})
+    with pytest.raises(UserError, match=f"ppo.objective.kind = {kind}: clips nothing"):
+        clip_rule("run", config, row)
+    assumed = clip_rule("run", config, row, (0.1, 0.3))
+    assert (assumed.low, assumed.high, assumed.dual, assumed.is_recorded) == (0.1, 0.3, None, False)
+
+
+@pytest.mark.parametrize("band", [(0.0, 0.2), (1.0, 0.2), (0.2, 0.0), (0.2, np.inf), (np.nan, 0.2)])
+def test_a_band_that_is_none_is_refused(band: tuple[float, float]) -> None:
+    with pytest.raises(UserError, match="clip range"):
+        clip_rule("run", small_config(), pd.Series(dtype=float), band)
+
+
+def test_rows_without_a_token_are_refused() -> None:
+    item = make_item([2], np.zeros((1, 2)), np.ones(2))
+    updates = item.rows[["epoch", "minibatch", "sequence", "position", "new_logprobs"]]
+    with pytest.raises(UserError, match="1 rows of updates have no row in tokens"):
+        joined(item.tokens.iloc[:1], updates, "old")

@@ -1,0 +1,310 @@
+"""Two recorded runs: the same run, exact against native, changed copies, wrong input."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.compare import bitwise, paired, verdicts
+from analysis.compare.distribution import distribution_rows, responses_of
+from analysis.compare.rows import Row, run_compare
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader, writer
+from ppo_repro.runs import diff
+from tests.analysis.test_significance import array, rng
+from tests.support import synthetic_run
+
+
+@pytest.fixture(scope="module")
+def both(exact_run: Path, native_run: Path) -> pd.DataFrame:
+    return verdicts.compare_runs(exact_run, native_run, rng(), draws=199)
+
+
+def row(table: pd.DataFrame, level: str, metric: str, method: str = "") -> pd.Series:
+    chosen = table[(table["level"] == level) & (table["metric"] == metric)]
+    (found,) = chosen[chosen["method"].str.contains(method, regex=False)].to_dict("records")
+    return pd.Series(found)
+
+
+def test_a_run_is_the_same_as_itself(exact_run: Path) -> None:
+    table = verdicts.compare_runs(exact_run, exact_run, rng(), draws=99)
+    assert (table[table["level"] == "bitwise"]["verdict"] == "identical").all()
+    assert (table[table["level"] == "bitwise"]["stat"] == 1.0).all()
+    tests = table[table["p_value"].notna()]
+    assert set(tests["verdict"]) == {"equivalent", "no difference found"}
+    assert (tests[tests["verdict"] != "equivalent"]["p_value"] == 1.0).all()
+    assert row(table, "numeric", "same_responses")["stat"] == 1.0
+    assert row(table, "numeric", "old_logprobs.bitwise")["stat"] == 1.0
+    assert row(table, "numeric", "divergence_hazard")["stat"] == 0.0
+    assert (table[table["metric"].str.contains("delta")]["stat"] == 0.0).all()
+
+
+def test_exact_against_native(both: pd.DataFrame, exact_run: Path, native_run: Path) -> None:
+    found, named = bitwise.first_difference(exact_run, native_run), diff.first_difference(exact_run, native_run)
+    assert found is not None and named is not None
+    assert (found.iteration, found.table, found.column) == (named.iteration, named.table, named.column)
+    words = f"different from iteration {named.iteration}, {named.table}.{named.column} on"
+    assert row(both, "bitwise", "fingerprint")["verdict"] == words
+    assert row(both, "numeric", "old_logprobs.bitwise")["stat"] < 1.0
+    absolute = row(both, "numeric", "old_logprobs.abs_delta", "TOST")
+    assert absolute["stat"] > 0 and absolute["margin"] == 1e-3
+    low, high = absolute["ci_lo"], absolute["ci_hi"]
+    assert (absolute["verdict"] == "equivalent") == (high < 1e-3) and low <= absolute["stat"] <= high
+    first = row(both, "outcome", "final.eval_accuracy")
+    finals = [reader.open_manifest(run).final["eval_accuracy"] for run in (exact_run, native_run)]
+    assert first["stat"] == float(finals[1]) - float(finals[0]) and first["verdict"] == "one seed"
+
+
+def test_the_order_of_the_runs(both: pd.DataFrame, exact_run: Path, native_run: Path) -> None:
+    turned = verdicts.compare_runs(native_run, exact_run, rng(), draws=199)
+    signed = both["metric"].str.endswith("delta") & ~both["metric"].str.contains("abs") | (both["level"] == "outcome")
+    assert turned["stat"][~signed].to_numpy() == pytest.approx(both["stat"][~signed].to_numpy(), nan_ok=True)
+    assert turned["stat"][signed].to_numpy() == pytest.approx(-both["stat"][signed].to_numpy())
+    # the same seed makes the same relabellings: not one p-value moves, and a table repeats itself
+    assert turned["p_value"].equals(both["p_value"])
+    pd.testing.assert_frame_equal(verdicts.compare_runs(exact_run, native_run, rng(), draws=199), both)
+
+
+def test_paired_responses_by_definition(exact_run: Path, parted_run: Path) -> None:
+    found = paired.paired_responses(exact_run, parted_run)
+    assert 0.05 < found["diverged"].mean() < 0.95
+    found = found.set_index(["iteration", "sequence"])
+    runs = [
+        (reader.read_sequences(run), dict(list(reader.read_tokens(run).groupby(["iteration", "sequence"]))))
+        for run in (exact_run, parted_run)
+    ]
+    assert len(found) == len(runs[0][0]) == len(runs[1][0])
+    for key, ids_a, ids_b in zip(
+        zip(runs[0][0]["iteration"], runs[0][0]["sequence"], strict=True),
+        *(sequences["response_ids"].map(list) for sequences, _ in runs),
+        strict=True,
+    ):
+        common = next((i for i, (x, y) in enumerate(zip(ids_a, ids_b, strict=False)) if x != y), None)
+        assert found.loc[key, "diverged"] == (ids_a != ids_b)
+        assert found.loc[key, "compared"] == (len(ids_a) if ids_a == ids_b else (common or 0) + 1)
+        logs = [tokens[key]["old_logprobs"].to_numpy() for _, tokens in runs]
+        if ids_a == ids_b:
+            deltas = [float(y) - float(x) for x, y in zip(*logs, strict=True)]
+            assert found.loc[key, "delta_sum"] == pytest.approx(sum(deltas), abs=1e-15)
+            assert found.loc[key, "abs_sum"] == pytest.approx(sum(map(abs, deltas)))
+            assert found.loc[key, "unequal"] == sum(x.tobytes() != y.tobytes() for x, y in zip(*logs, strict=True))
+        else:
+            assert math.isnan(found.loc[key, "abs_sum"])
+
+
+def test_where_two_responses_part() -> None:
+    # the second token differs; the same; the first is the beginning of the second, cut by a limit
+    found = pd.DataFrame({"sequence": [3, 4, 5], "response_length_a": [3, 2, 2], "response_length_b": [3, 2, 4]})
+    sums = pd.DataFrame({"delta": [1.0, -2.0, 0.0], "abs_delta": [1.0, 2.0, 0.0], "unequal": [3, 1, 0]})
+    parted = pd.Series({3: 1})
+    table = paired._responses(pd.concat([found, sums], axis=1), parted, 7)
+    assert table["compared"].tolist() == [2, 2, 3] and table["diverged"].tolist() == [True, False, True]
+    assert table["unequal"].tolist() == [0, 1, 0] and table["delta_sum"].tolist()[1] == -2.0
+    assert table["iteration"].tolist() == [7, 7, 7]
+
+
+def responses(delta_sums: list[float], iterations: list[int] | None = None) -> pd.DataFrame:
+    n = len(delta_sums)
+    return pd.DataFrame(
+        {
+            "iteration": iterations or [0] * n,
+            "sequence": range(n),
+            "compared": [2] * n,
+            "diverged": [False] * n,
+            "delta_sum": delta_sums,
+            "abs_sum": np.abs(delta_sums),
+            "unequal": [1] * n,
+        }
+    )
+
+
+def numeric(frame: pd.DataFrame, margin: float = 1.0) -> pd.DataFrame:
+    rows = paired.numeric_rows(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05, draws=99)
+    return run_compare("a", "b", rows, 0.05)
+
+
+def test_numeric_rows_by_hand() -> None:
+    # deltas of responses of two tokens: 1, 2, 3 nats; of eight sign changes two reach the mean
+    table = numeric(responses([2.0, 4.0, 6.0]))
+    flip = row(table, "numeric", "old_logprobs.delta", "sign changes (all)")
+    assert (flip["stat"], flip["p_value"], flip["p_holm"], flip["n_units"]) == (2.0, 0.25, 0.25, 3)
+    # mean 2, se 1 / sqrt 3: far outside a margin of 1, well inside one of 9
+    assert row(table, "numeric", "old_logprobs.abs_delta", "TOST")["verdict"] == "not shown"
+    assert row(numeric(responses([2.0, 4.0, 6.0]), 9.0), "numeric", "old_logprobs.abs_delta", "TOST")["p_value"] < 0.05
+    # what is not finite is counted and left out
+    table = numeric(responses([2.0, math.inf, math.nan, 4.0, 6.0]))
+    assert row(table, "numeric", "nonfinite")["stat"] == 2.0
+    assert row(table, "numeric", "old_logprobs.delta", "sign changes")["stat"] == 2.0
+    # no response in common: nothing is claimed
+    parted = responses([1.0]).assign(diverged=True, delta_sum=math.nan, abs_sum=math.nan)
+    assert set(numeric(parted)["metric"]) == {"same_responses", "nonfinite", "divergence_hazard"}
+
+
+def test_growth_by_hand() -> None:
+    # mean |delta| 1, e^2, e^4 nats in iterations 0, 1, 2: 2 per iteration
+    frame = responses([2.0, 2 * math.e**2, 2 * math.e**4], [0, 1, 2])
+    growth = paired.error_growth(frame)
+    assert growth["abs_mean"].tolist() == pytest.approx([1, math.e**2, math.e**4])
+    assert paired.growth_rate(growth) == (pytest.approx(2.0), 3)
+    assert math.isnan(paired.growth_rate(growth.head(2))[0])
+    parted = paired.error_growth(frame.assign(diverged=[False, True, False]))
+    assert parted["same"].tolist() == [1.0, 0.0, 1.0] and math.isnan(parted["abs_mean"][1])
+
+
+def test_margin_by_hand() -> None:
+    # logs 1, 2, 3: mean 2, deviation 1; Student's 95 % with two degrees of freedom is 2.91999
+    margin = paired.margin_from_aa(np.exp(array(1, 2, 3)))
+    assert margin == pytest.approx(math.exp(2 + 2.9199856 * math.sqrt(4 / 3)))
+    for means in (array(1, 2), array(1, 2, 0), array(1, 2, math.nan)):
+        with pytest.raises(UserError, match="takes three or more positive numbers"):
+            paired.margin_from_aa(means)
+
+
+def test_a_calibrated_margin_holds_the_next_pair() -> None:
+    """Of three log-normal A/A pairs and a fourth, the fourth is above the margin with probability 0.05."""
+    draws = np.exp(rng(1).normal(-9, 0.7, (600, 4)))
+    above = np.mean([row[3] > paired.margin_from_aa(row[:3]) for row in draws])
+    assert 0.02 <= above <= 0.09  # 99.9 % of binomial(600, 0.05)
+
+
+def test_native_pair_gives_a_margin(exact_run: Path, native_run: Path) -> None:
+    pairs = [(exact_run, native_run), (native_run, exact_run), (exact_run, native_run)]
+    (one,) = {paired.mean_abs(paired.paired_responses(*pair)).mean() for pair in pairs[:2]}
+    assert verdicts.calibrated_margin(pairs) == pytest.approx(one)  # three equal pairs have no spread
+    with pytest.raises(UserError, match="runs that agree to the bit need no margin"):
+        verdicts.calibrated_margin([(exact_run, exact_run)] * 3)
+
+
+def test_holm_is_within_a_level() -> None:
+    rows = [
+        Row("numeric", "x", 0.0, 1, "", "difference", 0.04),
+        Row("distribution", "y", 0.0, 1, "", "difference", 0.04),
+        Row("distribution", "z", 0.0, 1, "", "difference", 0.01),
+        Row("distribution", "e", 0.0, 1, "", "equivalence", 0.04),
+        Row("distribution", "n", 0.0, 1, "", "difference"),
+    ]
+    table = run_compare("a", "b", rows, 0.03)
+    assert table["p_holm"].tolist() == pytest.approx([0.04, 0.04, 0.02, math.nan, math.nan], nan_ok=True)
+    expected = ["no difference found", "no difference found", "different", "not shown", "too little to say"]
+    assert table["verdict"].tolist() == expected
+
+
+def test_other_prompts_are_compared_without_pairs(exact_run: Path) -> None:
+    a = responses_of(exact_run, None)
+    moved = a.assign(sequence=a["sequence"] + 1000)
+    rows = distribution_rows(a, moved, rng(), 99)
+    assert all("99 shuffles" in row.method and row.p_value > 0.05 for row in rows)
+    swapped = a.assign(response_ids=[np.array([9, 9, 9], np.int32)] * len(a), scores=a["scores"] + 1)
+    found = distribution_rows(a, swapped.assign(sequence=moved["sequence"]), rng(), 99)
+    assert [row.p_value for row in found] == [0.01, 0.01, 1.0]
+    assert all("swaps" in row.method for row in distribution_rows(a, swapped, rng(), 99))
+
+
+def test_tests_with_nothing_to_go_on(exact_run: Path) -> None:
+    a = responses_of(exact_run, None)
+    alone = a.assign(prompt=[str(i) for i in range(len(a))])
+    rows = distribution_rows(alone, alone, rng(), 99)
+    assert [math.isnan(row.p_value) for row in rows] == [True, False, False]
+    odd = a.assign(scores=a["scores"].where(a["sequence"] != 3, math.inf))
+    found = distribution_rows(a, odd, rng(), 99)[1]
+    assert math.isnan(found.p_value) and found.method.startswith(f"{(a['sequence'] == 3).sum()} values are not finite")
+
+
+def test_only_common_places_are_pairs(exact_run: Path, native_run: Path) -> None:
+    a, b = responses_of(exact_run, None), responses_of(native_run, None)
+    common = (a["sequence"] >= 4) & (a["sequence"] < 40)
+    expected = distribution_rows(a[common], b[common], rng(), 99)
+    assert distribution_rows(a[a["sequence"] >= 4], b[b["sequence"] < 40], rng(), 99) == expected
+    shuffled = b[common].sample(frac=1, random_state=2)
+    assert distribution_rows(a[common], shuffled, rng(), 99) == expected
+
+
+def test_only_the_final_results_differ(exact_run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(exact_run, copy)
+    found = manifest.load(copy)
+    changed = found.model_copy(update={"final": {**found.final, "eval_accuracy": 2.0}})
+    manifest.save(changed.model_copy(update={"fingerprint": manifest.expected_fingerprint(changed)}), copy)
+    rows = {row.metric: row for row in bitwise.bitwise_rows(exact_run, copy)}
+    assert rows["fingerprint"].verdict == "different" and rows["tokens"].verdict == "identical"
+    assert rows["final"].stat == 1 - 1 / len(found.final)
+
+
+def test_wrong_input(exact_run: Path, tmp_path: Path) -> None:
+    for change, said in (
+        ({"margin": 0.0}, "margin is positive"),
+        ({"alpha": 0.5}, "alpha between 0 and 0.5"),
+        ({"draws": 0}, "draws at least 1"),
+        ({"column": "values"}, "must be old_logprobs, rollout_logprobs, ref_logprobs"),
+        ({"iterations": []}, "there is no iteration to compare"),
+        ({"iterations": [9]}, "no iteration 9"),
+    ):
+        with pytest.raises(UserError, match=said):
+            verdicts.compare_runs(exact_run, exact_run, rng(), **change)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no such folder"):
+        verdicts.compare_runs(exact_run, tmp_path / "none", rng())
+
+
+def test_the_command(exact_run: Path, native_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(exact_run), str(native_run)]
+    assert verdicts.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"a  {exact_run}\nb  {native_run}\n") and "0.5" in said
+    assert verdicts.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
+    assert capsys.readouterr().out == said
+    assert verdicts.main([*paths, "--seed", "3", "--iterations", "1", "2"]) == 0
+    two = len(reader.read_sequences(native_run, iterations=[1, 2]))
+    assert f" {two} " in capsys.readouterr().out
+    for arguments, words in (
+        ([*paths, "--a", "x"], "--a, --b, --metric and --unpaired are for grids"),
+        (paths[:1], "two runs, or a grid with --axis"),
+        ([paths[0], "--axis", "x"], "goes with one grid, --a and --b"),
+        ([*paths, "--margin", "1", "--aa", *paths], "choose one"),
+    ):
+        assert verdicts.main([*arguments, "--seed", "0"]) == 2
+        captured = capsys.readouterr()
+        assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize("kind", ["language", "control"])
+def test_the_first_difference_is_the_one_of_diff(kind: manifest.Kind, tmp_path: Path) -> None:
+    def recorded(name: str, changes: dict[str, str], rows: int = 12) -> Path:
+        """Two iterations; the columns named by table are other ones in the second."""
+        current = synthetic_run.start_run(tmp_path / name, kind)
+        for iteration in range(2):
+            tables = synthetic_run.random_tables(iteration, rows if iteration else 12, 0, kind)
+            other = synthetic_run.random_tables(iteration, 12, 1, kind)
+            for table, column in changes.items() if iteration else ():
+                place = tables[table].column_names.index(column)
+                field = tables[table].schema.field(column)
+                tables[table] = tables[table].set_column(place, field, other[table].column(column))
+            current = writer.append_iteration(tmp_path / name, current, iteration, tables)
+        writer.finish(tmp_path / name, current, synthetic_run.FINAL)
+        return tmp_path / name
+
+    base = recorded("base", {})
+    assert bitwise.first_difference(base, recorded("same", {})) is None
+    changes = (
+        {"iterations": "score_mean"},
+        {"iterations": "seconds_update", "steps": "policy_loss"},
+        {"steps": "tokens"},
+    )
+    if kind == "control":
+        changes = ({"iterations": "episodes"}, {"steps": "policy_loss"}, {"steps": "tokens"})
+    for index, change in enumerate(changes):
+        other = recorded(f"other{index}", change)
+        found, named = bitwise.first_difference(base, other), diff.first_difference(base, other)
+        assert found is not None and named is not None and found.iteration == 1
+        assert (found.iteration, found.table, found.column) == (named.iteration, named.table, named.column)
+        shares = {row.metric: row.stat for row in bitwise.bitwise_rows(base, other)}
+        assert shares[found.table] == 0.5 and shares["final"] == 1.0 and shares["fingerprint"] == 0.0
+    shorter = recorded("shorter", {}, rows=11)
+    found = bitwise.first_difference(base, shorter)
+    assert found is not None and found.column == "(rows)"
+    with pytest.raises(UserError, match="has no tokens" if kind == "control" else "there is no iteration"):
+        paired.paired_responses(base, shorter, iterations=[])

@@ -1,0 +1,163 @@
+"""Groups of seeds of a grid: by hand, Holm, pairing, error rates, wrong input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.compare import verdicts
+from analysis.compare.seeds import compare_groups, groups_of
+from ppo_repro.errors import UserError
+from tests.analysis.test_significance import limits, rng
+
+
+def cells(values: Mapping[tuple[str, str], Sequence[float]], metric: str = "final.score") -> pd.DataFrame:
+    """A cells.parquet with the axes x and z; seeds from 1."""
+    rows = [
+        {"cell": f"{x},{z},{seed}", "axis.x": x, "axis.z": z, "seed": seed, "state": "complete", metric: value}
+        for (x, z), numbers in values.items()
+        for seed, value in enumerate(numbers, start=1)
+    ]
+    return pd.DataFrame(rows)
+
+
+GRID = cells(
+    {
+        ("p", "1"): [1, 2, 3, 4, 5, 6],
+        ("q", "1"): [2, 3, 4, 5, 6, 8],
+        ("p", "2"): [0, 0, 0, 0, 0, 0],
+        ("q", "2"): [1, 1, 1, 3, 1, 1],
+        ("r", "1"): [0, 0, 0, 0, 0, 0],
+        ("r", "2"): [0, 0, 0, 0, 0, 0],
+    }
+)
+
+
+def stat(table: pd.DataFrame, metric: str, column: str = "stat") -> float:
+    return float(table[table["metric"] == metric][column].iloc[0])
+
+
+def test_paired_by_hand() -> None:
+    table = compare_groups(GRID, "x", "p", "q", "final.score", rng(), margin=9.0)
+    first = table.iloc[0]
+    # seeds are the units: differences 1, 1, 1, (1 + 3) / 2, 1, (2 + 1) / 2, all positive: 2 of 64 sign changes
+    assert (first["stat"], first["p_value"], first["n_units"]) == (pytest.approx(7.5 / 6), 2 / 64, 6)
+    assert (first["verdict"], first["run_a"], first["run_b"]) == ("different", "x=p", "x=q")
+    equivalent = table.iloc[1]
+    assert equivalent["method"] == "TOST" and equivalent["verdict"] == "equivalent" and equivalent["margin"] == 9.0
+    assert stat(table, "final.score.mean") == pytest.approx(7.5 / 6)
+    # p: 0 0 0 | 0 0 0 1 2 3 | 4 5 6; q: 1 1 1 | 1 1 2 3 3 4 | 5 6 8
+    assert stat(table, "final.score.iqm") == pytest.approx(14 / 6 - 1)
+    # z=2: always better; z=1: the pairs of 1..6 and 2 3 4 5 6 8 that are larger, and half of the equal ones
+    pairs = [(y > x) + 0.5 * (y == x) for x in range(1, 7) for y in (2, 3, 4, 5, 6, 8)]
+    assert stat(table, "final.score.p_improvement") == pytest.approx((1 + sum(pairs) / 36) / 2)
+    assert 0 <= stat(table, "final.score.aa") <= 1 and stat(table, "final.score.false_positives") <= 0.08
+    turned = compare_groups(GRID, "x", "q", "p", "final.score", rng())
+    assert turned.iloc[0]["stat"] == -first["stat"] and turned.iloc[0]["p_value"] == first["p_value"]
+
+
+def test_unpaired_by_hand() -> None:
+    frame = pd.concat([cells({("p", "1"): [1, 2, 3]}), cells({("q", "1"): [2, 4, 6, 8]})])
+    table = compare_groups(frame, "x", "p", "q", "final.score", rng(), pairing="none")
+    # as test_welch_and_t_by_hand: 3 / sqrt 2 with 216 / 53 degrees of freedom
+    assert table.iloc[0]["stat"] == 3.0 and table.iloc[0]["p_value"] == pytest.approx(0.0999, abs=5e-4)
+    assert table.iloc[0]["n_units"] == 7 and "unpaired" in table.iloc[0]["method"]
+    with pytest.raises(UserError, match="different seeds"):
+        compare_groups(frame, "x", "p", "q", "final.score", rng())
+
+
+def test_holm_over_metrics_and_few_seeds() -> None:
+    frame = GRID.assign(other=GRID["final.score"] * 2)
+    table = compare_groups(frame, "x", "p", "q", ["final.score", "other"], rng())
+    assert table["p_holm"].dropna().tolist() == [4 / 64, 4 / 64]
+    assert set(table[table["p_holm"].notna()]["verdict"]) == {"no difference found"}
+    few = compare_groups(frame[frame["seed"] > 2], "x", "p", "q", "other", rng())
+    assert few.iloc[0]["p_value"] == 2 / 16 and stat(few, "other.detectable") == math.inf
+    one = compare_groups(frame[frame["seed"] == 1], "x", "p", "q", "other", rng())
+    assert one.iloc[0]["p_value"] == 1.0 and math.isnan(stat(one, "other.detectable"))
+
+
+def test_rows_of_iterations_are_averaged() -> None:
+    parts = [GRID.drop(columns="state").assign(iteration=i, score=GRID["final.score"] + i) for i in range(3)]
+    table = compare_groups(pd.concat(parts), "x", "p", "q", "score", rng())
+    assert table.iloc[0]["stat"] == pytest.approx(7.5 / 6) and table.iloc[0]["n_units"] == 6
+    shuffled = pd.concat(parts).sample(frac=1, random_state=1)
+    pd.testing.assert_frame_equal(compare_groups(shuffled, "x", "p", "q", "score", rng()), table)
+
+
+def test_error_rates() -> None:
+    found = {(pairing, shift): 0 for pairing, shift in itertools.product(("seed", "none"), (0.0, 2.0))}
+    sets = 100
+    for seed in range(sets):
+        noise = rng(seed)
+        frame = cells({("p", "1"): noise.standard_normal(8), ("q", "1"): noise.standard_normal(8)})
+        for pairing, shift in found:
+            moved = frame.assign(score=frame["final.score"] + shift * (frame["axis.x"] == "q"))
+            groups = groups_of(moved, "x", "p", "q", "score", "seed")
+            assert len(groups.a) == 1 and len(groups.a[0]) == 8
+            table = outcome(moved, pairing)
+            found[pairing, shift] += table["verdict"].iloc[0] == "different"
+    for pairing in ("seed", "none"):
+        # limits of 12 / 256, the level of eight pairs, contain those of 0.05 but for a hair
+        low, high = limits(0.05, sets)
+        assert low <= found[pairing, 0.0] / sets <= high and found[pairing, 2.0] / sets > 0.85
+
+
+def outcome(frame: pd.DataFrame, pairing: str) -> pd.DataFrame:
+    return compare_groups(frame, "x", "p", "q", "score", rng(), pairing=pairing, draws=19)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"axis": "y"}, "axis = 'y': the grid has x, z"),
+        ({"b": "s"}, "no cell has label 's'; there are p, q, r"),
+        ({"b": "p"}, "name two labels"),
+        ({"metric": "cell"}, "is no column of numbers; there are seed, final.score"),
+        ({"margin": 0.0}, "margin = 0.0: must be positive"),
+        ({"alpha": 1.0}, "alpha = 1.0: must be between 0 and 1"),
+        ({"pairing": "prompt"}, "pairing = 'prompt': must be seed or none"),
+    ],
+)
+def test_wrong_input(change: dict[str, object], said: str) -> None:
+    given = {"axis": "x", "a": "p", "b": "q", "metric": "final.score", "margin": None, "alpha": 0.05, **change}
+    with pytest.raises(UserError, match=said):
+        compare_groups(GRID, rng=rng(), **given)  # type: ignore[arg-type]
+
+
+def test_cells_that_cannot_be_compared() -> None:
+    for frame, said in (
+        (GRID.assign(state=np.where(GRID.index == 3, "failed", "complete")), "cells not complete: p,1,4; finish them"),
+        (GRID.assign(**{"final.score": np.where(GRID.index == 3, math.nan, 1.0)}), "not finite in some cells"),
+        (pd.concat([GRID, GRID]), "seed 1 is there twice"),
+        (GRID[(GRID["axis.x"] != "q") | (GRID["axis.z"] != "2")], "not run with the same settings"),
+        (GRID[GRID.index != 3], "different seeds"),
+    ):
+        with pytest.raises(UserError, match=said):
+            compare_groups(frame, "x", "p", "q", "final.score", rng())
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    GRID.rename(columns={"final.score": "final.eval_score"}).assign(**{"final.eval_accuracy": 1.0}).to_parquet(
+        tmp_path / "cells.parquet"
+    )
+    GRID.drop(columns="state").assign(iteration=0, score_mean=GRID["final.score"]).to_parquet(
+        tmp_path / "results.parquet"
+    )
+    arguments = [str(tmp_path), "--axis", "x", "--a", "p", "--b", "q", "--seed", "0"]
+    assert verdicts.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("a  x=p\nb  x=q\n") and "final.eval_accuracy" in said and "0.03125" in said
+    assert verdicts.main([*arguments, "--metric", "score_mean", "--unpaired"]) == 0
+    assert "Welch's t, unpaired" in capsys.readouterr().out
+    assert verdicts.main([*arguments, "--metric", "score_mean", "--metric", "final.eval_score"]) == 2
+    assert "not both" in capsys.readouterr().err
+    (tmp_path / "cells.parquet").unlink()
+    assert verdicts.main(arguments) == 2
+    assert "cells.parquet: is missing" in capsys.readouterr().err

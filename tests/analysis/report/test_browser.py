@@ -1,0 +1,351 @@
+"""The report in a real browser: no error, token view by pointer and by key, hostile texts, light and dark, narrow."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.report import build
+from tests.support.hostile_run import HOSTILE, LONG, make_hostile_run
+from tests.support.html_page import embedded, tags, tree
+
+pytestmark = pytest.mark.browser
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A headless Chromium with a profile of its own."""
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no chromium and chromedriver on this machine; see CONTRIBUTING.md")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="session")
+def pages(exact_run: Path, native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Reports of an exact, a native and a hostile run, and of a folder of runs."""
+    folder = tmp_path_factory.mktemp("pages")
+    runs = {"exact": exact_run, "native": native_run, "hostile": make_hostile_run(folder / "grid" / "run")}
+    found = {name: build.write_report(run, folder / f"{name}.html", None if name != "hostile" else 15)[0]
+             for name, run in runs.items()}  # fmt: skip
+    return {**found, "grid": build.write_report(folder / "grid", folder / "grid.html", None)[0]}
+
+
+def look(browser: Any, scheme: str = "light", width: int = 1280, media: str = "") -> None:
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
+
+
+def opened(browser: Any, page: Path) -> Any:
+    look(browser)
+    browser.get_log("browser")  # what other pages said
+    browser.get(page.as_uri())
+    return browser
+
+
+def find(browser: Any, selector: str) -> list[Any]:
+    from selenium.webdriver.common.by import By
+
+    return list(browser.find_elements(By.CSS_SELECTOR, selector))
+
+
+def one(browser: Any, selector: str) -> Any:
+    (found,) = find(browser, selector)
+    return found
+
+
+def choose(browser: Any, selector: str, value: str) -> None:
+    one(browser, f"{selector} option[value='{value}']").click()
+
+
+def values(browser: Any) -> dict[str, str]:
+    """The panel beside the tokens."""
+    rows = "[...document.querySelectorAll('#tv-detail tr')]"
+    script = f"return {rows}.map(r => [r.cells[0].textContent, r.cells[1].textContent])"
+    return dict(browser.execute_script(script))
+
+
+def press(browser: Any, *keys: str) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    for key in keys:
+        ActionChains(browser).send_keys(key).perform()
+
+
+def show(browser: Any, iteration: int, sequence: int) -> dict[str, Any]:
+    """Choose a response by its numbers; what the page holds of it."""
+    data = embedded(Path(browser.current_url.removeprefix("file://")).read_text())
+    choose(browser, "#tv-iteration", str(iteration))
+    index, found = next((i, r) for i, r in enumerate(data["responses"])
+                        if (r["iteration"], r["sequence"]) == (iteration, sequence))  # fmt: skip
+    choose(browser, "#tv-sequence", str(index))
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", ["exact", "native", "hostile", "grid"])
+def test_a_page_opens_without_a_word_on_the_console_and_loads_nothing(
+    browser: Any, pages: dict[str, Path], name: str
+) -> None:
+    opened(browser, pages[name])
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+    # a parser that had to mend something would have moved, added or dropped a tag
+    text = pages[name].read_text()
+    mended = "new DOMParser().parseFromString(arguments[0], 'text/html')"
+    script = f"return [...{mended}.querySelectorAll('*')].map(n => n.localName)"
+    assert browser.execute_script(script, text) == tags(tree(text))
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves a folder to this machine and remembers what it was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_request(self, code: object = "-", size: object = "-") -> None:
+        assert isinstance(self.server, Server)
+        self.server.asked.append(self.path)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing on stderr."""
+
+
+BARE = "<!DOCTYPE html><title>t</title><link rel='icon' href='data:,'><p>no policy</p>"
+ATTACK = """
+  window.ran = 0;
+  const [name, done] = arguments, script = document.createElement("script"), image = new Image();
+  script.textContent = "window.ran = 1";
+  image.onload = image.onerror = () => done(window.ran);
+  image.src = "/" + name;
+  document.body.append(script, image)"""
+
+
+def test_the_policy_stops_what_a_text_might_smuggle_in(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "bare.html").write_text(BARE)
+    shutil.copy(pages["native"], tmp_path / "page.html")
+    with Server(tmp_path) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ran = {}
+        for name in ("bare", "page"):
+            browser.get(f"http://127.0.0.1:{server.server_port}/{name}.html")
+            ran[name] = browser.execute_async_script(ATTACK, f"{name}.png")
+        server.shutdown()
+    assert ran == {"bare": 1, "page": 0}, "the page without a policy is the control"
+    assert server.asked == ["/bare.html", "/bare.png", "/page.html"]
+
+
+def test_tokens_by_pointer(browser: Any, pages: dict[str, Path]) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    opened(browser, pages["native"])
+    data = embedded(pages["native"].read_text())
+    shown = max(data["responses"], key=lambda r: r["max_abs_delta"])
+    assert f"iteration {shown['iteration']}, sequence {shown['sequence']};" in one(browser, "#tv-about").text
+    tokens = find(browser, "#tv-tokens [role=option]")
+    assert len(tokens) == len(shown["ids"])
+    tokens[0].click()
+    assert browser.switch_to.active_element == tokens[0] and tokens[0].get_attribute("aria-selected") == "true"
+    assert values(browser)["token id"] == str(shown["ids"][0])
+    assert float(values(browser)["entropy [nats]"]) == pytest.approx(shown["columns"]["entropies"][0], rel=1e-5)
+    ActionChains(browser).move_to_element(tokens[-1]).perform()
+    assert values(browser)["token id"] == str(shown["ids"][-1]), "pointing is enough"
+    assert tokens[0].get_attribute("aria-selected") == "true"
+    before = one(browser, "#tv-about").text
+    one(browser, "#tv-next").click()
+    assert one(browser, "#tv-about").text != before
+    one(browser, "#tv-previous").click()
+    assert one(browser, "#tv-about").text == before
+    for button in find(browser, "#tv-jumps button"):
+        button.click()
+        assert button.text.lower() in one(browser, "#tv-about").text
+    assert browser.get_log("browser") == []
+
+
+def test_tokens_by_key(browser: Any, pages: dict[str, Path]) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    opened(browser, pages["hostile"])
+    shown = show(browser, 0, 0)
+    one(browser, "#tv-words").send_keys("")
+    for _ in range(20):
+        if browser.switch_to.active_element.get_attribute("role") == "option":
+            break
+        press(browser, Keys.TAB)
+    assert browser.switch_to.active_element.get_attribute("role") == "option", "Tab has to lead to the tokens"
+    outline = "const s = getComputedStyle(document.activeElement); return [s.outlineStyle, parseFloat(s.outlineWidth)]"
+    style, width = browser.execute_script(outline)
+    assert style == "solid" and width >= 2
+
+    def at() -> int:
+        return int(browser.switch_to.active_element.get_attribute("data-i"))
+
+    press(browser, Keys.HOME)
+    assert at() == 0
+    press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert at() == 2 and values(browser)["token id"] == str(shown["ids"][2])
+    press(browser, Keys.ARROW_LEFT)
+    assert at() == 1
+    press(browser, Keys.END, Keys.ARROW_RIGHT)
+    assert at() == len(shown["ids"]) - 1
+    ring = "return getComputedStyle(document.activeElement).boxShadow"
+    assert "inset" in browser.execute_script(ring), "the chosen token is marked, a special one too"
+    press(browser, Keys.PAGE_DOWN)
+    assert "iteration 0, sequence 1;" in one(browser, "#tv-about").text and at() == 0
+    press(browser, Keys.PAGE_UP)
+    assert "iteration 0, sequence 0;" in one(browser, "#tv-about").text
+    show(browser, 1, len(HOSTILE))
+    find(browser, "#tv-tokens [role=option]")[0].click()
+    press(browser, Keys.ARROW_DOWN)
+    below = at()
+    tops = [t.location["y"] for t in find(browser, "#tv-tokens [role=option]")[: below + 1]]
+    assert below > 3 and tops[below] > tops[0] == tops[1]
+    press(browser, Keys.ARROW_UP)
+    assert at() == 0
+
+
+def test_colours_follow_the_column_and_words_add_up(browser: Any, pages: dict[str, Path]) -> None:
+    opened(browser, pages["hostile"])
+    shown = show(browser, 0, 2)
+    classes = {}
+    for key in ("delta", "flag_1", "old_logprobs", "ratio_1", "values"):
+        choose(browser, "#tv-column", key)
+        classes[key] = [t.get_attribute("class") for t in find(browser, "#tv-tokens [role=option]")]
+        assert len(find(browser, "#tv-legend li")) >= 5
+    assert len({tuple(found) for found in classes.values()}) == 5
+    for flag, name in zip(shown["columns"]["flag_1"], classes["flag_1"], strict=True):
+        assert (f"f-{flag}" in name) == (flag != "none")
+    choose(browser, "#tv-column", "delta")
+    one(browser, "#tv-words").click()
+    assert len(find(browser, "#tv-tokens .word")) == len(set(shown["words"]))
+    find(browser, "#tv-tokens [role=option]")[0].click()
+    first = [i for i, word in enumerate(shown["words"]) if word == 0]
+    assert len(first) == 2 and values(browser)["tokens"] == "0 to 1"
+    total = sum(shown["columns"]["delta"][i] for i in first)
+    # the panel has six digits, and what it adds up has six as well
+    assert float(values(browser)["mismatch, old - rollout log-prob (sum) [nats]"]) == pytest.approx(total, rel=1e-5)
+
+
+def test_hostile_texts_are_shown_and_do_nothing(browser: Any, pages: dict[str, Path]) -> None:
+    opened(browser, pages["hostile"])
+    for sequence in range(len(HOSTILE)):
+        show(browser, 0, sequence)
+        options = find(browser, "#tv-tokens [role=option]")
+        assert all(o.tag_name == "bdi" and o.get_attribute("dir") == "auto" for o in options)
+        assert options[-1].get_attribute("textContent") == "⟨end 1⟩"
+        for option, piece in zip(options, HOSTILE[sequence], strict=False):
+            shown = option.get_attribute("textContent")
+            plain = all(c.isascii() and c.isprintable() and c != " " for c in piece)
+            assert shown == piece if plain else shown.strip()
+            assert not set("\x01\x1b\x7f\x85\u2028\u2029\u202e\u2066\ufeff") & set(shown)
+    assert browser.execute_script("return window.hacked") is None
+    assert find(browser, "#tv-tokens img, #tv-tokens script, #tv-tokens b") == []
+    show(browser, 0, 6)
+    assert len(find(browser, "#tv-tokens br")) == 2
+    assert browser.get_log("browser") == []
+
+
+def test_ten_thousand_tokens_are_quick(browser: Any, pages: dict[str, Path]) -> None:
+    opened(browser, pages["hostile"])
+    show(browser, 1, 0)
+    long = one(browser, "#tv-sequence option:last-child").get_attribute("value")
+    script = """
+      const [key, value] = arguments, box = document.getElementById(key), start = performance.now();
+      box.value = value; box.dispatchEvent(new Event("change")); document.body.offsetHeight;
+      return performance.now() - start"""
+    drawn = browser.execute_script(script, "tv-sequence", long)
+    assert len(find(browser, "#tv-tokens [role=option]")) == LONG
+    painted = browser.execute_script(script, "tv-column", "entropies")
+    print(f"\n{LONG} tokens: drawn in {drawn:.0f} ms, recoloured in {painted:.0f} ms")
+    # a machine with other work to do may be ten times slower than an idle one; quadratic code would take minutes
+    assert drawn < 5000 and painted < 5000
+
+
+def luminance(colour: list[float]) -> float:
+    parts = [c / 255 for c in colour[:3]]
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def over(colour: list[float], ground: list[float]) -> list[float]:
+    alpha = colour[3] if len(colour) > 3 else 1.0
+    return [c * alpha + g * (1 - alpha) for c, g in zip(colour[:3], ground[:3], strict=True)]
+
+
+def contrast(text: list[float], ground: list[float]) -> float:
+    a, b = sorted((luminance(text), luminance(ground)))
+    return (b + 0.05) / (a + 0.05)
+
+
+def rgb(text: str) -> list[float]:
+    return [float(part) for part in re.findall(r"[\d.]+", text)]
+
+
+CLASSES = [*(f"{k}{i}" for k in "pnq" for i in range(1, 5)), "f-clip_high", "f-clip_low", "f-clip_dual", "special"]
+CLASSES += [f"special {name}" for name in ("p1", "p4", "n2", "n4", "q2", "f-clip_high", "f-wrong_high", "f-wrong_low")]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_light_and_in_dark(browser: Any, pages: dict[str, Path], scheme: str) -> None:
+    opened(browser, pages["native"])
+    look(browser, scheme)
+    style = "const s = getComputedStyle(arguments[0]); return [s.color, s.backgroundColor, s.fill]"
+    body = [rgb(c) for c in browser.execute_script(style, one(browser, "body"))]
+    ground = body[1]
+    assert (luminance(ground) > 0.8) == (scheme == "light") and contrast(body[0], ground) > 7
+    token = find(browser, "#tv-tokens [role=option]")[0]
+    for name in CLASSES:
+        browser.execute_script("arguments[0].className = 'token ' + arguments[1]", token, name)
+        text, back, _ = (rgb(c) for c in browser.execute_script(style, token))
+        assert contrast(text, over(back, ground)) >= 4.5, f"{name} in {scheme}"
+    card = rgb(browser.execute_script(style, find(browser, "figure")[0])[1])
+    for selector in (".chart .label", "figcaption", ".quiet", "nav a", "dt"):
+        node = find(browser, selector)[0]
+        colours = browser.execute_script(style, node)
+        text = rgb(colours[2]) if selector.startswith(".chart") else rgb(colours[0])
+        assert contrast(text, card) >= 4.5, f"{selector} in {scheme}"
+
+
+@pytest.mark.parametrize("name", ["native", "hostile"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_is_never_wider_than_the_window(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
+    opened(browser, pages[name])
+    look(browser, width=width)
+    browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_on_paper_there_are_no_coefficients(browser: Any, pages: dict[str, Path]) -> None:
+    opened(browser, pages["native"])
+    assert one(browser, "#tv-next").is_displayed()
+    look(browser, media="print")
+    assert not one(browser, "#tv-next").is_displayed() and one(browser, "#summary").is_displayed()
+    assert len(browser.execute_cdp_cmd("Page.printToPDF", {})["data"]) > 10_000

@@ -1,0 +1,185 @@
+"""The report as a file: what it says, that it is whole, safe and the same every time; the command."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis.report import build
+from analysis.report.grid import cell_labels
+from analysis.report.page import embedded_json
+from ppo_repro.commands.cli import main
+from ppo_repro.errors import UserError
+from ppo_repro.records import reader
+from tests.support.hostile_run import HOSTILE, LONG, make_hostile_run
+from tests.support.html_page import check, embedded
+from tests.support.synthetic_run import make_run, start_run
+
+
+@pytest.fixture(scope="session")
+def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose texts attack the page."""
+    return make_hostile_run(tmp_path_factory.mktemp("hostile") / "run")
+
+
+def text_of(page: str) -> str:
+    return " ".join("".join(check(page).itertext()).split())
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["ppo-repro", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return int(stop.value.code or 0)
+
+
+def test_an_exact_run_holds_and_the_control_differs(exact_run: Path, native_run: Path) -> None:
+    exact, native = (text_of(build.run_page(run, 10)) for run in (exact_run, native_run))
+    tokens = int(reader.read_iterations(exact_run)["tokens"].sum())
+    assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in exact
+    assert "Every ratio of the first minibatches is exactly 1" in exact and "differ between" not in exact
+    rows = reader.read_iterations(native_run)
+    unequal, total = int(rows["unequal_old_rollout_logprobs"].sum()), int(rows["tokens"].sum())
+    assert f"({unequal:,} of {total:,} tokens" in native and "agree on every bit of" not in native.split("Values")[0]
+    assert reader.open_manifest(exact_run).fingerprint in exact
+
+
+def test_the_same_run_gives_the_same_bytes_wherever_it_lies(native_run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / native_run.name
+    shutil.copytree(native_run, moved)
+    first, again, elsewhere = (build.run_page(run, 20) for run in (native_run, native_run, moved))
+    assert first == again == elsewhere
+    assert str(native_run.parent) not in first and str(tmp_path) not in first
+
+
+def test_the_policy_names_this_very_style_and_script_and_nothing_else(native_run: Path) -> None:
+    page = build.run_page(native_run, 5)
+    policy = next(
+        n.get("content") for n in check(page).iter("meta") if n.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None and policy.startswith("default-src 'none'; ")
+    for kind, pattern in (("style", r"<style>(.*?)</style>"), ("script", r"<script>(.*?)</script>")):
+        (inside,) = re.findall(pattern, page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert "unsafe" not in policy and "http" not in policy
+    # not one address of anything elsewhere in the whole file
+    assert not re.findall(r"(?:https?:)?//[a-z]", page)
+
+
+def test_every_figure_of_the_learning_run_is_there(native_run: Path) -> None:
+    titles = [n.text for n in check(build.run_page(native_run, 5)).iter("h3")]
+    wanted = ["Score", "KL to the reference", "Entropy", "Clip fraction", "Probability, sampler and trainer"]
+    wanted += ["Log-prob difference", "Log-ratios over the steps", "Clip flags by iteration", "Ratio and advantage"]
+    wanted += ["Extreme ratios", "KL in five units", "Where the entropy lies"]
+    assert set(wanted) <= set(titles) and len(titles) == len(set(titles))
+
+
+def test_hostile_texts_stay_texts(hostile_run: Path) -> None:
+    page = build.run_page(hostile_run, 20)
+    root = check(page)
+    assert [n.tag for n in root.iter() if n.tag in ("img", "b")] == []
+    assert len(list(root.iter("script"))) == 2, "one of data, one of code"
+    data = embedded(page)
+    texts = {tuple(r["texts"]) for r in data["responses"]}
+    assert {(*pieces, "") for pieces in HOSTILE} <= texts and max(map(len, texts)) == LONG
+    assert not set("\x00\x01\x1b\x7f\x85\u2028\u2029\u202e\u2066\ufeff") & set(page)
+
+
+@pytest.mark.parametrize("text", ["</script>", "<!--<script>", "]]>", "\u2028\u2029", "\ud800", "&lt;"])
+def test_embedded_json_cannot_leave_its_element(text: str) -> None:
+    found = embedded_json({"t": [text]})
+    assert json.loads(found) == {"t": [text]} and not set("<>&\u2028\u2029") & set(found) and found.isascii()
+
+
+def test_what_is_not_finite_is_counted_and_shown_as_it_is(hostile_run: Path, tmp_path: Path) -> None:
+    page = build.run_page(make_hostile_run(tmp_path / "run", broken=True), 20)
+    assert "Not finite: 2 ratios, 2 log-prob differences. They are in no figure." in text_of(page)
+    shown = [r for r in embedded(page)["responses"] if r["sequence"] == 0]
+    assert [r["columns"]["ratio_0"][0] for r in shown] == ["inf", "inf"]
+    assert [r["columns"]["delta"][0] for r in shown] == ["nan", "nan"]
+    assert "Not finite" not in text_of(build.run_page(hostile_run, 3))
+    with pytest.raises(ValueError, match="JSON"):
+        embedded_json({"t": float("nan")})
+
+
+@pytest.mark.parametrize(("asked", "shown"), [(0, None), (1, 1), (7, 7), (1000, 15)])
+def test_as_many_responses_as_asked_for(hostile_run: Path, asked: int, shown: int | None) -> None:
+    page = build.run_page(hostile_run, asked)
+    check(page)
+    if shown is None:
+        assert "token-data" not in page and "<script" not in page
+    else:
+        assert len(embedded(page)["responses"]) == shown and f"{shown} of 15 responses" in page
+
+
+def test_the_command_writes_the_page_and_says_where(
+    native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / native_run.name
+    shutil.copytree(native_run, run)
+    assert command(monkeypatch, "report", run) == 0
+    assert (run / "report.html").read_text() == build.run_page(run, build.DEFAULT_RESPONSES)
+    assert str(run / "report.html") in capsys.readouterr().out
+    out = tmp_path / "page.html"
+    assert command(monkeypatch, "report", run, "--out", out, "--responses", "3", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"report": str(out), "bytes": out.stat().st_size}
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert command(monkeypatch, "diff", run, native_run) == 0, "a report is no part of the records"
+
+
+def test_mistakes_are_one_line(tmp_path: Path, hostile_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        build.write_report(tmp_path / "nowhere", None, None)
+    with pytest.raises(UserError, match="holds no run"):
+        build.write_report(tmp_path, None, None)
+    with pytest.raises(UserError, match="is a control run; reports are of language runs"):
+        build.write_report(make_run(tmp_path / "control", kind="control"), None, None)
+    with pytest.raises(UserError, match="--responses 5: a grid has no token view"):
+        build.write_report(hostile_run.parent, tmp_path / "x.html", 5)
+    with pytest.raises(UserError, match="cannot be written"):
+        build.write_report(hostile_run, tmp_path / "gone" / "x.html", 1)
+
+
+def test_without_the_checkout_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name == "analysis" or name.startswith("analysis.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "analysis", None)
+    assert command(monkeypatch, "report", tmp_path) == 2
+    assert "`analysis` is not installed; it comes with the checkout" in capsys.readouterr().err
+
+
+def test_a_grid_has_one_line_per_cell(exact_run: Path, native_run: Path, tmp_path: Path) -> None:
+    for run, name in ((exact_run, "a"), (native_run, "b")):
+        shutil.copytree(run, tmp_path / "grid" / "cells" / name / "small" / run.name)
+    path, size = build.write_report(tmp_path / "grid", None, None)
+    page = path.read_text()
+    assert path == tmp_path / "grid" / "report.html" and size == len(page.encode())
+    said = text_of(page)
+    assert "numerics.mode=exact" in said and "numerics.mode=native" in said and "grid: 2 runs" in said
+    assert "± one standard error over them" in said and "<script" not in page
+    assert "agree on every bit in 1 of 2 runs" in said and "of log-probs differ in the other 1 (" in said
+    assert "Not complete" not in said
+    check(page)
+    start_run(tmp_path / "grid" / "cells" / "c" / "run")
+    (tmp_path / "grid" / "cells" / "c" / "run" / "records").mkdir(exist_ok=True)
+    said = text_of(build.write_report(tmp_path / "grid", None, None)[0].read_text())
+    assert "Not complete and not in this page: cells/c/run (running)." in said and "grid: 2 runs" in said
+
+
+def test_cells_are_what_differs_but_for_the_seed() -> None:
+    base = {"seed": 0, "ppo": {"lr": 1.0, "kind": "clip"}}
+    other = {"seed": 1, "ppo": {"lr": 2.0, "kind": "clip"}}
+    assert cell_labels([base, {**base, "seed": 5}]) == ["all runs", "all runs"]
+    assert cell_labels([base, other, {**other, "seed": 2}]) == ["ppo.lr=1.0", "ppo.lr=2.0", "ppo.lr=2.0"]
+    assert cell_labels([base, {"seed": 0, "ppo": {"lr": 1.0}}]) == ["ppo.kind=clip", "ppo.kind=null"]

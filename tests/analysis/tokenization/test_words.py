@@ -1,0 +1,134 @@
+"""Words under both conventions for white space, classes of text, and that they partition what was said."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.tokenization.kl import token_table, word_table
+from analysis.tokenization.words import BOUNDARIES, Boundary, find_words, sequence_starts, text_of
+from ppo_repro.errors import UserError
+from tests.support.tokens import Cuts, cuts, frames
+
+boundaries = st.sampled_from(BOUNDARIES)
+
+
+def words_of(pieces: list[str], boundary: Boundary, ended: bool = True) -> list[str]:
+    """The texts of the words of one response."""
+    tokens, sequences = frames([pieces], ended)
+    table = token_table(tokens, sequences, boundary=boundary, gamma=None, gae_lambda=None)
+    return list(word_table(table, sequences)["text"])
+
+
+def slow_words(pieces: list[str], boundary: Boundary) -> list[int]:
+    """The word of every token by the definition, character by character."""
+    text = "".join(pieces)
+    number, of_character = -1, []
+    for i, character in enumerate(text):
+        space, before = character.isspace(), text[i - 1].isspace() if i else None
+        begins = space and before is False if boundary == "leading" else not space and before is True
+        number += before is None or begins
+        of_character.append(number)
+    found: list[int] = []
+    place, word, previous = 0, -1, None
+    for piece in pieces:
+        inside = range(place, place + len(piece))
+        chosen = max((i for i in inside if not text[i].isspace()), default=place + len(piece) - 1)
+        word += of_character[chosen] != previous
+        previous, place = of_character[chosen], place + len(piece)
+        found.append(word)
+    return found
+
+
+def test_white_space_goes_where_the_convention_says() -> None:
+    letters = [*"at  on\nx "]
+    assert words_of(letters, "leading") == ["at", "  on", "\nx", " ", ""]
+    assert words_of(letters, "trailing") == ["at  ", "on\n", "x ", ""]
+    assert words_of([*" a"], "leading", ended=False) == [" a"]
+    assert words_of([*" a"], "trailing", ended=False) == [" ", "a"]
+
+
+def test_a_token_with_its_space_cannot_be_divided_and_is_counted() -> None:
+    tokens, sequences = frames([["the", " cat", " sat"]])
+    for boundary, straddling in (("leading", 0), ("trailing", 2)):
+        words = find_words(tokens, text_of(sequences), boundary)
+        assert words.straddles.sum() == straddling and words.word_id.tolist() == [0, 1, 2, 3]
+    assert words_of(["the", " cat", " sat"], "trailing") == ["the", " cat", " sat", ""]
+    assert words_of(["the ", "cat ", "sat"], "trailing") == ["the ", "cat ", "sat", ""]
+
+
+def test_the_end_token_is_a_word_of_its_own_and_a_part_of_a_character_is_not() -> None:
+    tokens, sequences = frames([["a", "é", " b"], []])
+    # é in two tokens: the first has no text yet, and the next one goes on with its word
+    halves = tokens.iloc[[1]].assign(char_end=1, byte_end=1, sub_idx=1)
+    rest = tokens.iloc[1:4].assign(sub_idx=[2, 0, 0])
+    split = pd.concat([tokens.iloc[:1], halves, rest, tokens.iloc[4:]], ignore_index=True)
+    split["position"] = [0, 1, 2, 3, 4, 0]
+    words = find_words(split, text_of(sequences), "leading")
+    assert words.is_special.tolist() == [False, False, False, False, True, True]
+    assert words.word_id.tolist() == [0, 0, 0, 1, 2, 0] and words.sub_idx.tolist() == [0, 1, 2, 0, 0, 0]
+    table = token_table(split, sequences, boundary="leading", gamma=None, gae_lambda=None)
+    assert table["text_class"].tolist() == ["alpha", "empty", "alpha", "alpha", "special", "special"]
+
+
+def test_classes_by_hand() -> None:
+    tokens, sequences = frames([["ab", " ab", "12", ",", " \n", "a1", "é", "世", " 1"]])
+    table = token_table(tokens, sequences, boundary="leading", gamma=None, gae_lambda=None)
+    expected = ["alpha", "alpha", "digit", "punct", "space", "mixed", "alpha", "alpha", "digit", "special"]
+    assert table["text_class"].tolist() == expected
+    assert word_table(table, sequences)["text_class"].tolist() == ["alpha", "mixed", "mixed", "digit", "special"]
+
+
+@given(cuts(), boundaries, st.booleans())
+def test_words_are_those_of_the_definition(pieces: Cuts, boundary: Boundary, ended: bool) -> None:
+    pieces = [some for some in pieces if some or ended] or [["a"]]
+    tokens, sequences = frames(pieces, ended)
+    words = find_words(tokens, text_of(sequences), boundary)
+    slow = [[*slow_words(some, boundary)] for some in pieces]
+    whole = [[*ids, (ids[-1] + 1 if ids else 0)] if ended else ids for ids in slow]
+    assert words.word_id.tolist() == [word for ids in whole for word in ids]
+    lengths = [len(list(group)) for ids in whole for _, group in itertools.groupby(ids)]
+    assert words.sub_len.tolist() == [n for n in lengths for _ in range(n)]
+    assert words.sub_idx.tolist() == [i for n in lengths for i in range(n)]
+
+
+@given(cuts(), boundaries)
+def test_words_partition_the_text(pieces: Cuts, boundary: Boundary) -> None:
+    tokens, sequences = frames(pieces)
+    table = token_table(tokens, sequences, boundary=boundary, gamma=None, gae_lambda=None)
+    words = word_table(table, sequences)
+    assert words.groupby("sequence")["text"].agg("".join).tolist() == sequences["response"].tolist()
+    assert words["n_char"].tolist() == words["text"].str.len().tolist()
+    assert words["n_byte"].tolist() == [len(text.encode()) for text in words["text"]]
+    assert words["n_tok"].sum() == len(tokens)
+
+
+@given(cuts(), boundaries, st.randoms(use_true_random=False))
+def test_the_words_of_characters_do_not_depend_on_the_cut(pieces: Cuts, boundary: Boundary, random) -> None:
+    """Cut into characters every convention is carried out exactly, whatever the cut was before."""
+    texts = ["".join(some) for some in pieces]
+    tokens, sequences = frames([[*text] for text in texts])
+    words = find_words(tokens, text_of(sequences), boundary)
+    assert not words.straddles.any()
+    joined = word_table(token_table(tokens, sequences, boundary=boundary, gamma=None, gae_lambda=None), sequences)
+    inner = joined[~joined["is_special"]]["text"]
+    outer = "lstrip" if boundary == "leading" else "rstrip"
+    assert all(not any(c.isspace() for c in getattr(text, outer)()) for text in inner)
+
+
+def test_rows_of_several_iterations_or_out_of_order_are_refused() -> None:
+    tokens, _ = frames([["a", "b"], ["c"]])
+    for wrong in (tokens.iloc[::-1], tokens.iloc[1:], tokens.assign(iteration=np.arange(len(tokens)))):
+        with pytest.raises(ValueError, match="one iteration"):
+            sequence_starts(wrong)
+
+
+def test_another_convention_is_refused_in_one_line() -> None:
+    tokens, sequences = frames([["a"]])
+    with pytest.raises(UserError, match=r"^boundary = 'middle': must be one of leading, trailing; name"):
+        find_words(tokens, text_of(sequences), "middle")  # type: ignore[arg-type]

@@ -1,0 +1,187 @@
+"""Where two paths part: at no module in exact numerics, at one in native, and at a planted fault exactly."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from analysis.diagnosis.attribution import Origin, by_layer_and_op, origin, read_ladder, read_ops
+from ppo_repro.checks.bisect import Subject, compare_ops, first_divergent_op, ulps
+from ppo_repro.checks.capture import decoded, trained
+from ppo_repro.checks.conditions import TOGGLES, ladder
+from ppo_repro.checks.replay import Replay
+from ppo_repro.commands.cli import main
+from ppo_repro.errors import UserError
+from ppo_repro.records.bisect import read_table
+from ppo_repro.rollout.engine import Sampling
+from ppo_repro.rollout.torch_engine import TorchEngine
+from tests.rollout.test_rollout import STOPS, requests_of
+from tests.support.models import CONTEXT, policy, unequal
+
+SAMPLINGS = {"plain": Sampling(1.0, 0, 1.0, 10), "cut": Sampling(1.3, 0, 0.8, 10)}
+
+
+@cache
+def subject(architecture: str, mode: str, sampling: str = "plain") -> Subject:
+    model, requests, how = policy(architecture, mode), tuple(requests_of(6, 11)), SAMPLINGS[sampling]
+    completions = tuple(TorchEngine(model, STOPS, mode, CONTEXT, 6, 0).generate(requests, how))
+    return Subject(model, mode, CONTEXT, requests, completions, how)
+
+
+def planted(model: PreTrainedModel, module: str) -> PreTrainedModel:
+    """A copy with one weight of one module moved."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_submodule(module).weight.view(-1)[:8] += 0.25
+    return other
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "gemma", "gpt_neox"])
+def test_no_op_differs_in_exact_numerics_and_one_does_in_native(architecture: str) -> None:
+    exact = list(compare_ops(subject(architecture, "exact")))
+    assert first_divergent_op(exact) == "" and all(op.outputs_equal and op.explained is None for op in exact)
+    native = list(compare_ops(subject(architecture, "native")))
+    first = next(op for op in native if not op.outputs_equal)
+    assert first_divergent_op(native).startswith("layer 0 ") and first.layer == 0
+    # every input before the first difference is the same, so it starts inside this block or is attention itself
+    assert all(op.inputs_equal for op in native if op.order < first.order)
+    assert {op.op for op in native} == {op.op for op in exact}
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        ("model.embed_tokens", "model.embed_tokens"),
+        ("model.layers.0.self_attn.v_proj", "layer 0 self_attn.v_proj"),
+        ("model.layers.0.mlp.down_proj", "layer 0 mlp.down_proj"),
+        ("model.layers.1.input_layernorm", "layer 1 input_layernorm"),
+        ("model.layers.1.self_attn.o_proj", "layer 1 self_attn.o_proj"),
+        ("model.norm", "model.norm"),
+        ("lm_head", "lm_head"),
+    ],
+)
+def test_a_planted_fault_is_found_at_its_module(module: str, named: str) -> None:
+    s = subject("llama", "exact")
+    if module == "model.embed_tokens":
+        # the row of a token that occurs
+        other = copy.deepcopy(s.policy)
+        with torch.no_grad():
+            other.get_submodule(module).weight[s.requests[0].prompt_ids[0]] += 0.25
+    else:
+        other = planted(s.policy, module)
+    ops = list(compare_ops(s, other))
+    assert first_divergent_op(ops) == named
+    found = next(op for op in ops if op.inputs_equal and not op.outputs_equal)
+    # what this module gives is the whole of the difference: with the other path's output nothing is left
+    assert found.explained == 1.0 and found.amplification is None
+    assert all(op.outputs_equal for op in ops if op.order < found.order)
+    assert found.max_abs >= found.mean_abs > 0 and 0 <= found.frac_bitwise_equal < 1 and found.cos <= 1 + 1e-12
+
+
+def test_a_fault_before_the_first_rounding_difference_is_found_in_native_numerics() -> None:
+    s = subject("llama", "native")
+    assert first_divergent_op(list(compare_ops(s, planted(s.policy, "model.layers.0.input_layernorm")))) == (
+        "layer 0 input_layernorm"
+    )
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_decoded_path_is_the_engines(mode: str, sampling: str) -> None:
+    s = subject("qwen3", mode, sampling)
+    logprobs = torch.cat([c.logprobs for c in s.completions])
+    again = decoded(s.policy, mode, CONTEXT, s.requests, s.completions, s.sampling)
+    # the same slots and the same order of work: native numerics repeat themselves too
+    assert unequal(again.logprobs, logprobs) == 0
+    forward = trained(s.policy, mode, s.requests, s.completions, s.sampling.temperature)
+    assert again.outputs.keys() == forward.outputs.keys()
+    assert {n: x.shape for n, x in again.outputs.items()} == {n: x.shape for n, x in forward.outputs.items()}
+    assert (unequal(again.logprobs, forward.logprobs) == 0) == (mode == "exact")
+
+
+def test_replaying_gives_back_the_responses() -> None:
+    s = subject("qwen3", "exact")
+    done = Replay(s.policy, "exact", CONTEXT, 2, s.completions).generate(s.requests, s.sampling)
+    assert [(c.response_ids, c.finish_reason) for c in done] == [
+        (c.response_ids, c.finish_reason) for c in s.completions
+    ]
+
+
+def test_units_in_the_last_place_by_hand() -> None:
+    a = torch.tensor([1.0, 1.0, 0.0, -(2.0**-149)])
+    b = torch.tensor([1.0, 1.0 + 2.0**-22, -0.0, 2.0**-149])
+    assert ulps(a, b).tolist() == [0, 2, 0, 2]
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+def test_the_ladder(mode: str) -> None:
+    s = subject("qwen3", mode)
+    steps = ladder(s.policy, mode, CONTEXT, s.requests, s.completions, s.sampling)
+    assert [(x.way, x.toggle) for x in steps] == (
+        [("one", name) for name in TOGGLES] + [("but_one", name) for name in ("all", *TOGGLES)]
+    )
+    alone = {x.toggle: x for x in steps if x.way == "one"}
+    rest = {x.toggle: x for x in steps if x.way == "but_one"}
+    # weights in 16 bits are other weights, in whichever numerics
+    assert alone["bfloat16_weights"].mean_abs > 1e-3
+    if mode == "exact":
+        assert all(x.frac_unequal == 0.0 for name, x in alone.items() if name != "bfloat16_weights")
+        assert all(x.mean_abs == rest["all"].mean_abs for name, x in rest.items() if name != "bfloat16_weights")
+        assert rest["bfloat16_weights"].mean_abs == 0.0
+    else:
+        assert 0 < alone["cached_decode"].mean_abs < 5e-6 and alone["other_kernels"].max_abs < 1e-4
+    for name in TOGGLES:
+        assert rest[name].change == rest["all"].mean_abs - rest[name].mean_abs
+        assert alone[name].change == alone[name].mean_abs <= alone[name].max_abs and alone[name].k3 >= 0
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["ppo-repro", "bisect", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return int(stop.value.code or 0)
+
+
+def test_the_command_on_a_run(
+    exact_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, exact_run, "--out", tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["first_divergent_op"] == {"exact": "", "native": "layer 0 self_attn"}
+    folder = Path(found["folder"])
+    assert origin(read_ops(folder, "exact")) is None
+    ops = read_ops(folder, "native")
+    start = origin(ops)
+    assert isinstance(start, Origin) and (start.layer, start.op) == (0, "self_attn") and start.rel_l2 < 1e-5
+    heat = by_layer_and_op(ops)
+    assert list(heat.index) == [-1, 0, 1] and heat.loc[0, "self_attn.q_proj"] == 0.0 and heat.loc[1, "layer"] > 0
+    assert list(read_ladder(folder, "native")["way"].unique()) == ["one", "but_one"]
+    assert len(found["ops"]) == len(read_table(folder, "mismatch_op"))
+    with pytest.raises(UserError, match="there are exact, native"):
+        read_ops(folder, "both")
+    with pytest.raises(UserError, match="metric = 'size': there are mode, order"):
+        by_layer_and_op(ops, "size")
+
+
+def test_what_cannot_be_bisected_is_refused(
+    exact_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, exact_run, "--set", "seed=1") == 2
+    assert "--set goes with a configuration" in capsys.readouterr().err
+    assert call(monkeypatch, tmp_path) == 2
+    assert "has no checkpoints/final" in capsys.readouterr().err
+    with pytest.raises(UserError, match="run `ppo-repro bisect`"):
+        read_table(tmp_path, "mismatch_op")
+    with pytest.raises(UserError, match="there are mismatch_op, mismatch_ladder"):
+        read_table(tmp_path, "ops")
+    pd.DataFrame({"mode": ["exact"]}).to_parquet(tmp_path / "mismatch_op.parquet")
+    with pytest.raises(UserError, match="has columns mode; write it anew"):
+        read_table(tmp_path, "mismatch_op")

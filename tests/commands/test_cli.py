@@ -1,0 +1,350 @@
+"""The command line as a user meets it: one line per mistake, exit codes, JSON, real input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.commands.cli import main
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader
+from tests.support.models import ARCHITECTURES, CLASSES, CONFIGS, fill
+from tests.support.paths import ROOT, SMALL
+from tests.support.runs import recorded_iterations
+
+
+class Cli:
+    """Runs the program in this process and keeps what it said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["ppo-repro", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = self.capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(monkeypatch, capsys)
+
+
+def one_line(err: str) -> str:
+    """The single error line; progress lines may stand before it."""
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and err.rstrip().endswith(errors[0]), err
+    assert "Traceback" not in err
+    return errors[0]
+
+
+@pytest.fixture(scope="session")
+def policy_folder(exact_run: Path) -> Path:
+    return exact_run / "checkpoints" / "final"
+
+
+def write_prompts(path: Path, *prompts: str) -> Path:
+    lines = [json.dumps({"prompt": p, "answer": "3", "key": f"p{i}"}) for i, p in enumerate(prompts)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def folder_config(path: Path, policy: Path, prompts: Path, reward: str = "") -> Path:
+    term = f'{{kind: function, path: "{reward}"}}' if reward else "{kind: exact_match}"
+    path.write_text(
+        f"""
+experiment: real
+seed: 1
+model: {{kind: folder, path: "{policy}"}}
+task: {{kind: jsonl, path: "{prompts}", num_eval_prompts: 2}}
+rollout: {{prompts_per_iteration: 4, samples_per_prompt: 2, max_response_tokens: 4}}
+reward: {{terms: [{term}]}}
+value: {{learning_rate: 1e-4}}
+ppo: {{iterations: 2, epochs: 1, minibatch_size: 4, learning_rate: 1e-4}}
+numerics: {{max_context: 16}}
+"""
+    )
+    return path
+
+
+PROMPTS = [f"{a}+{b}=" for a in range(3) for b in range(3)]
+
+
+def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
+    code, out, _ = cli("run", SMALL, "--out", tmp_path, "--json", "--set", "ppo.iterations=2")
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["unequal_old_rollout_logprobs"] == summary["unequal_values"] == 0
+    assert summary["unequal_first_ratios"] == 0
+    assert {"fingerprint", "iterations", "tokens", "reward_first", "reward_last"} <= set(summary)
+    assert {"accuracy_before", "accuracy_after"} <= set(summary)
+    assert {"preparation", "rollout", "forward", "update", "total"} <= set(summary["seconds"])
+    run_dir = summary["run_dir"]
+    code, out, _ = cli("show", run_dir)
+    assert code == 0 and summary["fingerprint"] in out and "0 of" in out
+    code, out, _ = cli("rerun", run_dir, "--json")
+    assert code == 0 and json.loads(out) == {"identical": True, "first_difference": None}
+    code, out, _ = cli("diff", run_dir, run_dir)
+    assert code == 0 and out.strip() == "identical"
+
+
+def test_diff_of_different_runs_is_exit_one(cli: Cli, exact_run: Path, native_run: Path) -> None:
+    code, out, _ = cli("diff", exact_run, native_run)
+    assert code == 1 and out.startswith("different: table ") and len(out.splitlines()) == 1
+    code, out, _ = cli("diff", exact_run, native_run, "--json")
+    assert (code == 1 and json.loads(out)["first_difference"]["table"] == "sequences") or json.loads(out)[
+        "identical"
+    ] is False
+
+
+MISTAKES = [
+    (["run", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    (["run", SMALL, "--set", "ppo.clip=0.1"], "ppo.clip: unknown field"),
+    (["run", SMALL, "--set", "ppo.epochs=two"], "ppo.epochs = 'two': input should be a valid integer"),
+    (
+        ["run", SMALL, "--set", "ppo.objective.clip_range=-1"],
+        "ppo.objective.clip_range = -1: input should be greater than 0",
+    ),
+    (["run", SMALL, "--set", "ppo.minibatch_size=7"], "must divide the 48 sequences"),
+    (["run", SMALL, "--set", "rollout.top_k=1000"], "rollout.top_k = 1000"),
+    (["run", SMALL, "--set", "numerics.max_context=9"], "exceeds numerics.max_context = 9"),
+    (["run", SMALL, "--set", "model.vocab_size=5"], "model.vocab_size = 5"),
+    (["run", SMALL, "--set", "task.num_eval_prompts=500"], "task.num_eval_prompts = 500"),
+    (["run", SMALL, "--set", "reward.terms=[{kind: function, path: gone.py:f}]"], "there is no file "),
+    (["run", SMALL, "--out", f"{SMALL}/runs"], "cannot be made"),
+    (["show", "nowhere"], "nowhere: no such folder"),
+    (["rerun", str(ROOT)], "holds no manifest.json"),
+    (["diff", "nowhere", "nowhere"], "nowhere: no such folder"),
+    (["run"], "required: CONFIG"),
+    (["fly"], "invalid choice: 'fly'"),
+    (["run", SMALL, "--frobnicate"], "unrecognized arguments: --frobnicate"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES, ids=[said for _, said in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_two(cli: Cli, tmp_path: Path, arguments: list[str], said: str) -> None:
+    where = ["--out", str(tmp_path)] if arguments[0] == "run" and "--out" not in arguments else []
+    code, out, err = cli(*arguments, *where)
+    assert code == 2 and out == ""
+    assert said in one_line(err)
+    assert not list(tmp_path.rglob("manifest.json")), "a run that could not start must leave nothing"
+
+
+def test_an_existing_run_is_left_alone(cli: Cli, exact_run: Path) -> None:
+    before = (exact_run / "manifest.json").read_bytes()
+    code, _, err = cli("run", SMALL, "--out", exact_run.parents[1])
+    assert code == 2 and "exists already" in one_line(err)
+    assert (exact_run / "manifest.json").read_bytes() == before
+
+
+def test_real_input_with_a_reward_of_ones_own(
+    cli: Cli, tmp_path: Path, policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reward = tmp_path / "reward.py"
+    reward.write_text("def shorter(prompt, response, answer):\n    return -float(len(response))\n")
+    prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
+    config = folder_config(tmp_path / "c.yaml", policy_folder, Path("p.jsonl"), "reward.py:shorter")
+    code, out, _ = cli("run", config, "--out", tmp_path, "--json")
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["unequal_old_rollout_logprobs"] == 0
+    run_dir = Path(summary["run_dir"])
+    sequences = reader.read_sequences(run_dir)
+    assert (sequences["scores"] == -sequences["response"].str.len()).all()
+    assert str(reward) in manifest.load(run_dir).inputs and str(prompts) in manifest.load(run_dir).inputs
+    assert cli("rerun", run_dir)[0] == 0
+    monkeypatch.chdir(tmp_path / "real")  # relative paths were those of the run, not of the rerun
+    assert cli("rerun", run_dir)[0] == 0
+    reward.write_text("def shorter(prompt, response, answer):\n    return 0.0\n")
+    code, _, err = cli("rerun", run_dir)
+    assert code == 2 and "changed since the run was recorded" in one_line(err)
+
+
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a != "qwen3"])
+def test_other_architectures_hold_the_same_promises(
+    cli: Cli, tmp_path: Path, policy_folder: Path, architecture: str
+) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(policy_folder)
+    model = tmp_path / "model"
+    config = CONFIGS[architecture]()
+    config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
+    source = CLASSES[type(config)](config)
+    fill(source, 0)
+    source.save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
+    code, out, _ = cli("run", folder_config(tmp_path / "c.yaml", model, prompts), "--out", tmp_path, "--json")
+    summary = json.loads(out)
+    assert code == 0 and summary["tokens"] > 20
+    assert summary["unequal_old_rollout_logprobs"] == summary["unequal_first_ratios"] == summary["unequal_values"] == 0
+    assert cli("rerun", summary["run_dir"], "--set", "layout.padding=left", "--set", "layout.rollout_slots=3")[0] == 0
+
+
+BAD_REWARDS = [
+    ("raise KeyError('lost')", "the function raised KeyError"),
+    ("raise ValueError('first\\nsecond')", "the function raised ValueError: first second"),
+    ("return float('nan')", "the function returned nan"),
+    ("return '1'", "the function returned '1'"),
+]
+
+
+@pytest.mark.parametrize(("body", "said"), BAD_REWARDS)
+def test_a_bad_reward_function(cli: Cli, tmp_path: Path, policy_folder: Path, body: str, said: str) -> None:
+    (tmp_path / "r.py").write_text(f"def r(prompt, response, answer):\n    {body}\n")
+    prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
+    config = folder_config(tmp_path / "c.yaml", policy_folder, prompts, f"{tmp_path}/r.py:r")
+    code, _, err = cli("run", config, "--out", tmp_path)
+    assert code == 2 and said in one_line(err)
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_reward_that_fails_later_keeps_what_was_complete(cli: Cli, tmp_path: Path, policy_folder: Path) -> None:
+    # 2 held-out prompts and 8 responses are scored in the first iteration
+    (tmp_path / "r.py").write_text(
+        "left = [12]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0)\n"
+    )
+    prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
+    config = folder_config(tmp_path / "c.yaml", policy_folder, prompts, f"{tmp_path}/r.py:r")
+    code, _, err = cli("run", config, "--out", tmp_path)
+    assert code == 2 and "ZeroDivisionError" in one_line(err)
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    assert manifest.load(run_dir).status == "failed"
+    with pytest.raises(UserError, match="the run is failed"):
+        reader.read_tokens(run_dir)
+    assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([*PROMPTS, ""], "field 'prompt' is empty"),
+        ([*PROMPTS, "1+" * 30], "exceeds numerics.max_context = 16"),
+        ([*PROMPTS, "1+1=Q"], "prompt token id"),
+    ],
+)
+def test_bad_prompts(cli: Cli, tmp_path: Path, policy_folder: Path, prompts: list[str], said: str) -> None:
+    from transformers import AutoTokenizer
+
+    model = tmp_path / "model"
+    shutil.copytree(policy_folder, model, ignore=shutil.ignore_patterns("SHA256SUMS"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["Q"])  # the model has no such token
+    tokenizer.save_pretrained(model)
+    config = folder_config(tmp_path / "c.yaml", model, write_prompts(tmp_path / "p.jsonl", *prompts))
+    code, _, err = cli("run", config, "--out", tmp_path / "out")
+    assert code == 2 and said in one_line(err)
+
+
+def start(out: Path, *overrides: str) -> subprocess.Popen[str]:
+    sets = [part for o in overrides for part in ("--set", o)]
+    command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), *sets]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(found: object, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not found():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "the run did not get that far"
+        time.sleep(0.05)
+
+
+def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> None:
+    process = start(tmp_path, "ppo.iterations=2000")
+    wait_for(lambda: recorded_iterations(tmp_path) > 1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.rstrip().splitlines()[-1] == "interrupted; complete iterations are kept" and "Traceback" not in err
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    assert manifest.load(run_dir).status == "interrupted"
+    with pytest.raises(UserError, match="the run is interrupted"):
+        reader.read_tokens(run_dir)
+    rows = reader.read_iterations(run_dir, allow_incomplete=True)
+    assert rows["iteration"].tolist() == list(range(len(rows))) and len(rows) >= 1
+    assert len(reader.read_tokens(run_dir, allow_incomplete=True)) == rows["tokens"].sum()
+
+
+def test_ctrl_c_before_the_first_iteration_leaves_nothing(tmp_path: Path) -> None:
+    # the first response is never scored: no speed of the machine brings the run further
+    (tmp_path / "r.py").write_text(
+        "import time\nfrom pathlib import Path\n\n\ndef r(prompt, response, answer):\n"
+        "    Path(__file__).with_name('scoring').touch()\n    time.sleep(600)\n    return 0.0\n"
+    )
+    process = start(tmp_path, f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]")
+    wait_for((tmp_path / "scoring").exists)
+    assert list(tmp_path.rglob("manifest.json"))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+HELP_IMPORTS = """
+import sys
+from ppo_repro.commands.cli import main
+sys.argv = ["ppo-repro", "--help"]
+try:
+    main()
+except SystemExit:
+    print(sorted({"torch", "transformers", "mlflow", "pandas", "pyarrow", "numpy", "gymnasium"} & set(sys.modules)))
+"""
+
+
+def test_help_needs_no_heavy_import() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP_IMPORTS], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.rstrip().endswith("[]") and "rerun" in done.stdout
+
+
+def test_probe_holds_and_its_control_finds_differences(cli: Cli) -> None:
+    code, out, _ = cli("probe", SMALL, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["failures"] == []
+    assert sum(row["unequal_exact"] for row in found["rows"]) == 0
+    assert next(r for r in found["rows"] if r["promise"] == "decode = full forward")["unequal_native"] > 0
+
+
+def test_probe_fails_where_the_control_finds_nothing() -> None:
+    from ppo_repro.checks.probe import CONTROL, Row, failures
+
+    assert failures([Row(CONTROL, "", 10, 0, 3)]) == []
+    assert len(failures([Row(CONTROL, "", 10, 0, 0)])) == 1
+    assert len(failures([Row(CONTROL, "", 10, 1, 3), Row("threads", "", 10, 0, 0)])) == 1
+
+
+def test_json_says_nan_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    from ppo_repro.output import print_json
+
+    print_json({"a": float("nan"), "b": [float("-inf"), 1.5], "c": {"d": None}})
+    assert json.loads(capsys.readouterr().out) == {"a": "nan", "b": ["-inf", 1.5], "c": {"d": None}}
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_complete(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_repro.disk import durable
+
+    real = durable.atomic_write
+
+    def full(path: Path, data: bytes | memoryview) -> None:
+        if "iteration=000001" in path.name:
+            raise UserError(f"{path}: cannot be written (No space left on device); make room there")
+        real(path, data)
+
+    monkeypatch.setattr(durable, "atomic_write", full)
+    code, _, err = cli("run", SMALL, "--out", tmp_path)
+    assert code == 2 and "No space left on device" in one_line(err)
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    assert manifest.load(run_dir).status == "failed"
+    assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1

@@ -1,0 +1,173 @@
+"""The configuration: what is read, what is refused and how it is said, and what its digest sees."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.config.files import build_config, load_config, parse_yaml
+from ppo_repro.errors import UserError
+from tests.support.config_trees import FOLDER, JSONL, tree
+from tests.support.paths import SMALL
+from tests.support.runs import small_config
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        small_config(*overrides)
+    message = str(caught.value)
+    assert "\n" not in message, "an error is one line"
+    return message.removeprefix(f"{SMALL}: ")
+
+
+def refusal_of_text(tmp_path: Path, text: str | bytes) -> str:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError) as caught:
+        load_config(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: ") and "\n" not in message
+    return message.removeprefix(f"{file}: ")
+
+
+def test_numbers_without_a_dot_are_numbers() -> None:
+    assert small_config("ppo.learning_rate=1e-3").ppo.learning_rate == 1e-3
+    assert parse_yaml("a: 1e-3") == {"a": 1e-3} and type(parse_yaml("5E6")) is float
+    assert parse_yaml("[1e-3, -2.5e+4, .5, 5., 7, +7, -7]") == [1e-3, -2.5e4, 0.5, 5.0, 7, 7, -7]
+    assert [type(x) for x in parse_yaml("[1., 1]")] == [float, int]
+
+
+def test_leading_zeros_are_decimal() -> None:
+    assert parse_yaml("[010, 08, 00, -012]") == [10, 8, 0, -12]
+    assert small_config("seed=010").seed == 10
+
+
+@pytest.mark.parametrize(
+    "word", ["no", "yes", "on", "off", "True", "FALSE", "n", "1_000", "0x10", "0o7", ".inf", "1:30"]
+)
+def test_words_that_look_like_other_things_stay_words(word: str) -> None:
+    assert parse_yaml(f"a: {word}") == {"a": word}
+
+
+def test_no_is_not_a_boolean(tmp_path: Path) -> None:
+    assert "valid boolean" in refusal("layout.prefix_cache=no")
+    assert "layout.prefix_cache = 'no'" in refusal("layout.prefix_cache=no")
+    assert small_config("layout.prefix_cache=false").layout.prefix_cache is False
+    assert small_config("experiment=no").experiment == "no"
+
+
+def test_an_integer_will_do_for_a_number_and_means_the_same() -> None:
+    assert small_config("advantages.gamma=1").canonical_json() == small_config("advantages.gamma=1.0").canonical_json()
+
+
+def test_a_repeated_field_is_refused(tmp_path: Path) -> None:
+    assert refusal_of_text(tmp_path, "seed: 1\nexperiment: a\nseed: 2\n") == (
+        "line 3: field 'seed' is given twice; keep one"
+    )
+    assert "line 3: field 'epochs' is given twice" in refusal_of_text(tmp_path, "ppo:\n  epochs: 1\n  epochs: 1\n")
+
+
+@pytest.mark.parametrize("text", ["{[1]: 2}", "? {a: b}\n: 1"])
+def test_a_field_name_that_is_no_word_is_refused(tmp_path: Path, text: str) -> None:
+    assert refusal_of_text(tmp_path, text) == "line 1: a field name must be a word, not a list or group"
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [", "a: !!int x", "a: !!float x", "a: \x01", "a: b: c", "\tx", "a: !!python/tuple x"]
+)
+def test_bad_syntax_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    assert "not valid YAML: " in refusal_of_text(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "word", "3"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    assert refusal_of_text(tmp_path, text).startswith("must be a mapping of fields, found ")
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    assert refusal_of_text(tmp_path, b"experiment: \xff\xfe") == "is not UTF-8 text; give the path of a YAML file"
+    for path in (tmp_path / "absent.yaml", tmp_path):
+        with pytest.raises(UserError, match=r"cannot be read \(.+\); give the path of a YAML file"):
+            load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ppo.clip=0.1", "ppo.clip: unknown field; remove it or correct its name"),
+        ("colour=red", "colour: unknown field; remove it or correct its name"),
+        ("task.chat_template=true", "task.chat_template: unknown field; remove it or correct its name"),
+        ("model.path=x", "model.path: unknown field; remove it or correct its name"),
+        ("ppo.objective.clip_range=wide", "ppo.objective.clip_range = 'wide': input should be a valid number"),
+        ("ppo.epochs=1.5", "ppo.epochs = 1.5: input should be a valid integer"),
+        ("ppo.epochs=true", "ppo.epochs = True: input should be a valid integer"),
+        ("ppo.epochs=", "ppo.epochs = None: input should be a valid integer"),
+        ("ppo.epochs=0", "ppo.epochs = 0: input should be greater than or equal to 1"),
+        ("ppo.objective.clip_range=1", "ppo.objective.clip_range = 1"),
+        ("rollout.top_p=0", "rollout.top_p = 0: input should be greater than 0"),
+        ("seed=-1", "seed = -1: input should be greater than or equal to 0"),
+        ("seed=9223372036854775808", "seed = 9223372036854775808: input should be less than"),
+        ("model.hidden_size=0", "model.hidden_size = 0: input should be greater than or equal to 1"),
+        ("numerics.mode=fast", "numerics.mode = 'fast': input should be 'exact' or 'native'"),
+        ("model.kind=huge", "model.kind = 'huge': must be one of 'tiny', 'folder'"),
+        ("experiment=../x", "experiment = '../x': string should match pattern"),
+        ("ppo=3", "ppo = 3: "),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value_and_what_is_allowed(override: str, message: str) -> None:
+    assert refusal(override).startswith(message)
+
+
+@pytest.mark.parametrize("path", ["seed", "ppo.learning_rate", "model.vocab_size", "numerics", "model.kind"])
+def test_a_missing_field_is_named(path: str) -> None:
+    node = parent = tree()
+    *groups, leaf = path.split(".")
+    for group in groups:
+        parent = parent[group]
+    del parent[leaf]
+    with pytest.raises(UserError, match=f"^file: {re.escape(path)}: missing; add it$"):
+        build_config(node, "file")
+
+
+def test_further_mistakes_are_counted() -> None:
+    assert refusal("ppo.epochs=0", "advantages.gamma=2", "seed=-1").endswith("(and 2 more)")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["ppo.minibatch_size=7"], "ppo.minibatch_size = 7 must divide the 48 sequences of an iteration"),
+        (["rollout.max_response_tokens=24"], "rollout.max_response_tokens = 24 must be smaller than numerics.max_con"),
+        (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),
+        (["model.num_key_value_heads=3"], "model: num_attention_heads must be a multiple of num_key_value_heads"),
+    ],
+)
+def test_contradictions_are_explained(overrides: list[str], message: str) -> None:
+    assert refusal(*overrides).startswith(message)
+
+
+def test_the_tiny_model_has_no_chat_template() -> None:
+    templated = {**JSONL, "chat_template": True}
+    with pytest.raises(UserError, match=r"task\.chat_template needs model\.kind = folder"):
+        build_config({**tree(), "task": templated}, "file")
+    build_config({**tree(), "model": FOLDER, "task": templated}, "file")
+
+
+@pytest.mark.parametrize("override", ["ppo.epochs", "=3", "", "ppo"])
+def test_an_override_without_field_or_value_is_refused(override: str) -> None:
+    assert refusal(override) == f"--set {override}: must be FIELD=VALUE, for example --set ppo.learning_rate=1e-4"
+
+
+def test_a_bad_override_is_quoted() -> None:
+    assert refusal("seed.x=1") == "--set seed.x=1: 'seed' is a value, not a group of fields"
+    assert refusal("seed=[").startswith("--set seed=[: ")
+    assert refusal("ppo={a: 1, a: 2}").startswith("--set ppo={a: 1, a: 2}: ")
+
+
+def test_overrides_apply_in_order_and_reach_sections_that_the_file_leaves_out() -> None:
+    assert "layout" in tree() and "padding" not in tree()["layout"]
+    config = small_config("seed=1", "layout.padding=left", "seed=2")
+    assert (config.seed, config.layout.padding) == (2, "left")
+    assert config == build_config({**tree(), "seed": 2, "layout": {"rollout_slots": 48, "padding": "left"}}, "file")

@@ -1,0 +1,193 @@
+"""What a policy draws from: log-densities and entropies by hand, by definition and in float64; draws by name."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_repro.control.distributions import Categorical, DiagonalGaussian, gumbels, normals, uniforms
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics.gradients import GradientAccumulator
+from tests.support.float32 import bits, finite, tensor
+
+MODES = ["exact", "native"]
+sizes = st.integers(1, 4)
+
+
+def gaussian(log_std: list[float], mode: str = "exact") -> DiagonalGaussian:
+    found = DiagonalGaussian(len(log_std), 0.0, mode)
+    with torch.no_grad():
+        found.log_std.copy_(tensor(log_std))
+    return found
+
+
+def rows_of(size: int, low: float, high: float) -> st.SearchStrategy[list[list[float]]]:
+    return st.lists(st.lists(finite(low, high), min_size=size, max_size=size), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gaussian_by_hand(mode: str) -> None:
+    # sigma = 1 and 2: z = (3 - 1) / 1 = 2 and (0 - 4) / 2 = -2
+    found = gaussian([0.0, math.log(2.0)], mode)
+    logprob, entropy = found.statistics(tensor([[1.0, 4.0]]).view(1, 2), tensor([[3.0, 0.0]]).view(1, 2))
+    assert logprob.item() == pytest.approx(-2.0 - 2.0 - math.log(2.0) - math.log(2 * math.pi), rel=1e-6)
+    assert entropy.item() == pytest.approx(math.log(2.0) + math.log(2 * math.pi * math.e), rel=1e-6)
+
+
+@given(sizes.flatmap(lambda n: st.tuples(rows_of(n, -9, 9), rows_of(n, -9, 9), rows_of(n, -3, 3))))
+def test_gaussian_by_definition(drawn: tuple[list[list[float]], ...]) -> None:
+    means, actions, deviations = drawn
+    count = min(len(means), len(actions))
+    found = gaussian(deviations[0])
+    m, a = (tensor(x[:count]) for x in (means, actions))  # type: ignore[arg-type]
+    logprobs, entropies = found.statistics(m, a)
+    sigma = [math.exp(s) for s in found.log_std.tolist()]
+    for row, (centre, at) in enumerate(zip(m.tolist(), a.tolist(), strict=True)):
+        terms = [
+            (x - c) ** 2 / (2 * s * s) + math.log(s) + math.log(2 * math.pi) / 2
+            for c, x, s in zip(centre, at, sigma, strict=True)
+        ]
+        # rounded once to float32; 1e-12 of the largest term for the float64 before
+        assert logprobs[row].item() == pytest.approx(-math.fsum(terms), rel=2.0**-23, abs=1e-11 * max(map(abs, terms)))
+        expected = math.fsum(math.log(s) + math.log(2 * math.pi * math.e) / 2 for s in sigma)
+        assert entropies[row].item() == pytest.approx(expected, rel=2.0**-23, abs=1e-11)
+
+
+def test_the_density_integrates_to_one_and_the_entropy_is_its_own() -> None:
+    grid = torch.linspace(-12.0, 12.0, 48_001)[:, None]
+    found = gaussian([0.3])
+    logprobs, entropies = found.statistics(torch.full_like(grid, 0.7), grid)
+    density = logprobs.double().exp() * (24.0 / 48_000)
+    # the trapezoid rule is exact to 1e-12 here, what remains is float32
+    assert math.fsum(density.tolist()) == pytest.approx(1.0, abs=1e-6)
+    assert math.fsum((-density * logprobs.double()).tolist()) == pytest.approx(entropies[0].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+def test_gaussian_gradients_equal_float64_autograd_and_do_not_depend_on_the_chunks(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    means, actions = (torch.randn(40, 3, generator=generator) for _ in range(2))
+    g_logprob, g_entropy = torch.randn(2, 40, generator=generator)
+    found = gaussian([-0.5, 0.0, 0.8])
+    accumulator = found.accumulator = GradientAccumulator(found.named_parameters())
+
+    def backward(size: int) -> tuple[Tensor, dict[str, Tensor] | None]:
+        accumulator.begin()
+        parts = []
+        for part in torch.arange(40).split(size):
+            leaf = means[part].clone().requires_grad_()
+            torch.autograd.backward(found.statistics(leaf, actions[part]), [g_logprob[part], g_entropy[part]])
+            parts.append(leaf.grad)
+        return torch.cat(parts), accumulator.finish()  # type: ignore[arg-type]
+
+    assert backward(40)[1] is None, "the first pass finds the grid"
+    expected = backward(40)
+    got = backward(chunk)
+    assert bits(got[0]) == bits(expected[0])
+    assert got[1] is not None and expected[1] is not None
+    assert bits(got[1]["log_std"]) == bits(expected[1]["log_std"])
+    m, s = means.double().requires_grad_(), found.log_std.detach().double().requires_grad_()
+    normal = torch.distributions.Normal(m, s.exp().expand_as(m))
+    torch.autograd.backward(
+        [normal.log_prob(actions.double()).sum(-1), normal.entropy().sum(-1)], [g_logprob.double(), g_entropy.double()]
+    )
+    assert m.grad is not None and s.grad is not None
+    assert torch.allclose(got[0].double(), m.grad, rtol=1e-6, atol=0)  # one rounding to float32
+    # 40 contributions on a grid 46 bits below the largest, then one rounding to float32
+    assert torch.allclose(got[1]["log_std"].double(), s.grad, rtol=1e-6, atol=1e-7)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(finite(-5, 5), finite(-5, 5)), min_size=2, max_size=40), finite(-2, 2))
+def test_a_gaussian_row_does_not_depend_on_its_batch(rows: list[tuple[float, float]], log_std: float) -> None:
+    found = gaussian([log_std])
+    m, a = (tensor([row[i] for row in rows])[:, None] for i in (0, 1))
+    whole = found.statistics(m, a)
+    alone = [found.statistics(m[i : i + 1], a[i : i + 1]) for i in range(len(rows))]
+    assert [bits(x) for x in whole] == [bits(torch.cat([one[i] for one in alone])) for i in (0, 1)]
+
+
+def test_categorical_by_hand() -> None:
+    # odds 1 : 3
+    outputs = tensor([[0.0, math.log(3.0)]]).view(1, 2).expand(2, 2)  # type: ignore[list-item]
+    for mode in MODES:
+        logprobs, entropies = Categorical(2, mode).statistics(outputs, tensor([0.0, 1.0])[:, None])
+        assert logprobs.exp().tolist() == pytest.approx([0.25, 0.75], rel=1e-6)
+        assert entropies[0].item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75), rel=1e-6)
+
+
+def test_uniforms_lie_strictly_inside() -> None:
+    u = uniforms(100_000, "u", 1)
+    assert u.min() > 0 and u.max() < 1 and bool((u * 2**53 % 2 == 1).all()), "each is an odd multiple of 2^-53"
+    # the largest and smallest word there can be
+    k = np.array([0, 2**52 - 1], np.float64)
+    assert ((k + 0.5) * 2.0**-52).tolist() == [2.0**-53, 1 - 2.0**-53]
+
+
+def test_draws_have_their_distributions() -> None:
+    """Kolmogorov's statistic; the seeds are fixed, and 1.95 / sqrt(n) is passed by chance once in a thousand."""
+    n = 50_000
+    ranks = (np.arange(n) + 0.5) / n
+    cases = {
+        "normal": (np.sort(normals(n, "n", 0).numpy()), NormalDist().cdf),
+        "gumbel": (np.sort(gumbels(n, "g", 0).numpy()), lambda x: math.exp(-math.exp(-x))),
+    }
+    for name, (draws, cdf) in cases.items():
+        distance = np.abs(np.array([cdf(float(x)) for x in draws]) - ranks).max()
+        assert distance < 1.95 / math.sqrt(n), name
+    wrong = np.array([NormalDist(0.05).cdf(float(x)) for x in cases["normal"][0]])
+    assert np.abs(wrong - ranks).max() > 1.95 / math.sqrt(n), "a mean of 0.05 must not pass"
+
+
+def test_box_muller_by_definition() -> None:
+    u, v = uniforms(200, "pairs", 3).view(2, 100).tolist()
+    expected = [math.sqrt(-2 * math.log(a)) * math.cos(2 * math.pi * b) for a, b in zip(u, v, strict=True)]
+    assert normals(100, "pairs", 3).tolist() == pytest.approx(expected, abs=1e-13)
+
+
+def test_actions_come_as_often_as_their_probabilities_say() -> None:
+    n, p = 40_000, [0.1, 0.6, 0.3]
+    outputs = tensor([math.log(x) + 5.0 for x in p]).expand(n, 3)
+    found = Categorical(3, "exact")
+    drawn = found.sample(outputs, found.noise(n, 1, "actions", 0)[:, 0])[:, 0]
+    for action, probability in enumerate(p):
+        # 4 standard errors
+        assert float((drawn == action).double().mean()) == pytest.approx(
+            probability, abs=4 * math.sqrt(probability * (1 - probability) / n)
+        )
+
+
+@pytest.mark.parametrize("family", [Categorical(4, "exact"), gaussian([0.1, -0.7])])
+def test_a_draw_depends_on_its_own_row_and_noise_alone(family: Categorical | DiagonalGaussian) -> None:
+    outputs = torch.linspace(-2.0, 2.0, 9 * family.outputs).view(9, family.outputs)
+    noise = family.noise(1, 9, "rows", 5)[0]
+    whole = family.sample(outputs, noise)
+    alone = torch.cat([family.sample(outputs[i : i + 1], noise[i : i + 1]) for i in range(9)])
+    assert whole.shape == (9, family.action_size) and bits(whole) == bits(alone)
+    assert bits(family.noise(1, 9, "rows", 5)[0]) == bits(noise) != bits(family.noise(1, 9, "rows", 6)[0])
+
+
+def test_likeliest_actions() -> None:
+    outputs = torch.tensor([[1.0, 3.0, 3.0], [2.0, -1.0, 0.0]])
+    assert Categorical(3, "exact").likeliest(outputs).tolist() == [[1.0], [0.0]], "the first of equal ones"
+    assert gaussian([0.0, 0.0, 0.0]).likeliest(outputs).tolist() == outputs.tolist()
+
+
+@pytest.mark.parametrize("family", [Categorical(2, "exact"), gaussian([0.0, 0.0])])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_refused(family: Categorical | DiagonalGaussian, bad: float) -> None:
+    outputs = torch.tensor([[0.0, bad]])
+    for attempt in (
+        lambda: family.sample(outputs, family.noise(1, 1, "x")[0]),
+        lambda: family.likeliest(outputs),
+        lambda: family.statistics(outputs, torch.zeros(1, family.action_size)),
+    ):
+        with pytest.raises(NumericsError, match="not finite"):
+            attempt()

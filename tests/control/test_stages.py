@@ -1,0 +1,174 @@
+"""Fragments of episodes, what follows them, and the advantages of both, by hand and by definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.control.environments import make_environments
+from ppo_repro.control.loop import prepare
+from ppo_repro.control.stages import _fragments, compute_advantages, evaluate, forward_pass, roll_out
+from ppo_repro.control.update import ControlState, rates
+from ppo_repro.errors import UserError
+from ppo_repro.ppo.advantages import gae
+from tests.support.control import small_control
+
+
+def prepared(name: str, *overrides: str) -> tuple[ControlConfig, ControlState]:
+    config = small_control(
+        f"environment.id={name}", "environment.num_envs=2", "environment.steps_per_env=5", "ppo.minibatch_size=5",
+        "evaluation.episodes=0", *overrides,
+    )  # fmt: skip
+    return config, prepare(config)
+
+
+def test_fragments_by_hand() -> None:
+    found = _fragments(7, (4, 99, 12), [100, 101], ["", "terminated", "", "", "truncated", ""])
+    assert [(f.episode, f.seed, f.first, f.last, f.first_step, f.end_reason) for f in found] == [
+        (4, 99, 0, 1, 12, "terminated"),
+        (5, 100, 2, 4, 0, "truncated"),
+        (6, 101, 5, 5, 0, "cut"),
+    ]
+    whole = _fragments(0, (0, 1, 0), [], ["", "", ""])
+    assert [(f.first, f.last, f.end_reason) for f in whole] == [(0, 2, "cut")]
+    last = _fragments(0, (0, 1, 0), [2], ["", "terminated"])
+    assert [(f.last, f.end_reason) for f in last] == [(1, "terminated")], "nothing is left to cut"
+
+
+@given(st.lists(st.sampled_from(["", "", "terminated", "truncated"]), min_size=1, max_size=40))
+def test_fragments_cover_every_step_once(ends: list[str]) -> None:
+    found = _fragments(0, (0, 0, 5), list(range(1, 50)), ends)
+    assert [t for f in found for t in range(f.first, f.last + 1)] == list(range(len(ends)))
+    assert [f.end_reason for f in found if f.end_reason != "cut"] == [end for end in ends if end]
+    assert [f.episode for f in found] == [f.seed for f in found] == list(range(len(found)))
+    assert all(f.end_reason != "cut" for f in found[:-1]) and found[0].first_step == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("Ending", "terminated"), ("Limited", "truncated"), ("Both", "terminated")]
+)
+def test_a_rollout_whose_every_step_is_known(name: str, reason: str) -> None:
+    config, state = prepared(f"tests/{name}-v0")
+    first = roll_out(config, state.agent, state.environments, 0)
+    assert first.lengths.tolist() == [3, 2, 3, 2]
+    assert first.end_reasons == (reason, "cut") * 2 and first.environments == (0, 0, 1, 1)
+    assert first.observations[:, 0].tolist() == [0, 1, 2, 0, 1] * 2, "after an end the next episode begins"
+    assert first.rewards.tolist() == [1, 2, 3, 1, 2] * 2
+    assert first.final_observations[:, 0].tolist() == [3, 2] * 2, "the last observation, not that of the reset"
+    assert first.episode_returns == (6.0, 3.0) * 2 and first.last_steps == (2, 4) * 2
+    assert len(set(first.seeds)) == 4 and first.episodes == (0, 1) * 2
+    second = roll_out(config, state.agent, state.environments, 1)
+    assert second.lengths.tolist() == [1, 3, 1] * 2 and second.first_steps == (2, 0, 0) * 2
+    assert second.seeds[0] == first.seeds[1] and second.episodes == (1, 2, 3) * 2, "episodes go on"
+    assert second.observations[0].tolist() == first.final_observations[1].tolist()
+    assert second.episode_returns[0] == 6.0, "the return of the whole episode, not of the fragment"
+
+
+@pytest.mark.parametrize(
+    ("name", "bootstrap", "follows"),
+    [("Ending", True, [0, 1]), ("Ending", False, [0, 1]), ("Limited", True, [1, 1]), ("Limited", False, [0, 1])],
+)
+def test_what_follows_a_fragment(name: str, bootstrap: bool, follows: list[int]) -> None:
+    config, state = prepared(f"tests/{name}-v0", f"ppo.bootstrap_truncated={str(bootstrap).lower()}")
+    rollout = roll_out(config, state.agent, state.environments, 0)
+    forward = forward_pass(config, state.agent, rollout)
+    after = state.agent.values(rollout.final_observations).detach()
+    assert after.abs().min() > 0, "or the test shows nothing"
+    assert forward.final_values.tolist() == (after * torch.tensor(follows * 2)).tolist()
+
+
+def by_hand(rewards: list[float], values: list[float], follows: float, gamma: float, decay: float) -> list[float]:
+    """A_t = sum_k (gamma lambda)^k (r_{t+k} + gamma V_{t+k+1} - V_{t+k}), summed as it is written."""
+    following = [*values[1:], follows]
+    errors = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
+    return [sum((gamma * decay) ** k * e for k, e in enumerate(errors[t:])) for t in range(len(errors))]
+
+
+def test_truncation_and_termination_by_hand() -> None:
+    # last step: reward 1, V = 2, gamma 1/2, the next state worth 4: 1 - 2 = -1 if it ended there, 1 + 2 - 2 = 1 if not
+    # the step before it: reward 3, V = 6, error 3 + 1 - 6 = -2, plus gamma lambda = 1/4 of what follows
+    expected = {0.0: [-2.25, -1.0], 4.0: [-1.75, 1.0]}
+    for follows, advantages in expected.items():
+        assert by_hand([3.0, 1.0], [6.0, 2.0], follows, 0.5, 0.5) == advantages
+    # both in one batch, as fragments of two steps
+    rewards, values = torch.tensor([3.0, 1.0] * 2), torch.tensor([6.0, 2.0] * 2)
+    found = gae(rewards, values, torch.tensor([2, 2]), torch.tensor([0.0, 4.0]), 0.5, 0.5)
+    assert found.tolist() == [*expected[0.0], *expected[4.0]]
+
+
+@pytest.mark.parametrize("name", ["Ending", "Limited"])
+@pytest.mark.parametrize("bootstrap", ["true", "false"])
+def test_advantages_of_every_fragment_by_definition(name: str, bootstrap: str) -> None:
+    config, state = prepared(f"tests/{name}-v0", f"ppo.bootstrap_truncated={bootstrap}", "ppo.gamma=0.9")
+    roll_out(config, state.agent, state.environments, 0)  # so that fragments begin inside episodes
+    rollout = roll_out(config, state.agent, state.environments, 1)
+    forward = forward_pass(config, state.agent, rollout)
+    found = compute_advantages(config, rollout, forward)
+    lengths = rollout.lengths.tolist()
+
+    def parts(x: Tensor) -> list[list[float]]:
+        return [part.tolist() for part in x.split(lengths)]
+
+    for i, (rewards, values, raw) in enumerate(
+        zip(parts(rollout.rewards), parts(forward.values), parts(found.raw_advantages), strict=True)
+    ):
+        nothing = rollout.end_reasons[i] == "terminated" or (
+            rollout.end_reasons[i] == "truncated" and bootstrap == "false"
+        )
+        follows = 0.0 if nothing else state.agent.values(rollout.final_observations[i : i + 1]).item()
+        assert raw == pytest.approx(by_hand(rewards, values, follows, 0.9, 0.95), rel=1e-5, abs=1e-5)
+    assert found.returns.tolist() == (found.raw_advantages + forward.values).tolist()
+
+
+def test_episodes_are_named_by_run_copy_and_number() -> None:
+    one, other = (make_environments("CartPole-v1", 3, "training", seed) for seed in (1, 2))
+    again = make_environments("CartPole-v1", 2, "training", 1)
+    assert again.observations.tolist() == one.observations[:2].tolist(), "copies do not depend on their number"
+    assert len({tuple(row) for e in (one, other) for row in e.observations.tolist()}) == 6
+
+
+def test_evaluation_plays_each_episode_once_to_its_end() -> None:
+    config, state = prepared("tests/Ending-v0", "evaluation.episodes=3")
+    assert evaluate(config, state.agent) == 6.0
+    config, state = prepared("CartPole-v1", "evaluation.episodes=3")
+    found = evaluate(config, state.agent)
+    assert found == evaluate(config, state.agent) and 8 <= found <= 500
+
+
+def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:
+    config, state = prepared("Pendulum-v1", "network.initial_log_std=3")
+    rollout = roll_out(config, state.agent, state.environments, 0)
+    drawn = rollout.actions[:, 0]
+    assert drawn.abs().max() > 2, "or nothing was clipped"
+    env = make_environments("Pendulum-v1", 2, "training", config.seed).slots[0].env
+    for t in range(5):
+        observation, reward, *_ = env.step(np.clip(rollout.actions[t].numpy(), -2.0, 2.0))
+        assert rollout.rewards[t].item() == np.float32(reward)
+        if t < 4:
+            assert rollout.observations[t + 1].tolist() == observation.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoSuch-v0", "gymnasium cannot make it"),
+        ("tests/Endless-v0", "has no time limit"),
+        ("Taxi-v4", "must be a Box of one axis"),
+    ],
+)
+def test_environments_that_are_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        make_environments(name, 1, "training", 0)
+    assert "environment.id" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_schedules() -> None:
+    ppo = small_control("ppo.clip_range_schedule=linear", "ppo.clip_range=0.2").ppo
+    found = [rates(ppo, i) for i in range(4)]
+    assert [r.learning_rate for r in found] == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
+    assert [r.clip_range for r in found] == pytest.approx([0.2, 0.15, 0.1, 0.05])

@@ -1,0 +1,233 @@
+"""DPO on a recorded run: one fingerprint under every layout, records that can be checked, mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.files import load_dpo_config
+from ppo_repro.config.reward import RewardModelTraining
+from ppo_repro.dpo import records
+from ppo_repro.dpo.pairs import pairs_from_run
+from ppo_repro.dpo.run import DPOResult, lines, sequence_kl, train_dpo
+from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.records import manifest
+from ppo_repro.rollout.engine import Request
+from ppo_repro.runs.prepare import prepare
+from ppo_repro.runs.run import run
+from ppo_repro.seeding import sample_seed
+from ppo_repro.stages.rollout import sampling_of
+from ppo_repro.watcher import Silent
+from tests.commands.test_cli import Cli, cli, one_line  # noqa: F401 (a fixture)
+from tests.config.test_fields import leaf_fields
+from tests.support.paths import ROOT
+from tests.support.runs import small_config
+
+TEXT = """
+experiment: baseline
+seed: 2
+run: {run}
+num_eval_prompts: 6
+dpo: {{beta: 0.1, epochs: 2, minibatch_size: 17, learning_rate: 2e-3}}
+numerics: {{max_context: 24}}
+layout: {{threads: 1}}
+"""
+LAYOUTS = (
+    ("layout.backend=dgemm", "layout.threads=2", "layout.padding=left", "layout.update_micro_batch=4"),
+    ("layout.padding=none", "layout.forward_micro_batch=5", "layout.rollout_slots=7", "layout.prefix_cache=false"),
+    ("layout.update_micro_batch=1", "layout.gradient_checkpointing=true", "layout.prefill_chunk=2"),
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run that keeps its reference, so that no warm start has to be done again."""
+    config = small_config(
+        "checkpoints.every=2", "ppo.iterations=2", "rollout.samples_per_prompt=4", "layout.backend=dgemm"
+    )
+    return run(config, tmp_path_factory.mktemp("source"), Silent())[0]
+
+
+@pytest.fixture(scope="module")
+def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> DPOResult:
+    folder = tmp_path_factory.mktemp("dpo")
+    return train_dpo(config_of(source, folder), folder, Silent())
+
+
+def write_config(source: Path, folder: Path) -> Path:
+    path = folder / "dpo.yaml"
+    path.write_text(TEXT.format(run=json.dumps(str(source))))
+    return path
+
+
+def config_of(source: Path, folder: Path, *overrides: str) -> DPOConfig:
+    return load_dpo_config(write_config(source, folder), overrides)
+
+
+def test_no_layout_changes_the_fingerprint(trained: DPOResult, source: Path, tmp_path: Path) -> None:
+    for overrides in LAYOUTS:
+        again = train_dpo(config_of(source, tmp_path, *overrides), tmp_path, Silent())
+        assert again.run_dir != trained.run_dir and again.fingerprint == trained.fingerprint
+
+
+def test_in_native_numerics_the_layout_shows(source: Path, tmp_path: Path) -> None:
+    native = "numerics.mode=native"
+    layouts = [(), ("layout.padding=none",), ("layout.update_micro_batch=4",)]
+    found = [train_dpo(config_of(source, tmp_path, native, *more), tmp_path, Silent()) for more in layouts]
+    assert len({result.fingerprint for result in found}) >= 2
+    assert all(result.margin_accuracy_before == 0.5 for result in found)
+
+
+@pytest.mark.parametrize("override", ["seed=3", "dpo.beta=0.2", "dpo.epochs=1", "run_iterations=1"])
+def test_whatever_is_no_layout_changes_the_fingerprint(
+    trained: DPOResult, source: Path, tmp_path: Path, override: str
+) -> None:
+    assert train_dpo(config_of(source, tmp_path, override), tmp_path, Silent()).fingerprint != trained.fingerprint
+
+
+def test_it_learns_the_pairs_and_leaves_the_reference(trained: DPOResult) -> None:
+    pairs = records.read_table(Path(trained.run_dir), "dpo_pairs")
+    assert trained.loss_first == pytest.approx(np.log(2.0), rel=1e-12) and trained.loss_last < trained.loss_first
+    assert float((pairs["margins"][~pairs["held_out"]] > 0).mean()) > 0.7
+    assert trained.margin_accuracy_before == 0.5 and trained.ref_kl_per_sequence > 0.0
+    assert trained.margin_accuracy_after == float((pairs["margins"][pairs["held_out"]] > 0).mean())
+
+
+def test_with_a_learning_rate_of_zero_nothing_moves(source: Path, tmp_path: Path) -> None:
+    still = train_dpo(config_of(source, tmp_path, "dpo.learning_rate=0"), tmp_path, Silent())
+    assert still.ref_kl_per_sequence == 0.0 and still.margin_accuracy_after == 0.5
+    assert still.accuracy_before == still.accuracy_after and still.loss_last == still.loss_first
+    pairs = records.read_table(Path(still.run_dir), "dpo_pairs")
+    assert (pairs["chosen_logprobs"] == pairs["ref_chosen_logprobs"]).all() and (pairs["margins"] == 0.0).all()
+    assert still.policy_digest == manifest.load(source).final["initial_policy_digest"]
+
+
+def test_the_divergence_is_its_definition_on_the_unmodified_models(trained: DPOResult, source: Path) -> None:
+    config = small_config("layout.backend=dgemm")
+    prepared = prepare(config, Silent().warm_start, source / "checkpoints" / "reference")
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / name)
+        for folder, name in ((Path(trained.run_dir), "final"), (source, "reference"))
+    )
+    prepared.state.policy.load_state_dict(policy.state_dict())
+    found = sequence_kl(config, prepared, 2)
+    assert found == trained.ref_kl_per_sequence
+    total, problems = 0.0, prepared.task.problems.held_out
+    requests = [Request(prepared.task.prompt_ids[p.key], sample_seed(2, 0, p.key, 0)) for p in problems]
+    for request, done in zip(requests, prepared.engine.generate(requests, sampling_of(config)), strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *done.response_ids[:-1]]])
+        with torch.no_grad():
+            log_p, log_q = (m.double()(input_ids=ids).logits[0].log_softmax(-1) for m in (policy, reference))
+        per_position = (log_p.exp() * (log_p - log_q)).sum(-1)
+        total += float(per_position[len(request.prompt_ids) - 1 :].sum())
+    # logits of exact numerics are within 3e-5 of float64
+    assert found == pytest.approx(total / len(problems), rel=1e-3)
+
+
+def test_the_records_hold_what_was_done(trained: DPOResult, source: Path) -> None:
+    folder = Path(trained.run_dir)
+    pairs, steps = (records.read_table(folder, name) for name in ("dpo_pairs", "dpo_steps"))
+    assert len(pairs) == trained.pairs + trained.eval_pairs == len(pairs_from_run(source))
+    held = pairs[pairs["held_out"]]
+    assert len(held) == trained.eval_pairs and held["prompt_key"].nunique() == 6
+    assert not set(held["prompt_key"]) & set(pairs["prompt_key"][~pairs["held_out"]])
+    gained = pairs["chosen_logprobs"] - pairs["ref_chosen_logprobs"]
+    lost = pairs["rejected_logprobs"] - pairs["ref_rejected_logprobs"]
+    assert ((gained - lost) * 0.1 == pairs["margins"]).all()
+    assert len(steps) == trained.steps == 2 * -(-trained.pairs // 17) and steps["pairs"].sum() == 2 * trained.pairs
+    assert steps["loss"].iloc[-1] == trained.loss_last and steps["digest"].iloc[-1] == trained.policy_digest
+    stock = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "final")
+    assert weights_digest(stock.named_parameters()) == trained.policy_digest
+    found = records.load(folder)
+    assert found.fingerprint == trained.fingerprint and found.run_fingerprint == manifest.load(source).fingerprint
+    assert load_dpo_config(folder / "config.yaml").digest() == found.config_digest
+
+
+def test_changed_records_are_refused(trained: DPOResult, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained.run_dir, tmp_path / "copy")
+    manifest_path = folder / "manifest.json"
+    text = manifest_path.read_text()
+    manifest_path.write_text(text.replace(f'"accuracy_after": {trained.accuracy_after}', '"accuracy_after": 0.875'))
+    assert manifest_path.read_text() != text
+    with pytest.raises(UserError, match="does not follow from the digests"):
+        records.load(folder)
+    manifest_path.write_text(text)
+    steps, pairs = (records.table_path(folder, name) for name in ("dpo_steps", "dpo_pairs"))
+    steps.write_bytes(pairs.read_bytes())
+    with pytest.raises(UserError, match=r"dpo_steps\.parquet"):
+        records.read_table(folder, "dpo_steps")
+    steps.unlink()
+    with pytest.raises(UserError, match=r"dpo_steps\.parquet: cannot be read"):
+        records.read_table(folder, "dpo_steps")
+    manifest_path.unlink()
+    with pytest.raises(UserError, match="is not the manifest of a DPO training"):
+        records.load(folder)
+
+
+def test_a_reference_that_was_not_kept_is_made_again(trained: DPOResult, source: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(source, tmp_path / "bare")
+    shutil.rmtree(bare / "checkpoints")
+    again = train_dpo(config_of(bare, tmp_path, "layout.backend=dgemm"), tmp_path, Silent())
+    assert again.fingerprint == trained.fingerprint
+    with pytest.raises(UserError, match="its warm start was in other numerics; choose the numerics of the run"):
+        train_dpo(config_of(bare, tmp_path, "numerics.mode=native"), tmp_path, Silent())
+
+
+def test_another_reference_than_the_recorded_one_is_a_broken_promise(source: Path, tmp_path: Path) -> None:
+    changed = shutil.copytree(source, tmp_path / "changed")
+    shutil.rmtree(changed / "checkpoints" / "reference")
+    shutil.copytree(changed / "checkpoints" / "final", changed / "checkpoints" / "reference")
+    with pytest.raises(PromiseBroken, match="the starting policy has digest"):
+        train_dpo(config_of(changed, tmp_path), tmp_path, Silent())
+
+
+def test_the_command(cli: Cli, trained: DPOResult, source: Path, tmp_path: Path) -> None:  # noqa: F811
+    path = write_config(source, tmp_path)
+    code, out, _ = cli("dpo", path, "--out", tmp_path, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["fingerprint"] == trained.fingerprint and found["pairs"] == trained.pairs
+    code, out, err = cli("dpo", path, "--out", tmp_path)
+    assert (code, out) == (2, "") and "exists already; choose another --out" in one_line(err)
+    code, out, _ = cli("dpo", path, "--out", tmp_path, "--set", "layout.padding=left")
+    # all but the seconds and the folders
+    assert code == 0 and out.splitlines()[:4] == lines(trained)[:4]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run=nowhere", "no such folder"),
+        ("dpo.beta=0", "dpo.beta = 0: input should be greater than 0"),
+        ("dpo.gamma=1", "dpo.gamma: unknown field"),
+        ("num_eval_prompts=1000", "num_eval_prompts = 1000: the pairs are of"),
+        ("run_iterations=3", "iterations = 3:"),
+        ("layout.rank_shares=[1,1]", "layout.rank_shares = [1, 1]"),
+        ("numerics.max_context=6", "rollout.max_response_tokens = 6 must be smaller than numerics.max_context"),
+    ],
+)
+def test_mistakes_are_one_line(cli: Cli, source: Path, tmp_path: Path, override: str, message: str) -> None:  # noqa: F811
+    code, out, err = cli("dpo", write_config(source, tmp_path), "--out", tmp_path / "out", "--set", override)
+    assert (code, out) == (2, "") and message in one_line(err)
+    assert not list((tmp_path / "out").rglob("*"))
+
+
+def test_every_field_has_a_description_of_one_sentence() -> None:
+    for path, field in {**leaf_fields(DPOConfig), **leaf_fields(RewardModelTraining)}.values():
+        assert re.fullmatch(r"[A-Z0-9`][^\n]*\.", field.description or ""), f"{path}: {field.description}"
+        assert not re.search(r"[.!?] +[A-Z]", field.description or ""), f"{path} has more than one sentence"
+
+
+def test_the_experiment_of_the_checkout_needs_a_run_only() -> None:
+    path = ROOT / "experiments" / "dpo.yaml"
+    with pytest.raises(UserError, match="run: missing; add it"):
+        load_dpo_config(path)
+    assert load_dpo_config(path, ["run=somewhere"]).dpo.beta == 1.0

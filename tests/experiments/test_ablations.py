@@ -1,0 +1,185 @@
+"""What is said of a grid: measures of a cell, comparisons by seed, correlations of shares, and the figures."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.grids.distinct_results import counted
+from analysis.grids.distinct_results import main as fingerprints_main
+from analysis.grids.figure import across, by_point, place, span, ticks
+from analysis.grids.figure import main as figure_main
+from analysis.grids.outcomes import MEASURES, measures_of, mismatch, outcomes
+from analysis.grids.table import comparisons, interval, markdown, rank_correlation, report, rows
+from analysis.grids.table import main as table_main
+from ppo_repro.errors import UserError
+from ppo_repro.grids.spec import load_grid
+from ppo_repro.records import manifest, reader
+from tests.support.paths import ROOT
+
+ABLATIONS = ROOT / "experiments" / "ablations"
+
+
+def grid_of(values: dict[str, list[float]], **others: dict[str, list[float]]) -> pd.DataFrame:
+    """Outcomes with `values` as accuracies of seeds 1, 2, ...; every other measure is 0 unless given."""
+    made = []
+    for point, numbers in values.items():
+        for seed, value in enumerate(numbers, start=1):
+            row = {**dict.fromkeys(MEASURES, 0.0), "accuracy": value}
+            row |= {name: of[point][seed - 1] for name, of in others.items()}
+            made.append({"point": point, "axis.a.b": point, "seed": seed, "fingerprint": f"{point}{seed}", **row})
+    return pd.DataFrame(made)
+
+
+def test_an_interval_by_hand() -> None:
+    # mean 2, standard error 1 / sqrt 3, t of 2 degrees of freedom at 97.5 % 4.3027
+    assert interval(pd.Series([1.0, 2.0, 3.0])) == "2.000 ± 2.484"
+    assert interval(pd.Series([2.0])) == interval(pd.Series([2.0, 2.0])) == "2.000"
+
+
+def test_comparisons_are_paired_by_seed_and_corrected() -> None:
+    found = grid_of({"x": [0.0, 10.0, 20.0], "y": [1.0, 12.0, 23.0], "z": [20.0, 10.0, 0.0]})
+    table = comparisons(found.sample(frac=1, random_state=0), "accuracy", "x").set_index("point")
+    # y - x is 1, 2, 3: mean 2, standard error 1 / sqrt 3, t = 3.4641 with 2 degrees of freedom: p = 0.0742
+    assert table.loc["y", "difference"] == pytest.approx(2.0)
+    assert (table.loc["y", "low"], table.loc["y", "high"]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
+    assert table.loc["y", "p"] == pytest.approx(0.0742, abs=1e-4)
+    # z - x is 20, 0, -20: mean 0, so p = 1; Holm doubles the smaller p
+    assert table.loc["z", "p"] == pytest.approx(1.0) and table.loc["y", "Holm"] == pytest.approx(0.1483, abs=1e-4)
+    assert table.loc["z", "Holm"] == pytest.approx(1.0)
+
+
+def test_what_cannot_be_compared_is_one_line() -> None:
+    found = grid_of({"x": [0.0, 1.0], "y": [0.0, 1.0, 2.0]})
+    with pytest.raises(UserError, match=r"^--against q: is no point of this grid; there are x; y$"):
+        comparisons(found, "accuracy", "q")
+    with pytest.raises(UserError, match=r"^y and x have other seeds; finish the grid"):
+        comparisons(found, "accuracy", "x")
+
+
+def test_the_rank_correlation_is_of_the_points_and_its_interval_of_the_seeds() -> None:
+    accuracy = {"x": [0.1, 0.3], "y": [0.2, 0.2], "z": [0.9, 0.7]}
+    shares = {"x": [0.5, 0.5], "y": [0.2, 0.2], "z": [0.1, 0.1]}
+    found = grid_of(accuracy, outside=shares)
+    # means 0.2, 0.2, 0.8 have ranks 1.5, 1.5, 3, the shares 3, 2, 1: Spearman's correlation is -sqrt(3) / 2
+    value, low, high = rank_correlation(found, "outside", "accuracy", np.random.default_rng(0))
+    assert value == pytest.approx(-math.sqrt(3) / 2)
+    # one seed alone: ranks 1, 2, 3 give -1; the other alone: 2, 1, 3 give -0.5
+    assert (low, high) == (pytest.approx(-1.0), pytest.approx(-0.5))
+    assert math.isnan(rank_correlation(found, "removed", "accuracy", np.random.default_rng(0))[0])
+
+
+def test_the_report_says_it_all() -> None:
+    shares = {"x": [0.5, 0.5], "y": [0.2, 0.2]}
+    said = report(grid_of({"x": [0.1, 0.3], "y": [0.2, 0.5]}, outside=shares), "accuracy", "x")
+    assert said.startswith("| b | seeds | accuracy |") and "| x | 2 | 0.200 ± 1.271 |" in said
+    assert "| y | +0.150 [-0.485, +0.785] | 0.2048 | 0.2048 |" in said
+    assert "rank correlation of share outside" not in said, "two points have no correlation worth a name"
+    assert rows(grid_of({"x": [0.1]}), "accuracy")["fingerprints"].tolist() == [1]
+    assert markdown(pd.DataFrame({"a": [1], "b": ["c"]})) == "| a | b |\n|---|---|\n| 1 | c |"
+
+
+@pytest.fixture
+def grid(exact_run: Path, native_run: Path, tmp_path: Path) -> Path:
+    """A grid's folder with one complete cell in exact and one in native numerics, and one that failed."""
+    table = pd.DataFrame(
+        {
+            "cell": ["e", "n", "f"],
+            "axis.numerics.mode": ["exact", "native", "none"],
+            "seed": [7, 7, 7],
+            "state": ["complete", "complete", "failed"],
+            "fingerprint": ["1", "2", ""],
+            "run_dir": [str(exact_run), str(native_run), ""],
+            "final.eval_accuracy": [manifest.load(r).final["eval_accuracy"] for r in (exact_run, native_run)] + [None],
+        }
+    )
+    table.to_parquet(tmp_path / "cells.parquet")
+    return tmp_path
+
+
+def test_the_measures_are_those_of_the_records(grid: Path, exact_run: Path, native_run: Path) -> None:
+    found = outcomes(grid).set_index("point")
+    assert list(found.index) == ["exact", "native"] and set(MEASURES) <= set(found.columns)
+    assert found.loc["exact", "k3"] == 0.0 < found.loc["native", "k3"] < 1e-10
+    for run_dir in (exact_run, native_run):
+        steps, iterations = reader.read_steps(run_dir), reader.read_iterations(run_dir)
+        made = measures_of(run_dir)
+        # training counts clipped tokens of each step in float32
+        by_training = (steps["clip_fraction"] * steps["tokens"]).sum() / steps["tokens"].sum()
+        assert made["removed"] == pytest.approx(by_training, rel=1e-5, abs=1e-9)
+        assert 0 < made["removed"] <= made["outside"]
+        # mismatch below 1e-4 nats puts no ratio beyond 0.2, before a step is taken
+        assert made["floor"] == 0.0
+        assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
+
+
+def test_the_clip_floor_is_what_mismatch_alone_removes(exact_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = reader.read_tokens(exact_run)
+    moved = tokens.assign(rollout_logprobs=tokens["old_logprobs"] + tokens["iteration"].map({0: 0.3, 1: -0.3, 2: 0.0}))
+    monkeypatch.setattr(reader, "read_tokens", lambda run_dir, columns: moved[columns])
+    k3, floor = mismatch(exact_run)
+    # a ratio of e^-0.3 = 0.74 is below 0.8: removed where A < 0; one of e^0.3 = 1.35 is above 1.2: where A > 0
+    first, second = tokens["iteration"] == 0, tokens["iteration"] == 1
+    removed = (first & (tokens["advantages"] < 0)) | (second & (tokens["advantages"] > 0))
+    assert floor == removed.mean() and 0.2 < floor < 0.5
+    expected = first.mean() * (math.expm1(-0.3) + 0.3) + second.mean() * (math.expm1(0.3) - 0.3)
+    assert k3 == pytest.approx(expected, rel=1e-5)  # log-probs are float32
+
+
+def test_results_are_counted_within_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = pd.DataFrame(
+        [("exact", 1, "8", "a"), ("exact", 1, "16", "a"), ("native", 1, "8", "b"), ("native", 1, "16", "c"),
+         ("exact", 2, "8", "d"), ("exact", 2, "16", None)],
+        columns=["axis.numerics.mode", "seed", "axis.layout.rollout_slots", "fingerprint"],
+    )  # fmt: skip
+    cells["state"] = ["complete"] * 5 + ["failed"]
+    table = counted(cells, "numerics.mode")
+    assert table.to_numpy().tolist() == [["exact", 1, 2, 2, 1], ["native", 1, 2, 2, 2], ["exact", 2, 2, 1, 1]]
+    assert fingerprints_main([str(tmp_path), "--by", "x"]) == 2 and "has no cells.parquet" in capsys.readouterr().err
+    cells.to_parquet(tmp_path / "cells.parquet")
+    assert fingerprints_main([str(tmp_path), "--by", "x"]) == 2
+    said = "--by x: is no axis of this grid; there are numerics.mode, layout.rollout_slots\n"
+    assert capsys.readouterr().err == said
+    assert fingerprints_main([str(tmp_path), "--by", "numerics.mode"]) == 0
+    assert "| native | 1 | 2 | 2 | 2 |" in capsys.readouterr().out
+
+
+def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert table_main([str(grid)]) == 0
+    assert capsys.readouterr().out.startswith("| mode | seeds | accuracy |")
+    assert table_main([str(grid), "--against", "q"]) == 2
+    assert capsys.readouterr().err == "--against q: is no point of this grid; there are exact; native\n"
+    for given in ([], ["--across", "outside"]):
+        assert figure_main([str(grid), str(tmp_path / "f.svg"), *given]) == 0
+        ElementTree.fromstring((tmp_path / "f.svg").read_text())
+    pd.read_parquet(grid / "cells.parquet").query("state == 'failed'").to_parquet(grid / "cells.parquet")
+    assert table_main([str(grid)]) == 2 and "has no complete cell" in capsys.readouterr().err
+
+
+def test_every_run_is_drawn_where_it_belongs() -> None:
+    found = grid_of({"x": [0.0, 1.0], "y": [0.5, math.nan]}, outside={"x": [0.0, 0.5], "y": [0.2, 0.3]})
+    axis = span(found["accuracy"])
+    assert axis == pytest.approx((-0.05, 1.05)) and place(0.5, axis, 0.0, 10.0) == pytest.approx(5.0)
+    drawn = by_point(found, "accuracy")
+    dots = [float(x) for x in re.findall(r'<circle cx="([\d.]+)"', drawn)]
+    assert dots == pytest.approx([place(v, axis, 230.0, 740.0) for v in (0.0, 1.0, 0.5)], abs=0.06)
+    assert "y (1 not finite)" in drawn
+    assert len(re.findall("<circle", across(found, "outside", "accuracy"))) == 3
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.3, 0.31), (1e-4, 3e-4), (0.0, 9.0), (5.0, 1234.0)])
+def test_ticks_are_round_and_few(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 3 <= len(found) <= 10 and low - 1e-9 <= found[0] and found[-1] <= high + 1e-9
+
+
+@pytest.mark.parametrize("path", sorted(ABLATIONS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_grid_can_be_laid_out(path: Path) -> None:
+    grid = load_grid(path)
+    assert len(grid.cells) >= 15 and len(str(grid.file.expectation)) > 40

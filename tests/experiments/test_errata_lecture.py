@@ -1,0 +1,102 @@
+"""What a lecture prints about PPO, run: its program, its advice on the clip range, its adaptive clip range."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.errata.lecture_cartpole import (
+    CORRECTED,
+    SOLVED,
+    Printed,
+    run_as_printed,
+    run_config,
+    update_ratios,
+    values_for_gae,
+)
+from ppo_repro.ppo.controllers import adaptive_clip_range
+from ppo_repro.ppo.losses import Band, clip_flags, removes_gradient
+from tests.support.float32 import finite, tensor
+from tests.support.paths import ROOT
+
+
+def test_the_printed_program_makes_500_steps_and_no_update() -> None:
+    assert run_as_printed() == Printed(env_steps=500, updates=0, last_50_return=0.0, learned=False)
+
+
+def test_with_a_limit_for_each_episode_the_same_loop_does_step_on() -> None:
+    """The control: the counter is the cause. A limit no one reaches leaves 60 episodes of 9 steps at least."""
+    found = run_as_printed(episodes=60, max_steps=100_000, update_every=10**9)
+    assert found.env_steps > 500 and found.last_50_return >= 8
+
+
+def test_the_update_it_never_reaches_would_end_in_an_error() -> None:
+    with pytest.raises(RuntimeError, match="dimension"):
+        run_as_printed(update_every=64)
+    with pytest.raises(RuntimeError):
+        values_for_gae([torch.zeros(1, 1)] * 8, torch.zeros(1, 1))
+
+
+def test_behind_the_error_every_step_meets_every_other() -> None:
+    logprobs = [-0.1 * k for k in range(1, 9)]
+    found = update_ratios(tensor(logprobs), [tensor([x]) for x in logprobs])
+    assert found.shape == (8, 8)
+    # of 64 ratios the 8 that were meant are 1, and the others compare different steps
+    assert int((found == 1).sum()) == 8 and found[0, 7].item() == pytest.approx(math.exp(0.1 - 0.8), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_corrected_program_learns(tmp_path: Path) -> None:
+    found = run_config(CORRECTED, tmp_path)
+    assert found.tokens == 99_840 and found.last_100_return >= SOLVED and found.eval_after >= SOLVED
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_command_prints_both() -> None:
+    command = [sys.executable, "-m", "experiments.errata.lecture_cartpole"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.startswith(
+        "as printed: 500 environment steps, 0 updates, mean return of the last 50 episodes 0.00"
+    )
+    assert "corrected: 99,840 environment steps" in done.stdout
+
+
+ratios_and_advantages = st.lists(st.tuples(finite(0.0, 3.0), finite(-5.0, 5.0)), min_size=1, max_size=30)
+
+
+@given(ratios_and_advantages, st.floats(0.01, 0.5), st.floats(1.01, 1.9))
+def test_a_smaller_clip_range_allows_less(rows: list[tuple[float, float]], clip: float, factor: float) -> None:
+    """Wrong claim: "policy too deterministic: decrease eps, to allow more change"."""
+    ratios, advantages = (tensor(list(column)) for column in zip(*rows, strict=True))
+    wide = removes_gradient(clip_flags(ratios, advantages, Band(clip * factor, clip * factor)))
+    narrow = removes_gradient(clip_flags(ratios, advantages, Band(clip, clip)))
+    assert bool((narrow | ~wide).all()), "whatever the wide range stops, the narrow one stops too"
+
+
+def test_doubling_without_bounds_ends_the_clip_from_below() -> None:
+    """Wrong claim: "eps x 2 where KL < target / 1.5", and nothing more."""
+    ratios, advantages = tensor([0.0, 0.5]), tensor([-1.0, -1.0])
+    claimed = bounded = 0.2
+    for _ in range(3):
+        claimed *= 2.0
+        bounded = adaptive_clip_range(bounded, 0.0, 0.01, 0.05, 0.4)
+    assert 1.0 - claimed < 0 and not removes_gradient(clip_flags(ratios, advantages, Band(claimed, claimed))).any()
+    assert bounded == 0.4 and removes_gradient(clip_flags(ratios, advantages, Band(bounded, bounded))).all()
+
+
+@given(st.floats(0.05, 0.4), st.lists(st.floats(0.0, 1.0), max_size=40))
+def test_ours_stays_within_its_bounds(clip: float, divergences: list[float]) -> None:
+    for kl in divergences:
+        following = adaptive_clip_range(clip, kl, 0.01, 0.05, 0.4)
+        assert 0.05 <= following <= 0.4
+        assert (following <= clip) if kl > 0.015 else (following >= clip)
+        clip = following

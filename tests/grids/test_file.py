@@ -1,0 +1,117 @@
+"""A grid file: how it expands, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.grids.spec import load_grid
+from tests.support.paths import ROOT, TINY, TINY_GRID
+
+
+def grid_file(folder: Path, **changes: Any) -> Path:
+    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "seeds": [1], **changes}
+    path = folder / "g.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))
+    return path
+
+
+def test_the_product_of_axes_and_seeds() -> None:
+    grid = load_grid(TINY_GRID)
+    assert grid.name == "tiny_grid" and len(grid.cells) == 2 * 2 * 2 * 3
+    first = grid.cells[0]
+    assert first.name == "learning_rate=0.001,epochs=1,kl=reward,seed=1"
+    assert first.labels == {"ppo.learning_rate": "0.001", "ppo.epochs": "1", "kl": "reward"}
+    assert isinstance(first.config, RunConfig)
+    assert (first.config.ppo.iterations, first.config.checkpoints.every) == (3, 1)
+    seen = {
+        (c.config.ppo.learning_rate, c.config.ppo.epochs, c.config.kl.placement, c.seed)
+        for c in grid.cells
+        if isinstance(c.config, RunConfig)
+    }
+    assert seen == {(r, e, k, s) for r in (1e-3, 3e-3) for e in (1, 2) for k in ("reward", "loss") for s in (1, 2, 3)}
+    assert all(c.config.seed == c.seed for c in grid.cells)
+    assert load_grid(TINY_GRID) == grid
+
+
+def test_without_axes_a_grid_is_its_seeds(tmp_path: Path) -> None:
+    assert [cell.name for cell in load_grid(grid_file(tmp_path, seeds=[3, 1])).cells] == ["seed=3", "seed=1"]
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=4, unique=True), st.sets(st.integers(0, 99), min_size=1))
+def test_names_are_stable_distinct_and_safe(
+    tmp_path_factory: pytest.TempPathFactory, rates: list[float], seeds: set[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("grid")
+    cells = load_grid(grid_file(folder, axes={"ppo.learning_rate": rates}, seeds=sorted(seeds))).cells
+    names = [cell.name for cell in cells]
+    assert len(set(names)) == len(names) == len(rates) * len(seeds)
+    assert all(Path(name).name == name and not name.startswith(".") for name in names)
+    # another order of the axis' values, or one more seed, renames nothing
+    others = load_grid(grid_file(folder, axes={"ppo.learning_rate": rates[::-1]}, seeds=[*sorted(seeds), 100])).cells
+    assert set(names) <= {cell.name for cell in others}
+
+
+def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
+    labels = {"../../x": {"ppo.epochs": 1}, "/etc": {"ppo.epochs": 2}}
+    names = [cell.name for cell in load_grid(grid_file(tmp_path, axes={"a": labels})).cells]
+    assert names == ["a=.._.._x,seed=1", "a=_etc,seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"axes": {"ppo.epoch": [1, 2]}}, "cell epoch=1,seed=1: ppo.epoch: unknown field"),
+        ({"axes": {"ppo.epochs": [1, 0]}}, "cell epochs=0,seed=1: ppo.epochs = 0: input should be greater than"),
+        ({"axes": {"ppo.epochs": [1, 1]}}, "axes.ppo.epochs: has '1' twice; keep one"),
+        ({"axes": {"ppo.epochs": []}}, "axes.ppo.epochs: is empty; give it at least one value or remove it"),
+        ({"axes": {"x": {"a": {"seed": 2}}}}, "axes.x and seeds both set seed; keep one"),
+        ({"axes": {"x": {"a": {"ppo.epochs": 2}, "b": {}}}}, "cells x=a,seed=1 and x=b,seed=1 are the same run"),
+        ({"axes": {"x": {0.1: {"ppo.epochs": 2}}}}, "axes.x.0.1: must be a label in letters with a mapping of fields"),
+        ({"axes": {"x": {"a": 3}}}, "axes.x.a: must be a label in letters with a mapping of fields"),
+        ({"axes": {"ppo.epochs": 2}}, "axes.ppo.epochs = 2: must be a list of values or a mapping of labels"),
+        ({"axes": {"seed": [1, 2]}}, "axes.seed and seeds both set seed; keep one"),
+        ({"axes": {"ppo.epochs": [1]}, "set": {"ppo.epochs": 3}}, "set.ppo.epochs and axes.ppo.epochs both set"),
+        ({"axes": {"ppo.epochs": [1, 2]}, "set": {"ppo": {}}}, "set.ppo and axes.ppo.epochs both set ppo.epochs"),
+        ({"set": {"ppo.epochs": 2}}, "set.ppo.epochs = 2: is so in the base already; remove it"),
+        ({"set": {"seed.x": 2}}, "set.seed.x and seeds both set seed"),
+        ({"set": {"experiment.x": 2}}, "experiment.x: 'experiment' is a value, not a group of fields"),
+        ({"seeds": []}, "seeds"),
+        ({"seeds": [1, 1]}, "two cells would be called seed=1"),
+        ({"seeds": [-1]}, "seeds.0 = -1"),
+        ({"question": None}, "question: missing; add it"),
+        ({"axis": {}}, "axis: unknown field"),
+        ({"base": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
+        ({"kind": "control"}, "cell seed=1: environment: missing"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_grid(grid_file(tmp_path, **changes))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_name_that_is_no_name(tmp_path: Path) -> None:
+    path = grid_file(tmp_path).rename(tmp_path / "my grid.yaml")
+    with pytest.raises(UserError, match="the file name names the grid"):
+        load_grid(path)
+
+
+SHIPPED = [path for path in sorted(ROOT.glob("experiments/**/*.yaml")) if "\naxes:" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_every_grid_that_ships_expands(path: Path) -> None:
+    grid = load_grid(path)
+    assert len(grid.cells) > len(grid.file.seeds) and grid.file.read_with
+
+
+def test_the_grids_that_ship_are_found() -> None:
+    assert {"clip", "kl", "details", "e1_units"} <= {path.stem for path in SHIPPED}

@@ -1,0 +1,182 @@
+"""Reward models: stock scores, one set of bits for every layout, folders, and value models made from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_repro.errors import UserError
+from ppo_repro.models.batches import lay_out
+from ppo_repro.models.networks import make_policy, value_predictions
+from ppo_repro.models.reward_model import (
+    CLASSIFIER_OF,
+    load_reward_model,
+    make_reward_model,
+    require_same_tokens,
+    reward_scores,
+    save_reward_model,
+    value_model_from,
+)
+from ppo_repro.models.tiny import make_tokenizer
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.layers.families import trunk_of
+from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.tasks.problems import arithmetic
+from ppo_repro.tasks.tokenizer import train_bpe
+from tests.support.models import ARCHITECTURES, CONFIGS, CONTEXT, fill, ragged, source_model, unequal
+
+LAYOUTS = [(padding, micro_batch) for padding in ("right", "left", "none") for micro_batch in (0, 1, 4)]
+SEQUENCES = [[*s, 5] for s in ragged(11, 4, prompt=25)[0]]  # the stock forward cannot see its padding, 0, at the end
+
+
+def classifier(architecture: str, labels: int = 1) -> PreTrainedModel:
+    """An unmodified classifier with random weights and a large head."""
+    config = CONFIGS[architecture]()
+    config.num_labels = labels
+    model = CLASSIFIER_OF[type(source_model(architecture))](config).eval()
+    fill(model, 3)
+    return model
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    return make_tokenizer(arithmetic(5), 16)
+
+
+def scores(model: PreTrainedModel, layout: tuple[str, int], sequences: list[list[int]] = SEQUENCES) -> Tensor:
+    return reward_scores(model, sequences, *layout)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scores_have_the_same_bits_under_every_layout(architecture: str) -> None:
+    model = make_reward_model(source_model(architecture), "exact", CONTEXT, 0)
+    expected = scores(model, LAYOUTS[0])
+    assert expected.shape == (11,) and expected.dtype == torch.float32 and len(set(expected.tolist())) == 11
+    assert all(unequal(scores(model, layout), expected) == 0 for layout in LAYOUTS)
+    backwards = scores(model, LAYOUTS[1], SEQUENCES[::-1]).flip(0)
+    assert unequal(backwards, expected) == 0
+    backend.use("dgemm", 2)
+    assert unequal(scores(model, LAYOUTS[0]), expected) == 0
+
+
+def test_native_scores_depend_on_the_layout() -> None:
+    model = make_policy(classifier("qwen3"), "native", CONTEXT)
+    found = [scores(model, layout) for layout in LAYOUTS]
+    assert any(unequal(other, found[0]) for other in found)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
+    architecture: str, tmp_path: Path
+) -> None:
+    model = make_policy(classifier(architecture), "exact", CONTEXT)
+    save_reward_model(model, tokenizer(), tmp_path / "model")
+    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    assert type(stock) is CLASSIFIER_OF[type(source_model(architecture))]
+    with torch.no_grad():
+        alone = torch.cat([stock(input_ids=torch.tensor([s])).logits[:, 0] for s in SEQUENCES])
+        width = max(map(len, SEQUENCES))
+        ids = torch.tensor([s + [0] * (width - len(s)) for s in SEQUENCES])
+        padded = stock(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, 0]
+    expected = scores(model, LAYOUTS[0])
+    for found in (alone, padded):
+        # the tolerance of the logits: operands of 20 bits against float32
+        assert float((found - expected).norm() / expected.norm()) < 3e-5
+    again, _ = load_reward_model(tmp_path / "model", "exact", CONTEXT)
+    assert unequal(scores(again, LAYOUTS[0]), expected) == 0
+    native, _ = load_reward_model(tmp_path / "model", "native", CONTEXT)
+    assert unequal(scores(native, LAYOUTS[0]), expected) > 0
+
+
+def test_a_new_reward_model_has_the_trunk_of_its_source_and_a_head_of_its_own() -> None:
+    source = source_model("qwen3")
+    one, same, other = (make_reward_model(source, "exact", CONTEXT, seed) for seed in (0, 0, 1))
+    digests = [weights_digest(m.named_parameters()) for m in (one, same, other)]
+    assert digests[0] == digests[1] != digests[2]
+    trunks = [weights_digest(trunk_of(m).named_parameters()) for m in (source, one, other)]
+    assert len(set(trunks)) == 1
+    head = one.score.weight
+    assert head.shape == (1, 48) and float(head.detach().std()) == pytest.approx(0.1 / 48**0.5, rel=0.3)
+    with torch.no_grad():
+        next(iter(one.parameters())).zero_()
+    assert weights_digest(trunk_of(source).named_parameters()) == trunks[0], "parameters are copies"
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(architecture: str, mode: str) -> None:
+    model = make_policy(classifier(architecture), mode, CONTEXT)
+    value_model = value_model_from(model, mode, CONTEXT)
+    prompts, responses = ragged(9, 2)
+    batch = lay_out(prompts, [[*r, 0] for r in responses], "right")  # the added token is predicted, not read
+    with torch.no_grad():
+        values = value_predictions(value_model, batch)
+    last = torch.tensor([len(r) + 1 for r in responses]).cumsum(0) - 1
+    expected = scores(model, ("right", 0), [p + r for p, r in zip(prompts, responses, strict=True)])
+    if mode == "exact":
+        assert unequal(values[last], expected) == 0
+        assert unequal(values[last - 1], expected) > 0, "one token earlier the value is another"
+    else:
+        assert torch.allclose(values[last], expected, rtol=0, atol=1e-4)  # float32: the bias may be fused into the sum
+    assert all(p.requires_grad for p in value_model.parameters())
+    names = {name for name, _ in value_model.named_parameters()}
+    assert names == {f"trunk.{n}" for n, _ in trunk_of(model).named_parameters()} | {"head.weight", "head.bias"}
+
+
+def test_a_value_model_in_native_numerics_depends_on_the_layout() -> None:
+    model = make_policy(classifier("qwen2"), "native", CONTEXT)
+    value_model = value_model_from(model, "native", CONTEXT)
+    with torch.no_grad():
+        found = [value_predictions(value_model, lay_out(SEQUENCES, [(0,)] * 11, p)) for p in ("right", "none")]
+    assert unequal(*found) > 0
+
+
+def saved(tmp_path: Path, architecture: str = "qwen3", labels: int = 1) -> Path:
+    folder = tmp_path / f"{architecture}-{labels}"
+    save_reward_model(make_policy(classifier(architecture, labels), "exact", CONTEXT), tokenizer(), folder)
+    return folder
+
+
+def test_folders_that_hold_no_reward_model_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="num_labels = 3; a reward model has exactly 1"):
+        load_reward_model(saved(tmp_path, labels=3), "exact", CONTEXT)
+    with pytest.raises(UserError, match=r"there is no config\.json"):
+        load_reward_model(tmp_path, "exact", CONTEXT)
+    causal = tmp_path / "causal"
+    source_model("qwen3").save_pretrained(causal)
+    with pytest.raises(UserError, match="architecture Qwen3ForCausalLM; must be one of LlamaForSequenceClass"):
+        load_reward_model(causal, "exact", CONTEXT)
+    headless = tmp_path / "headless"
+    shutil.copytree(causal, headless)
+    tree = json.loads((saved(tmp_path) / "config.json").read_text())
+    (headless / "config.json").write_text(json.dumps(tree))
+    tokenizer().save_pretrained(headless)
+    with pytest.raises(UserError, match=r"has no tensor score\.weight"):
+        load_reward_model(headless, "exact", CONTEXT)
+    (saved(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read, and .*SHA256SUMS lists it"):
+        load_reward_model(tmp_path / "qwen3-1", "exact", CONTEXT)
+
+
+def test_a_model_that_is_no_causal_model_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot be made from Qwen3ForSequenceClassification"):
+        make_reward_model(classifier("qwen3"), "exact", CONTEXT, 0)
+
+
+def test_a_reward_model_of_another_tokenizer_is_refused() -> None:
+    require_same_tokens(tokenizer(), tokenizer())
+    other = train_bpe(["0123456789+=", "12", "12", "12"], 16)
+    with pytest.raises(UserError, match="another tokenizer than the policy: token"):
+        require_same_tokens(tokenizer(), other)
+
+
+def test_sequences_without_tokens() -> None:
+    model = make_reward_model(source_model("qwen3"), "exact", CONTEXT, 0)
+    assert reward_scores(model, [], "right", 0).shape == (0,)
+    with pytest.raises(ValueError, match="empty sequence"):
+        reward_scores(model, [[1], []], "right", 0)

@@ -1,0 +1,239 @@
+"""Attention by kernels is the reference bit for bit, however the work is cut, on every instruction set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.kernels.attention import keys
+from ppo_repro.numerics.kernels.core import pool
+from ppo_repro.numerics.layers import attention as reference
+from ppo_repro.numerics.layers import fused_attention
+from ppo_repro.numerics.layers.attention import attention
+from ppo_repro.numerics.layers.kv_cache import GridCache
+from tests.support.attention_cases import DIMS, NUMBERS, REACHES, Case, make_case, outcome, random_case
+from tests.support.models import qwen2_config, unequal
+from tests.support.paths import ROOT
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every row in a part of its own, so that threads have something to divide."""
+    monkeypatch.setattr(pool, "LEAST_NANOSECONDS", 1e-3)
+    yield
+    backend.use("eager", 1)
+
+
+def differences(case: Case, threads: int) -> int:
+    """Elements of the result and its gradients that differ from the reference in any bit."""
+    expected, got = outcome(case), outcome(case, threads)
+    if expected is None or got is None:
+        assert expected is None and got is None
+        return 0
+    return sum(unequal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+cases = st.builds(
+    make_case,
+    length=st.one_of(*[st.integers(1, 12)] * 3, st.integers(13, 130)),
+    groups=st.integers(1, 4),
+    dim=st.sampled_from(DIMS),
+    reach=st.sampled_from(REACHES),
+    kind=st.sampled_from(NUMBERS),
+    seed=st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=300)
+@given(cases, st.integers(1, 3))
+def test_kernels_give_the_bits_of_the_reference(case: Case, threads: int) -> None:
+    assert differences(case, threads) == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_kernels_give_the_bits_of_the_reference_in_many_cases() -> None:
+    finite = 0
+    for seed in range(6_000):
+        case = random_case(seed)
+        assert differences(case, 1 + seed % 3) == 0, seed
+        finite += outcome(case, 1) is not None
+    assert finite > 4_500
+
+
+@settings(max_examples=40)
+@given(cases)
+def test_neither_weights_made_twice_nor_the_cut_of_a_row_into_spans_show(case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_attention, "_KEPT", 0)
+        patch.setattr(fused_attention, "_LEAST_SPAN", 1)
+        assert differences(case, 1) == 0
+
+
+def cached(case: Case, cuts: list[int], threads: int) -> list[Tensor]:
+    """Results [R, L, H, D] of the pieces between cuts, over a cache that serves rows in the wrong order."""
+    rows, length, dim = len(case.q), case.q.shape[2], case.q.shape[3]
+    config = qwen2_config(head_dim=dim, num_key_value_heads=case.k.shape[1], num_hidden_layers=1)
+    cache = GridCache(config, rows + 1, case.context, torch.device("cpu"))
+    slots = torch.arange(rows, 0, -1)
+    backend.use("dgemm" if threads else "eager", threads or 1)
+    module: Any = SimpleNamespace(layer_idx=0, max_context=case.context)
+    outs = []
+    for begin, end in zip([0, *cuts], [*cuts, length], strict=True):
+        pieces = [x[:, :, begin:end] for x in (case.q, case.k, case.v)]
+        # row 1, where there is one, is a token shorter: its last query is padding
+        valid = torch.ones(rows, end - begin, dtype=torch.bool)
+        valid[1:, -1] = end < length
+        positions = torch.where(valid, torch.arange(begin, end), 0)
+        cache.aim(slots, positions, valid)
+        outs.append(attention(module, *pieces, None, case.scaling, case.window, kv_cache=cache)[0])
+    return [torch.cat(outs, 1), cache.keys[0], cache.values[0], cache.value_scales[0]]
+
+
+@settings(max_examples=150)
+@given(cases, st.integers(1, 3), st.data())
+def test_cached_kernels_give_the_bits_of_the_reference_and_of_the_full_forward(
+    case: Case, threads: int, data: st.DataObject
+) -> None:
+    length = case.q.shape[2]
+    case = replace(case, first_key=torch.zeros_like(case.first_key))
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4))) if length > 1 else []
+    try:
+        expected = cached(case, cuts, 0)
+    except NumericsError:
+        with pytest.raises(NumericsError, match="layer 0: attention is not finite"):
+            cached(case, cuts, threads)
+        return
+    got = cached(case, cuts, threads)
+    assert sum(unequal(a, b) for a, b in zip(expected, got, strict=True)) == 0
+    with torch.no_grad():
+        module: Any = SimpleNamespace(layer_idx=0, max_context=case.context)
+        full, _ = attention(module, case.q, case.k, case.v, None, case.scaling, case.window, first_key=case.first_key)
+    assert unequal(full[0], got[0][0]) == 0 and unequal(full[:, :-1], got[0][:, :-1]) == 0
+
+
+def test_one_bit_less_in_the_grid_of_the_kernels_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(40, 2, 16, "causal", "normal", 0)
+    assert differences(case, 1) == 0
+    operand_bits = reference.operand_bits
+    monkeypatch.setattr(fused_attention, "operand_bits", lambda terms: operand_bits(terms) - 1)
+    assert differences(case, 1) > 1000
+
+
+def test_stock_attention_is_not_the_reference() -> None:
+    case = make_case(40, 2, 16, "causal", "normal", 0)
+    expected = outcome(case)
+    assert expected is not None
+    stock = nn.functional.scaled_dot_product_attention(
+        case.q, case.k, case.v, is_causal=True, scale=case.scaling, enable_gqa=True
+    )
+    assert unequal(stock.transpose(1, 2).contiguous(), expected[0]) > 1000
+
+
+def test_results_and_gradients_are_those_of_float64() -> None:
+    case = make_case(130, 3, 64, "causal", "normal", 3)
+    leaves = [x.double().requires_grad_() for x in (case.q, case.k, case.v)]
+    out = nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, scale=case.scaling, enable_gqa=True)
+    wanted = [out.transpose(1, 2), *torch.autograd.grad(out, leaves, case.grad.double())]
+    got = outcome(case, 1)
+    assert got is not None
+    for a, b in zip(got, (x.detach() for x in wanted), strict=True):
+        # operands of 20 bits; 3e-6 was measured
+        assert float((a - b).norm() / b.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused_and_the_layer_named(threads: int, name: str, bad: float) -> None:
+    case = make_case(9, 2, 8, "causal", "normal", 1)
+    getattr(case, name)[0, 0, 4, 3] = bad
+    backend.use("dgemm" if threads else "eager", 1)
+    module: Any = SimpleNamespace(layer_idx=7, max_context=case.context)
+    with pytest.raises(NumericsError, match="layer 7: attention is not finite"):
+        attention(module, case.q, case.k, case.v, None, case.scaling, first_key=case.first_key)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_gradient_that_is_not_finite_is_refused(threads: int) -> None:
+    case = make_case(9, 2, 8, "causal", "normal", 1)
+    assert outcome(case, threads) is not None
+    case.grad[0, 0, 4, 3] = float("nan")
+    assert outcome(case, threads) is None
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_more_keys_than_max_context_are_refused(threads: int) -> None:
+    case = make_case(9, 2, 8, "causal", "normal", 1)
+    backend.use("dgemm" if threads else "eager", 1)
+    module: Any = SimpleNamespace(layer_idx=0, max_context=8)
+    with pytest.raises(NumericsError, match=r"layer 0: a query sees 9 keys; numerics\.max_context = 8"):
+        attention(module, case.q, case.k, case.v, None, case.scaling, first_key=case.first_key)
+    # fewer in every sequence, though the row is longer
+    first = torch.tensor([[0, 0, 0, 0, 4, 4, 4, 4, 4]]).expand_as(case.first_key)
+    attention(module, case.q, case.k, case.v, None, case.scaling, first_key=first)
+
+
+def test_the_cache_refuses_positions_and_slots_it_does_not_have() -> None:
+    cache = GridCache(qwen2_config(), 2, 16, torch.device("cpu"))
+    one = torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(NumericsError, match=r"position 16 is not in 0\.\.15"):
+        cache.aim(torch.tensor([0]), torch.tensor([[16]]), one)
+    with pytest.raises(NumericsError, match=r"slot -1 is not in 0\.\.1"):
+        cache.aim(torch.tensor([-1]), torch.tensor([[0]]), one)
+
+
+def test_maxima_tell_the_largest_magnitude_by_its_bits() -> None:
+    largest = np.array([0, 0, np.float64(3.0).view(np.int64)])
+    keys.raise_maxima(np.array([-2.0, 0.0, 1.0]), 0.5, largest)
+    assert largest.view(np.float64).tolist() == [1.0, 0.0, 3.0]
+
+
+# how wide vectors are, whether there is fused multiply-add
+MACHINES = {"host": {}, "haswell": {"NUMBA_CPU_NAME": "haswell"}, "generic": {"NUMBA_CPU_NAME": "generic"}}
+REPORT = """
+from tests.support.attention_cases import digest
+print(digest(200))
+from ppo_repro.numerics.kernels import attention, attention_backward, attention_block, attention_keys, small_products
+def asm(kernel):
+    return kernel.inspect_asm(kernel.signatures[0])
+rounded = [attention_block.quantise_row, attention_block.round_scores, attention_block.weigh, attention.fold,
+           attention.store_block, attention_backward.differentiate, attention_backward.fold_scores,
+           attention_keys.raise_maxima, attention_keys.store_keys]
+print(sum("vfmadd" in asm(kernel) or "vfnmadd" in asm(kernel) or "vfmsub" in asm(kernel) for kernel in rounded))
+print("vfmadd" in asm(small_products.set_rows), "zmm" in asm(small_products.set_rows))
+"""
+
+
+def on_machine(name: str, folder: Path) -> list[str]:
+    """Digest, kernels with a fused operation where there must be none, whether products are fused and 512 bits wide."""
+    features = {} if name == "host" else {"NUMBA_CPU_FEATURES": ""}
+    environment = {**os.environ, **MACHINES[name], **features, "NUMBA_CACHE_DIR": str(folder / name)}
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+    )
+    return done.stdout.split("\n")[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
+    host, haswell, generic = (on_machine(name, tmp_path) for name in MACHINES)
+    assert haswell[2] == "True False" and generic[2] == "False False"
+    assert host[0] == haswell[0] == generic[0]
+    assert host[1] == haswell[1] == generic[1] == "0"

@@ -1,0 +1,107 @@
+"""Gaussian error linear units by kernels: bit for bit the eager specification, whatever the argument."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_repro.numerics.arithmetic.gates import LAST_TAIL, LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
+from ppo_repro.numerics.kernels import gelu
+from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.layers.activations import Gated, gated
+from tests.support.awkward import cases, matrix
+from tests.support.kernels import KINDS, both, seeds, threads, using, values
+from tests.support.models import seeded, unequal
+
+GATES = {"erf": normal_cdf, "tanh": tanh_gate, "quick": quick_gate}
+
+
+def results(gate: Gate, x: Tensor, upstream: Tensor) -> list[Tensor]:
+    """Values with and without autograd and the gradient. Every NaN is made the same: sign and payload are no law."""
+    leaf = x.detach().requires_grad_()
+    y = Gated.apply(leaf, gate)
+    found = [y.detach(), gated(x.detach(), gate), torch.autograd.grad(y, leaf, upstream)[0]]
+    return [torch.where(r.isnan(), math.nan, r) for r in found]
+
+
+@pytest.mark.parametrize("name", GATES)
+@settings(max_examples=60)
+@given(cases, st.integers(1, 12), threads)
+def test_kernels_are_the_specification(name: str, case: tuple[int, int, str], rows: int, count: int) -> None:
+    size, seed, stride = case
+    x, upstream = matrix(rows, size, seed, stride), matrix(rows, size, seed + 1, stride)
+    expected, got = both(lambda: results(GATES[name], x, upstream), count)
+    assert got == expected
+
+
+@pytest.mark.parametrize("name", GATES)
+@settings(max_examples=60)
+@given(seeds, st.sampled_from(KINDS), st.integers(1, 300), threads)
+def test_kernels_are_the_specification_for_numbers_of_every_size(
+    name: str, seed: int, kind: str, n: int, c: int
+) -> None:
+    x, upstream = (torch.from_numpy(values(k, (n,), np.random.default_rng(seed))) for k in (kind, "any"))
+    expected, got = both(lambda: results(GATES[name], x, upstream), c)
+    assert got == expected
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_kernels_are_the_specification_over_the_whole_range(name: str) -> None:
+    every = np.arange(0, 1 << 32, 40_009, dtype=np.uint32).view(np.float32)
+    near = np.linspace(-45.0, 45.0, 40_001).astype(np.float32)
+    edges = np.array([2.0**-149, math.inf, math.nan, LIMIT, LAST_TAIL], np.float32).view(np.uint32)
+    beside = (edges[:, None] - 1 + np.arange(3, dtype=np.uint32)).ravel().view(np.float32)
+    x = torch.from_numpy(np.concatenate([every, near, beside, -beside]))
+    assert x.isnan().any() and x.isinf().any()
+    upstream = torch.randn(len(x), generator=seeded(0))
+    expected, got = both(lambda: results(GATES[name], x, upstream), 2)
+    assert got == expected
+
+
+@kernel
+def _normal_cdf(x, g, slope):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        g[i], slope[i] = gelu._normal_cdf(x[i])
+
+
+@kernel
+def _tanh_gate(x, g, slope):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        g[i], slope[i] = gelu._tanh_gate(x[i])
+
+
+@kernel
+def _quick_gate(x, g, slope):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        g[i], slope[i] = gelu._quick_gate(x[i])
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gates_are_the_specification_before_they_are_rounded(name: str) -> None:
+    """Rounding to float32 hides nearly every change of the last bits of float64; another order must not pass."""
+    near = torch.randn(20_000, generator=seeded(0), dtype=torch.float64) * 3.0
+    x = torch.cat([near, torch.linspace(-LIMIT, LIMIT, 4_001, dtype=torch.float64), near * 1e-30])
+    g, slope = torch.empty_like(x), torch.empty_like(x)
+    {"erf": _normal_cdf, "tanh": _tanh_gate, "quick": _quick_gate}[name](x.numpy(), g.numpy(), slope.numpy())
+    expected = GATES[name](x)
+    assert unequal(g, expected[0]) == 0 and unequal(slope, expected[1]) == 0
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_gradient_that_is_not_finite_stays_so(name: str) -> None:
+    x, upstream = torch.linspace(-2.0, 2.0, 9), torch.tensor([math.inf, -math.inf, math.nan] * 3)
+    expected, got = both(lambda: results(GATES[name], x, upstream))
+    assert got == expected
+    with using("dgemm"):
+        assert not results(GATES[name], x, upstream)[2].isfinite().any()
+
+
+def test_another_gate_is_refused() -> None:
+    with using("dgemm"), pytest.raises(KeyError):
+        gated(torch.ones(3), lambda x: (x, x))

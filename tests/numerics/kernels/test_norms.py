@@ -1,0 +1,161 @@
+"""Layer norm and Gemma's norm by kernels: bit for bit the eager specification, with the same refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.layers.linear import ExactModule
+from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm
+from tests.support.awkward import cases, matrix
+from tests.support.kernels import both, outcome, threads, using
+from tests.support.models import seeded
+
+Case = tuple[int, int, str]
+NORMS = ("layer norm", "gemma")
+PARAMETERS = ("normal", "zeros", "signed zeros")
+# of the grid against the largest contribution: none yet, and both ends of what it can take
+OFFSETS = (None, -5, -4, 0, 4, 5)
+
+
+def norm_of(kind: str, size: int, seed: int, parameters: str = "normal", eps: float = 1e-6) -> ExactModule:
+    values = torch.randn(2, size, generator=seeded(seed))
+    if parameters != "normal":
+        values = values.sign() * 0.0 if parameters == "signed zeros" else torch.zeros(2, size)
+    if kind == "gemma":
+        return ExactGemmaRMSNorm(nn.Parameter(values[0].clone()), eps, "norm")
+    source = nn.LayerNorm(size, eps)
+    with torch.no_grad():
+        source.weight.copy_(values[0])
+        source.bias.copy_(values[1])
+    return ExactLayerNorm(source, "norm")
+
+
+def normed(norm: ExactModule, x: Tensor, upstream: Tensor, offset: int | None = 0) -> list[Tensor]:
+    """Outputs with and without autograd, input gradient, integer sums, largest exponents; NumericsError."""
+    accumulator = norm.accumulator
+    leaf = x.detach().clone().requires_grad_()
+    y = norm(leaf)
+    with torch.no_grad():
+        found = [y.detach(), norm(x)]
+    if accumulator is not None:  # where there is no grid yet, a first pass finds it
+        accumulator.begin()
+        accumulator.grids = {}
+        torch.autograd.grad(y, leaf, upstream, retain_graph=True)
+        if offset is not None:
+            accumulator.grids = {name: e + offset for name, e in accumulator.largest.items()}
+        accumulator.begin()
+    found.append(torch.autograd.grad(y, leaf, upstream)[0])
+    if accumulator is not None:
+        found.append(torch.tensor([accumulator.largest.get(n, 1_000) for n in accumulator.parameters]))
+        # beyond the grid the sums are not used: the step is done again
+        if offset is not None and offset >= -4:
+            found += [accumulator.sums[n] for n in accumulator.largest]
+    return found
+
+
+def trained(norm: ExactModule) -> ExactModule:
+    norm.accumulator = GradientAccumulator(norm.named_parameters())
+    return norm
+
+
+def check(kind: str, case: Case, rows: int, count: int, parameters: str, offset: int | None) -> None:
+    size, seed, stride = case
+    x, upstream = matrix(rows, size, seed, stride), matrix(rows, size, seed + 1, stride)
+    norm = trained(norm_of(kind, size, seed, parameters))
+    expected, got = both(lambda: normed(norm, x, upstream, offset), count)
+    assert expected != "refused" and got == expected
+
+
+STRATEGIES = (cases, st.integers(1, 40), threads, st.sampled_from(PARAMETERS), st.sampled_from(OFFSETS))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@settings(max_examples=80)
+@given(*STRATEGIES)
+def test_norms_are_the_specification(
+    kind: str, case: Case, rows: int, count: int, parameters: str, offset: int | None
+) -> None:
+    check(kind, case, rows, count, parameters, offset)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kind", NORMS)
+@settings(max_examples=1_500)
+@given(*STRATEGIES)
+def test_norms_are_the_specification_many(
+    kind: str, case: Case, rows: int, count: int, parameters: str, offset: int | None
+) -> None:
+    check(kind, case, rows, count, parameters, offset)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_frozen_norm_passes_the_gradient_on(kind: str) -> None:
+    x, upstream = torch.randn(3, 7, 40, generator=seeded(0)), torch.randn(3, 7, 40, generator=seeded(1))
+    norm = norm_of(kind, 40, 2)
+    expected, got = both(lambda: normed(norm, x, upstream), 2)
+    assert got == expected and len(expected) == 3
+
+
+def refusal(name: str, norm: ExactModule, x: Tensor, upstream: Tensor) -> str:
+    with using(name), pytest.raises(NumericsError) as refused:
+        normed(norm, x, upstream)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("kind", NORMS)
+def test_numbers_that_are_not_finite_are_refused_in_the_same_words(kind: str, bad: float) -> None:
+    norm, whole, broken = trained(norm_of(kind, 9, 0)), torch.ones(5, 9), torch.ones(5, 9)
+    broken[4, 8] = bad
+    for x, upstream, words in ((broken, whole, "the input of norm"), (whole, broken, "the gradient of a norm")):
+        told = {refusal(name, norm, x, upstream) for name in ("eager", "dgemm")}
+        assert told == {f"{words} is not finite; lower the learning rate or check the weights"}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_zeros_without_an_epsilon_have_no_gradient(kind: str) -> None:
+    norm, x = trained(norm_of(kind, 6, 0, eps=0.0)), torch.zeros(2, 6)
+    told = {refusal(name, norm, x, torch.ones(2, 6)) for name in ("eager", "dgemm")}
+    assert told == {"the gradient of a norm is not finite; lower the learning rate or check the weights"}
+
+
+def test_by_hand() -> None:
+    # mean 4, deviations -3 -1 1 3, variance 5; with eps 20: inverse 1/5
+    source = nn.LayerNorm(4, eps=20.0)
+    with torch.no_grad():
+        source.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        source.bias.fill_(0.5)
+    layer = trained(ExactLayerNorm(source, "norm"))
+    # mean square 4, with eps 12: inverse 1/4; factors 1 + w
+    gemma = trained(ExactGemmaRMSNorm(nn.Parameter(torch.tensor([0.0, 1.0, -1.0, 3.0])), 12.0, "norm"))
+    with using("dgemm"):
+        y, _, dx, _, weight, bias = normed(layer, torch.tensor([[1.0, 3.0, 5.0, 7.0]]), torch.tensor([[5.0, 0, 0, 0]]))
+        assert y[0].tolist() == pytest.approx([-0.1, 0.1, 1.1, 2.9], abs=1e-6)
+        # w dy = 5 0 0 0, its mean 1.25, mean(w dy n) = -0.75: (5 - 1.25 - 0.45) / 5, (-1.25 - 0.15) / 5, ...
+        assert dx[0].tolist() == pytest.approx([0.66, -0.28, -0.22, -0.16], abs=1e-6)
+        # dw = dy n = -3 and db = 5, with 46 bits below 2^2 and 2^3 and 4 bits of headroom
+        assert [float(weight[0]) / 2.0**40, float(bias[0]) / 2.0**39] == pytest.approx([-3.0, 5.0], rel=1e-9)
+        y, _, dx, _, weight = normed(gemma, torch.tensor([[2.0, -2.0, 2.0, -2.0]]), torch.tensor([[8.0, 0, 0, 0]]))
+        assert y[0].tolist() == [0.5, -1.0, 0.0, -2.0]
+        # w dy = 8 0 0 0 and n = 1/2 -1/2 1/2 -1/2: mean(w dy n) = 1; (8 - 1/2) / 4, (1/2) / 4, ...
+        assert dx[0].tolist() == [1.875, 0.125, -0.125, 0.125]
+        assert weight.tolist() == [4 << 39, 0, 0, 0]
+
+
+def test_another_order_of_operations_would_be_seen() -> None:
+    """The negative control: stock layer norm on the same rows."""
+    x = matrix(20, 100, 0, "plain")
+    norm = norm_of("layer norm", 100, 0)
+    with using("dgemm"), torch.no_grad():
+        exact = outcome(lambda: [norm(x)])
+    stock = outcome(lambda: [nn.functional.layer_norm(x, (100,), norm.weight, norm.bias, 1e-6)])
+    assert stock != exact

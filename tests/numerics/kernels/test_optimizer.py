@@ -1,0 +1,152 @@
+"""The fused optimizer step equals the eager code bit for bit, and is as accurate as it is."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import gradients
+from ppo_repro.numerics.kernels import optimizer as kernels
+from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, NativeAdamW, exact_norm
+from ppo_repro.numerics.optim.optimizer import ExactOptimizer, weights_digest
+from tests.numerics.optim.test_optimizer import backward_of, linear_model
+from tests.support.kernels import KINDS, both, seeds, threads, using, values
+from tests.support.models import unequal
+
+SIZES = st.sampled_from([1, 2, 7, 16, 33, 1000, 70_001])
+
+
+def steps(seed: int, size: int, kind: str, optimizer: AdamWSettings) -> list[Tensor]:
+    """Weights and moments after three steps on drawn gradients, and their norms."""
+    rng = np.random.default_rng(seed)
+    model = nn.Linear(size, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(values(kind if rng.random() < 0.5 else "normal", (1, size), rng)))
+    adamw, norms = ExactAdamW({"weight": model.weight}), []
+    for _ in range(3):
+        gradient = torch.from_numpy(values(kind, (1, size), rng))
+        norms.append(exact_norm([gradient, model.weight.detach()]))
+        adamw.apply(optimizer, {"weight": gradient}, norms[-1])
+    return [model.weight, adamw.first["weight"], adamw.second["weight"], torch.tensor(norms, dtype=torch.float64)]
+
+
+adamw_settings = st.builds(
+    AdamWSettings,
+    st.sampled_from([0.0, 1e-6, 1e-2]),
+    st.sampled_from([0.0, 0.9]),
+    st.sampled_from([0.95, 0.999]),
+    st.sampled_from([1e-8, 1e-5]),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([1e-3, 1.0, math.inf]),
+)
+
+
+@settings(max_examples=150)
+@given(seeds, SIZES, st.sampled_from(KINDS), adamw_settings, threads)
+def test_kernels_equal_the_eager_code(seed: int, size: int, kind: str, optimizer: AdamWSettings, count: int) -> None:
+    expected, found = both(lambda: steps(seed, size, kind, optimizer), count)
+    assert expected == found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@settings(max_examples=1500)
+@given(seeds, SIZES, st.sampled_from(KINDS), adamw_settings, threads)
+def test_kernels_equal_the_eager_code_in_many_cases(
+    seed: int, size: int, kind: str, optimizer: AdamWSettings, count: int
+) -> None:
+    expected, found = both(lambda: steps(seed, size, kind, optimizer), count)
+    assert expected == found
+
+
+@settings(max_examples=100)
+@given(seeds, SIZES, st.integers(-200, 60), threads)
+def test_the_conversion_of_gradients_equals_the_eager_code(seed: int, size: int, exponent: int, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    integers = torch.from_numpy(rng.integers(-(2**62), 2**62, size) >> rng.integers(0, 62, size))
+    expected, found = both(lambda: [gradients._to_float32(integers, 2.0**exponent, torch.empty(size))], count)
+    assert expected == found
+
+
+@settings(max_examples=100)
+@given(seeds, SIZES, st.sampled_from(KINDS), threads)
+def test_the_sum_of_squares_is_that_of_python_integers(seed: int, size: int, kind: str, count: int) -> None:
+    x = values(kind, (size,), np.random.default_rng(seed))
+    with using("dgemm", count):
+        largest = kernels.largest(x)
+        assert largest == float(np.abs(x).max())
+        shift = 26 - math.frexp(largest)[1]
+        if largest and -900 < shift < 900:
+            expected = sum(int(i) ** 2 for i in np.rint(x.astype(np.float64) * 2.0**shift).tolist())
+            assert kernels.sum_of_squares(x, shift) == expected
+
+
+def test_many_of_the_largest_squares_stay_exact() -> None:
+    x = np.full(300_000, -1.0, np.float32)
+    assert kernels.sum_of_squares(x, 26) == 300_000 << 52
+    x[7] = 1.0 - 2.0**-24
+    assert kernels.sum_of_squares(x, 26) == (299_999 << 52) + (2**26 - 4) ** 2
+
+
+def test_kernels_are_as_accurate_as_float64() -> None:
+    rng = np.random.default_rng(0)
+    c = kernels.StepConstants(0.3, 0.9, 0.1, 0.95, 0.05, 0.2, 1e-8, 0.999, 1e-2)
+    w, g, m, s = (rng.standard_normal(10_000).astype(np.float32) for _ in range(4))
+    s = np.abs(s)
+    w64, g64, m64, s64 = (x.astype(np.float64) for x in (w, g * np.float32(1), m, s))
+    kernels.adamw(w, g, m, s, c)
+    g64 = g64 * 0.3
+    m64 = m64 * 0.9 + g64 * 0.1
+    s64 = s64 * 0.95 + g64**2 * 0.05
+    w64 = w64 * 0.999 - m64 / (np.sqrt(s64) / 0.2 + 1e-8) * 1e-2
+    # a few float32 roundings each of numbers near 1
+    assert np.abs(m - m64).max() < 1e-6 and np.abs(s - s64).max() < 1e-6 and np.abs(w - w64).max() < 1e-6
+
+
+def test_stock_adamw_differs() -> None:
+    weights, step = [], AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, math.inf)
+    for exact in (True, False):
+        model = nn.Linear(1000, 1, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(1, 1000, generator=generator))
+        model.weight.grad = torch.randn(1, 1000, generator=generator)
+        with using("dgemm"):
+            if exact:
+                ExactAdamW({"weight": model.weight}).apply(step, {"weight": model.weight.grad}, 1.0)
+            else:
+                NativeAdamW({"weight": model.weight}, step).apply(step)
+        weights.append(model.weight.detach())
+    assert unequal(*weights) > 10
+    # two float32 implementations of one step of 1e-2
+    assert torch.allclose(*weights, rtol=0, atol=1e-6)
+
+
+def test_whole_steps_are_those_of_the_eager_code_and_layers_see_new_weights() -> None:
+    x, found = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)), []
+    for name in ("eager", "dgemm"):
+        with using(name):
+            model, outputs = linear_model(), []
+            optimizer = ExactOptimizer(model, AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0))
+            for factor in (1.0, 5.0, 0.1):
+                report = optimizer.step(backward_of(model, factor), 20)
+                outputs += [weights_digest(model.named_parameters()), report, model(x).tolist()]
+        found.append(outputs)
+    assert found[0] == found[1]
+    assert found[0][2] != found[0][5]
+
+
+@pytest.mark.parametrize("name", ["eager", "dgemm"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_the_norm_of_gradients_that_are_not_finite_is_an_error(name: str, bad: float) -> None:
+    gradient = torch.zeros(100)
+    gradient[71] = bad
+    with using(name), pytest.raises(NumericsError, match="not finite"):
+        exact_norm([gradient])

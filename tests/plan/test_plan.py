@@ -1,0 +1,361 @@
+"""The memory plan: worked cases, byte for byte against real tensors, and against a real training step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForSequenceClassification, PretrainedConfig
+
+from ppo_repro.commands.cli import _run
+from ppo_repro.errors import UserError
+from ppo_repro.models.batches import lay_out
+from ppo_repro.models.lora import ExactLoraOptimizer, add_lora, make_lora_optimizer
+from ppo_repro.models.networks import (
+    freeze,
+    hidden_states,
+    make_policy,
+    make_value_model,
+    policy_logits,
+    value_predictions,
+)
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.layers.families import trunk_of
+from ppo_repro.numerics.layers.kv_cache import GridCache
+from ppo_repro.numerics.layers.linear import ExactModule
+from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.optim.adamw import AdamWSettings
+from ppo_repro.numerics.optim.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
+from ppo_repro.plan import memory, report
+from ppo_repro.plan.memory import Linear, Work, mixed_precision_bytes
+from ppo_repro.plan.shapes import model_shape, plan_run
+from ppo_repro.rollout.stock_cache import SlotCache
+from tests.support.models import CLASSES, CONFIGS, CONTEXT, fill, kept_bytes, ragged, source_model
+from tests.support.runs import small_config
+
+SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "gemma", "gpt2", "gpt_neox")
+BILLION = 10**9
+
+
+def work(kernels: str, **changes: object) -> Work:
+    usual = Work(kernels, 20, 4, CONTEXT, 8, 8, 8, 4, False, False, 0, False)
+    return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def test_four_models_of_seven_billion_need_252_gb_and_not_84() -> None:
+    """16 bytes for each of two trained models, 2 for each of two frozen ones; 28 GB would hold no optimizer at all."""
+    seven = 7 * BILLION
+    assert mixed_precision_bytes(seven, 0) == 112 * BILLION
+    assert mixed_precision_bytes(0, seven) == 14 * BILLION
+    assert mixed_precision_bytes(2 * seven, 2 * seven) == 252 * BILLION
+    # weight and gradient in 16 bits alone are 28 GB
+    assert (2 + 2) * seven == 28 * BILLION < mixed_precision_bytes(seven, 0) / 3
+
+
+def llama_7b() -> PretrainedConfig:
+    shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    return LlamaConfig(vocab_size=32000, max_position_embeddings=4096, **shape)
+
+
+def test_a_real_seven_billion_model_needs_no_memory_to_be_planned() -> None:
+    shape = model_shape(llama_7b(), exact=True)
+    assert shape.parameters == 6_738_415_616
+    trunk = shape.parameters - 32000 * 4096
+    planned = memory.make_plan(shape, shape, memory.as_classifier(shape, 1), work("dgemm", max_context=2048))
+    policy, value_model, reference, reward = planned.residents
+    assert policy.mixed_precision == 16 * shape.parameters and reference.mixed_precision == 2 * shape.parameters
+    assert value_model.trained_parameters == trunk + 4096 + 1 and reward.frozen_parameters == trunk + 4096
+    # exact numerics on a CPU: float32 weights, int64 sums, gradients, two moments, float64 operands both ways
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
+    assert policy.total == (4 + 8 + 4 + 8) * shape.parameters + 16 * matrices
+    assert reference.total == 4 * shape.parameters + 8 * matrices
+
+
+def test_operands_worked_by_hand() -> None:
+    matrix = Linear(outputs=40, inputs=100)
+    assert memory.prepared_bytes(matrix, False, work("native")) == 0
+    assert memory.prepared_bytes(matrix, False, work("dgemm")) == 8 * 4000
+    # 3 blocks of 16 columns, 2 of 64 terms, three digits of 1024 bytes, 48 scales
+    assert memory.prepared_bytes(matrix, False, work("amx")) == 3 * 2 * 3 * 1024 + 48 * 8
+    assert memory.prepared_bytes(matrix, True, work("amx")) == 7 * 1 * 3 * 1024 + 112 * 8
+    assert memory.prepared_bytes(matrix, True, work("amx", operand_bits=14)) == 7 * 1 * 2 * 1024 + 112 * 8
+    vocabulary = Linear(outputs=50_000, inputs=16)
+    assert memory.prepared_bytes(vocabulary, True, work("amx")) == 8 * 50_000 * 16  # too many terms for int32 sums
+
+
+def distinct(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all storages behind some tensors, each once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held_operands(model: nn.Module) -> int:
+    """Bytes of what the linear layers have prepared of their weights."""
+    found = 0
+    for layer in model.modules():
+        if isinstance(layer, ExactModule) and hasattr(layer, "prepared"):
+            for prepared in layer.prepared._prepared.values():
+                arrays = [prepared.values] if hasattr(prepared, "values") else [prepared.tiles, prepared.scales]
+                found += sum(a.nbytes for a in arrays)
+    return found
+
+
+def take_a_step(policy: nn.Module, forward: Callable[[], Tensor], optimizer: object, tokens: int) -> None:
+    def backward() -> None:
+        out = forward()
+        torch.autograd.backward(out, torch.full_like(out, 1.0 / len(out)))
+
+    optimizer.step(backward, tokens)  # type: ignore[attr-defined]
+    forward()  # the weights are new, and so are the operands
+
+
+KERNELS = ["dgemm", "native", *(["amx"] if backend.has_amx() else [])]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_stays_is_counted_to_the_byte(architecture: str, kernels: str) -> None:
+    mode = "native" if kernels == "native" else "exact"
+    backend.use("eager" if mode == "native" else kernels, 1)
+    source = source_model(architecture)
+    policy, value_model = make_policy(source, mode, CONTEXT), make_value_model(source, mode, CONTEXT, 0)
+    reference = freeze(make_policy(source, mode, CONTEXT))
+    batch = lay_out(*ragged(4, 0), "right")
+
+    def logprobs(model: object = policy) -> Tensor:
+        logits = policy_logits(model, batch)  # type: ignore[arg-type]
+        return token_statistics(logits, batch.targets, 1.0, None, mode)[0]
+
+    shape = model_shape(CONFIGS[architecture](), mode == "exact")
+    planned = memory.make_plan(shape, shape, None, work(kernels)).residents
+    pairs = ((policy, logprobs, planned[0]), (value_model, lambda: value_predictions(value_model, batch), planned[1]))
+    for model, forward, resident in pairs:
+        optimizer = make_optimizer(model, SETTINGS, mode)
+        take_a_step(model, forward, optimizer, batch.real_tokens)
+        assert distinct(model.parameters()) == resident.weights
+        state = optimizer.state()
+        assert distinct([*state.first.values(), *state.second.values()]) == resident.moments
+        if isinstance(optimizer, ExactOptimizer):
+            assert distinct(optimizer.accumulator.sums.values()) == resident.gradient_sums
+            assert distinct(optimizer.accumulator._gradients.values()) == resident.gradients
+            # after a step the forward operands are new; those of the backward pass come with the next one
+            forward_only = sum(
+                memory.prepared_bytes(m, False, work(kernels)) for m in (*shape.linears, head_of(model, shape))
+            )
+            assert held_operands(model) == forward_only
+            optimizer.accumulator.begin()
+            torch.autograd.backward(forward().sum())
+            assert held_operands(model) == resident.operands
+        else:
+            assert isinstance(optimizer, NativeOptimizer)
+            assert distinct(p.grad for p in model.parameters() if p.grad is not None) == resident.gradients
+    with torch.no_grad():
+        logprobs(reference)
+    assert (distinct(reference.parameters()), held_operands(reference)) == (planned[2].weights, planned[2].operands)
+
+
+def head_of(model: nn.Module, shape: memory.ModelShape) -> Linear:
+    return Linear(1, shape.hidden) if hasattr(model, "trunk") else shape.head
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("mode", ["exact", "native"])
+def test_an_adapter_is_counted_to_the_byte(architecture: str, mode: str) -> None:
+    kernels = "dgemm" if mode == "exact" else "native"
+    backend.use("dgemm" if mode == "exact" else "eager", 1)
+    targets = ("q_proj", "up_proj") if architecture == "qwen3" else ("c_attn",)
+    policy = make_policy(source_model(architecture), mode, CONTEXT)
+    lora = add_lora(policy, 3, 6.0, targets, 0)
+    optimizer = make_lora_optimizer(policy, lora, SETTINGS)
+    batch = lay_out(*ragged(4, 0), "right")
+    take_a_step(
+        policy,
+        lambda: token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, mode)[0],
+        optimizer,
+        batch.real_tokens,
+    )
+    shape = model_shape(CONFIGS[architecture](), mode == "exact", targets)
+    resident = memory.trained_model("policy", shape, shape.head, 0, work(kernels, lora_rank=3), 3)
+    bases = [layer.base for layer in lora.layers.values()]
+    assert distinct([*policy.parameters(), *bases, *lora.factors().values()]) == resident.weights
+    state = optimizer.state()
+    assert distinct([*state.first.values(), *state.second.values()]) == resident.moments
+    if mode == "exact":
+        assert isinstance(optimizer, ExactLoraOptimizer)
+        assert distinct(optimizer.accumulator.sums.values()) == resident.gradient_sums
+        assert distinct(optimizer.accumulator._gradients.values()) == resident.gradients
+    else:
+        with_gradients = [*policy.parameters(), *lora.factors().values()]
+        assert distinct(p.grad for p in with_gradients if p.grad is not None) == resident.gradients
+    assert resident.trained_parameters == sum(f.numel() for f in lora.factors().values())
+    assert resident.mixed_precision == 16 * resident.trained_parameters + 2 * shape.parameters
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_caches_are_counted_to_the_byte(architecture: str) -> None:
+    config, device = CONFIGS[architecture](), torch.device("cpu")
+    grid, slots = GridCache(config, 5, CONTEXT, device), SlotCache(config, 5, CONTEXT, device)
+    shape = model_shape(config, True)
+    found = distinct([*grid.keys, *grid.values, *grid.value_scales])
+    assert found == memory.cache_bytes(shape, work("dgemm", slots=5))
+    assert distinct([*slots.keys, *slots.values]) == memory.cache_bytes(shape, work("native", slots=5))
+
+
+def resized(architecture: str, layers: int) -> PretrainedConfig:
+    """A configuration of that many layers whose widths are all different."""
+    config = CONFIGS[architecture]()
+    if architecture == "gpt2":
+        config.n_layer, config.n_embd, config.n_inner, config.n_head = layers, 40, 88, 5
+    else:
+        config.num_hidden_layers, config.hidden_size, config.intermediate_size = layers, 40, 88
+        config.num_attention_heads = 5
+        config.num_key_value_heads = 5 if architecture == "gpt_neox" else 1
+        config.head_dim = 12 if architecture in {"qwen3", "gemma"} else 8
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * layers
+    return config
+
+
+def saved(architecture: str, mode: str, layers: int) -> int:
+    """Bytes that the forward pass of a trunk keeps for its backward pass, parameters and tables left out."""
+    config = resized(architecture, layers)
+    model = CLASSES[type(config)](config).eval()
+    fill(model, 0)
+    policy = make_policy(model, mode, CONTEXT)
+    own = {t.untyped_storage().data_ptr() for t in (*policy.parameters(), *policy.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    batch = lay_out([[3] * 20] * 3, [[5] * 10] * 3, "right")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden = hidden_states(trunk_of(policy), batch)
+    if hasattr(hidden.grad_fn, "kept"):
+        return kept_bytes(hidden)
+    return distinct(x for place, x in kept.items() if place not in own)
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_activations_of_a_layer_are_what_a_pass_keeps(architecture: str, mode: str) -> None:
+    backend.use("dgemm" if mode == "exact" else "eager", 1)
+    tokens, row = 3 * 29, 29
+    found = saved(architecture, mode, 3) - saved(architecture, mode, 2)
+    shape = model_shape(resized(architecture, 2), mode == "exact")
+    how = work("dgemm" if mode == "exact" else "native")
+    expected = memory.saved_bytes_per_layer(shape, tokens, row, how)
+    if mode == "exact" and architecture not in {"gemma", "gpt2", "gpt_neox"}:
+        assert found == expected
+    elif mode == "exact":
+        # two numbers of every head and query are kept outside autograd
+        assert found == expected - 12 * shape.heads * tokens
+    else:
+        # stock norms of Gemma keep 1 + weight too, whatever the tokens
+        assert found == expected + (2 * 4 * shape.hidden if architecture == "gemma" else 0)
+    recomputing = replace(how, recompute=True)
+    deep = replace(shape, layers=32)
+    assert memory.activation_bytes(deep, tokens, row, recomputing) < memory.activation_bytes(deep, tokens, row, how) / 4
+
+
+def test_a_classifier_has_the_trunk_and_a_score() -> None:
+    config = CONFIGS["llama"]()
+    config.num_labels = 1
+    with torch.device("meta"):
+        real = LlamaForSequenceClassification(config)
+    shape = memory.as_classifier(model_shape(config, True), 1)
+    assert shape.parameters == sum(p.numel() for p in real.parameters())
+
+
+def test_the_tiny_model_is_planned_as_it_is_made() -> None:
+    from ppo_repro.runs.prepare import prepare
+
+    config = small_config("model.warm_start_steps=0")
+    prepared = prepare(config, lambda step, total, loss: None)
+    found = plan_run(config)
+    # the tokenizer of this task needs all the tokens it may have
+    assert len(prepared.task.tokenizer) == config.model.vocab_size  # type: ignore[union-attr]
+    assert found.residents[0].weights == distinct(prepared.state.policy.parameters())
+    assert found.residents[1].weights == distinct(prepared.state.value_model.parameters())
+
+
+def config_only(folder: Path, architecture: str = "qwen3") -> Path:
+    config = CONFIGS[architecture]()
+    config.architectures = [CLASSES[type(config)].__name__]
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_with_nothing_but_its_config_can_be_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"model={{kind: folder, path: {config_only(tmp_path)}}}"
+    config = small_config(model)
+    found = plan_run(config)
+    assert [r.name for r in found.residents] == ["policy", "value model", "reference"]
+    assert found.peak == found.resident + max(sum(parts.values()) for parts in found.phases.values())
+    assert _run(["plan", "tests/small.yaml", "--set", model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == report.as_json(found)
+    assert _run(["plan", "tests/small.yaml", "--set", model]) == 0
+    table = capsys.readouterr().out
+    assert all(word in table for word in ("policy", "value model", "reference", "peak", "mixed-precision"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="there is no config"):
+        plan_run(small_config(f"model={{kind: folder, path: {tmp_path}}}"))
+    config_only(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["BertModel"]}))
+    with pytest.raises(UserError, match="architecture BertModel; must be one of LlamaForCausalLM"):
+        plan_run(small_config(f"model={{kind: folder, path: {tmp_path}}}"))
+    assert _run(["plan", "tests/small.yaml", "--set", "layout.backend=eager"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "layout.backend = eager" in said
+
+
+def test_smaller_pieces_of_work_need_less_and_the_same_stays() -> None:
+    usual = plan_run(small_config())
+    for override, phase in (
+        ("layout.update_micro_batch=4", "update"),
+        ("layout.forward_micro_batch=8", "scoring"),
+        ("layout.rollout_slots=8", "rollout"),
+        ("layout.gradient_checkpointing=true", "update"),
+    ):
+        found = plan_run(small_config(override))
+        assert found.resident == usual.resident
+        assert sum(found.phases[phase].values()) < sum(usual.phases[phase].values()), override
+
+
+def test_arithmetic_needs_no_torch() -> None:
+    code = "import sys, ppo_repro.plan.memory, ppo_repro.plan.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (252 * BILLION, "252.0 GB")])
+def test_sizes_are_decimal(count: int, text: str) -> None:
+    assert report.size(count) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_real_training_step_needs_what_was_planned(kernels: str) -> None:
+    mode = "native" if kernels == "native" else "exact"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.memory_step", mode, kernels], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    # blocks that the allocator keeps after they are freed come on top; of the parts of a phase not all are there at
+    # once. Measured: 1.06 (dgemm), 0.89 (amx) and 1.01 (native) of what was planned
+    assert 0.8 < found["measured"] / found["planned"] < 1.2
+    # most of it is what was counted to the byte, so a part that was forgotten would show
+    assert found["resident"] > 0.5 * found["planned"]

@@ -1,0 +1,229 @@
+"""What estimators and losses of a KL divergence are in expectation, summed over every response of a small language."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_repro.ppo import kl, losses
+from tests.support.enumerated import (
+    CONTEXTS,
+    RESPONSES,
+    Response,
+    expectation,
+    logprobs,
+    sequence_kl,
+    table,
+    token_kl,
+    total,
+    visits,
+)
+
+SEEDS = st.integers(0, 10_000)
+# of float64 sums of 22 responses, with values below 20
+ROUNDING = 1e-12
+# `elementwise.exp` is float32: 1e-7 relative, and 2^-24 of an argument below 10; a k3 is below 20 here
+FLOAT32 = 2e-5
+
+
+def gradient(value: Tensor, logits: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(value, logits)
+    return found
+
+
+def test_the_language_is_whole() -> None:
+    p = table(0)
+    assert len(CONTEXTS) == 1 + 2 + 4 and len(RESPONSES) == len(set(RESPONSES)) == 7 + 8
+    assert total(torch.stack([logprobs(p, y).sum().exp() for y in RESPONSES])) == pytest.approx(1.0, abs=1e-14)
+
+
+@settings(max_examples=30)
+@given(SEEDS, SEEDS)
+def test_the_kl_of_whole_responses_is_the_sum_of_the_expected_kl_of_tokens(a: int, b: int) -> None:
+    p, q = table(a), table(b)
+    whole = sequence_kl(p, q)
+    by_chain_rule = (visits(p) * token_kl(p, q)).sum()
+    assert float(whole) == pytest.approx(float(by_chain_rule), abs=ROUNDING) and whole >= -ROUNDING
+    # control: contexts visited as by the other policy give another number
+    if a != b:
+        assert abs(float((visits(q) * token_kl(p, q)).sum() - whole)) > 1e-6
+
+
+def summed(kind: str, p: Tensor, q: Tensor, reverse: bool) -> float:
+    """The exact expectation under p of the sum over a response of an estimator's values."""
+
+    def of(y: Response) -> Tensor:
+        return kl.estimate(kind, logprobs(p, y) - logprobs(q, y), reverse).to(torch.float64).sum()
+
+    return float(expectation(p, of))
+
+
+@settings(max_examples=30)
+@given(SEEDS, SEEDS)
+def test_k1_and_k3_are_unbiased_for_the_divergence_of_whole_responses(a: int, b: int) -> None:
+    p, q = table(a), table(b)
+    for kind in ("k1", "k3"):
+        assert summed(kind, p, q, False) == pytest.approx(float(sequence_kl(p, q)), abs=FLOAT32)
+
+
+@settings(max_examples=30)
+@given(SEEDS, SEEDS)
+def test_the_reverse_estimators_are_unbiased_per_token_in_the_contexts_that_p_visits(a: int, b: int) -> None:
+    p, q = table(a), table(b)
+    per_token = float((visits(p) * token_kl(q, p)).sum())
+    for kind in ("k1", "k3"):
+        assert summed(kind, p, q, True) == pytest.approx(per_token, abs=FLOAT32)
+    # which is not KL(q || p) of whole responses: there q visits the contexts
+    if a != b:
+        assert abs(per_token - float(sequence_kl(q, p))) > 1e-6
+
+
+def test_k2_is_biased_at_third_order() -> None:
+    """For q = p + d the error of k2 falls with the third power of d, in both directions."""
+    p, direction = table(1), table(2)
+    errors = {}
+    for size in (0.1, 0.05):
+        q = p + size * direction
+        for reverse, exact in ((False, token_kl(p, q)), (True, token_kl(q, p))):
+            bias = summed("k2", p, q, reverse) - float((visits(p) * exact).sum())
+            errors[size, reverse] = bias
+    for reverse in (False, True):
+        # 2^3 = 8 to first order of d
+        assert 6.5 < errors[0.1, reverse] / errors[0.05, reverse] < 9.5
+
+
+def expected_gradient(kind: str, p: Tensor, q: Tensor) -> Tensor:
+    """The mean over responses sampled from p of the gradient of `kl.loss` summed over the tokens."""
+    sampled = p.detach()
+    weights = torch.stack([logprobs(sampled, y).sum().exp() for y in RESPONSES])
+    summed_losses = torch.stack(
+        [kl.loss(kind, logprobs(p, y), logprobs(q, y)).to(torch.float64).sum() for y in RESPONSES]
+    )
+    return gradient((weights * summed_losses).sum(), p)
+
+
+@settings(max_examples=20)
+@given(SEEDS, SEEDS)
+def test_the_losses_have_the_gradients_their_docstring_says(a: int, b: int) -> None:
+    """In the contexts that pi visits, per token. kl.loss takes the gradient in float32 for k3."""
+    pi, ref = table(a).requires_grad_(), table(b)
+    fixed = visits(pi.detach())
+    forward = gradient((fixed * token_kl(pi, ref)).sum(), pi)
+    backward = gradient((fixed * token_kl(ref, pi)).sum(), pi)
+    assert float(expected_gradient("k1", pi, ref).abs().max()) < ROUNDING
+    assert torch.allclose(expected_gradient("k2", pi, ref), forward, rtol=0, atol=ROUNDING)
+    assert torch.allclose(expected_gradient("k3", pi, ref), backward, rtol=0, atol=FLOAT32)
+    # control: they are not each other's, and neither is zero
+    if a != b:
+        assert (forward - backward).abs().max() > 1e-3 and forward.abs().max() > 1e-3
+
+
+@settings(max_examples=20)
+@given(SEEDS, SEEDS)
+def test_what_a_penalty_in_the_reward_of_a_token_does_to_that_token(a: int, b: int) -> None:
+    """E[grad log pi c], where pi goes: grad KL for k1, less that of the other direction for k3, 0 for exact."""
+    pi, ref = table(a).requires_grad_(), table(b)
+    sampled = pi.detach()
+    fixed = visits(sampled)
+    forward = gradient((fixed * token_kl(pi, ref)).sum(), pi)
+    backward = gradient((fixed * token_kl(ref, pi)).sum(), pi)
+
+    def score_function(charge: Callable[[Response], Tensor]) -> Tensor:
+        terms = [logprobs(sampled, y).sum().exp() * (logprobs(pi, y) * charge(y)).sum() for y in RESPONSES]
+        return gradient(torch.stack(terms).sum(), pi)
+
+    def estimated(kind: str) -> Callable[[Response], Tensor]:
+        return lambda y: kl.estimate(kind, logprobs(sampled, y) - logprobs(ref, y)).to(torch.float64)
+
+    def exact(y: Response) -> Tensor:
+        divergences = token_kl(sampled, ref)
+        return torch.stack([divergences[CONTEXTS.index(y[:t])] for t in range(len(y))])
+
+    assert torch.allclose(score_function(estimated("k1")), forward, rtol=0, atol=FLOAT32)
+    assert torch.allclose(score_function(estimated("k3")), forward - backward, rtol=0, atol=FLOAT32)
+    assert float(score_function(exact).abs().max()) < ROUNDING
+
+
+def test_in_the_reward_k2_and_k3_vanish_at_second_order() -> None:
+    """For q = p + d the gradient by k1 falls with d, those by k2 and k3 with its square."""
+    p, direction = table(1).requires_grad_(), table(2)
+    sampled, sizes = p.detach(), (0.02, 0.01)
+
+    def size_of(kind: str, step: float) -> float:
+        q = sampled + step * direction
+        terms = [
+            logprobs(sampled, y).sum().exp()
+            * (logprobs(p, y) * kl.estimate(kind, logprobs(sampled, y) - logprobs(q, y)).to(torch.float64)).sum()
+            for y in RESPONSES
+        ]
+        return float(gradient(torch.stack(terms).sum(), p).norm())
+
+    for kind, order in (("k1", 1), ("k2", 2), ("k3", 2)):
+        # the next order of d is a few per cent at these steps, float32 in k3 less
+        assert size_of(kind, sizes[0]) / size_of(kind, sizes[1]) == pytest.approx(2.0**order, rel=0.1)
+
+
+def test_no_loss_per_token_has_the_gradient_of_the_kl_of_whole_responses() -> None:
+    """What is missing is how a token changes which contexts come after it: a penalty in the reward has that."""
+    pi, ref = table(3).requires_grad_(), table(4)
+    whole = gradient(sequence_kl(pi, ref), pi)
+    for kind in ("k1", "k2", "k3"):
+        assert (expected_gradient(kind, pi, ref) - whole).abs().max() > 1e-2
+    # REINFORCE with the log-ratio of the tokens still to come as its return is that gradient
+    sampled = pi.detach()
+
+    def surrogate(y: Response) -> Tensor:
+        new, old = logprobs(pi, y), logprobs(sampled, y)
+        to_come = (old - logprobs(ref, y)).flip(0).cumsum(0).flip(0)
+        return old.sum().exp() * (new * to_come).sum()
+
+    found = gradient(torch.stack([surrogate(y) for y in RESPONSES]).sum(), pi)
+    assert torch.allclose(found, whole, rtol=0, atol=ROUNDING)
+
+
+@settings(max_examples=20)
+@given(SEEDS, SEEDS, st.sampled_from([0.0, 0.3, 2.0]))
+def test_the_penalised_surrogate_is_the_advantage_and_the_divergence_from_the_anchor(
+    a: int, b: int, penalty_coef: float
+) -> None:
+    """Value and gradient under the anchor: E[-r A + beta (r - 1 - log r)] = -E[r A] + beta KL(anchor || new)."""
+    new, anchor = table(b, 0.7).requires_grad_(), table(a)
+    generator = torch.Generator().manual_seed(a + b)
+    advantages = {y: torch.randn(len(y), generator=generator, dtype=torch.float64) for y in RESPONSES}
+
+    def loss(y: Response) -> Tensor:
+        log_ratios = logprobs(new, y) - logprobs(anchor, y)
+        return losses.penalised_surrogate(log_ratios.exp(), log_ratios, advantages[y], penalty_coef).sum()
+
+    def without(y: Response) -> Tensor:
+        return -((logprobs(new, y) - logprobs(anchor, y)).exp() * advantages[y]).sum()
+
+    found, plain = expectation(anchor, loss), expectation(anchor, without)
+    divergence = (visits(anchor) * token_kl(anchor, new)).sum()
+    # the exponential inside k3 and its result are float32
+    single = 1e-6
+    assert float(found.detach()) == pytest.approx(float((plain + penalty_coef * divergence).detach()), abs=single)
+    expected = gradient(plain + penalty_coef * divergence, new)
+    assert torch.allclose(gradient(found, new), expected, rtol=0, atol=single)
+    # control: the other direction is another gradient
+    if penalty_coef and a != b:
+        other = gradient((visits(anchor) * token_kl(new, anchor)).sum(), new)
+        this = gradient((visits(anchor) * token_kl(anchor, new)).sum(), new)
+        assert (other - this).abs().max() > 1e-4
+
+
+def test_the_penalty_has_no_gradient_before_the_first_step() -> None:
+    new = table(5).requires_grad_()
+    anchor = new.detach()
+
+    def loss(y: Response) -> Tensor:
+        log_ratios = logprobs(new, y) - logprobs(anchor, y)
+        return losses.penalised_surrogate(log_ratios.exp(), log_ratios, torch.zeros(len(y)), 1.0).sum()
+
+    for y in RESPONSES:
+        assert float(gradient(loss(y), new).abs().max()) == 0.0

@@ -1,0 +1,185 @@
+"""A mismatch of a chosen size: the noise, what it does to KL and tokens, and that nothing else is disturbed."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from analysis.mismatch.metrics import update_table
+from analysis.mismatch.tables import measure, whole
+from analysis.pairs.runs import run_pairs
+from ppo_repro.checks.bisect import bisect
+from ppo_repro.checks.probe import probe
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
+from ppo_repro.records import manifest, reader
+from ppo_repro.rollout.engine import Sampling
+from ppo_repro.rollout.sampler import disturbed, gumbel_noise, normal_noise, sample
+from ppo_repro.runs.run import run
+from ppo_repro.stages.rollout import sampling_of
+from ppo_repro.watcher import Silent
+from tests.rollout.test_sampler import drawn_case, murmur3
+from tests.support.models import unequal
+from tests.support.paths import SMALL
+from tests.support.runs import small_config
+
+SIGMA = 0.1
+
+
+def z_of(seed: int, position: int, column: int) -> float:
+    """The definition: two hashes of a first word, the seed as uint64, position and column as uint32."""
+    u, v = ((murmur3(struct.pack("<IQII", word, seed % 2**64, position, column)) + 0.5) / 2**32 for word in (1, 2))
+    return math.sqrt(-2.0 * math.log(u)) * math.cos(2.0 * math.pi * v)
+
+
+@settings(max_examples=200)
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1))
+def test_the_noise_is_that_of_its_definition(seed: int, position: int) -> None:
+    got = normal_noise(torch.tensor([seed]), torch.tensor([position]), 7)[0].tolist()
+    # logarithm and cosine of float64 are right to 1e-15, and the radius is below 7
+    assert got == pytest.approx([z_of(seed, position, c) for c in range(7)], rel=0, abs=1e-13)
+
+
+def test_the_extreme_hashes_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = torch.tensor([[0, 2**32 - 1]])
+    monkeypatch.setattr("ppo_repro.rollout.sampler.murmur_hash32", lambda words: hashes)
+    got = normal_noise(torch.tensor([0]), torch.tensor([0]), 2)[0].tolist()
+    # u = v = 2^-33: sqrt(66 ln 2) = 6.76371 and cos(2 pi 2^-33) = 1; u = v = 1 - 2^-33: sqrt(2^-32) = 2^-16
+    assert got == pytest.approx([6.763706, 2.0**-16], rel=1e-6)
+
+
+def test_the_noise_is_standard_normal_and_independent_of_its_neighbours_and_of_the_gumbel_noise() -> None:
+    seeds, positions = torch.arange(400).repeat_interleave(20), torch.arange(20).repeat(400)
+    z = normal_noise(seeds, positions, 50)
+    flat, n = z.flatten(), z.numel()
+    assert n == 400_000
+    # standard errors of the first four moments of n normal numbers; five of them are met once in 1.7 million
+    for power, expected, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(float((flat**power).mean()) - expected) < 5 * math.sqrt(variance / n), power
+    # Kolmogorov's distance to the normal distribution; 1.95 / sqrt(n) is exceeded once in 1000
+    steps = torch.arange(1, n + 1, dtype=torch.float64) / n
+    assert float((torch.special.ndtr(flat.sort().values) - steps).abs().max()) < 1.95 / math.sqrt(n)
+    by_place = z.reshape(400, 20, 50)
+    gumbel = gumbel_noise(seeds, positions, 50)
+    uniform = torch.exp(-torch.exp(-gumbel))
+    pairs = {
+        "column": (by_place[:, :, 1:], by_place[:, :, :-1]),
+        "position": (by_place[:, 1:], by_place[:, :-1]),
+        "seed": (by_place[1:], by_place[:-1]),
+        "Gumbel noise": (z, gumbel),
+        "distance from the middle of both": (z.abs(), (uniform - 0.5).abs()),
+    }
+    for name, (a, b) in pairs.items():
+        r = float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
+        assert abs(r) < 5 / math.sqrt(a.numel()), name
+
+
+def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs() -> None:
+    logits, seeds, positions = drawn_case(40, 30, 3)
+    for mode, sampling in (
+        ("exact", Sampling(0.7, 0, 1.0, 1, mismatch_sigma=0.5)),
+        ("native", Sampling(1.3, 6, 0.9, 1, mismatch_sigma=0.5)),
+    ):
+        offsets = torch.tensor(
+            [
+                [sampling.temperature * 0.5 * z_of(*key, c) for c in range(30)]
+                for key in zip(seeds.tolist(), positions.tolist(), strict=True)
+            ],
+            dtype=torch.float64,
+        )
+        seen = disturbed(logits, seeds, positions, sampling.temperature, 0.5)
+        # one rounding to float32 of numbers below 16
+        assert torch.allclose(seen.double(), logits.double() + offsets, rtol=0, atol=1e-6)
+        got = sample(logits, seeds, positions, sampling, mode)
+        plain = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, 1)
+        expected = sample(seen, seeds, positions, plain, mode)
+        assert torch.equal(got.tokens, expected.tokens) and unequal(got.logprobs, expected.logprobs) == 0
+        assert torch.equal(got.kept_tokens, expected.kept_tokens)
+        assert not torch.equal(got.tokens, sample(logits, seeds, positions, plain, mode).tokens)
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.1])
+def test_the_divergence_is_what_the_first_order_says(sigma: float) -> None:
+    rows, draws = 20, 2000
+    logits, _, _ = drawn_case(rows, 24, 5)
+    expected = float((sigma**2 / 2 * (1 - prob_sq_sum(logits, 1.0, None).double())).mean())
+    many = logits.repeat(draws, 1)
+    seen = disturbed(many, torch.arange(rows * draws), torch.zeros(rows * draws, dtype=torch.int64), 1.0, sigma)
+    for p, q in ((seen, many), (many, seen)):
+        found = kl_divergence(p, q, 1.0, None).double().reshape(draws, rows).mean(1)
+        error = float(found.std()) / math.sqrt(draws)
+        # the next order is about sigma^2 smaller
+        assert abs(float(found.mean()) - expected) < 4 * error + sigma**2 * expected
+        assert error < 0.01 * expected, "the check can fail"
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return small_config(f"rollout.mismatch_sigma={SIGMA}", "ppo.iterations=2")
+
+
+@pytest.fixture(scope="module")
+def disturbed_run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(config, tmp_path_factory.mktemp("disturbed"), Silent())[0]
+
+
+def test_the_mismatch_of_a_run_is_the_chosen_one(disturbed_run: Path) -> None:
+    table = update_table(whole(measure(run_pairs(disturbed_run))).mismatch).set_index(["metric", "reduction"])["value"]
+    tokens = reader.read_tokens(disturbed_run)
+    uncertain = float((1.0 - tokens["prob_sq_sums"]).mean())
+    deltas = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).to_numpy(float)
+    k3 = [math.expm1(d) - d for d in deltas]
+    error = float(torch.tensor(k3).std()) / math.sqrt(len(k3))
+    # E[k3] = KL(rollout || old), to first order in sigma^2 = 0.01
+    expected = SIGMA**2 / 2 * uncertain
+    assert abs(table["k3", "token_mean"] - expected) < 4 * error + SIGMA**2 * expected
+    assert error < 0.2 * expected, "the check can fail"
+    assert table["k3", "token_mean"] == pytest.approx(math.fsum(k3) / len(k3), rel=1e-6)  # float32 columns
+    assert table["frac_bitwise_equal", "token_mean"] < 0.05
+    counted = reader.read_iterations(disturbed_run)["unequal_old_rollout_logprobs"].sum()
+    assert counted == (deltas != 0).sum()
+
+
+def test_no_layout_shows_in_a_disturbed_run(disturbed_run: Path, config: RunConfig, tmp_path: Path) -> None:
+    layout = {"rollout_slots": 5, "prefill_chunk": 2, "padding": "left", "update_micro_batch": 3, "backend": "dgemm"}
+    other = config.model_copy(update={"layout": config.layout.model_copy(update=layout)})
+    found = manifest.load(run(other, tmp_path, Silent())[0]).fingerprint
+    assert found == manifest.load(disturbed_run).fingerprint
+
+
+def test_only_the_rollout_is_disturbed(disturbed_run: Path, exact_run: Path, config: RunConfig) -> None:
+    rows, undisturbed = (reader.read_iterations(r).iloc[0] for r in (disturbed_run, exact_run))
+    for name in ("eval_accuracy", "eval_score"):
+        assert rows[name] == undisturbed[name], "greedy decoding is that of the model"
+    assert sampling_of(config, greedy=True).mismatch_sigma == 0.0 and sampling_of(config).mismatch_sigma == SIGMA
+    tokens = reader.read_tokens(disturbed_run, iterations=[0])
+    assert not tokens["rollout_logprobs"].equals(tokens["old_logprobs"])
+    recorded = manifest.load(disturbed_run)
+    assert recorded.config_digest != manifest.load(exact_run).config_digest
+
+
+def test_without_it_the_log_probs_are_those_of_the_model() -> None:
+    logits, seeds, positions = drawn_case(40, 30, 3)
+    got = sample(logits, seeds, positions, sampling_of(small_config("rollout.mismatch_sigma=null")), "exact")
+    assert unequal(got.logprobs, token_statistics(logits, got.tokens, 1.0, None, "exact")[0]) == 0
+
+
+@pytest.mark.parametrize("sigma", ["0", "-0.1", ".nan", ".inf"])
+def test_a_mismatch_that_is_none_is_refused(sigma: str) -> None:
+    with pytest.raises(UserError, match=r"rollout\.mismatch_sigma = "):
+        small_config(f"rollout.mismatch_sigma={sigma}")
+
+
+def test_where_sampler_and_trainer_are_compared_it_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    message = r"^rollout\.mismatch_sigma = 0\.1: must be null here, where sampler and trainer are compared; remove it$"
+    with pytest.raises(UserError, match=message):
+        probe(config)
+    with pytest.raises(UserError, match=message):
+        bisect(SMALL, [f"rollout.mismatch_sigma={SIGMA}"], tmp_path)

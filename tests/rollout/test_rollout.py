@@ -1,0 +1,340 @@
+"""What the engine samples is what the training forward computes, to the last bit, however it is scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.errors import UserError
+from ppo_repro.models.batches import TokenBatch
+from ppo_repro.models.networks import make_policy, policy_logits, value_predictions
+from ppo_repro.numerics.logprobs import expand_kept, token_statistics
+from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.prefix import PrefixIndex
+from ppo_repro.rollout.torch_engine import TorchEngine
+from tests.support.models import (
+    ARCHITECTURES,
+    CONTEXT,
+    VOCAB,
+    policy,
+    ragged,
+    scored,
+    seeded,
+    source_model,
+    unequal,
+    value_model,
+)
+
+STOPS = frozenset({3, 17, 40, 41, 42, 60})
+PLAIN = Sampling(1.0, 0, 1.0, 12)
+SAMPLINGS = (PLAIN, Sampling(0.7, 0, 1.0, 12), Sampling(1.0, 9, 1.0, 12), Sampling(1.3, 0, 0.8, 12))
+PADDINGS = ("right", "left", "none")
+
+
+def requests_of(count: int, seed: int, longest: int = 14) -> list[Request]:
+    prompts, _ = ragged(count, seed, prompt=longest)
+    seeds = torch.randint(0, 2**62, (count,), generator=seeded(seed + 1)).tolist()
+    return [Request(tuple(p), s) for p, s in zip(prompts, seeds, strict=True)]
+
+
+def engine(architecture: str, mode: str, slots: int = 16, prefill_chunk: int = 0) -> TorchEngine:
+    return TorchEngine(policy(architecture, mode), STOPS, mode, CONTEXT, slots, prefill_chunk)
+
+
+def joined(completions: Sequence[Completion]) -> Tensor:
+    return torch.cat([c.logprobs for c in completions])
+
+
+def same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
+    """Equal tokens, finish reasons and kept sets, and equal bits of every float."""
+    return all(
+        x.response_ids == y.response_ids
+        and x.finish_reason == y.finish_reason
+        and unequal(x.logprobs, y.logprobs) == 0
+        and unequal(x.log_kept_mass, y.log_kept_mass) == 0
+        and torch.equal(x.kept_tokens, y.kept_tokens)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@torch.no_grad()
+def forward_logprobs(
+    model: PreTrainedModel,
+    mode: str,
+    requests: Sequence[Request],
+    completions: Sequence[Completion],
+    sampling: Sampling,
+    padding: str,
+    micro_batch: int,
+) -> Tensor:
+    """The training side: one forward over prompt and response."""
+    kept = torch.cat([c.kept_tokens for c in completions])
+
+    def score(batch: TokenBatch, first: int, last: int) -> Tensor:
+        eligible = expand_kept(kept[first:last], VOCAB)
+        logits = policy_logits(model, batch)
+        return token_statistics(logits, batch.targets, sampling.temperature, eligible, mode)[0]
+
+    prompts, responses = [r.prompt_ids for r in requests], [c.response_ids for c in completions]
+    return scored(prompts, responses, padding, micro_batch, score)
+
+
+schedules = st.tuples(
+    st.sampled_from(ARCHITECTURES),
+    st.integers(1, 17),
+    st.integers(0, 10**6),
+    st.sampled_from(SAMPLINGS),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from([1, 3, 0]),
+)
+
+
+@settings(max_examples=60)
+@given(schedules, st.sampled_from(PADDINGS), st.sampled_from([1, 3, 0]))
+def test_rollout_is_the_same_under_every_schedule_and_equals_the_training_forward(
+    schedule: tuple[str, int, int, Sampling, int, int], padding: str, micro_batch: int
+) -> None:
+    architecture, count, seed, sampling, slots, chunk = schedule
+    requests = requests_of(count, seed)
+    reference = engine(architecture, "exact").generate(requests, sampling)
+    order = torch.randperm(count, generator=seeded(seed)).tolist()
+    shuffled = engine(architecture, "exact", slots, chunk).generate([requests[i] for i in order], sampling)
+    assert same(shuffled, [reference[i] for i in order])
+    got = forward_logprobs(policy(architecture, "exact"), "exact", requests, reference, sampling, padding, micro_batch)
+    assert unequal(got, joined(reference)) == 0
+
+
+CASES = [("qwen3", sampling) for sampling in SAMPLINGS] + [
+    (architecture, SAMPLINGS[i % 4]) for i, architecture in enumerate(a for a in ARCHITECTURES if a != "qwen3")
+]
+
+
+@pytest.mark.parametrize(("architecture", "sampling"), CASES, ids=str)
+def test_every_schedule_and_layout_of_one_batch(architecture: str, sampling: Sampling) -> None:
+    requests = requests_of(8, 5)
+    reference = engine(architecture, "exact").generate(requests, sampling)
+    for slots, chunk in ((1, 1), (1, 0), (3, 3), (3, 1), (16, 3)):
+        assert same(engine(architecture, "exact", slots, chunk).generate(requests, sampling), reference)
+    for padding in PADDINGS:
+        for micro_batch in (1, 3, 0):
+            got = forward_logprobs(
+                policy(architecture, "exact"), "exact", requests, reference, sampling, padding, micro_batch
+            )
+            assert unequal(got, joined(reference)) == 0
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_native_rollout_differs_from_the_training_forward_and_between_schedules(architecture: str) -> None:
+    requests = requests_of(40, 1)
+    reference = engine(architecture, "native").generate(requests, PLAIN)
+    assert len(joined(reference)) > 200
+    shares = []
+    for padding in PADDINGS:
+        got = forward_logprobs(policy(architecture, "native"), "native", requests, reference, PLAIN, padding, 3)
+        shares.append(unequal(got, joined(reference)) / len(got))
+    # stock torch changes most log-probs by their last bits
+    assert min(shares) > 0.3, shares
+    assert not same(engine(architecture, "native", 3, 3).generate(requests, PLAIN), reference)
+
+
+def test_greedy_decoding_equals_the_training_forward() -> None:
+    requests, sampling = requests_of(10, 2), Sampling(1.0, 0, 1.0, 8, greedy=True)
+    completions = engine("qwen3", "exact", 3, 2).generate(requests, sampling)
+    reseeded = [Request(r.prompt_ids, r.seed + 1) for r in requests]
+    assert same(engine("qwen3", "exact").generate(reseeded, sampling), completions)
+    got = forward_logprobs(policy("qwen3", "exact"), "exact", requests, completions, sampling, "left", 3)
+    assert unequal(got, joined(completions)) == 0
+
+
+def test_a_prompt_sampled_with_another_seed_gives_another_response() -> None:
+    request = requests_of(1, 3)[0]
+    completions = engine("qwen3", "exact").generate([Request(request.prompt_ids, s) for s in range(10)], PLAIN)
+    assert len({c.response_ids for c in completions}) >= 9
+
+
+class CountingEngine(TorchEngine):
+    """Notes the rows of every decoding pass and how many prompts had been taken in before it."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.started, self.passes = 0, []
+
+    def _prefill(self, cache: object, held: object, turn: list) -> Tensor:
+        self.started += len(turn)
+        return super()._prefill(cache, held, turn)
+
+    def _decode(self, cache: object, turn: list) -> Tensor:
+        assert len({item.slot for item in turn}) == len(turn)
+        self.passes.append((len(turn), self.started))
+        return super()._decode(cache, turn)
+
+
+def test_a_finished_sequence_gives_its_slot_to_the_next() -> None:
+    requests = requests_of(25, 4)
+    counting = CountingEngine(policy("qwen3", "exact"), STOPS, "exact", CONTEXT, 3, 0)
+    completions = counting.generate(requests, PLAIN)
+    lengths = [len(c.response_ids) for c in completions]
+    assert len(completions) == counting.started == 25 and len(set(lengths)) > 4
+    # the first token of a response comes with its prompt, every other is one row of a decoding pass
+    assert sum(rows for rows, _ in counting.passes) == sum(lengths) - 25
+    # while prompts wait, no slot is idle
+    assert {rows for rows, started in counting.passes if started < 25} == {3}
+    assert sum(started < 25 for _, started in counting.passes) > 20
+
+
+def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:
+    completions = engine("qwen3", "exact", 4).generate(requests_of(60, 6), PLAIN)
+    reasons = {"stop": 0, "length": 0}
+    for c in completions:
+        reasons[c.finish_reason] += 1
+        assert not STOPS.intersection(c.response_ids[:-1])
+        assert (c.response_ids[-1] in STOPS) == (c.finish_reason == "stop")
+        assert c.finish_reason == "stop" or len(c.response_ids) == PLAIN.max_response_tokens
+        assert len(c.logprobs) == len(c.log_kept_mass) == len(c.kept_tokens) == len(c.response_ids)
+    assert min(reasons.values()) > 5
+
+
+def test_a_stop_token_at_the_limit_counts_as_a_stop() -> None:
+    completions = engine("qwen3", "exact").generate(requests_of(60, 6), Sampling(1.0, 0, 1.0, 1))
+    assert all((c.finish_reason == "stop") == (c.response_ids[0] in STOPS) for c in completions)
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+
+
+def test_the_context_may_be_filled_to_the_last_token() -> None:
+    request = Request(tuple(range(CONTEXT - 5)), 0)
+    sampling = Sampling(1.0, 0, 1.0, 5)
+    never = TorchEngine(policy("qwen3", "exact"), frozenset(), "exact", CONTEXT, 1, 7)
+    completions = never.generate([request], sampling)
+    assert len(completions[0].response_ids) == 5
+    got = forward_logprobs(policy("qwen3", "exact"), "exact", [request], completions, sampling, "none", 0)
+    assert unequal(got, joined(completions)) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ((), "empty prompt"),
+        ((0, VOCAB), rf"prompt token id {VOCAB}: must be in 0\.\.{VOCAB - 1}"),
+        ((0, -1), r"prompt token id -1"),
+        ((0,) * (CONTEXT - 11), r"prompt of 53 tokens: .*max_response_tokens = 12 .*numerics\.max_context = 64"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine("qwen3", "exact").generate([Request((1, 2), 0), Request(prompt, 0)], PLAIN)
+
+
+def test_no_request_gives_no_completion() -> None:
+    assert engine("qwen3", "exact").generate([], PLAIN) == []
+
+
+def test_the_engine_samples_from_the_live_weights() -> None:
+    model = make_policy(source_model("qwen3"), "exact", CONTEXT)
+    live = TorchEngine(model, STOPS, "exact", CONTEXT, 3, 0)
+    requests = requests_of(6, 0)
+    before = live.generate(requests, PLAIN)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    after = live.generate(requests, PLAIN)
+    assert not same(before, after)
+    assert unequal(forward_logprobs(model, "exact", requests, after, PLAIN, "right", 0), joined(after)) == 0
+
+
+@torch.no_grad()
+def values_of(architecture: str, mode: str, padding: str, micro_batch: int) -> Tensor:
+    model = value_model(architecture, mode)
+    prompts, responses = ragged(14, 7, prompt=20, response=12)
+    return scored(prompts, responses, padding, micro_batch, lambda b, *_: value_predictions(model, b))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_values_do_not_depend_on_the_layout_and_native_ones_do(architecture: str) -> None:
+    layouts = [(padding, micro_batch) for padding in PADDINGS for micro_batch in (1, 3, 0)]
+    exact = [values_of(architecture, "exact", *layout) for layout in layouts]
+    assert len(exact[0]) > 50 and len(set(exact[0].tolist())) > 50
+    assert all(unequal(values, exact[0]) == 0 for values in exact)
+    native = [values_of(architecture, "native", *layout) for layout in layouts]
+    assert sum(unequal(values, native[0]) for values in native) > 0.3 * len(native[0])
+
+
+def sweep(mode: str, tokens: int) -> tuple[int, int]:
+    """Tokens compared and tokens unequal, over architectures, schedules, layouts and samplings in turn."""
+    compared = differing = turn = 0
+    long = [Sampling(s.temperature, s.top_k, s.top_p, 40) for s in SAMPLINGS]
+    while compared < tokens:
+        architecture, sampling = ARCHITECTURES[turn % len(ARCHITECTURES)], long[turn % 4]
+        slots, chunk, padding, micro = (16, 7, 48)[turn % 3], (0, 3, 5)[turn // 3 % 3], PADDINGS[turn // 2 % 3], 8
+        rolling = TorchEngine(policy(architecture, mode, turn % 5), frozenset({1}), mode, CONTEXT, slots, chunk)
+        requests = requests_of(96, turn)
+        completions = rolling.generate(requests, sampling)
+        model = policy(architecture, mode, turn % 5)
+        got = forward_logprobs(model, mode, requests, completions, sampling, padding, micro)
+        compared, differing = compared + len(got), differing + unequal(got, joined(completions))
+        turn += 1
+    return compared, differing
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_sampled_tokens_have_no_unequal_bit() -> None:
+    compared, differing = sweep("exact", 100_000)
+    assert compared >= 100_000 and differing == 0, f"{differing} of {compared} tokens differ"
+
+
+@pytest.mark.slow
+def test_native_differs_over_five_thousand_sampled_tokens() -> None:
+    compared, differing = sweep("native", 5_000)
+    assert compared >= 5_000 and differing > 0.3 * compared, f"{differing} of {compared} tokens differ"
+
+
+def related_requests() -> list[Request]:
+    """Several samples of some prompts, prompts that begin like others, and one that continues another's response."""
+    prompts, _ = ragged(4, 11, prompt=14)
+    shared = [*prompts, *(p[: len(p) // 2 + 1] + q for p, q in pairwise(prompts))]
+    return [Request(tuple(p), 100 * i + s) for s in range(3) for i, p in enumerate(shared)]
+
+
+def generated(mode: str, slots: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
+    """Completions and the prompt and response tokens that went through the model."""
+    model = policy("qwen3", mode)
+    sampler = TorchEngine(model, STOPS, mode, CONTEXT, slots, chunk, prefix_cache)
+    seen: list[int] = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2].numel()))
+    try:
+        return sampler.generate(related_requests(), PLAIN), sum(seen)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(21, 0), (5, 0), (2, 3)])
+def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(slots: int, chunk: int) -> None:
+    cold, computed = generated("exact", slots, chunk, False)
+    warm, saved = generated("exact", slots, chunk, True)
+    assert same(cold, warm)
+    assert saved < computed
+
+
+def test_a_prefix_taken_from_the_cache_shows_in_native_numerics() -> None:
+    assert not all(same(generated("native", n, 0, False)[0], generated("native", n, 0, True)[0]) for n in (21, 5))
+
+
+def test_a_prefix_is_the_longest_that_a_slot_still_holds() -> None:
+    index = PrefixIndex()
+    assert index.longest([1, 2]) == (0, 0)
+    index.hold(3, [1, 2, 3, 4])
+    index.hold(5, [1, 2, 9])
+    assert index.longest([1, 2, 3, 7]) == (3, 3)
+    assert index.longest([1, 2, 9, 9]) == (5, 3)
+    assert index.longest([2, 1]) == (0, 0)
+    index.hold(3, [8])
+    assert index.longest([1, 2, 3, 7]) == (5, 2)
+    # an empty entry is a slot about to be overwritten
+    index.hold(5, ())
+    assert index.longest([1, 2, 3]) == (0, 0)

@@ -1,0 +1,229 @@
+"""The seeded sampler against pure-Python formulas, and the sets that top-k and top-p keep."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_repro.numerics.logprobs import expand_kept, pack_bits, token_statistics
+from ppo_repro.rollout.engine import Sampling
+from ppo_repro.rollout.sampler import cut, first_argmax, gumbel_noise, murmur_hash32, sample
+from tests.support.models import seeded, unequal
+
+MASK = 0xFFFFFFFF
+
+
+def murmur3(data: bytes, seed: int = 0) -> int:
+    """MurmurHash3_x86_32 over bytes whose length is a multiple of 4."""
+    h = seed
+    for (word,) in struct.iter_unpack("<I", data):
+        k = word * 0xCC9E2D51 & MASK
+        k = (k << 15 | k >> 17) & MASK
+        h ^= k * 0x1B873593 & MASK
+        h = (h << 13 | h >> 19) & MASK
+        h = (h * 5 + 0xE6546B64) & MASK
+    h ^= len(data)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ h >> shift) * factor & MASK
+    return h ^ h >> 16
+
+
+def test_murmur3_gives_the_published_values() -> None:
+    assert murmur3(b"") == 0
+    assert murmur3(b"", 1) == 0x514E28B7
+    assert murmur3(b"\xff\xff\xff\xff") == 0x76293B50
+    assert murmur3(b"\x21\x43\x65\x87") == 0xF55B516B
+    assert murmur3(b"\x21\x43\x65\x87", 0x5082EDEE) == 0x2362F9DE
+    assert murmur3(b"\0\0\0\0") == 0x2362F9DE
+    assert murmur3(b"test", 0x9747B28C) == 0x704B81DC
+    assert murmur3(b"aaaa", 0x9747B28C) == 0x5A97808A
+
+
+@settings(max_examples=500)
+@given(st.lists(st.integers(0, MASK), min_size=1, max_size=5))
+def test_the_tensor_hash_is_murmur3(words: list[int]) -> None:
+    got = murmur_hash32([torch.tensor([w]) for w in words])
+    assert got.tolist() == [murmur3(struct.pack(f"<{len(words)}I", *words))]
+
+
+def noise(seed: int, position: int, column: int) -> float:
+    """Gumbel noise of the definition: seed as uint64, position and column as uint32, little endian."""
+    return noise_of_hash(murmur3(struct.pack("<QII", seed % 2**64, position, column)))
+
+
+def noise_of_hash(h: int) -> float:
+    log_u = math.log(h / MASK) if h else -1.7976931348623157e308
+    return -math.log(-min(log_u, -(2.0**-32)))
+
+
+@settings(max_examples=200)
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1))
+def test_the_noise_is_that_of_its_definition(seed: int, position: int) -> None:
+    got = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 7)[0].tolist()
+    # two logarithms of float64, each right to a few units in the last place; near u = 1 the second magnifies
+    assert got == pytest.approx([noise(seed, position, c) for c in range(7)], rel=1e-9, abs=1e-9)
+
+
+def test_the_noise_of_the_first_and_last_hashes_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = [0, 1, 2, MASK - 2, MASK - 1, MASK]
+    monkeypatch.setattr("ppo_repro.rollout.sampler.murmur_hash32", lambda words: torch.tensor([hashes]))
+    got = gumbel_noise(torch.tensor([0]), torch.tensor([0]), 6)[0].tolist()
+    # near u = 1 the distance from 1 keeps 32 bits less than u itself
+    assert got == pytest.approx([noise_of_hash(h) for h in hashes], rel=1e-6)
+    assert got[0] == pytest.approx(-709.7827) and got[5] == pytest.approx(32 * math.log(2))
+
+
+def test_different_seeds_and_positions_give_different_noise() -> None:
+    seeds = torch.tensor([1, 2, 1, 2**32 + 1, -1])
+    positions = torch.tensor([5, 5, 6, 5, 5])
+    rows = {tuple(row) for row in gumbel_noise(seeds, positions, 20).tolist()}
+    assert len(rows) == 5
+
+
+def drawn_case(n: int, v: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = seeded(seed)
+    logits = torch.randn(n, v, generator=generator) * 2.0
+    seeds = torch.randint(-(2**62), 2**62, (n,), generator=generator)
+    return logits, seeds, torch.randint(0, 4096, (n,), generator=generator)
+
+
+def full_logprobs(logits: Tensor, temperature: float) -> list[list[float]]:
+    """Every token's log-prob over the whole vocabulary, as the training side reports it."""
+    n, v = logits.shape
+    columns = [token_statistics(logits, torch.full((n,), t), temperature, None, "exact")[0] for t in range(v)]
+    return torch.stack(columns, -1).tolist()
+
+
+def kept_slowly(logprobs: list[float], top_k: int, top_p: float) -> list[int]:
+    """Tokens that stay, likeliest first: rank below top_k and at most top_p of mass before them."""
+    order = sorted(range(len(logprobs)), key=lambda t: (-logprobs[t], t))
+    kept = []
+    for rank, token in enumerate(order):
+        before = math.fsum(math.exp(logprobs[t]) for t in order[:rank])
+        if (top_p == 1.0 or before <= top_p) and (not top_k or rank < top_k):
+            kept.append(token)
+    return kept
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (7, 0.9)])
+def test_every_token_can_be_derived_again_from_the_log_probs(temperature: float, top_k: int, top_p: float) -> None:
+    logits, seeds, positions = drawn_case(500, 40, 0)
+    got = sample(logits, seeds, positions, Sampling(temperature, top_k, top_p, 1), "exact")
+    keys = list(zip(seeds.tolist(), positions.tolist(), strict=True))
+    by_token_id = 0
+    for i, row in enumerate(full_logprobs(logits, temperature)):
+        kept = kept_slowly(row, top_k, top_p)
+        if top_k == 0 and top_p == 1.0:
+            kept.sort()  # nothing is cut: the column is the token id
+        scores = [row[t] + noise(*keys[i], column) for column, t in enumerate(kept)]
+        assert kept[scores.index(max(scores))] == int(got.tokens[i]), i
+        by_id = [row[t] + noise(*keys[i], t) for t in kept]
+        by_token_id += kept[by_id.index(max(by_id))] == int(got.tokens[i])
+    # the check can fail: with cuts, hashing the token id instead of the rank gives other tokens
+    assert (by_token_id == 500) == (top_k == 0 and top_p == 1.0)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (6, 0.9)])
+def test_tokens_come_as_often_as_their_probability_says(top_k: int, top_p: float) -> None:
+    n, sampling = 20_000, Sampling(0.8, top_k, top_p, 1)
+    logits = (torch.randn(12, generator=seeded(0)) * 1.5).expand(n, 12)
+    got = sample(logits, torch.arange(n), torch.full((n,), 9), sampling, "exact")
+    eligible = expand_kept(got.kept_tokens[:1], 12)
+    log_p = (logits[0] / 0.8).double()
+    if eligible is not None:
+        log_p = log_p.masked_fill(~eligible[0], -math.inf)
+    p = log_p.softmax(-1)
+    counts = torch.bincount(got.tokens, minlength=12).double()
+    assert not counts[p == 0].any()
+    live = p > 0
+    chi_square = float((((counts - n * p) ** 2)[live] / (n * p)[live]).sum())
+    # 11 degrees of freedom at most: 31.3 is exceeded once in 1000; the seeds are fixed
+    assert chi_square < 31.3
+    # sampling from another temperature would be noticed
+    q = (log_p * 0.9).softmax(-1)
+    assert float((((counts - n * q) ** 2)[live] / (n * q)[live]).sum()) > 31.3
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6), st.sampled_from([(0, 1.0), (5, 1.0), (0, 0.7)]), st.integers(0, 19))
+def test_a_row_does_not_depend_on_the_others(seed: int, cuts: tuple[int, float], i: int) -> None:
+    logits, seeds, positions = drawn_case(20, 33, seed)
+    sampling = Sampling(0.9, *cuts, 1)
+    whole = sample(logits, seeds, positions, sampling, "exact")
+    alone = sample(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], sampling, "exact")
+    assert torch.equal(alone.tokens, whole.tokens[i : i + 1])
+    assert unequal(alone.logprobs, whole.logprobs[i : i + 1]) == 0
+    assert unequal(alone.log_kept_mass, whole.log_kept_mass[i : i + 1]) == 0
+    assert torch.equal(alone.kept_tokens, whole.kept_tokens[i : i + 1])
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 45), st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-3]))
+def test_cut_keeps_what_the_definition_keeps(seed: int, v: int, top_k: int, top_p: float) -> None:
+    # every logit occurs twice or more, so that ties are met
+    logits = torch.randint(-6, 7, (1, v), generator=seeded(seed)).float() * 0.37
+    eligible, rank, log_kept_mass = cut(logits, Sampling(1.0, top_k, top_p, 1))
+    row = logits[0].double().log_softmax(-1).tolist()
+    order = sorted(range(v), key=lambda t: (-row[t], t))
+    assert [order.index(t) for t in range(v)] == rank[0].tolist()
+    kept = kept_slowly(row, top_k, top_p)
+    assert eligible[0].nonzero()[:, 0].tolist() == sorted(kept)
+    # masses in units of 2^-30 of the largest
+    expected = math.log(math.fsum(math.exp(row[t]) for t in kept))
+    assert float(log_kept_mass[0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_likeliest_token_is_always_kept_and_certain_when_alone() -> None:
+    logits, seeds, positions = drawn_case(50, 30, 0)
+    for sampling in (Sampling(1.0, 1, 1.0, 1), Sampling(1.0, 0, 1e-9, 1)):
+        got = sample(logits, seeds, positions, sampling, "exact")
+        assert torch.equal(got.tokens, logits.argmax(-1))
+        assert not got.logprobs.any()
+        assert bool((got.log_kept_mass < 0).all())
+
+
+def test_log_probs_are_those_of_the_distribution_sampled_from() -> None:
+    logits, seeds, positions = drawn_case(50, 30, 1)
+    got = sample(logits, seeds, positions, Sampling(0.7, 8, 0.9, 1), "exact")
+    eligible = expand_kept(got.kept_tokens, 30)
+    assert eligible is not None and bool(eligible.gather(-1, got.tokens[:, None]).all())
+    scaled = (logits / 0.7).double()
+    expected = scaled.masked_fill(~eligible, -math.inf).log_softmax(-1).gather(-1, got.tokens[:, None])[:, 0]
+    # float32 log-probs near 5, exp right to 1e-7
+    assert torch.allclose(got.logprobs.double(), expected, rtol=0, atol=1e-6)
+    full = scaled.log_softmax(-1).gather(-1, got.tokens[:, None])[:, 0]
+    assert torch.allclose(got.logprobs.double() + got.log_kept_mass.double(), full, rtol=0, atol=2e-6)
+
+
+def test_greedy_takes_the_first_of_the_likeliest_whatever_the_seed() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [5.0, 3.0, 5.0, 5.0], [-0.0, 0.0, -1.0, -1.0]])
+    for seed in (0, 1, 2**40):
+        got = sample(logits, torch.full((3,), seed), torch.arange(3), Sampling(1.0, 0, 1.0, 1, True), "exact")
+        assert got.tokens.tolist() == [1, 0, 0]
+    assert first_argmax(logits).tolist() == [1, 0, 0]
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 10**6))
+def test_bit_sets_hold_what_was_put_in(n: int, v: int, seed: int) -> None:
+    eligible = torch.rand(n, v, generator=seeded(seed)) < 0.5
+    packed = pack_bits(eligible)
+    assert packed.dtype == torch.uint8 and packed.shape == (n, -(-v // 8))
+    expanded = expand_kept(packed, v)
+    assert expanded is not None and torch.equal(expanded, eligible)
+    written = int.from_bytes(bytes(packed[0].tolist()), "big")
+    assert f"{written:0{8 * packed.shape[1]}b}".rstrip("0") == "".join(str(int(x)) for x in eligible[0]).rstrip("0")
+
+
+def test_nothing_cut_has_no_bit_set() -> None:
+    logits, seeds, positions = drawn_case(3, 30, 1)
+    got = sample(logits, seeds, positions, Sampling(1.0, 0, 1.0, 1), "exact")
+    assert got.kept_tokens.shape == (3, 0) and expand_kept(got.kept_tokens, 30) is None
+    assert not got.log_kept_mass.any()

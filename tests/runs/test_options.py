@@ -1,0 +1,80 @@
+"""The promises of the loop hold for every option: over configurations in which every two options meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis.mismatch.parity import Parity, parity
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
+from ppo_repro.records import reader
+from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
+from tests.support.option_cases import FACTORS, NAMES, Choice, overrides, pairwise
+from tests.support.paths import TINY
+
+CASES = pairwise()
+# the same work cut up in another way
+OTHER_LAYOUT = (
+    *(
+        "layout.rollout_slots=2",
+        "layout.prefill_chunk=2",
+        "layout.forward_micro_batch=2",
+        "layout.update_micro_batch=1",
+    ),
+    *("layout.padding=left", "layout.threads=2", "layout.prefix_cache=false"),
+)
+
+
+def name_of(choice: Choice) -> str:
+    return "-".join(f"{name}{option}" for name, option in zip(NAMES, choice, strict=True) if option) or "usual"
+
+
+def recorded(choice: Choice, out: Path, *more: str) -> tuple[RunConfig, Path]:
+    config = load_config(TINY, [*overrides(choice), *more])
+    return config, run(config, out, Silent())[0]
+
+
+def check(choice: Choice, tmp_path: Path) -> None:
+    config, run_dir = recorded(choice, tmp_path / "first")
+    found = parity(run_dir)
+    assert found.tokens > 30 and found.first_minibatch_tokens > 3
+    assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)
+    _, again = recorded(choice, tmp_path / "again", *OTHER_LAYOUT)
+    assert reader.open_manifest(again).fingerprint == reader.open_manifest(run_dir).fingerprint
+    steps = reader.read_steps(run_dir)
+    assert steps["policy_digest"].nunique() > 1, "the policy learnt nothing, so nothing was compared"
+    assert (steps["value_digest"].isna().all()) == (config.value.kind == "none")
+
+
+def test_every_option_is_in_some_case() -> None:
+    met = {(name, option) for choice in CASES for name, option in zip(NAMES, choice, strict=True)}
+    assert met == {(name, option) for name, options in FACTORS.items() for option in range(len(options))}
+    assert len(CASES) < 80
+
+
+# the first dozen meet most options; all of them are in the slow tier
+@pytest.mark.parametrize("choice", CASES[:12], ids=name_of)
+def test_parity_and_rerun_hold_for_a_sample_of_options(choice: Choice, tmp_path: Path) -> None:
+    check(choice, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", CASES[12:], ids=name_of)
+def test_parity_and_rerun_hold_for_every_two_options(choice: Choice, tmp_path: Path) -> None:
+    check(choice, tmp_path)
+
+
+def test_native_numerics_break_these_promises(tmp_path: Path) -> None:
+    """The same comparison must find differences in stock torch."""
+    unequal: list[Parity] = []
+    fingerprints = set()
+    for index, choice in enumerate(CASES[:6]):
+        for layout, more in (("first", ()), ("again", OTHER_LAYOUT)):
+            _, run_dir = recorded(choice, tmp_path / f"{index}{layout}", "numerics.mode=native", *more)
+            unequal.append(parity(run_dir))
+            fingerprints.add(reader.open_manifest(run_dir).fingerprint)
+    assert sum(p.unequal_old_rollout_logprobs for p in unequal) > 0
+    assert len(fingerprints) > 6, "every layout gave the same bits"

@@ -1,0 +1,243 @@
+"""Whole runs: parity of sampler and trainer, reruns, layouts that must not show, and what must show."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from analysis.mismatch.parity import parity
+from ppo_repro.errors import UserError
+from ppo_repro.numerics import backend
+from ppo_repro.records import manifest, reader, schema
+from ppo_repro.records.arrow import to_parquet
+from ppo_repro.runs.diff import first_difference
+from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.run import rerun, run
+from ppo_repro.runs.summary import summarise
+from ppo_repro.watcher import Silent
+from tests.support.runs import small_config
+
+
+def fingerprint(tmp_path: Path, *overrides: str) -> str:
+    return summarise(run(small_config(*overrides), tmp_path, Silent())[0]).fingerprint
+
+
+def test_sampler_and_trainer_agree_on_every_bit(exact_run: Path) -> None:
+    found = parity(exact_run)
+    assert found.tokens > 300 and found.first_minibatch_tokens > 80
+    assert found.unequal_old_rollout_logprobs == 0
+    assert found.unequal_first_ratios == 0
+    assert found.unequal_values == 0
+    assert found.unequal_ratios > 0, "the weights must have moved, or a constant would pass this test"
+
+
+def test_native_numerics_fail_the_same_check(native_run: Path) -> None:
+    found = parity(native_run)
+    assert found.unequal_old_rollout_logprobs > found.tokens // 20
+    assert found.unequal_first_ratios > 0
+
+
+@pytest.mark.parametrize("which", ["exact_run", "native_run"])
+def test_the_run_counted_what_the_records_hold(which: str, request: pytest.FixtureRequest) -> None:
+    run_dir = request.getfixturevalue(which)
+    again, logged = dataclasses.asdict(parity(run_dir)), dataclasses.asdict(summarise(run_dir))
+    shared = set(again) & set(logged)
+    assert len(shared) >= 6
+    assert {name: again[name] for name in shared} == {name: logged[name] for name in shared}
+
+
+def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> None:
+    config = small_config("ppo.learning_rate=0", "value.learning_rate=0", "ppo.epochs=3", "ppo.iterations=2")
+    found = parity(run(config, tmp_path, Silent())[0])
+    assert found.update_rows == 3 * found.tokens
+    assert found.unequal_ratios == 0
+    assert found.unequal_update_values == 0
+
+
+def test_without_learning_native_ratios_still_differ_from_one(tmp_path: Path) -> None:
+    config = small_config("ppo.learning_rate=0", "value.learning_rate=0", "numerics.mode=native")
+    assert parity(run(config, tmp_path, Silent())[0]).unequal_ratios > 0
+
+
+def test_a_rerun_is_identical(exact_run: Path) -> None:
+    report = rerun(exact_run, Silent())
+    assert report.difference is None
+    assert report.fingerprint == manifest.load(exact_run).fingerprint
+    assert report.iterations == 3
+
+
+def test_another_seed_is_another_run(exact_run: Path, tmp_path: Path) -> None:
+    assert fingerprint(tmp_path, "seed=8") != manifest.load(exact_run).fingerprint
+
+
+def test_a_rerun_under_another_layout_is_identical(exact_run: Path) -> None:
+    overrides = ["layout.padding=left", "layout.rollout_slots=5", "layout.update_micro_batch=7"]
+    assert rerun(exact_run, Silent(), overrides).difference is None
+
+
+def test_a_native_rerun_under_another_layout_is_not(native_run: Path) -> None:
+    overrides = ["layout.padding=none", "layout.rollout_slots=5", "layout.update_micro_batch=7"]
+    assert rerun(native_run, Silent(), overrides).difference is not None
+    assert rerun(native_run, Silent()).difference is None, "the same layout repeats itself also in native"
+
+
+def test_a_rerun_refuses_to_change_anything_but_the_layout(exact_run: Path) -> None:
+    with pytest.raises(UserError, match="layout fields only"):
+        rerun(exact_run, Silent(), ["ppo.objective.clip_range=0.1"])
+
+
+LAYOUTS = [
+    ("layout.rollout_slots=1", "layout.padding=left"),
+    ("layout.rollout_slots=3", "layout.prefill_chunk=2", "layout.forward_micro_batch=1"),
+    ("layout.rollout_slots=16", "layout.padding=none", "layout.update_micro_batch=5"),
+    ("layout.forward_micro_batch=3", "layout.update_micro_batch=1"),
+    ("layout.threads=2",),
+]
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS, ids=[" ".join(o) for o in LAYOUTS])
+def test_no_layout_changes_the_fingerprint(exact_run: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    assert fingerprint(tmp_path, *overrides) == manifest.load(exact_run).fingerprint
+
+
+@pytest.mark.slow
+def test_operands_of_fourteen_bits_keep_every_promise(exact_run: Path, tmp_path: Path) -> None:
+    """Another run than with 20 bits, and one and the same under every layout, on every backend."""
+    kinds = [f"layout.backend={name}" for name in backend.BACKENDS if name != "amx" or backend.has_amx()]
+    conditions = [*LAYOUTS, *((kind,) for kind in kinds), ("layout.gradient_checkpointing=true",)]
+    run_dir, _ = run(small_config("numerics.operand_bits=14"), tmp_path, Silent())
+    summary = summarise(run_dir)
+    assert summary.fingerprint != manifest.load(exact_run).fingerprint
+    found = parity(run_dir)
+    assert found.tokens > 300 and found.unequal_old_rollout_logprobs == found.unequal_first_ratios == 0
+    for overrides in conditions:
+        assert fingerprint(tmp_path, "numerics.operand_bits=14", *overrides) == summary.fingerprint, overrides
+
+
+def test_native_layouts_change_the_fingerprint(native_run: Path, tmp_path: Path) -> None:
+    found = {fingerprint(tmp_path, *o, "numerics.mode=native") for o in LAYOUTS[2:4]}
+    assert len(found | {manifest.load(native_run).fingerprint}) > 1
+
+
+def test_top_k_and_top_p_score_the_distribution_sampled_from(tmp_path: Path) -> None:
+    config = small_config("rollout.top_k=4", "rollout.top_p=0.9", "rollout.temperature=0.8", "ppo.iterations=2")
+    run_dir = run(config, tmp_path, Silent())[0]
+    found = parity(run_dir)
+    assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios) == (0, 0)
+    tokens = reader.read_tokens(run_dir, columns=["log_kept_mass", "entropies"])
+    assert tokens["log_kept_mass"].max() <= 0 and tokens["log_kept_mass"].min() < -0.01
+    assert tokens["entropies"].max() <= np.log(4) + 1e-6  # at most 4 tokens are eligible; one float32 rounding
+
+
+def test_the_old_anchor_gives_ratio_one_even_in_native(tmp_path: Path) -> None:
+    # one forward over all, the same layout as the update: only then does stock torch repeat itself
+    config = small_config("ppo.ratio_anchor=old", "ppo.iterations=1")
+    assert parity(run(config, tmp_path, Silent())[0]).unequal_first_ratios == 0
+
+
+def flip_bit(run_dir: Path, table: str, iteration: int, column: str, row: int) -> tuple[float, float]:
+    """Flip the lowest bit of one recorded value; returns it before and after."""
+    path = manifest.table_path(run_dir, table, iteration)
+    data = pq.ParquetFile(path).read()
+    values = data.column(column).to_numpy().copy()
+    before = float(values[row])
+    values.view(np.int32)[row] ^= 1
+    index = data.column_names.index(column)
+    changed = data.set_column(index, data.schema.field(column), [values])
+    path.write_bytes(to_parquet(schema.table(table), changed))
+    return before, float(values[row])
+
+
+def test_diff_and_rerun_name_the_flipped_cell(exact_run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(exact_run, copy)
+    assert first_difference(exact_run, copy) is None
+    before, after = flip_bit(copy, "tokens", 1, "advantages", 11)
+    difference = first_difference(exact_run, copy)
+    assert difference is not None
+    assert (difference.table, difference.iteration, difference.column) == ("tokens", 1, "advantages")
+    assert (difference.row, difference.unequal_in_column) == (11, 1)
+    assert (difference.left, difference.right) == (before, after)
+    report = rerun(copy, Silent())
+    assert report.difference is not None
+    assert (report.difference.table, report.difference.row) == ("tokens", 11)
+    assert (report.difference.left, report.difference.right) == (after, before)
+
+
+def test_the_saved_policy_is_the_trained_one(exact_run: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from ppo_repro.numerics.optim.optimizer import weights_digest
+
+    model = AutoModelForCausalLM.from_pretrained(exact_run / "checkpoints" / "final", dtype=torch.float32)
+    assert weights_digest(model.named_parameters()) == manifest.load(exact_run).final["policy_digest"]
+
+
+def test_stage_arithmetic_holds_in_the_records(exact_run: Path) -> None:
+    tokens, sequences = reader.read_tokens(exact_run), reader.read_sequences(exact_run)
+    steps = reader.read_steps(exact_run)
+    key = ["iteration", "sequence"]
+    ends = tokens.groupby(key)["position"].transform("max") == tokens["position"]
+    scores = tokens.merge(sequences[[*key, "scores"]], on=key)["scores"].to_numpy(np.float32)
+    expected = -tokens["kl_penalties"].to_numpy() + np.where(ends, scores, np.float32(0))
+    np.testing.assert_array_equal(tokens["rewards"].to_numpy(), expected)
+    np.testing.assert_array_equal(tokens["returns"], tokens["raw_advantages"] + tokens["values"])
+    log_ratio = tokens["old_logprobs"] - tokens["ref_logprobs"]
+    np.testing.assert_array_equal(tokens["kl_penalties"], (log_ratio * np.float32(0.05)).astype(np.float32))
+    assert (steps.groupby("iteration")["tokens"].sum() == 2 * tokens.groupby("iteration").size()).all()
+    assert abs(tokens["advantages"].mean()) < 1e-3  # whitened per iteration, stored as float32
+    assert [parts.tolist() for parts in sequences["score_parts"]] == [[score] for score in sequences["scores"]]
+
+
+def test_null_is_recorded_where_the_configuration_has_no_such_thing(exact_run: Path) -> None:
+    tables = {
+        table.name: pd.concat(
+            [reader.read_arrow(exact_run, table.name, i).to_pandas().isna().any() for i in range(3)], axis=1
+        )
+        for table in schema.TABLES
+    }
+    nulls = {f"{name}.{column}" for name, found in tables.items() for column in found.index[found.any(axis=1)]}
+    coefficients = {f"iterations.{name}" for name in ("clip_range", "penalty_coef", "return_mean", "return_scale")}
+    unprofiled = {f"iterations.peak_fraction_{phase}" for phase in ("rollout", "forward", "update")}
+    assert nulls == coefficients | unprofiled | {"iterations.eval_accuracy", "iterations.eval_score"}
+    iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
+    assert (iterations["policy_steps"] == steps.groupby("iteration").size()).all()
+    assert (iterations["kl_coef"] == 0.05).all()
+
+
+def test_text_spans_cut_the_response_into_its_tokens(exact_run: Path) -> None:
+    sequences = reader.read_sequences(exact_run).set_index(["iteration", "sequence"])["response"]
+    for key, rows in reader.read_tokens(exact_run).groupby(["iteration", "sequence"]):
+        text = sequences.loc[key]
+        pieces = [text[a:b] for a, b in zip(rows["char_start"], rows["char_end"], strict=True)]
+        assert "".join(pieces) == text
+
+
+def test_learning_happens(exact_run: Path) -> None:
+    steps = reader.read_steps(exact_run)
+    assert steps["policy_digest"].nunique() == len(steps)
+    assert (steps["grad_norm"] > 0).all() and (steps["value_grad_norm"] > 0).all()
+    assert steps["gradient_redos"].iloc[0] == 1, "the first step calibrates its grids"
+
+
+def test_environment_and_config_are_recorded(exact_run: Path) -> None:
+    environment = json.loads((exact_run / "environment.json").read_text())
+    assert environment["packages"]["torch"].startswith("2.")
+    assert environment["numerics_mode"] == "exact"
+    iterations = reader.read_iterations(exact_run)
+    assert pd.isna(iterations["eval_accuracy"]).tolist() == [False, True, False]
+
+
+def test_the_environment_names_what_computed() -> None:
+    def named(*overrides: str) -> str:
+        return str(describe_environment(small_config(*overrides), 1)["numerics_backend"])
+
+    assert named("layout.backend=eager") == "eager" and named("layout.backend=dgemm") == "dgemm"
+    assert named() == ("amx" if backend.has_amx() else "dgemm")
+    assert named("numerics.mode=native") == "stock torch"

@@ -1,0 +1,217 @@
+"""The engine section: what it allows, what it refuses and in which words, what a server's command line follows from."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.config.engine import EXACT_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
+from ppo_repro.config.files import build_config, load_config
+from ppo_repro.errors import UserError
+from ppo_repro.rollout.sglang.command import (
+    SPARE_CONTEXT,
+    look_into,
+    numerics_digest,
+    server_arguments,
+    server_environment,
+)
+from ppo_repro.runs.open_engine import check_engine, require_same_sampler
+from tests.support.fake_sglang import fake_python
+from tests.support.paths import ROOT, SMALL
+from tests.support.runs import small_config
+
+SGLANG = "rollout.engine.kind=sglang"
+PACKAGE = ROOT / "ppo_repro"
+
+
+def engine_of(*overrides: str) -> SGLangServers:
+    engine = small_config(SGLANG, *overrides).rollout.engine
+    assert isinstance(engine, SGLangServers)
+    return engine
+
+
+EXACT, STOCK = (SGLANG,), (SGLANG, "rollout.engine.numerics=stock")
+URLS = "rollout.engine.urls=[http://h:1, http://h:2]"
+SAME_BITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    ((), EXACT),
+    (EXACT, ("rollout.engine.kind=torch",)),
+    (EXACT, (*EXACT, "rollout.engine.servers=3", "rollout.engine.weight_sync=tensor", "rollout.engine.timeout_s=9")),
+    (EXACT, (*EXACT, URLS)),
+    (STOCK, (*STOCK, "rollout.engine.weight_sync=tensor", "rollout.engine.timeout_s=9", "rollout.engine.python=/x")),
+    ((*STOCK, URLS), (*STOCK, "rollout.engine.urls=[http://g:1, http://g:2]")),
+]
+OTHER_BITS: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
+    ((), STOCK, "would sample with SGLang's own numerics (servers: 1, device: cpu, arguments: none), and the run "
+     "samples with exact numerics"),
+    (EXACT, STOCK, "the run samples with exact numerics"),
+    (STOCK, EXACT, "would sample with exact numerics, and the run samples with SGLang's"),
+    (STOCK, (), "would sample with exact numerics"),
+    (("numerics.mode=native",), ("numerics.mode=native", *STOCK), "the run samples with native numerics"),
+    (STOCK, (*STOCK, "rollout.engine.device=cuda"), "device: cuda"),
+    (STOCK, (*STOCK, "rollout.engine.servers=2"), "servers: 2"),
+    (STOCK, (*STOCK, "rollout.engine.arguments=[--dtype, half]"), "arguments: --dtype half"),
+    (STOCK, (*STOCK, URLS), "servers that run already: 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recorded", "now"), SAME_BITS)
+def test_engines_of_the_same_bits_may_take_over_from_each_other(
+    recorded: tuple[str, ...], now: tuple[str, ...]
+) -> None:
+    require_same_sampler(small_config(*recorded), small_config(*now))
+
+
+@pytest.mark.parametrize(("recorded", "now", "said"), OTHER_BITS, ids=[said for *_, said in OTHER_BITS])
+def test_an_engine_of_other_bits_may_not(recorded: tuple[str, ...], now: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError, match=r"^rollout\.engine: ") as caught:
+        require_same_sampler(small_config(*recorded), small_config(*now))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+REFUSED = {
+    ("rollout.top_k=5",): "engine.kind = sglang needs top_k = 0",
+    ("rollout.top_p=0.9",): "engine.kind = sglang needs top_p = 1",
+    ("numerics.mode=native",): "rollout.engine.numerics = exact needs numerics.mode = exact",
+    ("rollout.engine.urls=[http://h:1]", "rollout.engine.servers=2"): "servers is for servers the run starts",
+    ("rollout.engine.urls=[http://h:1]", "rollout.engine.python=/x"): "python is for servers the run starts",
+    ("rollout.engine.urls=[http://h:1]", "rollout.engine.arguments=[--x]"): "arguments is for servers the run",
+    ("rollout.engine.urls=[http://h:1, http://h:1]",): "each server may be named once",
+    ("rollout.engine.device=cuda", "rollout.engine.servers=2"): "servers must be 1 on device cuda",
+    ("rollout.engine.timeout_s=0",): "rollout.engine.timeout_s = 0: input should be greater than or equal to 1",
+    ("rollout.engine.numerics=bf16",): "rollout.engine.numerics = 'bf16'",
+    ("rollout.engine.port=1",): "rollout.engine.port: unknown field",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED, ids=" ".join)
+def test_what_sglang_cannot_do_is_refused_in_one_line(overrides: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        small_config(SGLANG, *overrides)
+    assert REFUSED[overrides] in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["h:1", "https://h:1", "http://h", "http://h:1/v1", "http://h:x", "http://u:p@h:1", "http://h:1?a", ""]
+)
+def test_a_url_is_host_and_port(url: str) -> None:
+    with pytest.raises(UserError, match="must be http://HOST:PORT"):
+        small_config(SGLANG, f"rollout.engine.urls=['{url}']")
+
+
+@pytest.mark.parametrize("name", [*OWN_ARGUMENTS, *EXACT_ARGUMENTS, "--port=1", "--mod", "--weight-v"])
+def test_arguments_the_run_sets_itself_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UserError, match="is set by the run"):
+        small_config(SGLANG, f"rollout.engine.arguments=['{name}', '1']")
+
+
+def test_stock_numerics_go_with_both_modes_and_let_the_user_choose_more() -> None:
+    for mode in ("exact", "native"):
+        chosen = "rollout.engine.arguments=[--dtype, bfloat16, --attention-backend, triton]"
+        config = small_config(SGLANG, "rollout.engine.numerics=stock", f"numerics.mode={mode}", chosen)
+        engine = config.rollout.engine
+        assert isinstance(engine, SGLangServers)
+        arguments = server_arguments(config, engine, Path("m"), 1, "v")
+        assert arguments.count("--dtype") == arguments.count("--attention-backend") == 1
+        assert arguments[-4:] == ["--dtype", "bfloat16", "--attention-backend", "triton"]
+
+
+def test_the_engine_is_chosen_by_one_override_whatever_the_file_has() -> None:
+    config = small_config(SGLANG, "rollout.engine.servers=2", SGLANG)
+    assert config.rollout.engine == engine_of("rollout.engine.servers=2"), "the same kind keeps its fields"
+    assert small_config(SGLANG, "rollout.engine.servers=2", "rollout.engine.kind=torch") == small_config()
+    with pytest.raises(UserError, match=r"rollout.engine.servers: unknown field"):
+        small_config("rollout.engine.kind=torch", "rollout.engine.servers=2")
+    with pytest.raises(UserError, match=r"rollout.engine.kind = 'vllm'"):
+        small_config("rollout.engine.kind=vllm")
+    with pytest.raises(UserError, match=r"rollout.engine.kind: missing"):
+        small_config("rollout.engine.servers=2")
+
+
+def test_several_processes_are_refused() -> None:
+    check_engine(small_config(), 2)
+    check_engine(small_config(SGLANG), 1)
+    with pytest.raises(UserError, match="works in one process, and here are 2"):
+        check_engine(small_config(SGLANG), 2)
+
+
+def test_the_command_line_follows_from_the_configuration() -> None:
+    config = small_config(SGLANG, "layout.prefill_chunk=5", "layout.prefix_cache=false", "layout.threads=2")
+    engine = config.rollout.engine
+    assert isinstance(engine, SGLangServers)
+    arguments = server_arguments(config, engine, Path("/m"), 31000, "abc")
+    value = dict(pairwise(arguments))
+    assert value["--model-path"] == "/m" and value["--port"] == "31000" and value["--weight-version"] == "abc"
+    assert value["--context-length"] == str(24 + SPARE_CONTEXT) and value["--max-running-requests"] == "48"
+    assert value["--chunked-prefill-size"] == "5" and "--disable-radix-cache" in arguments
+    assert value["--max-total-tokens"] == str(48 * (24 + SPARE_CONTEXT))
+    assert value["--attention-backend"] == "ppo_repro_exact" and value["--dtype"] == "float32"
+    assert json.loads(value["--json-model-override-args"]) == {
+        "architectures": ["PpoReproExactForCausalLM"],
+        "ppo_repro": {"max_context": 24, "operand_bits": 20, "threads": 2, "backend": "auto"},
+    }
+    small = engine_of("rollout.engine.arguments=[--max-total-tokens, '99']")
+    assert server_arguments(config, small, Path("/m"), 1, "abc").count("--max-total-tokens") == 1
+    taken = {word for word in server_arguments(config, engine, Path("m"), 1, "v") if word.startswith("--")}
+    assert taken <= {*OWN_ARGUMENTS, *EXACT_ARGUMENTS, "--max-total-tokens"}, "nobody may set a flag twice"
+
+
+def test_the_environment_of_a_server() -> None:
+    outside = {"HOME": "/h", "PYTHONPATH": "/mine", "RANK": "0", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    found = server_environment(outside, engine_of(), 3)
+    assert found["HOME"] == "/h" and found["OMP_NUM_THREADS"] == "3" and "RANK" not in found
+    assert found["PYTHONPATH"].endswith("cpu_shim") and found["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert found["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    on_gpu = server_environment(outside, engine_of("rollout.engine.device=cuda"), 1)
+    assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "TORCHDYNAMO_DISABLE"} & set(on_gpu)
+
+
+def test_the_interpreter_is_looked_into_before_it_is_used(tmp_path: Path) -> None:
+    def refusal(package: Path, *misbehave: str) -> str:
+        with pytest.raises(UserError) as caught:
+            look_into(engine_of(f"rollout.engine.python={fake_python(tmp_path, package, *misbehave)}"))
+        return str(caught.value)
+
+    good = engine_of(f"rollout.engine.python={fake_python(tmp_path, PACKAGE)}")
+    assert look_into(good).packages["sglang"] == "0.5.21"
+    assert "has no sglang" in refusal(PACKAGE, "no sglang")
+    assert "not ppo_repro's plugin" in refusal(PACKAGE, "no plugin")
+    assert "has other numerics than this one" in refusal(tmp_path)
+    with pytest.raises(UserError, match="cannot be run"):
+        look_into(engine_of("rollout.engine.python=/nowhere/python"))
+    with pytest.raises(UserError, match="is no Python interpreter that answers"):
+        look_into(engine_of("rollout.engine.python=/bin/true"))
+
+
+def test_the_digest_of_the_numerics_sees_every_file_of_them(tmp_path: Path) -> None:
+    for part in ("numerics", "kernels", "rollout"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "a.py").write_text("1")
+    first = numerics_digest(tmp_path)
+    (tmp_path / "rollout" / "a.py").write_text("2")
+    assert numerics_digest(tmp_path) == first
+    (tmp_path / "rollout" / "sampler.py").write_text("1")
+    with_sampler = numerics_digest(tmp_path)
+    (tmp_path / "kernels" / "a.py").write_text("2")
+    assert len({first, with_sampler, numerics_digest(tmp_path)}) == 3
+
+
+def test_a_relative_interpreter_is_recorded_with_its_folder() -> None:
+    assert engine_of("rollout.engine.python=venv/bin/python").python == str(Path("venv/bin/python").absolute())
+    assert engine_of("rollout.engine.python=python3").python == "python3"
+    assert load_config(SMALL).rollout.engine.kind == "torch"
+    assert build_config(small_config(SGLANG).model_dump(mode="json"), "file") == small_config(SGLANG)
+
+
+def test_server_and_trainer_pin_what_both_have_to_the_same_version() -> None:
+    def pins(name: str) -> dict[str, str]:
+        lines = (ROOT / name).read_text().splitlines()
+        pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+        return {package.lower().replace("_", "-"): version for package, version in pairs}
+
+    ours, theirs = pins("constraints.txt"), pins("constraints-sglang.txt")
+    both = set(ours) & set(theirs)
+    assert {"torch", "transformers", "tokenizers", "numpy", "numba", "llvmlite", "safetensors"} <= both
+    assert {name: theirs[name] for name in both} == {name: ours[name] for name in both}

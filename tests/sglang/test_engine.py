@@ -1,0 +1,240 @@
+"""The engine against small servers on real sockets: weights in step, requests shared out, faults in one line."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.rollout.engine import Request, Sampling
+from ppo_repro.rollout.sglang import weights
+from ppo_repro.rollout.sglang.client import ServerGone, ServerSilent
+from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from tests.support.fake_sglang import FakeServer, serving, token_of
+from tests.support.models import VOCAB, source_model
+from tests.support.runs import small_config
+
+STOPS = frozenset({3, 17, 40})
+PLAIN = Sampling(1.0, 0, 1.0, 6)
+REQUESTS = [Request((2, 4, index), 1000 + index) for index in range(7)]
+
+
+@pytest.fixture()
+def policy() -> PreTrainedModel:
+    return source_model("qwen3")
+
+
+@contextmanager
+def engine_on(
+    servers: list[FakeServer], policy: PreTrainedModel, folder: Path, *overrides: str
+) -> Iterator[SGLangEngine]:
+    urls = "rollout.engine.urls=[" + ",".join(server.url for server in servers) + "]"
+    numerics = "exact" if servers[0].exact else "stock"
+    sets = "rollout.engine.kind=sglang", urls, f"rollout.engine.numerics={numerics}", *overrides
+    config = small_config(*sets, "rollout.engine.timeout_s=1")
+    engine = config.rollout.engine
+    assert engine.kind == "sglang"
+    with sglang_engine(config, engine, policy, STOPS, folder, lambda seconds: None) as opened:
+        yield opened
+
+
+def digest(policy: PreTrainedModel) -> str:
+    return weights_digest(policy.named_parameters())
+
+
+def paths(server: FakeServer) -> list[str]:
+    return [path for path, _ in server.asked]
+
+
+def last(server: FakeServer, path: str) -> Any:
+    return [body for asked, body in server.asked if asked == path][-1]
+
+
+def test_responses_come_in_the_order_of_the_requests(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with serving() as server, engine_on([server], policy, tmp_path) as engine:
+        found = engine.generate(REQUESTS, PLAIN)
+        for request, completion in zip(REQUESTS, found, strict=True):
+            expected = [token_of(request.seed, 3 + t, VOCAB) for t in range(6)]
+            ends = [t for t, token in enumerate(expected) if token in STOPS]
+            assert list(completion.response_ids) == expected[: ends[0] + 1 if ends else 6]
+            assert completion.finish_reason == ("stop" if ends else "length")
+        assert engine.generate([], PLAIN) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_the_number_of_servers_changes_nothing(count: int, policy: PreTrainedModel, tmp_path: Path) -> None:
+    with serving() as server, engine_on([server], policy, tmp_path / "one") as engine:
+        alone = engine.generate(REQUESTS, PLAIN)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving()) for _ in range(count)]
+        engine = stack.enter_context(engine_on(servers, policy, tmp_path / "many"))
+        shared = engine.generate(REQUESTS, PLAIN)
+        sent = [len(last(s, "/generate")["input_ids"]) if "/generate" in paths(s) else 0 for s in servers]
+    assert [c.response_ids for c in shared] == [c.response_ids for c in alone]
+    assert sum(sent) == len(REQUESTS) and max(sent) - min(sent) <= 1
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensor"])
+def test_new_weights_are_brought_once_and_before_the_next_response(
+    sync: str, policy: PreTrainedModel, tmp_path: Path
+) -> None:
+    path = f"/update_weights_from_{sync}"
+    seen: dict[str, torch.Tensor] = {}
+
+    def look(server: FakeServer, _: str, answer: Any) -> Any:
+        body = server.asked[-1][1]
+        if sync == "disk":
+            seen.update(load_file(Path(body["model_path"]) / "model.safetensors"))
+            assert json.loads((Path(body["model_path"]) / "config.json").read_text())["eos_token_id"] == [3, 17, 40]
+        else:
+            seen.update(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
+        return answer
+
+    with serving() as server, engine_on([server], policy, tmp_path, f"rollout.engine.weight_sync={sync}") as engine:
+        server.faults[path] = look
+        engine.generate(REQUESTS, PLAIN)
+        engine.generate(REQUESTS, PLAIN)
+        assert paths(server).count(path) == 1, "nothing had changed"
+        with torch.no_grad():
+            next(iter(policy.parameters()))[0, 0] += 1.0
+        engine.generate(REQUESTS, PLAIN)
+        assert paths(server).count(path) == 2 and server.version == digest(policy)
+        assert {n: p.tolist() for n, p in policy.named_parameters()} == {n: t.tolist() for n, t in seen.items()}
+    assert not (tmp_path / "model").exists(), "the weights are not left behind"
+
+
+def test_many_weights_go_in_several_requests_and_the_version_with_the_last(
+    policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 20_000)
+    with serving() as server:
+        weights.from_tensor(server.url, policy, "v", 1)
+        bodies = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
+        sent = [pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])) for body in bodies]
+    assert paths(server)[0] == "/begin_weight_update" and paths(server)[-1] == "/end_weight_update"
+    assert len(bodies) > 3 and ["weight_version" in body for body in bodies] == [False] * (len(bodies) - 1) + [True]
+    assert [name for some in sent for name, _ in some] == [name for name, _ in policy.named_parameters()]
+    assert all(len(some) == 1 or sum(t.nbytes for _, t in some) <= 20_000 for some in sent)
+
+
+def test_an_update_that_fails_closes_its_session(policy: PreTrainedModel) -> None:
+    with serving() as server:
+        server.faults["/update_weights_from_tensor"] = lambda *_: (400, {"success": False, "message": "no"})
+        with pytest.raises(UserError, match=r"/update_weights_from_tensor: refused with status 400: .*no"):
+            weights.from_tensor(server.url, policy, "v", 1)
+        assert paths(server)[-1] == "/end_weight_update" and not server.in_session
+
+
+def test_exact_servers_prove_what_they_hold(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with serving(exact=True) as server, engine_on([server], policy, tmp_path) as engine:
+        assert len(engine.generate(REQUESTS, PLAIN)) == 7
+    with serving(exact=True) as server, engine_on([server], policy, tmp_path) as engine:
+        server.faults["/get_weights_by_name"] = lambda *_: list(b"0123456789abcdef")
+        with pytest.raises(PromiseBroken, match="holds weights of digest 0123456789abcdef after an update"):
+            engine.generate(REQUESTS, PLAIN)
+    with serving(exact=True) as server, engine_on([server], policy, tmp_path) as engine:
+        server.faults["/get_weights_by_name"] = lambda *_: {"error": "unknown"}
+        with pytest.raises(UserError, match="is it a server of this package"):
+            engine.generate(REQUESTS, PLAIN)
+
+
+FAULTS = {
+    "restarted with other weights": ("/generate", lambda s, p, a: with_version(a, "default"), "weights 'default'"),
+    "somebody else updates it": ("/model_info", lambda s, p, a: {**a, "weight_version": "x"}, "has weights 'x'"),
+    "refuses the folder": ("/update_weights_from_disk", lambda *_: (400, {"message": "no such folder"}), "no such"),
+    "is no SGLang": ("/generate", lambda *_: "<html>", "the answer is not JSON"),
+    "answers too little": ("/generate", lambda s, p, a: a[:-1], "6 entries to 7 requests"),
+    "fails": ("/generate", lambda *_: (500, "Internal\nServer Error"), "status 500: Internal Server Error"),
+}
+
+
+def with_version(answer: Any, version: str) -> Any:
+    for item in answer:
+        item["meta_info"]["weight_version"] = version
+    return answer
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_server_that_misbehaves_ends_the_rollout_in_one_line(
+    name: str, policy: PreTrainedModel, tmp_path: Path
+) -> None:
+    path, fault, message = FAULTS[name]
+    with serving() as server, engine_on([server], policy, tmp_path) as engine:
+        server.faults[path] = fault
+        with pytest.raises(UserError, match=message) as caught:
+            engine.generate(REQUESTS, PLAIN)
+        assert str(caught.value).startswith(server.url) and "\n" not in str(caught.value)
+
+
+def test_a_server_that_goes_and_one_that_hangs(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with serving() as server, engine_on([server], policy, tmp_path) as engine:
+        server.faults["/generate"] = lambda *_: None
+        with pytest.raises(ServerGone, match="went away during /generate"):
+            engine.generate(REQUESTS, PLAIN)
+        assert paths(server).count("/generate") == 1, "a server that is not ours is not asked again"
+    with serving() as server, engine_on([server], policy, tmp_path) as engine:
+        server.faults["/generate"] = lambda s, p, a: pause(a)
+        with pytest.raises(ServerSilent, match=r"no answer within rollout.engine.timeout_s = 1"):
+            engine.generate(REQUESTS, PLAIN)
+
+
+def pause(answer: Any) -> Any:
+    import time
+
+    time.sleep(1.5)
+    return answer
+
+
+def test_nobody_there(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with serving() as server:
+        pass
+    with pytest.raises(UserError, match="no SGLang server answers there"), engine_on([server], policy, tmp_path):
+        pass
+
+
+WRONG = {
+    "enable_deterministic_inference": (False, "where SGLang ignores every seed"),
+    "sampling_backend": ("flashinfer", "has sampling_backend = 'flashinfer'; must be 'pytorch'"),
+    "speculative_algorithm": ("EAGLE", "has speculative_algorithm"),
+    "attention_backend": ("triton", "has attention_backend = 'triton'; must be 'ppo_repro_exact'"),
+    "dtype": ("bfloat16", "has dtype = 'bfloat16'"),
+    "json_model_override_args": ('{"ppo_repro": {"max_context": 24, "operand_bits": 14}}', "operand_bits = 14; numer"),
+    "context_length": (24, "must be at least numerics.max_context [+] 8 = 32"),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
+    field: str, policy: PreTrainedModel, tmp_path: Path
+) -> None:
+    value, message = WRONG[field]
+    with serving(exact=True) as server:
+        server.info[field] = value
+        with pytest.raises(UserError, match=message), engine_on([server], policy, tmp_path):
+            pass
+    with serving() as plain:
+        config = "rollout.engine.numerics=exact"
+        plain.info |= {"attention_backend": "ppo_repro_exact"}
+        with pytest.raises(UserError, match="needs the plugin"), engine_on([plain], policy, tmp_path, config):
+            pass
+
+
+def test_what_a_server_is_stands_in_the_notes(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with serving() as server, engine_on([server], policy, tmp_path):
+        pass
+    with serving() as other, engine_on([other], policy, tmp_path):
+        pass
+    notes = json.loads((tmp_path / "servers.json").read_text())
+    assert [note["url"] for note in notes] == [server.url, other.url], "a resumed run adds to them"
+    assert notes[0]["server"]["version"] == "0.5.21" and notes[0]["interpreter"] is None

@@ -1,0 +1,190 @@
+"""Servers as processes: started, watched, replaced, and gone when the run is, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import PreTrainedModel
+
+from ppo_repro.errors import UserError
+from ppo_repro.rollout.engine import Request, Sampling
+from ppo_repro.rollout.sglang import server
+from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from tests.support.fake_sglang import fake_python, serving
+from tests.support.models import source_model
+from tests.support.paths import ROOT, SMALL
+from tests.support.runs import small_config
+
+PACKAGE = ROOT / "ppo_repro"
+REQUESTS = [Request((2, 4, index), 1000 + index) for index in range(5)]
+PLAIN = Sampling(1.0, 0, 1.0, 6)
+
+
+@pytest.fixture()
+def policy() -> PreTrainedModel:
+    model = source_model("qwen3")
+    model.config.vocab_size = 20  # of the stand-in
+    return model
+
+
+@contextmanager
+def started(
+    folder: Path, policy: PreTrainedModel, *misbehave: str, numerics: str = "exact", timeout: int = 20, count: int = 1
+) -> Iterator[SGLangEngine]:
+    python = fake_python(folder, PACKAGE, *misbehave)
+    sets = f"rollout.engine.numerics={numerics}", f"rollout.engine.timeout_s={timeout}"
+    config = small_config(
+        "rollout.engine.kind=sglang", f"rollout.engine.python={python}", f"rollout.engine.servers={count}", *sets
+    )
+    engine = config.rollout.engine
+    assert engine.kind == "sglang"
+    with sglang_engine(config, engine, policy, frozenset({1}), folder / "sglang", lambda seconds: None) as opened:
+        yield opened
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(*pids: int) -> bool:
+    """Whether all of them end within seconds."""
+    until = time.monotonic() + 10
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def wait_for(path: Path, seconds: float = 30) -> str:
+    until = time.monotonic() + seconds
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < until, f"{path} did not appear"
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def test_servers_end_with_the_block_and_with_all_their_processes(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with started(tmp_path, policy, "has a child", count=2) as engine:
+        assert len(engine.generate(REQUESTS, PLAIN)) == 5
+        pids = [int((tmp_path / "child").read_text()), int((tmp_path / "serving").read_text())]
+        pids += [found.process.guard.pid for found in engine.fleet.servers if found.process]
+        assert all(alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
+    assert "starting" in (tmp_path / "sglang" / "server-1.log").read_text()
+
+
+def test_a_server_that_dies_at_the_start_is_reported_with_its_last_lines(
+    policy: PreTrainedModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        pytest.raises(UserError, match=r"exit code 7 \(RuntimeError: not enough memory .*did not start"),
+        started(tmp_path, policy, "dies"),
+    ):
+        pass
+    assert "    starting\n" in capfd.readouterr().err
+
+
+def test_a_server_that_never_gets_ready(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"did not start within rollout.engine.timeout_s = 1"),
+        started(tmp_path, policy, "never ready", timeout=1),
+    ):
+        pass
+    assert gone(int((tmp_path / "serving").read_text()))
+
+
+def test_a_port_that_is_taken(policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(server, "reserve_port", lambda: taken)
+        with pytest.raises(UserError, match="Address already in use"), started(tmp_path, policy, timeout=2):
+            pass
+
+
+def test_a_port_on_which_another_server_answers(
+    policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as other:
+        port = SimpleNamespace(getsockname=lambda: other.server_address, close=lambda: None)
+        monkeypatch.setattr(server, "reserve_port", lambda: port)
+        with pytest.raises(UserError, match="another program took this port"), started(tmp_path, policy):
+            pass
+    assert not any(path == "/generate" for path, _ in other.asked)
+
+
+def test_a_reserved_port_is_free_for_the_server_and_given_to_nobody_else() -> None:
+    with server.reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        others = [server.reserve_port() for _ in range(50)]
+        assert port not in [other.getsockname()[1] for other in others]
+        with socket.create_server(("127.0.0.1", port)) as listening:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            listening.accept()[0].close()
+        for other in others:
+            other.close()
+
+
+def test_exact_servers_that_die_are_replaced_once_and_nothing_changes(policy: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with started(tmp_path / "a", policy) as engine:
+        undisturbed = engine.generate(REQUESTS, PLAIN)
+    with started(tmp_path / "b", policy, "dies once in generate") as engine:
+        assert [c.response_ids for c in engine.generate(REQUESTS, PLAIN)] == [c.response_ids for c in undisturbed]
+        first = engine.fleet.servers[0]
+        assert first.process is not None
+        server.kill_now(first.process)  # between two rollouts
+        assert [c.response_ids for c in engine.generate(REQUESTS, PLAIN)] == [c.response_ids for c in undisturbed]
+        assert engine.fleet.servers[0] is not first
+
+
+def test_stock_servers_that_die_are_not_replaced(policy: PreTrainedModel, tmp_path: Path) -> None:
+    # another server would have another cache, and with it other bits
+    with (
+        pytest.raises(UserError, match=r"exit code 9 \(Fatal error: killed in generate\)"),
+        started(tmp_path, policy, "dies once in generate", numerics="stock") as engine,
+    ):
+        engine.generate(REQUESTS, PLAIN)
+
+
+def test_a_server_that_hangs_is_ended(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"no answer within rollout.engine.timeout_s = 2"),
+        started(tmp_path, policy, "hangs in generate", timeout=2) as engine,
+    ):
+        engine.generate(REQUESTS, PLAIN)
+    assert gone(int((tmp_path / "serving").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_no_server_outlives_the_run(number: signal.Signals, tmp_path: Path) -> None:
+    python = fake_python(tmp_path, PACKAGE, "hangs in generate", "has a child")
+    command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(tmp_path / "runs")]
+    for field in ("kind=sglang", f"python={python}"):
+        command += ["--set", f"rollout.engine.{field}"]
+    command += ["--set", "model.warm_start_steps=0"]
+    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        pids = [int(wait_for(tmp_path / name, 60)) for name in ("serving", "child")]
+        time.sleep(0.5)
+        os.kill(run.pid, number)
+        code = run.wait(30)
+    finally:
+        run.kill()
+    assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    assert gone(*pids)

@@ -1,0 +1,348 @@
+"""The engine on the real SGLang server, on the CPU: `make test-sglang`, or PPO_REPRO_SGLANG_PYTHON and `-m sglang`.
+
+Two exact servers and a stock one are started once; what kills or replaces a server comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader
+from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.sglang import server
+from ppo_repro.rollout.sglang.client import ServerSilent, post
+from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.run import rerun, run
+from ppo_repro.watcher import Silent
+from tests.support.models import unequal
+from tests.support.paths import ROOT, SMALL
+from tests.support.runs import small_config
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+CONTEXT = 600  # the servers' and of every exact run on them: it fixes the number grids
+PYTHON = os.environ.get("PPO_REPRO_SGLANG_PYTHON", "")
+WARM = "model.warm_start_steps=0", f"numerics.max_context={CONTEXT}"
+PLAIN = Sampling(1.0, 0, 1.0, 6)
+SYNCS = ("disk", "tensor", "distributed")
+
+
+def config_of(*overrides: str) -> RunConfig:
+    if not PYTHON:
+        raise RuntimeError("PPO_REPRO_SGLANG_PYTHON is not set: the interpreter of an environment by .ci/sglang.sh")
+    return small_config("rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", *WARM, *overrides)
+
+
+def settings_of(config: RunConfig) -> SGLangServers:
+    assert isinstance(config.rollout.engine, SGLangServers)
+    return config.rollout.engine
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Servers, and the model they are to hold."""
+
+    config: RunConfig
+    prepared: Prepared
+    engine: SGLangEngine
+
+    @property
+    def urls(self) -> str:
+        return "rollout.engine.urls=[" + ",".join(found.url for found in self.engine.fleet.servers) + "]"
+
+    def forget(self) -> None:
+        """Somebody else has used the servers: bring weights again."""
+        self.engine._held.update({found.url: "" for found in self.engine.fleet.servers})
+
+    @contextlib.contextmanager
+    def told(self, **changes: object) -> Iterator[SGLangEngine]:
+        """The engine with other settings for a while."""
+        before = self.engine.fleet.engine
+        self.engine.fleet.engine = before.model_copy(update=changes)
+        try:
+            yield self.engine
+        finally:
+            self.engine.fleet.engine = before
+
+
+@contextlib.contextmanager
+def subject(folder: Path, *overrides: str) -> Iterator[Subject]:
+    config = config_of(*overrides)
+    prepared = prepare(config, lambda step, total, loss: None)
+    policy, stops = prepared.state.policy, prepared.engine.stop_ids
+    with sglang_engine(config, settings_of(config), policy, stops, folder, lambda seconds: None) as engine:
+        groups = [found.process.group for found in engine.fleet.servers if found.process]
+        yield Subject(config, prepared, engine)
+    assert groups and not any(members(group) for group in groups)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    with subject(tmp_path_factory.mktemp("exact"), "rollout.engine.servers=2") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    sets = "rollout.engine.numerics=stock", "numerics.mode=native"
+    with subject(tmp_path_factory.mktemp("stock"), *sets) as found:
+        yield found
+
+
+def members(group: int) -> list[int]:
+    """Processes of a group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def scheduler_of(group: int) -> int:
+    """The process of a server that computes."""
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in members(group)}
+    return next(pid for pid, name in names.items() if "scheduler" in name)
+
+
+def requests_of(config: RunConfig, prepared: Prepared, count: int) -> list[Request]:
+    prompts = sorted(prepared.task.prompt_ids.values())
+    return [Request(prompts[i % len(prompts)], 2**62 + i) for i in range(count)]
+
+
+def same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
+    return [c.response_ids for c in a] == [c.response_ids for c in b] and not differing(a, b)
+
+
+def differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
+    return unequal(torch.cat([c.logprobs for c in a]), torch.cat([c.logprobs for c in b]))
+
+
+@contextlib.contextmanager
+def moved(found: Subject, seed: int) -> Iterator[None]:
+    """Other weights for a while."""
+    parameters = list(found.prepared.state.policy.parameters())
+    before = [p.detach().clone() for p in parameters]
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        with torch.no_grad():
+            for p in parameters:
+                p += 0.05 * torch.randn(p.shape, generator=generator)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, old in zip(parameters, before, strict=True):
+                p.copy_(old)
+
+
+def one_by_one(engine: SGLangEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Alone in every batch: stock numerics depend on what is beside."""
+    return [engine.generate([request], PLAIN)[0] for request in requests]
+
+
+def test_exact_servers_sample_the_bits_of_the_built_in_engine(exact: Subject) -> None:
+    requests = requests_of(exact.config, exact.prepared, 24)
+    for sampling in (PLAIN, Sampling(0.7, 0, 1.0, 40), Sampling(1.0, 0, 1.0, 40, greedy=True)):
+        expected = exact.prepared.engine.generate(requests, sampling)
+        assert same(exact.engine.generate(requests, sampling), expected)
+        assert same(exact.engine.generate(requests[:1], sampling), expected[:1])
+        assert same(exact.engine.generate(requests[::-1], sampling), expected[::-1])
+
+
+def test_stock_servers_do_not_and_repeat_their_tokens_by_seed(stock: Subject) -> None:
+    requests = requests_of(stock.config, stock.prepared, 24)
+    first, again = (stock.engine.generate(requests, Sampling(0.9, 0, 1.0, 40)) for _ in range(2))
+    assert [c.response_ids for c in first] == [c.response_ids for c in again]
+    built_in = stock.prepared.engine.generate(requests, Sampling(0.9, 0, 1.0, 40))
+    equal = [(a, b) for a, b in zip(first, built_in, strict=True) if a.response_ids == b.response_ids]
+    assert len(equal) > 12 and differing(*zip(*equal, strict=True)) > 0
+    # float32 sums in another order, over forty tokens of a small model
+    torch.testing.assert_close(
+        *(torch.cat([c.logprobs for c in some]) for some in zip(*equal, strict=True)), atol=1e-4, rtol=0
+    )
+    alike = [Request(requests[0].prompt_ids, seed) for seed in range(8)]
+    assert len({c.response_ids for c in stock.engine.generate(alike, Sampling(1.0, 0, 1.0, 40))}) > 4
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_exact_servers_hold_what_they_are_given(exact: Subject, sync: str) -> None:
+    requests = requests_of(exact.config, exact.prepared, 10)
+    before = exact.prepared.engine.generate(requests, PLAIN)
+    with exact.told(weight_sync=sync) as engine:
+        for seed in (1, 2):
+            with moved(exact, seed):
+                expected = exact.prepared.engine.generate(requests, PLAIN)
+                assert not same(expected, before)
+                assert same(engine.generate(requests, PLAIN), expected)
+        assert same(engine.generate(requests, PLAIN), before)
+
+
+def test_stock_servers_are_as_if_freshly_started_after_every_way_of_an_update(stock: Subject, tmp_path: Path) -> None:
+    requests = requests_of(stock.config, stock.prepared, 6)
+    first = one_by_one(stock.engine, requests)
+    with moved(stock, 3):
+        policy, stops = stock.prepared.state.policy, stock.prepared.engine.stop_ids
+        settings = settings_of(stock.config)
+        with sglang_engine(stock.config, settings, policy, stops, tmp_path, lambda seconds: None) as fresh:
+            expected = one_by_one(fresh, requests)
+    assert not same(first, expected)
+    for sync in SYNCS:
+        with stock.told(weight_sync=sync) as engine:
+            with moved(stock, 3):
+                assert same(one_by_one(engine, requests), expected), sync
+            assert same(one_by_one(engine, requests), first), sync
+
+
+def test_a_run_on_two_exact_servers_is_the_run_of_the_built_in_engine(exact: Subject, tmp_path: Path) -> None:
+    sets = "rollout.engine.kind=sglang", exact.urls, "rollout.engine.weight_sync=tensor", *WARM
+    there, _ = run(small_config(*sets), tmp_path, Silent())
+    exact.forget()
+    here, _ = run(small_config(*WARM), tmp_path, Silent())
+    assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
+    assert rerun(there, Silent(), ["rollout.engine.kind=torch"]).difference is None
+    tokens = reader.read_tokens(there, columns=["rollout_logprobs", "old_logprobs"])
+    assert len(tokens) > 300 and (tokens.rollout_logprobs == tokens.old_logprobs).all()
+    other = small_config(*sets, "numerics.max_context=24")
+    with pytest.raises(UserError, match=r"computes with max_context = 600; numerics.max_context = 24"):
+        run(other, tmp_path, Silent())
+
+
+@pytest.mark.parametrize("mode", ["native", "exact"])
+def test_a_run_on_a_stock_server_shows_its_mismatch(stock: Subject, mode: str, tmp_path: Path) -> None:
+    sets = "rollout.engine.kind=sglang", "rollout.engine.numerics=stock", stock.urls, f"numerics.mode={mode}", *WARM
+    folder, _ = run(small_config(*sets), tmp_path, Silent())
+    stock.forget()
+    tokens = reader.read_tokens(folder, columns=["rollout_logprobs", "old_logprobs"])
+    differ = (tokens.rollout_logprobs != tokens.old_logprobs).sum()
+    assert len(tokens) > 300 and differ > 0
+    assert (tokens.rollout_logprobs - tokens.old_logprobs).abs().max() < 1e-4  # float32 in another order
+
+
+def test_a_folder_that_is_not_there_changes_nothing(stock: Subject) -> None:
+    requests = requests_of(stock.config, stock.prepared, 2)
+    before = one_by_one(stock.engine, requests)
+    url = stock.engine.fleet.servers[0].url
+    with pytest.raises(UserError, match="/update_weights_from_disk: refused with status 400"):
+        post(url, "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "x"}, 60)
+    assert same(one_by_one(stock.engine, requests), before)
+
+
+def test_a_server_that_somebody_else_updates_is_noticed(stock: Subject) -> None:
+    requests = requests_of(stock.config, stock.prepared, 2)
+    url = stock.engine.fleet.servers[0].url
+    one_by_one(stock.engine, requests)
+    post(url, "/update_weight_version", {"new_version": "other", "abort_all_requests": False}, 60)
+    with pytest.raises(UserError, match="sampled with weights 'other', must be"):
+        stock.engine.generate(requests, PLAIN)
+    stock.forget()
+    assert len(stock.engine.generate(requests, PLAIN)) == 2
+
+
+def test_a_server_that_hangs_is_given_up(stock: Subject) -> None:
+    process = stock.engine.fleet.servers[0].process
+    assert process is not None
+    requests = requests_of(stock.config, stock.prepared, 2)
+    before = one_by_one(stock.engine, requests)
+    scheduler = scheduler_of(process.group)
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        with (
+            stock.told(timeout_s=3) as engine,
+            pytest.raises(ServerSilent, match=r"no answer within rollout.engine.timeout_s = 3"),
+        ):
+            engine.generate(requests, PLAIN)
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    # tokens only: it may still be busy with the requests that were given up, and stock bits depend on what is beside
+    after = one_by_one(stock.engine, requests)
+    assert [c.response_ids for c in after] == [c.response_ids for c in before]
+
+
+def test_an_exact_server_killed_in_the_middle_is_replaced_and_no_bit_changes(exact: Subject) -> None:
+    requests = requests_of(exact.config, exact.prepared, 400)
+    sampling = Sampling(1.0, 0, 1.0, 100)
+    expected = exact.prepared.engine.generate(requests, sampling)
+    exact.engine.generate(requests[:2], PLAIN)
+    hit = exact.engine.fleet.servers[1].process
+    assert hit is not None
+    before = hit.log.stat().st_size
+
+    def kill() -> None:
+        while hit.log.stat().st_size == before:  # until it computes the first batch
+            time.sleep(0.01)
+        os.kill(scheduler_of(hit.group), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = exact.engine.generate(requests, sampling)
+    killer.join()
+    assert exact.engine.fleet.servers[1].process is not hit and not members(hit.group)
+    assert same(found, expected)
+
+
+def command(out: Path, *overrides: str) -> list[str]:
+    sets = [word for override in overrides for word in ("--set", override)]
+    return [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), *sets]
+
+
+def test_a_command_line_that_sglang_refuses_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sets = "rollout.engine.numerics=stock", "rollout.engine.arguments=[--no-such-flag]"
+    with (
+        pytest.raises(UserError, match=r"SGLang ended with exit code 2 .*unrecognized arguments: --no-such-flag"),
+        subject(tmp_path, *sets),
+    ):
+        pass
+    assert "--no-such-flag" in capfd.readouterr().err
+
+
+def test_a_port_that_is_taken_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(server, "reserve_port", lambda: taken)
+        with pytest.raises(UserError, match="another program took this port"), subject(tmp_path):
+            pass
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    sets = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", "rollout.engine.numerics=stock"
+    sets += "ppo.iterations=5000", "numerics.mode=native"
+    process = subprocess.Popen(command(tmp_path, *sets), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    logs: list[Path] = []
+    try:
+        until = time.monotonic() + 300
+        while not (logs and "POST /generate" in logs[0].read_text()):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.5)
+            logs = list(tmp_path.glob("small/*/sglang/server-0.log"))
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "interrupted" in said
+    started = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _text(p)]
+    assert not started
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

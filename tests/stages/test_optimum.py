@@ -1,0 +1,92 @@
+"""The optimum of the KL-regularised objective, and that PPO gets there where all responses can be summed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from experiments.optimum.exact import Distance, all_responses, distances, objective, optimum, read, response_logprobs
+from ppo_repro.config.files import load_config
+from ppo_repro.runs.prepare import prepare
+from ppo_repro.runs.run import run
+from ppo_repro.watcher import Silent
+from tests.support.models import seeded
+from tests.support.paths import ROOT
+
+CONFIG = ROOT / "experiments" / "optimum" / "optimum.yaml"
+
+
+def logits(seed: int, count: int) -> Tensor:
+    return torch.randn(count, generator=seeded(seed), dtype=torch.float64).log_softmax(0)
+
+
+def test_an_optimum_worked_by_hand() -> None:
+    beta = 0.5
+    rewards = torch.tensor([0.0, beta * math.log(2.0)], dtype=torch.float64)
+    half = torch.full((2,), math.log(0.5), dtype=torch.float64)
+    best, log_best = optimum(half, rewards, beta)
+    # Z = 1/2 + 1/2 * 2; pi* = (1/3, 2/3)
+    assert best == pytest.approx(beta * math.log(1.5), abs=1e-15)
+    assert log_best.exp().tolist() == pytest.approx([1 / 3, 2 / 3], abs=1e-15)
+
+
+@given(st.integers(0, 999), st.integers(0, 999), st.floats(0.05, 5.0), st.integers(2, 40))
+def test_an_objective_falls_short_of_the_optimum_by_beta_times_the_kl_from_it(
+    of_policy: int, of_reference: int, beta: float, count: int
+) -> None:
+    log_p, log_ref = logits(of_policy, count), logits(of_reference + 1000, count)
+    rewards = torch.randn(count, generator=seeded(of_policy + of_reference), dtype=torch.float64)
+    best, log_best = optimum(log_ref, rewards, beta)
+    shortfall = beta * math.fsum((log_p.exp() * (log_p - log_best)).tolist())
+    # float64 sums of at most 40 terms; rewards / beta up to 100
+    assert objective(log_p, log_ref, rewards, beta) == pytest.approx(best - shortfall, abs=1e-11)
+    assert objective(log_best, log_ref, rewards, beta) == pytest.approx(best, abs=1e-11)
+    assert shortfall >= -1e-11
+
+
+def test_all_responses_are_there_once_and_have_probability_one() -> None:
+    config = load_config(CONFIG)
+    prepared = prepare(config, lambda step, total, loss: None)
+    vocab_size = prepared.state.policy.config.vocab_size
+    responses = all_responses(vocab_size, prepared.engine.stop_ids, config.rollout.max_response_tokens)
+    going_on = vocab_size - 1
+    assert len(responses) == len(set(responses)) == 1 + going_on + going_on**2 * vocab_size == 259
+    for prompt in prepared.task.prompt_ids.values():
+        log_p = response_logprobs(prepared.state.policy, prompt, responses, config)
+        # float32 log-probs
+        assert math.fsum(log_p.exp().tolist()) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_before_training_the_policy_is_the_reference_and_far_from_the_optimum() -> None:
+    config = load_config(CONFIG)
+    prepared = prepare(config, lambda step, total, loss: None)
+    found = distances(config, prepared, prepared.state.policy, config.kl.kl_coef)
+    assert len(found) == 3
+    for d in found:
+        assert d.policy == d.reference and d.kl == 0.0
+    assert gap(found) > 0.5
+
+
+def gap(found: list[Distance]) -> float:
+    """What the mean objective falls short of the mean optimum, relative to that."""
+    return 1.0 - sum(d.policy for d in found) / sum(d.optimum for d in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ppo_with_the_kl_in_the_reward_comes_within_one_percent_of_the_optimum(tmp_path: Path) -> None:
+    config = load_config(CONFIG)
+    run_dir, _ = run(config, tmp_path, Silent())
+    found = read(run_dir)
+    assert 0.0 < gap(found) < 0.01
+    assert all(d.policy < d.optimum for d in found)
+    # control: the same training without the penalty is far from the optimum of the objective with it
+    free, _ = run(load_config(CONFIG, ["kl.kl_coef=0", "ppo.iterations=30"]), tmp_path, Silent())
+    found = read(free, config.kl.kl_coef)
+    assert gap(found) > 0.1

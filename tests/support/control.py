@@ -1,0 +1,50 @@
+"""A small control run, and an environment whose every step is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+from ppo_repro.config.control import ControlConfig, load_control_config
+from tests.support.paths import ROOT, SMALL_CONTROL
+
+PRESETS = sorted((ROOT / "experiments" / "control").glob("*.yaml"))
+
+
+class Corridor(gymnasium.Env[Any, Any]):
+    """The observation is (steps, copy's offset); an episode ends by itself after `length` steps, if it gets there."""
+
+    def __init__(self, length: int) -> None:
+        self.observation_space = Box(-1e6, 1e6, (2,), np.float32)
+        self.action_space = Discrete(2, start=3)
+        self.length, self.steps, self.offset = length, 0, 0.0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps, self.offset = 0, float(self.np_random.integers(0, 1000))
+        return self._observation(), {}
+
+    def _observation(self) -> Any:
+        return np.array([self.steps, self.offset], np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action in (3, 4), action
+        self.steps += 1
+        return self._observation(), float(self.steps), self.steps >= self.length, False, {}
+
+
+for _name, _length, _limit in (
+    ("Ending-v0", 3, 100),
+    ("Limited-v0", 100, 3),
+    ("Both-v0", 3, 3),
+    ("Endless-v0", 9, None),
+):
+    gymnasium.register(f"tests/{_name}", Corridor, max_episode_steps=_limit, kwargs={"length": _length})
+
+
+def small_control(*overrides: str) -> ControlConfig:
+    """`small_control.yaml` with some fields changed."""
+    return load_control_config(SMALL_CONTROL, overrides)

@@ -1,0 +1,22 @@
+"""The small run the tests share."""
+
+import os
+from pathlib import Path
+
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
+from tests.support.paths import SMALL
+
+
+def small_config(*overrides: str) -> RunConfig:
+    """`small.yaml` with some fields changed."""
+    return load_config(SMALL, overrides)
+
+
+def recorded_iterations(folder: Path) -> int:
+    """Files of the `iterations` table anywhere below a folder in which runs are at work.
+
+    Not by `rglob`, which fails where a folder is removed while it looks, as those of unfinished checkpoints are.
+    """
+    inside = (names for path, _, names in os.walk(folder) if Path(path).parts[-2:] == ("records", "iterations"))
+    return sum(name.startswith("iteration=") and name.endswith(".parquet") for names in inside for name in names)

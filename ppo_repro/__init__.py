@@ -1,3 +1,3 @@
 """PPO on language models whose runs are reproducible to the last bit."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -14,6 +14,7 @@ from tests.support.paths import ROOT
 MAX_README_LINES = 200
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.*?)#* *$", re.MULTILINE)
+NAMED_TEST = re.compile(r"`(?:tests/)?([\w/]+\.py)::(\w+)`")
 OUTSIDE = ("http://", "https://", "mailto:")
 
 
@@ -64,6 +65,12 @@ def broken(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     assert broken(page) == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_test_that_is_named_exists(page: Path) -> None:
+    for name, test in NAMED_TEST.findall(page.read_text(encoding="utf-8")):
+        assert f"def {test}(" in (ROOT / "tests" / name).read_text(encoding="utf-8")
 
 
 def test_a_broken_link_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 VENV ?= .venv
 export VENV
 BIN = $(VENV)/bin
+# as many processes as there are cores, at most four; each computes with one thread
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
 .PHONY: setup run test test-slow test-long test-sglang lint
 
@@ -13,15 +15,15 @@ run: setup  ## one small experiment, each time in a new folder
 
 test:  ## the quick tests; ARGS="-k name" goes to pytest
 	@.ci/setup.sh test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+	$(PYTEST) --dist loadfile $(ARGS)
 
 test-slow:  ## the tests marked slow, and only those
 	@.ci/setup.sh test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
+	$(PYTEST) --dist worksteal -m slow $(ARGS)
 
-test-long:  ## the tests marked long, and only those: half an hour and more
+test-long:  ## the tests marked long, and every Hypothesis test with newly drawn cases: half an hour and more
 	@.ci/setup.sh test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long $(ARGS)
+	$(PYTEST) --dist worksteal -m "long or (hypothesis and not slow)" --hypothesis-profile=new $(ARGS)
 
 SGLANG_VENV ?= .venv-sglang
 test-sglang:  ## the tests that start real SGLang servers, on the CPU: eight minutes and 2.8 GB

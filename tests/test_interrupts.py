@@ -57,11 +57,13 @@ def in_the_callback(handler: str, folder: Path) -> tuple[str, str]:
     return found.stdout, found.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_a_callback_of_the_compiler_is_raised_after_it(tmp_path: Path) -> None:
     out, err = in_the_callback("installed", tmp_path)
     assert out.splitlines() == ["sum 3", "interrupted 1"] and err == ""
 
 
+@pytest.mark.slow
 def test_the_default_handler_loses_it(tmp_path: Path) -> None:
     out, err = in_the_callback("default", tmp_path)
     assert "interrupted 1" not in out and "Exception ignored on calling ctypes callback" in err

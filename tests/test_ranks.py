@@ -23,7 +23,7 @@ from ppo_repro.shares import check_shares, share_ranges
 from ppo_repro.watcher import Silent
 from tests.support.paths import TINY
 from tests.support.ranks import cli_ranks, end, start_ranks
-from tests.support.ranks_worker import RUNS, note_tokens
+from tests.support.ranks_worker import QUICK, RUNS, note_tokens
 
 pytestmark = pytest.mark.timeout(600)  # of a machine that others use too
 
@@ -89,7 +89,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(optimizer, "assert_no_wrap", optimizer.assert_no_wrap)  # put back afterwards
         noted = note_tokens()
-        run_dir, _ = run(load_config(TINY), folder / "made", Silent())
+        run_dir, _ = run(load_config(TINY, QUICK), folder / "made", Silent())
     shutil.copytree(run_dir, folder / "alone")
     (folder / "two").mkdir()
     ended = end(start_ranks(*[["-m", "tests.support.ranks_worker", str(folder / "two")]] * 2))

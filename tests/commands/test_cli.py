@@ -276,6 +276,7 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
     assert len(reader.read_tokens(run_dir, allow_incomplete=True)) == rows["tokens"].sum()
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_first_iteration_leaves_nothing(tmp_path: Path) -> None:
     # the first response is never scored: no speed of the machine brings the run further
     (tmp_path / "r.py").write_text(

@@ -121,7 +121,7 @@ def test_a_flipped_bit_anywhere_is_named_or_changes_nothing(whole: Path, tmp_pat
         if name.name == "lock":  # empty
             continue
         content = (whole / name).read_bytes()
-        for damaged in flips(content, 30 if name.suffix == ".jsonl" or name.name == "manifest.json" else 6, generator):
+        for damaged in flips(content, 15 if name.suffix == ".jsonl" or name.name == "manifest.json" else 3, generator):
             (copy / name).write_bytes(damaged)
             if said := refusal(copy):
                 assert names(said, copy, name), f"{name}: {said}"

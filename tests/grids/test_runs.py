@@ -236,12 +236,11 @@ def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     assert manifest.load(run_folder(cell.config, folder)).status == "running"  # as after a kill
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = grid_file(tmp_path, {}, [1])
-    command = [sys.executable, "-m", "ppo_repro", "grid", str(path), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, cwd=ROOT, check=False)
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["complete"] == 1 and found["ran"] == ["seed=1"], done.stderr
+    assert _run(["grid", str(path), "--out", str(tmp_path / "out"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["complete"] == 1 and found["ran"] == ["seed=1"]
     assert (
         found["cells"][0]["fingerprint"] == manifest.load(tmp_path / "out/g" / found["cells"][0]["run_dir"]).fingerprint
     )

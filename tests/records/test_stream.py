@@ -176,7 +176,7 @@ print(rows, pa.default_memory_pool().max_memory() - before)
 
 def test_pages_hold_one_batch_however_large_the_file(tmp_path: Path) -> None:
     current = synthetic_run.start_run(tmp_path / "a")
-    tables = synthetic_run.random_tables(0, 400_000)
+    tables = synthetic_run.random_tables(0, 200_000)
     tables = {name: table if name == "tokens" else table.slice(0, 1) for name, table in tables.items()}
     current = writer.append_iteration(tmp_path / "a", current, 0, tables)
     writer.finish(tmp_path / "a", current, {})
@@ -185,9 +185,9 @@ def test_pages_hold_one_batch_however_large_the_file(tmp_path: Path) -> None:
         command = [sys.executable, "-c", MEMORY, str(tmp_path / "a"), verify]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
         rows, allocated = done.stdout.split()
-        assert rows == "400000"
+        assert rows == "200000"
         return int(allocated)
 
-    # 33 MB of values against batches of 64 kB of one column, a page of 1 MB, and its compressed bytes
-    assert peak("contents") > 30_000_000
+    # 17 MB of values against batches of 64 kB of one column, a page of 1 MB, and its compressed bytes
+    assert peak("contents") > 15_000_000
     assert peak("pages") < 6_000_000

@@ -96,7 +96,7 @@ schedules = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=12)  # each draws a family, a batch and two schedules; the long tier draws new ones
 @given(schedules, st.sampled_from(PADDINGS), st.sampled_from([1, 3, 0]))
 def test_rollout_is_the_same_under_every_schedule_and_equals_the_training_forward(
     schedule: tuple[str, int, int, Sampling, int, int], padding: str, micro_batch: int
@@ -120,17 +120,16 @@ CASES = [("qwen3", sampling) for sampling in SAMPLINGS] + [
 def test_every_schedule_and_layout_of_one_batch(architecture: str, sampling: Sampling) -> None:
     requests = requests_of(8, 5)
     reference = engine(architecture, "exact").generate(requests, sampling)
-    for slots, chunk in ((1, 1), (1, 0), (3, 3), (3, 1), (16, 3)):
+    for slots, chunk in ((1, 1), (3, 3), (16, 3)):
         assert same(engine(architecture, "exact", slots, chunk).generate(requests, sampling), reference)
-    for padding in PADDINGS:
-        for micro_batch in (1, 3, 0):
-            got = forward_logprobs(
-                policy(architecture, "exact"), "exact", requests, reference, sampling, padding, micro_batch
-            )
-            assert unequal(got, joined(reference)) == 0
+    for padding, micro_batch in zip(PADDINGS, (1, 3, 0), strict=True):
+        got = forward_logprobs(
+            policy(architecture, "exact"), "exact", requests, reference, sampling, padding, micro_batch
+        )
+        assert unequal(got, joined(reference)) == 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_native_rollout_differs_from_the_training_forward_and_between_schedules(architecture: str) -> None:
     requests = requests_of(40, 1)
     reference = engine(architecture, "native").generate(requests, PLAIN)

@@ -55,14 +55,14 @@ def test_every_option_is_in_some_case() -> None:
     assert len(CASES) < 80
 
 
-# the first dozen meet most options; all of them are in the slow tier
-@pytest.mark.parametrize("choice", CASES[:12], ids=name_of)
+# the first eight meet most options; all of them are in the slow tier
+@pytest.mark.parametrize("choice", CASES[:8], ids=name_of)
 def test_parity_and_rerun_hold_for_a_sample_of_options(choice: Choice, tmp_path: Path) -> None:
     check(choice, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", CASES[12:], ids=name_of)
+@pytest.mark.parametrize("choice", CASES[8:], ids=name_of)
 def test_parity_and_rerun_hold_for_every_two_options(choice: Choice, tmp_path: Path) -> None:
     check(choice, tmp_path)
 
@@ -71,10 +71,10 @@ def test_native_numerics_break_these_promises(tmp_path: Path) -> None:
     """The same comparison must find differences in stock torch."""
     unequal: list[Parity] = []
     fingerprints = set()
-    for index, choice in enumerate(CASES[:6]):
+    for index, choice in enumerate(CASES[:3]):
         for layout, more in (("first", ()), ("again", OTHER_LAYOUT)):
             _, run_dir = recorded(choice, tmp_path / f"{index}{layout}", "numerics.mode=native", *more)
             unequal.append(parity(run_dir))
             fingerprints.add(reader.open_manifest(run_dir).fingerprint)
     assert sum(p.unequal_old_rollout_logprobs for p in unequal) > 0
-    assert len(fingerprints) > 6, "every layout gave the same bits"
+    assert len(fingerprints) > 3, "every layout gave the same bits"

@@ -35,7 +35,10 @@ class Interrupting(Silent):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("options", STATES.values(), ids=STATES)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(STATES[n], id=n, marks=[] if n == "head and returns" else pytest.mark.slow) for n in STATES],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(options: tuple[str, ...], tmp_path: Path) -> None:
     config = load_config(TINY, [*options, "ppo.iterations=3", "checkpoints.every=1"])
     whole, _ = run(config, tmp_path / "whole", Silent())

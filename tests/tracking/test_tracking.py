@@ -16,10 +16,19 @@ from tests.support.paths import TINY
 from tests.support.ranks import free_port
 
 
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with all of MLflow's tables, which take seconds to make."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    mlflow_client(f"sqlite:///{path}").search_experiments()
+    return path
+
+
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.chdir(tmp_path)  # artifacts go beside the database
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     return f"sqlite:///{tmp_path}/mlflow.db"
 
 
@@ -88,6 +97,7 @@ def test_track_copies_a_control_run_too(store: str, tmp_path: Path) -> None:
     assert [m.value for m in history] == reader.read_iterations(run_dir)["episode_return_mean"].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_run_is_followed_while_it_works(store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(["run", str(TINY), "--out", str(tmp_path), "--track", store, "--json"]) == 0

@@ -91,6 +91,7 @@ def test_rows_of_iterations_are_averaged() -> None:
     pd.testing.assert_frame_equal(compare_groups(shuffled, "x", "p", "q", "score", rng()), table)
 
 
+@pytest.mark.slow
 def test_error_rates() -> None:
     found = {(pairing, shift): 0 for pairing, shift in itertools.product(("seed", "none"), (0.0, 2.0))}
     sets = 100

@@ -86,7 +86,7 @@ def int32(x: float) -> int:
 kinds = st.lists(st.sampled_from(KINDS), min_size=1, max_size=3)
 
 
-@settings(max_examples=2000)
+@settings(max_examples=200)
 @given(seeds, st.integers(1, 130), kinds, kinds, st.booleans(), st.integers(12, 20))
 def test_quantise_and_contract_equal_rational_arithmetic(
     seed: int, length: int, left: list[str], right: list[str], strided: bool, p: int

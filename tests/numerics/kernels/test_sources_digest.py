@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.numerics.kernels.core.compile import sources_digest
+from ppo_repro.numerics.kernels.core.cache import sources_digest
 
 
 @pytest.mark.parametrize("name", ["arithmetic/a.py", "kernels/b.py", "kernels/deep/er/c.py"])

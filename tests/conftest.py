@@ -16,7 +16,7 @@ from hypothesis import settings
 from ppo_repro.config.run import RunConfig
 from tests.support.runs import small_config
 
-# the same cases every time; `make test-long` takes --hypothesis-profile=new, which draws others and prints how to repeat
+# the same cases every time; `make test-long` takes the profile `new`, which draws others and prints how to repeat them
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("repeatable")

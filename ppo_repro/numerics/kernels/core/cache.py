@@ -42,7 +42,7 @@ def cache_folder() -> str:
     return str(Path(base) / "ppo_repro" / f"kernels-{_DIGEST[:16]}")
 
 
-class KernelCacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
+class KernelCacheLocator(UserProvidedCacheLocator):
     """Names the code of a kernel by its file's place in `numerics`; other files by Numba's own rule."""
 
     @classmethod

@@ -15,8 +15,7 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import lower
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.numerics.trunk.decoding import Decoder, decode
-from ppo_repro.numerics.trunk.weights import parts_of
+from ppo_repro.numerics.trunk.forward import TrunkForward
 from ppo_repro.sglang_plugin.logits import ExactLogits
 from ppo_repro.sglang_plugin.pool import PoolCache
 from ppo_repro.sglang_plugin.settings import KEY, read_settings
@@ -39,8 +38,7 @@ class PpoReproExactForCausalLM(nn.Module):
         self.policy = _lowered(config, self.settings.max_context, self.settings.operand_bits)
         self.logits_processor = ExactLogits(config)
         self.cache: PoolCache | None = None
-        parts = parts_of(trunk_of(self.policy)) if backend.active() != "eager" else None
-        self._decoder = None if parts is None else Decoder(parts)
+        self._trunk = TrunkForward(trunk_of(self.policy))
         self._missing = {name for name, _ in self.policy.named_parameters()}
 
     @torch.no_grad()
@@ -53,26 +51,20 @@ class PpoReproExactForCausalLM(nn.Module):
             raise RuntimeError("exact numerics in SGLang: the pools were not made, or weights are missing")
         starts, lengths = _spans(forward_batch)
         self.cache.begin(forward_batch.req_pool_indices.long(), starts, lengths, forward_batch.out_cache_loc.long())
-        aimed = self.cache.aimed
-        assert aimed is not None
-        if not torch.equal(aimed.positions[aimed.valid], positions.long()):
+        target = self.cache.target
+        if not torch.equal(target.positions[target.valid], positions.long()):
             raise RuntimeError("exact numerics in SGLang: positions are not those of the requests' tokens")
         return self.logits_processor(
             input_ids, self._hidden(self.cache, input_ids.long()), head_of(self.policy), forward_batch
         )
 
     def _hidden(self, cache: PoolCache, new: Tensor) -> Tensor:
-        """Hidden states [N, H] of the new tokens [N], where the cache aims."""
-        assert cache.aimed is not None
-        positions, valid = cache.aimed.positions, cache.aimed.valid
-        if positions.shape[1] == 1 and self._decoder is not None:
-            return decode(self._decoder, new, cache)
-        ids = torch.zeros_like(positions)
+        """Hidden states [N, H] of the new tokens [N] in the target of the cache."""
+        valid = cache.target.valid
+        ids = torch.zeros_like(cache.target.positions)
         ids[valid] = new
-        everything = torch.ones_like(ids)  # what is visible is the cache's
-        trunk = trunk_of(self.policy)
-        out = trunk(input_ids=ids, position_ids=positions, attention_mask=everything, kv_cache=cache, use_cache=False)
-        return out.last_hidden_state[valid]
+        rows = None if len(new) == valid.numel() else valid.reshape(-1).nonzero()[:, 0]
+        return self._trunk.over_cache(ids, cache, rows)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -70,7 +70,6 @@ class PoolCache(GridCache):
 
     def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put new keys and values [R, Hk, L, D] float32 where SGLang wants them."""
-        assert self.aimed is not None, "begin first"
-        valid = self.aimed.valid
+        valid = self.target.valid
         self.pool.get_key_buffer(layer)[self.locations] = keys.transpose(1, 2)[valid]
         self.pool.get_value_buffer(layer)[self.locations] = values.transpose(1, 2)[valid]

@@ -126,10 +126,16 @@ def reach(first_key: Tensor, window: int | None) -> Tensor:
     return _mask(*visible_keys(first_key, own, window, length), length)
 
 
+def cached_reach(positions: Tensor, window: int | None) -> Tensor:
+    """bool [R, 1, L, J]: queries at `positions` [R, L] see cached keys 0..position, at most the last `window`."""
+    keys = int(positions.max()) + 1
+    return _mask(*visible_keys(torch.zeros_like(positions), positions, window, keys), keys)
+
+
 def attend_cached(
     q: Tensor, cache: GridCache, layer: int, begin: Tensor, end: Tensor, scaling: float, context: int
 ) -> Tensor:
-    """Queries [R, H, L, D] over positions begin..end-1 [R, L] of the slots that `cache` aims at -> [R, H, L, D]."""
+    """Queries [R, H, L, D] over positions begin..end-1 [R, L] of the slots in the target of `cache` -> [R, H, L, D]."""
     keys, values, scales = cache.read(layer)
     r, h, length, d = q.shape
     groups = h // keys.shape[1]
@@ -179,8 +185,7 @@ def attention(
 def _cached(
     q: Tensor, k: Tensor, v: Tensor, cache: GridCache, layer: int, scaling: float, context: int, window: int | None
 ) -> Tensor:
-    assert cache.aimed is not None, "aim first"
-    positions = cache.aimed.positions
+    positions = cache.target.positions
     begin, end = visible_keys(torch.zeros_like(positions), positions, window, context)
     cache.keep(layer, k, v)
     if has_kernels(q):

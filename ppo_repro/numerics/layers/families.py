@@ -7,6 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gemma import modeling_gemma as gemma
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
@@ -100,6 +101,21 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
 def head_of(model: PreTrainedModel) -> nn.Module:
     """The language-model head of a causal model: `lm_head`, `embed_out`."""
     return cast(nn.Module, model.get_output_embeddings())
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Width of an attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    """Number of heads of keys and values."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of a transformer, in order."""
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def check_visibility(config: PretrainedConfig, max_context: int) -> None:

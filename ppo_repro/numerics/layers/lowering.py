@@ -30,19 +30,12 @@ from ppo_repro.errors import UserError
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers import families
-from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU
+from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU, ExactSiLU
 from ppo_repro.numerics.layers.attention import IMPLEMENTATION, attention
-from ppo_repro.numerics.layers.embedding import ExactConv1D, ExactScaledEmbedding
-from ppo_repro.numerics.layers.linear import (
-    ExactEmbedding,
-    ExactLinear,
-    ExactModule,
-    ExactRMSNorm,
-    ExactRotary,
-    ExactSiLU,
-)
-from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm
-from ppo_repro.numerics.layers.rotary import inverse_frequencies
+from ppo_repro.numerics.layers.embedding import ExactEmbedding, ExactScaledEmbedding
+from ppo_repro.numerics.layers.linear import ExactConv1D, ExactLinear, ExactModule
+from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm, ExactRMSNorm
+from ppo_repro.numerics.layers.rotary import ExactRotary, inverse_frequencies
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
 

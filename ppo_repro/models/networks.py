@@ -72,7 +72,7 @@ def checkpoint_gradients(model: nn.Module) -> None:
     """From now on keep no activations inside decoder layers; the backward pass computes them again."""
     for layer in decoder_layers(model):
         layer.gradient_checkpointing = True
-        # exact or native, the forward draws no random number, so there is no generator state to restore
+        # the forward draws no random number, exact or native, so there is no generator state to restore
         recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
 

@@ -30,12 +30,12 @@ class Drawn:
 
 @dataclass
 class _Active:
-    """A request in a slot and what it has sampled so far."""
+    """A request in a slot and its tokens sampled so far."""
 
     index: int
     request: Request
     slot: int
-    known: int = 0  # prompt tokens whose keys and values the slot holds
+    known: int = 0  # prompt tokens whose keys and values are in the slot
     tokens: list[int] = field(default_factory=list)
     samples: list[tuple[Drawn, int]] = field(default_factory=list)
 
@@ -73,14 +73,14 @@ class TorchEngine:
         cache = kind(self.policy.config, slots, self.max_context, self.policy.device)
         self._trunk = TrunkForward(trunk_of(self.policy))
         free = list(range(slots))
-        held = PrefixIndex()
+        prefixes = PrefixIndex()
         waiting = deque(enumerate(requests))
         active: list[_Active] = []
         done: dict[int, Completion] = {}
         while waiting or active:
             if waiting and free:
                 turn = [_Active(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
-                logits = self._prefill(cache, held, turn)
+                logits = self._prefill(cache, prefixes, turn)
                 active += turn
             else:
                 turn = active
@@ -91,11 +91,11 @@ class TorchEngine:
                 if reason:
                     done[item.index] = _completion(item, reason)
                     free.append(item.slot)
-                    held.hold(item.slot, (*item.request.prompt_ids, *item.tokens[:-1]))
+                    prefixes.hold(item.slot, (*item.request.prompt_ids, *item.tokens[:-1]))
             active = [item for item in active if item.index not in done]
         return [done[index] for index in range(len(requests))]
 
-    def _admit(self, cache: Cache, held: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
+    def _admit(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
         """Copy known prefixes of the prompts into their slots; returns the prompts to prefill, then copies of them."""
         leaders: dict[tuple[int, ...], _Active] = {}
         copies: list[_Active] = []
@@ -106,28 +106,28 @@ class TorchEngine:
             elif prompt in leaders:
                 copies.append(item)
             else:
-                self._take_over(cache, held, item)
+                self._take_over(cache, prefixes, item)
                 leaders[prompt] = item
-            held.hold(item.slot, ())
+            prefixes.hold(item.slot, ())
         return [list(leaders.values()), copies] if copies else [list(leaders.values())]
 
-    def _take_over(self, cache: Cache, held: PrefixIndex, item: _Active) -> None:
+    def _take_over(self, cache: Cache, prefixes: PrefixIndex, item: _Active) -> None:
         """Copy the longest prefix that a slot holds; the last prompt token is always computed, for its logits."""
-        source, item.known = held.longest(item.request.prompt_ids[:-1])
+        source, item.known = prefixes.longest(item.request.prompt_ids[:-1])
         if item.known and source != item.slot:
             cache.copy_prefix(source, item.slot, item.known)
 
-    def _prefill(self, cache: Cache, held: PrefixIndex, turn: list[_Active]) -> Tensor:
+    def _prefill(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
         """Compute the unknown tokens of the prompts; logits [len(turn), V] after each prompt."""
         out = torch.empty(len(turn), self.policy.config.vocab_size)
         row_of = {item.index: row for row, item in enumerate(turn)}
-        for wave, items in enumerate(self._admit(cache, held, turn)):
+        for wave, items in enumerate(self._admit(cache, prefixes, turn)):
             for item in items:
                 if wave:  # a copy; its original is in the cache by now
-                    self._take_over(cache, held, item)
+                    self._take_over(cache, prefixes, item)
             for item, logits in self._chunks(cache, items):
                 out[row_of[item.index]] = logits
-                held.hold(item.slot, item.request.prompt_ids)
+                prefixes.hold(item.slot, item.request.prompt_ids)
         return out
 
     def _chunks(self, cache: Cache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:

@@ -20,13 +20,13 @@ from ppo_repro.sglang_plugin.logits import ExactLogits
 from ppo_repro.sglang_plugin.pool import PoolCache
 from ppo_repro.sglang_plugin.settings import KEY, read_settings
 
-DIGEST = "ppo_repro.digest"  # a name that /get_weights_by_name answers with the digest of all weights
+DIGEST = "ppo_repro.digest"  # for this name /get_weights_by_name returns the digest of all weights
 
 
 class PpoReproExactForCausalLM(nn.Module):
-    """What SGLang expects of a model, around the same layers that training runs.
+    """A model as SGLang expects it, around the same layers that training runs.
 
-    `cache` is set by the attention backend when SGLang has made its pools.
+    The attention backend sets `cache` once SGLang has made its pools.
     """
 
     def __init__(self, config: PretrainedConfig, quant_config: object | None = None, prefix: str = "") -> None:
@@ -43,9 +43,9 @@ class PpoReproExactForCausalLM(nn.Module):
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch) -> Any:
-        """Logits after the last token of each request, SGLang's LogitsProcessorOutput; keys and values go to its pool.
+        """Logits after the last token of each request as SGLang's LogitsProcessorOutput; its pool gets keys and values.
 
-        input_ids, positions int64 [N], the new tokens of all requests one after another.
+        input_ids, positions int64 [N]: the new tokens of all requests, one request after another.
         """
         if self.cache is None or self._missing:
             raise RuntimeError("exact numerics in SGLang: the pools were not made, or weights are missing")
@@ -68,7 +68,7 @@ class PpoReproExactForCausalLM(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy float32 weights with transformers' names; ValueError for a name, shape or type that does not fit."""
+        """Copy float32 weights under transformers' names; ValueError for an unknown name, a wrong shape or type."""
         known = dict(self.policy.named_parameters(remove_duplicate=False))
         for name, weight in weights:
             if name not in known:
@@ -84,7 +84,7 @@ class PpoReproExactForCausalLM(nn.Module):
             raise ValueError(f"weight {min(self._missing)}: missing")
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100, tp_size: int = 1) -> list[Any]:
-        """The first `truncate_size` rows of a weight; for DIGEST the bytes of the hexadecimal digest of all weights."""
+        """The first `truncate_size` rows of a weight; for DIGEST the bytes of all weights' hexadecimal digest."""
         if name == DIGEST:
             return list(weights_digest(self.policy.named_parameters()).encode())
         return list(self.policy.get_parameter(name)[:truncate_size].tolist())
@@ -97,10 +97,10 @@ class PpoReproExactForCausalLM(nn.Module):
 def _lowered(config: PretrainedConfig, max_context: int, bits: int) -> PreTrainedModel:
     """The transformers model of a config in exact numerics; its weights come later."""
     check_visibility(config, max_context)
-    given = config.to_dict()
-    given.pop(KEY)
-    own = type(config).from_dict(given)
-    model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False).eval()
+    fields = config.to_dict()
+    fields.pop(KEY)
+    stock = type(config).from_dict(fields)
+    model = AutoModelForCausalLM.from_config(stock, dtype=torch.float32, trust_remote_code=False).eval()
     if type(model) not in CAUSAL_MODELS:
         known = ", ".join(c.__name__ for c in CAUSAL_MODELS)
         raise UserError(f"--model-path: the model is a {type(model).__name__}; must be one of {known}")

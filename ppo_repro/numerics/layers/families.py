@@ -1,4 +1,4 @@
-"""The model families this package knows: their transformers classes, and the settings that mean something else."""
+"""The model families this package knows: their transformers classes, and settings whose meaning differs by family."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ROTARIES: tuple[type[nn.Module], ...] = (
     gemma.GemmaRotaryEmbedding,
     gpt_neox.GPTNeoXRotaryEmbedding,
 )
-# modules that only call others, and compute nothing themselves but elementwise sums and products
+# modules that call others and compute nothing themselves but elementwise sums and products
 CONTAINERS: tuple[type[nn.Module], ...] = (
     *CAUSAL_MODELS,
     *CLASSIFIERS,
@@ -119,9 +119,9 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def check_visibility(config: PretrainedConfig, max_context: int) -> None:
-    """Raise UserError unless every query sees its own past alone, all of it or a window, up to `max_context`.
+    """Raise UserError unless each query sees only its own past, all of it or a window, up to `max_context` tokens.
 
-    This is what the batch layouts and the key/value caches assume, in exact and in native numerics.
+    The batch layouts and the key/value caches assume this, in exact and in native numerics.
     """
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
     known = {"full_attention", "sliding_attention"} if config.model_type in _TYPED_LAYERS else {"full_attention"}
@@ -136,7 +136,7 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
         if refused:
             raise UserError(
                 f"model config {field} = {getattr(config, field)!r}: not supported; choose a model whose tokens see "
-                "their own past"
+                "only their own past"
             )
     if max_context > config.max_position_embeddings:
         raise UserError(
@@ -146,9 +146,9 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
 
 
 def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-    """The mask, or masks by type of layer, that the stock model's forward takes as `attention_mask`.
+    """The mask, or the masks by type of layer, that the stock model's forward takes as `attention_mask`.
 
-    `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys; None for all.
+    `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
     """
     if config.model_type in _TYPED_LAYERS:
         windows = {"full_attention": None, "sliding_attention": config.sliding_window}

@@ -20,7 +20,7 @@ class ExactModule(nn.Module):
     A linear layer may have its bias frozen, or its weight (`requires_grad`); other layers are trained whole or not.
 
     The autograd functions keep parameters as they are, not through `save_for_backward`: recomputed layers get
-    other tensor objects from there, and the accumulator knows a parameter by its identity.
+    other tensor objects from there, but the accumulator knows a parameter by its identity.
     """
 
     accumulator: GradientAccumulator | None = None

@@ -66,7 +66,7 @@ def _yarn(frequencies: Tensor, dim: int, rope: dict[str, Any], max_positions: in
         if scale and scale_all:
             magnitude = _magnitude(factor, scale) / _magnitude(factor, scale_all)
 
-    def turning(turns: float) -> float:  # the dimension that turns so often within the original length
+    def turning(turns: float) -> float:  # the dimension that turns this often within the original length
         return dim * _ln(original / (turns * 2 * math.pi)) / (2 * _ln(float(rope["rope_theta"])))
 
     first, last = turning(rope.get("beta_fast") or 32), turning(rope.get("beta_slow") or 1)

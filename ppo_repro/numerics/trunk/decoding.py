@@ -77,7 +77,6 @@ def _matrix(linear: LinearWeights) -> decoder_layer.Matrix:
     )
 
 
-@torch.no_grad()
 def hidden_states(decoder: Decoder, ids: Tensor, cache: GridCache, rows: Tensor | None = None) -> Tensor:
     """Final hidden states [n, H] float32 of the tokens `ids` [R, L] int64 in the target of `cache`.
 

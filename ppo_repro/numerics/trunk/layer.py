@@ -117,14 +117,16 @@ def layer_forward(
     if rows is not None:
         x, values = x[rows], values[rows]
     (out,), out_input = products((layer.out,), values)
-    mlp_norm = normalise(layer.mlp_norm, layer_parts.add(x, out))
+    out += x
+    mlp_norm = normalise(layer.mlp_norm, out)
     (gate, up), mlp_input = products((layer.gate, layer.up), mlp_norm.y)
     (down,), down_input = products((layer.down,), layer_parts.silu_times(gate, up))
     activations = Activations(
         rows, attention_norm, attention_input, query_norm, key_norm, query, key, value, attended, out_input,
         mlp_norm, mlp_input, gate, up, down_input,
     )  # fmt: skip
-    return layer_parts.add(mlp_norm.x, down), activations
+    down += mlp_norm.x
+    return down, activations
 
 
 def _head_norm(norm: NormWeights | None, x: np.ndarray) -> tuple[np.ndarray, NormResult | None]:

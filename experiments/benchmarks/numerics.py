@@ -28,8 +28,7 @@ from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.trunk import decoding
-from ppo_repro.numerics.trunk.weights import parts_of
+from ppo_repro.numerics.trunk.forward import TrunkForward
 from ppo_repro.seeding import bell
 
 PROMPT, RESPONSE = 32, 64
@@ -153,17 +152,12 @@ def _exact(model: PreTrainedModel, ids: Tensor, batch: TokenBatch, name: str, ki
     @torch.no_grad()
     def decode() -> None:
         cache = GridCache(policy.config, len(ids), CONTEXT, ids.device)
+        trunk = TrunkForward(policy.model)
         cache.aim(slots, positions[:, :PROMPT], everywhere[:, :PROMPT])
-        hidden = policy.model(
-            input_ids=ids[:, :PROMPT], position_ids=positions[:, :PROMPT], kv_cache=cache, use_cache=False
-        ).last_hidden_state
-        policy.lm_head(hidden[:, -1])
-        parts = parts_of(policy.model)
-        assert parts is not None
-        decoder = decoding.Decoder(parts)
+        policy.lm_head(trunk.over_cache(ids[:, :PROMPT], cache, slots * PROMPT + PROMPT - 1))
         for t in range(PROMPT, CONTEXT):
             cache.aim(slots, positions[:, t : t + 1], everywhere[:, t : t + 1])
-            policy.lm_head(decoding.decode(decoder, ids[:, t], cache))
+            policy.lm_head(trunk.over_cache(ids[:, t : t + 1], cache))
 
     def forward() -> Tensor:
         return policy_logits(policy, batch)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian
 from ppo_repro.control.environments import ActionSpace
+from ppo_repro.numerics.layers.activations import ExactTanh
 from ppo_repro.numerics.layers.linear import ExactLinear
-from ppo_repro.numerics.layers.tanh import ExactTanh
 from ppo_repro.seeding import bell
 
 HIDDEN_GAIN, ACTOR_GAIN, CRITIC_GAIN = math.sqrt(2.0), 0.01, 1.0

@@ -1,4 +1,4 @@
-"""How ragged sequences become rectangles for a forward pass. In exact numerics no choice here shows."""
+"""Laying out ragged sequences as rectangles for a forward pass. In exact numerics the layout changes no result."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from ppo_repro.buffers import Rollout
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """R rows of L positions holding some sequences; n response tokens to score, in sequence order."""
+    """R rows of L positions that hold some sequences, with n response tokens to score, in sequence order."""
 
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence
-    first_key: Tensor  # [R, L] int64, query i of a row sees its keys first_key[i]..i
+    first_key: Tensor  # [R, L] int64, query i of a row sees keys first_key[i]..i of that row
     predictors: Tensor  # [n] int64, flat index of the position whose logits predict the token
     targets: Tensor  # [n] int64, the response tokens
     real_tokens: int  # inputs that are not padding
 
 
 def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], padding: str) -> TokenBatch:
-    """Place sequences (prompt + response) in rows, padded `right` or `left`, or packed with `none`.
+    """Place sequences (prompt + response) in rows, padded `right` or `left`, or packed in one row with `none`.
 
-    The last response token is not an input: nothing is predicted from it. Padding is token 0 and sees
-    itself alone, so that no query is without a key; nothing sees padding.
+    The last response token is not an input: nothing is predicted from it. Padding is token 0 and sees only itself,
+    so that no query is without a key; no other token sees padding.
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     if padding == "none":
         rows, width = 1, sum(lengths)
-        places = [(0, sum(lengths[:i])) for i in range(len(lengths))]
+        starts = [(0, sum(lengths[:i])) for i in range(len(lengths))]
     else:
         rows, width = len(lengths), max(lengths)
-        places = [(row, 0 if padding == "right" else width - n) for row, n in enumerate(lengths)]
+        starts = [(row, 0 if padding == "right" else width - n) for row, n in enumerate(lengths)]
     input_ids = torch.zeros(rows, width, dtype=torch.int64)
     position_ids = torch.zeros(rows, width, dtype=torch.int64)
     first_key = torch.arange(width).repeat(rows, 1)
     predictors: list[Tensor] = []
-    for prompt, response, length, (row, start) in zip(prompts, responses, lengths, places, strict=True):
+    for prompt, response, length, (row, start) in zip(prompts, responses, lengths, starts, strict=True):
         end = start + length
         input_ids[row, start:end] = torch.tensor([*prompt, *response[:-1]])
         position_ids[row, start:end] = torch.arange(length)
@@ -51,26 +51,26 @@ def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 
 
 def input_tokens(rollout: Rollout, sequences: Tensor) -> int:
-    """How many tokens the sequences put into a forward pass, prompts included: the sum of `real_tokens`."""
+    """Number of input tokens of the sequences in a forward pass, prompts included: the sum of `real_tokens`."""
     return sum(len(rollout.prompts.prompt_ids[i]) + int(rollout.lengths[i]) - 1 for i in sequences.tolist())
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some sequences of a rollout laid out; `tokens` indexes its [N] fields."""
+    """Some sequences of a rollout, laid out; `tokens` indexes the rollout's [N] fields."""
 
     batch: TokenBatch
     tokens: Tensor
 
 
 def micro_batches(rollout: Rollout, sequences: Tensor, size: int, padding: str) -> list[MicroBatch]:
-    """The given sequences of a rollout, `size` at a time; 0 takes all at once. None of none."""
-    out: list[MicroBatch] = []
+    """The given sequences of a rollout, `size` at a time, or all at once with 0; empty without sequences."""
+    micro: list[MicroBatch] = []
     if not len(sequences):
-        return out
+        return micro
     for chunk in sequences.split(size or len(sequences)):
         tokens = rollout.tokens_of(chunk)
         responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
         prompts = [rollout.prompts.prompt_ids[i] for i in chunk.tolist()]
-        out.append(MicroBatch(lay_out(prompts, [r.tolist() for r in responses], padding), tokens))
-    return out
+        micro.append(MicroBatch(lay_out(prompts, [r.tolist() for r in responses], padding), tokens))
+    return micro

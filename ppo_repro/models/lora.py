@@ -21,8 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.layers.embedding import ExactConv1D
-from ppo_repro.numerics.layers.linear import ExactLinear
+from ppo_repro.numerics.layers.linear import ExactConv1D, ExactLinear
 from ppo_repro.numerics.layers.lowering import attach, is_exact
 from ppo_repro.numerics.optim import low_rank
 from ppo_repro.numerics.optim.adamw import (

@@ -56,7 +56,7 @@ def _operand(x: np.ndarray, kind: str, p: int) -> Operand:
     return operands.quantise_rows(x, p) if kind == "amx" else dgemm.prepare_rows(x, p)
 
 
-class Weight:
+class PreparedWeight:
     """A weight matrix prepared for contractions, made anew when the weight or the backend changes."""
 
     def __init__(self, name: str, most_bits: int) -> None:

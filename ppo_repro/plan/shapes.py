@@ -15,7 +15,14 @@ from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of
+from ppo_repro.numerics.layers.families import (
+    CAUSAL_MODELS,
+    CLASSIFIERS,
+    check_visibility,
+    head_dim,
+    head_of,
+    key_value_heads,
+)
 from ppo_repro.numerics.layers.lowering import check_config
 from ppo_repro.plan.memory import Linear, ModelShape, Plan, Saved, Work, as_classifier, make_plan
 
@@ -80,17 +87,15 @@ def model_shape(config: PretrainedConfig, exact: bool, lora_targets: Sequence[st
     adapted = set() if lora_targets is None else set(choose_layers(model, lora_targets))
     head = head_of(model)
     tied = config.tie_word_embeddings
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     linears = linear_layers(model)
     inner = max(shape_of(layer)[0] for name, layer in linears.items() if ".mlp." in name)
     return ModelShape(
         parameters=sum(p.numel() for p in model.parameters()),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        heads=heads,
-        key_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=dim,
+        heads=config.num_attention_heads,
+        key_heads=key_value_heads(config),
+        head_dim=head_dim(config),
         intermediate=inner,
         vocab_size=config.vocab_size,
         linears=tuple(Linear(*shape_of(layer), name in adapted) for name, layer in linears.items()),

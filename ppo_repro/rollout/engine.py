@@ -1,4 +1,4 @@
-"""What the loop asks of a rollout engine, and what it gets back."""
+"""The requests that the loop sends to a rollout engine, and the completions it gets back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Sampling:
     top_k: int  # 0 keeps all
     top_p: float  # 1 keeps all
     max_response_tokens: int
-    greedy: bool = False  # take the likeliest token; the other fields still define its log-prob
-    mismatch_sigma: float = 0.0  # standard deviation of the noise that is added to logits / temperature
+    greedy: bool = False  # take the likeliest token; its log-prob still follows from the other fields
+    mismatch_sigma: float = 0.0  # standard deviation of noise added to logits / temperature
 
     @property
     def cuts(self) -> bool:
@@ -29,7 +29,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. Token ids in and out, never text."""
+    """One response to sample. Engines take and return token ids, never text."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """T sampled tokens; the fields mean what they mean in `buffers.Rollout`."""
+    """T sampled tokens, with fields as in `buffers.Rollout`."""
 
     response_ids: tuple[int, ...]  # [T], the end token included
     logprobs: Tensor  # [T] float32
@@ -48,12 +48,12 @@ class Completion:
 
 class Engine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Sample every request, in the given order; UserError for a request that cannot be served."""
+        """One completion for each request, in their order; UserError for a request that cannot be served."""
         ...
 
 
 def check_request(request: Request, sampling: Sampling, vocab_size: int, max_context: int) -> None:
-    """Raise UserError for an empty prompt, a token outside the vocabulary or a prompt too long."""
+    """Raise UserError for an empty prompt, a token outside the vocabulary or a prompt that is too long."""
     ids = request.prompt_ids
     if not ids:
         raise UserError("empty prompt: a prompt needs at least one token")

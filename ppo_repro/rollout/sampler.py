@@ -1,7 +1,7 @@
 """Counter-based sampling: a token is a pure function of (logits, seed, position).
 
-Gumbel-max with the hash noise of SGLang's seeded sampler, so that equal logits give equal tokens in both
-engines whatever else is in the batch.
+Gumbel-max with the hash noise of SGLang's seeded sampler, so that equal logits give equal tokens in both engines,
+whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppo_repro.rollout.engine import Sampling
 
 _MASK = 0xFFFFFFFF
 _FLOAT64_MAX = 1.7976931348623157e308
-# first words of hashes that are not those of the Gumbel noise, which has one word less
+# first words of the hashes for normal noise; those for Gumbel noise have one word less
 _RADIUS, _ANGLE = 1, 2
 
 
@@ -90,7 +90,7 @@ def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
 def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, sigma: float) -> Tensor:
     """logits + temperature sigma z, float32 [n, V], rounded once; z is `normal_noise` of the token's id.
 
-    Divided by the temperature it is what a sampler sees whose logits / temperature are off by sigma. To first
+    It imitates a sampler whose logits / temperature have an error of standard deviation sigma. To first
     order in sigma^2, KL(sampler || model) and KL(model || sampler) are both sigma^2 / 2 (1 - sum_v p_v^2) nats.
     """
     offsets = normal_noise(seeds, positions, logits.shape[-1]) * (temperature * sigma)
@@ -120,8 +120,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     """One token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
 
     logits float32 [n, V]; seeds, positions int64 [n], the position being that of the last input token.
-    The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang. With a
-    `mismatch_sigma` all of it is done with `disturbed` logits, which nobody else sees.
+    The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang. With a `mismatch_sigma`
+    everything is computed from `disturbed` logits, which are used nowhere else.
     """
     if sampling.mismatch_sigma:
         logits = disturbed(logits, seeds, positions, sampling.temperature, sampling.mismatch_sigma)
@@ -160,7 +160,7 @@ def _sample_eager(scaled: Tensor, seeds: Tensor, positions: Tensor, kept: tuple[
 def _sample_fused(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, kept: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """The same tokens, and their log-probs in the whole distribution."""
+    """The tokens of `_sample_eager` by a kernel, and their log-probs in the whole distribution."""
     rows, seed, position = (x.detach().contiguous().numpy() for x in (logits, seeds, positions))
     arrays = None if kept is None else (kept[0].numpy(), kept[1].numpy())
     tokens, logprobs = noise.sample(rows, seed, position, temperature, arrays)
@@ -168,6 +168,6 @@ def _sample_fused(
 
 
 def first_argmax(x: Tensor) -> Tensor:
-    """Index of the maximum along the last axis, the lowest one among equals."""
+    """Index of the maximum along the last axis; among equal ones the lowest."""
     columns = torch.arange(x.shape[-1])
     return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.layers.families import head_of, stock_masks, trunk_of
-from ppo_repro.numerics.layers.kv_cache import GridCache
-from ppo_repro.numerics.trunk.decoding import Decoder, decode
-from ppo_repro.numerics.trunk.weights import parts_of
+from ppo_repro.numerics.layers.families import head_of, trunk_of
+from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
+from ppo_repro.numerics.trunk.forward import Cache, TrunkForward
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.sampler import sample
-from ppo_repro.rollout.stock_cache import SlotCache
-
-Cache = GridCache | SlotCache
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A `Sample` as NumPy has it, which is quicker with single numbers."""
+    """A `Sample` in NumPy arrays, which are quicker for single numbers."""
 
     logprobs: np.ndarray
     log_kept_mass: np.ndarray
@@ -35,12 +30,12 @@ class Drawn:
 
 @dataclass
 class _Active:
-    """A request in a slot and what it has sampled so far."""
+    """A request in a slot and its tokens sampled so far."""
 
     index: int
     request: Request
     slot: int
-    known: int = 0  # prompt tokens whose keys and values the slot holds
+    known: int = 0  # prompt tokens whose keys and values are in the slot
     tokens: list[int] = field(default_factory=list)
     samples: list[tuple[Drawn, int]] = field(default_factory=list)
 
@@ -51,7 +46,7 @@ class _Active:
 
 
 class TorchEngine:
-    """Samples from the live weights of `policy`; nothing is cached between calls."""
+    """Samples from the live weights of `policy`; no keys and values are kept between calls."""
 
     def __init__(
         self,
@@ -67,7 +62,7 @@ class TorchEngine:
         self.max_context, self.slots = max_context, slots
         self.prefill_chunk = prefill_chunk or max_context
         self.prefix_cache = prefix_cache
-        self._decoder: Decoder | None = None  # of the generation in progress; without one the modules are called
+        self._trunk = TrunkForward(trunk_of(policy))  # of the generation in progress
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -76,18 +71,16 @@ class TorchEngine:
         slots = min(self.slots, len(requests))
         kind = GridCache if self.mode == "exact" else SlotCache
         cache = kind(self.policy.config, slots, self.max_context, self.policy.device)
-        has_kernels = self.mode == "exact" and backend.has_kernels(next(self.policy.parameters()))
-        parts = parts_of(trunk_of(self.policy)) if has_kernels else None
-        self._decoder = None if parts is None else Decoder(parts)
+        self._trunk = TrunkForward(trunk_of(self.policy))
         free = list(range(slots))
-        held = PrefixIndex()
+        prefixes = PrefixIndex()
         waiting = deque(enumerate(requests))
         active: list[_Active] = []
         done: dict[int, Completion] = {}
         while waiting or active:
             if waiting and free:
                 turn = [_Active(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
-                logits = self._prefill(cache, held, turn)
+                logits = self._prefill(cache, prefixes, turn)
                 active += turn
             else:
                 turn = active
@@ -98,12 +91,12 @@ class TorchEngine:
                 if reason:
                     done[item.index] = _completion(item, reason)
                     free.append(item.slot)
-                    held.hold(item.slot, (*item.request.prompt_ids, *item.tokens[:-1]))
+                    prefixes.hold(item.slot, (*item.request.prompt_ids, *item.tokens[:-1]))
             active = [item for item in active if item.index not in done]
         return [done[index] for index in range(len(requests))]
 
-    def _admit(self, cache: Cache, held: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
-        """Give prompts what the slots hold of them; returns those to prefill now, and their copies for after that."""
+    def _admit(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
+        """Copy known prefixes of the prompts into their slots; returns the prompts to prefill, then copies of them."""
         leaders: dict[tuple[int, ...], _Active] = {}
         copies: list[_Active] = []
         for item in turn:
@@ -113,32 +106,32 @@ class TorchEngine:
             elif prompt in leaders:
                 copies.append(item)
             else:
-                self._take_over(cache, held, item)
+                self._take_over(cache, prefixes, item)
                 leaders[prompt] = item
-            held.hold(item.slot, ())
+            prefixes.hold(item.slot, ())
         return [list(leaders.values()), copies] if copies else [list(leaders.values())]
 
-    def _take_over(self, cache: Cache, held: PrefixIndex, item: _Active) -> None:
-        """Copy the longest prefix any slot holds; the last prompt token is always computed, for its logits."""
-        source, item.known = held.longest(item.request.prompt_ids[:-1])
+    def _take_over(self, cache: Cache, prefixes: PrefixIndex, item: _Active) -> None:
+        """Copy the longest prefix that a slot holds; the last prompt token is always computed, for its logits."""
+        source, item.known = prefixes.longest(item.request.prompt_ids[:-1])
         if item.known and source != item.slot:
             cache.copy_prefix(source, item.slot, item.known)
 
-    def _prefill(self, cache: Cache, held: PrefixIndex, turn: list[_Active]) -> Tensor:
-        """Run what is not known of the prompts; logits [len(turn), V] after each prompt."""
+    def _prefill(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
+        """Compute the unknown tokens of the prompts; logits [len(turn), V] after each prompt."""
         out = torch.empty(len(turn), self.policy.config.vocab_size)
-        place = {item.index: row for row, item in enumerate(turn)}
-        for wave, items in enumerate(self._admit(cache, held, turn)):
+        row_of = {item.index: row for row, item in enumerate(turn)}
+        for wave, items in enumerate(self._admit(cache, prefixes, turn)):
             for item in items:
-                if wave:  # what it is a copy of is in the cache now
-                    self._take_over(cache, held, item)
+                if wave:  # a copy; its original is in the cache by now
+                    self._take_over(cache, prefixes, item)
             for item, logits in self._chunks(cache, items):
-                out[place[item.index]] = logits
-                held.hold(item.slot, item.request.prompt_ids)
+                out[row_of[item.index]] = logits
+                prefixes.hold(item.slot, item.request.prompt_ids)
         return out
 
     def _chunks(self, cache: Cache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
-        """Prefill, `prefill_chunk` tokens of each prompt at a time; yields logits [V] as prompts come to their end."""
+        """Prefill `prefill_chunk` tokens of each prompt at a time; yields logits [V] where a prompt ends."""
         while items:
             pieces = [item.request.prompt_ids[item.known : item.known + self.prefill_chunk] for item in items]
             hidden = self._forward(cache, [item.slot for item in items], pieces, [item.known for item in items])
@@ -146,53 +139,34 @@ class TorchEngine:
                 item.known += len(piece)
             ends = [row for row, item in enumerate(items) if item.known == len(item.request.prompt_ids)]
             if ends:
-                columns = torch.tensor([len(pieces[row]) - 1 for row in ends])
-                logits = head_of(self.policy)(hidden[torch.tensor(ends), columns])
-                yield from zip((items[row] for row in ends), logits, strict=True)
+                yield from zip((items[row] for row in ends), head_of(self.policy)(hidden[ends]), strict=True)
             items = [item for item in items if item.known < len(item.request.prompt_ids)]
 
     def _decode(self, cache: Cache, turn: list[_Active]) -> Tensor:
-        slots, starts = [item.slot for item in turn], [item.last_position for item in turn]
-        if isinstance(cache, GridCache) and self._decoder is not None:
-            positions = torch.tensor(starts)[:, None]
-            cache.aim(torch.tensor(slots), positions, torch.ones_like(positions, dtype=torch.bool))
-            last = torch.tensor([item.tokens[-1] for item in turn])
-            return head_of(self.policy)(decode(self._decoder, last, cache))
-        hidden = self._forward(cache, slots, [(item.tokens[-1],) for item in turn], starts)
-        return head_of(self.policy)(hidden[:, 0])
+        """Take in the last token of each response; logits [len(turn), V] after it."""
+        pieces = [(item.tokens[-1],) for item in turn]
+        hidden = self._forward(cache, [item.slot for item in turn], pieces, [item.last_position for item in turn])
+        return head_of(self.policy)(hidden)
 
     def _forward(self, cache: Cache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
-        """Hidden states [R, L, H] of right-padded pieces, row r beginning at position starts[r]."""
-        lengths = torch.tensor([len(piece) for piece in pieces])
+        """Hidden states [R, H] of the last token of each piece; row r's piece begins at position starts[r]."""
+        lengths = np.array([len(piece) for piece in pieces])
         width = int(lengths.max())
-        ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces])
-        columns = torch.arange(width)
+        ids = np.array([[*piece, *[0] * (width - len(piece))] for piece in pieces])
+        columns = np.arange(width)
         valid = columns < lengths[:, None]
         # a padded query sits at position 0, where it sees one key, and its result is not used
-        positions = torch.where(valid, torch.tensor(starts)[:, None] + columns, 0)
-        cache.aim(torch.tensor(slots), positions, valid)
-        trunk = trunk_of(self.policy)
-        if isinstance(cache, GridCache):
-            everything = torch.ones_like(ids)  # see hidden_states: what is visible is the cache's
-            out = trunk(
-                input_ids=ids, position_ids=positions, attention_mask=everything, kv_cache=cache, use_cache=False
-            )
-        else:
-            out = trunk(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=stock_masks(trunk.config, lambda window: within(positions, window)),
-                past_key_values=cache,
-                use_cache=False,
-            )
-        return out.last_hidden_state
+        positions = np.where(valid, np.array(starts)[:, None] + columns, 0)
+        cache.aim(torch.tensor(slots), torch.from_numpy(positions), torch.from_numpy(valid))
+        last = None if width == 1 else torch.from_numpy(np.arange(len(pieces)) * width + lengths - 1)
+        return self._trunk.over_cache(torch.from_numpy(ids), cache, last)
 
     def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
-        found = sample(logits, seeds, positions, sampling, self.mode)
-        drawn = Drawn(*(x.numpy() for x in (found.logprobs, found.log_kept_mass, found.kept_tokens)))
-        for row, (item, token) in enumerate(zip(turn, found.tokens.tolist(), strict=True)):
+        samples = sample(logits, seeds, positions, sampling, self.mode)
+        drawn = Drawn(*(x.numpy() for x in (samples.logprobs, samples.log_kept_mass, samples.kept_tokens)))
+        for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
             item.tokens.append(token)
             item.samples.append((drawn, row))
 
@@ -200,12 +174,6 @@ class TorchEngine:
         if item.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if len(item.tokens) == sampling.max_response_tokens else ""
-
-
-def within(positions: Tensor, window: int | None) -> Tensor:
-    """bool [R, 1, L, J]: queries at `positions` [R, L] see cached keys 0..position, at most the last `window`."""
-    keys, last = torch.arange(int(positions.max()) + 1), positions[:, None, :, None]
-    return (keys <= last) if window is None else (keys <= last) & (keys > last - window)
 
 
 def _completion(item: _Active, reason: str) -> Completion:

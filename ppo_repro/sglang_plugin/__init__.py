@@ -1,4 +1,4 @@
 """The exact numerics inside SGLang, through its own plugin mechanism; read `register` first.
 
-Imported by SGLang's processes alone. The trainer's side is `ppo_repro.rollout.sglang`.
+Only SGLang's processes import this package. The trainer's side is `ppo_repro.rollout.sglang`.
 """

@@ -1,6 +1,6 @@
-"""The attention backend: it ties the model to SGLang's pools, and refuses to start where anything is not as it must be.
+"""The attention backend: it connects the model with SGLang's pools, and refuses to start with a wrong setting.
 
-The model's own attention reads those pools (`pool`), so the backend computes nothing.
+The model's own attention reads the pools (see `pool`), so the backend computes nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ppo_repro.sglang_plugin.pool import PoolCache
 from ppo_repro.sglang_plugin.sampler import ExactSampler
 from ppo_repro.sglang_plugin.settings import ARCHITECTURE, ATTENTION_BACKEND
 
-RESERVED = 8  # tokens that SGLang may keep of its context length for itself
+RESERVED = 8  # tokens of its context length that SGLang may reserve
 
 
 class ExactAttention(AttentionBackend):
     """Nothing to prepare and nothing to compute: see `PpoReproExactForCausalLM.forward`."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Each pass aims its own cache."""
+        """Nothing: each pass aims its cache itself."""
 
     def support_triton(self) -> bool:
         """No Triton kernel may write to the pools."""
@@ -32,10 +32,10 @@ class ExactAttention(AttentionBackend):
 
 
 def make_backend(runner: Any) -> ExactAttention:
-    """The backend of a model runner whose model is ready; UserError says what the server was started wrong with."""
-    for field, found, wanted in _requirements(runner):
-        if found != wanted:
-            raise UserError(f"exact numerics in SGLang: {field} is {found}; must be {wanted}")
+    """The backend of a model runner whose model is ready; UserError names the first wrong setting of the server."""
+    for field, actual, required in _requirements(runner):
+        if actual != required:
+            raise UserError(f"exact numerics in SGLang: {field} is {actual}; must be {required}")
     model = runner.model
     limit = model.settings.max_context + RESERVED
     context = runner.model_config.context_len
@@ -49,7 +49,7 @@ def make_backend(runner: Any) -> ExactAttention:
 
 
 def _requirements(runner: Any) -> list[tuple[str, object, object]]:
-    """(what, as it is, as it must be)."""
+    """(setting, actual value, required value)."""
     from sglang.srt.mem_cache import allocation
     from sglang.srt.model_executor import forward_batch_info
 
@@ -68,7 +68,7 @@ def _requirements(runner: Any) -> list[tuple[str, object, object]]:
         ("--dtype", runner.dtype, torch.float32),
         ("the dtype of keys", pool.get_key_buffer(0).dtype, torch.float32),
         ("the dtype of values", pool.get_value_buffer(0).dtype, torch.float32),
-        # whether the two wrapped functions are the wrapped ones where they are called
+        # whether the wrapped functions are in place where SGLang calls them
         ("Triton in allocation", allocation.support_triton(ATTENTION_BACKEND), False),
         ("Triton in positions", forward_batch_info.support_triton(ATTENTION_BACKEND), False),
         ("the batch-invariant mode", hasattr(type(runner).maybe_enable_batch_invariant_mode, "__wrapped__"), True),

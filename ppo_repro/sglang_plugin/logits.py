@@ -1,4 +1,4 @@
-"""From hidden states to logits, and to the log-probs of a prompt's own tokens where a request asks for them."""
+"""Logits of hidden states, and log-probs of a prompt's own tokens where a request asks for them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 class _Head:
-    """The LM head and nothing SGLang could multiply with by itself: another way to logits would raise."""
+    """The LM head without a `weight`: any other way from SGLang to logits would raise."""
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
 
 
 class ExactLogits(LogitsProcessor):
-    """SGLang's choice of rows, our product."""
+    """SGLang chooses the rows; the product is that of the lowered head."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
@@ -63,18 +63,18 @@ class _InputLogprobs:
         logits_metadata: Any,
         skip_chunking_for_dp_attn: bool = False,
     ) -> tuple[LogprobResult, Tensor]:
-        """(log-probs of the input tokens and whatever else was asked for, logits to sample from)."""
+        """(log-probs of the input tokens and of others that were asked for, logits to sample from)."""
         logits = lm_head.head(pruned_states)
         logprobs = log_softmax(logits[input_logprob_indices])
         tokens = logits_metadata.extend_input_logprob_token_ids_gpu[: len(logprobs)].long()
-        found = LogprobResult(token_logprobs=logprobs.gather(1, tokens[:, None])[:, 0])
+        result = LogprobResult(token_logprobs=logprobs.gather(1, tokens[:, None])[:, 0])
         lengths = logits_metadata.extend_logprob_pruned_lens_cpu
         if logits_metadata.extend_return_top_logprob:
-            found.top_logprobs_val, found.top_logprobs_idx = get_top_logprobs_raw(
+            result.top_logprobs_val, result.top_logprobs_idx = get_top_logprobs_raw(
                 logprobs, logits_metadata.top_logprobs_nums, LogprobStage.PREFILL, lengths
             )
         if logits_metadata.extend_token_ids_logprob:
-            found.token_ids_logprobs_val, found.token_ids_logprobs_idx = get_token_ids_logprobs_raw(
+            result.token_ids_logprobs_val, result.token_ids_logprobs_idx = get_token_ids_logprobs_raw(
                 logprobs, logits_metadata.token_ids_logprobs, LogprobStage.PREFILL, lengths
             )
-        return found, logits[sample_indices]
+        return result, logits[sample_indices]

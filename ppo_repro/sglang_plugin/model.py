@@ -15,19 +15,18 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import lower
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.numerics.trunk.decoding import Decoder, decode
-from ppo_repro.numerics.trunk.weights import parts_of
+from ppo_repro.numerics.trunk.forward import TrunkForward
 from ppo_repro.sglang_plugin.logits import ExactLogits
 from ppo_repro.sglang_plugin.pool import PoolCache
 from ppo_repro.sglang_plugin.settings import KEY, read_settings
 
-DIGEST = "ppo_repro.digest"  # a name that /get_weights_by_name answers with the digest of all weights
+DIGEST = "ppo_repro.digest"  # for this name /get_weights_by_name returns the digest of all weights
 
 
 class PpoReproExactForCausalLM(nn.Module):
-    """What SGLang expects of a model, around the same layers that training runs.
+    """A model as SGLang expects it, around the same layers that training runs.
 
-    `cache` is set by the attention backend when SGLang has made its pools.
+    The attention backend sets `cache` once SGLang has made its pools.
     """
 
     def __init__(self, config: PretrainedConfig, quant_config: object | None = None, prefix: str = "") -> None:
@@ -39,44 +38,37 @@ class PpoReproExactForCausalLM(nn.Module):
         self.policy = _lowered(config, self.settings.max_context, self.settings.operand_bits)
         self.logits_processor = ExactLogits(config)
         self.cache: PoolCache | None = None
-        parts = parts_of(trunk_of(self.policy)) if backend.active() != "eager" else None
-        self._decoder = None if parts is None else Decoder(parts)
+        self._trunk = TrunkForward(trunk_of(self.policy))
         self._missing = {name for name, _ in self.policy.named_parameters()}
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch) -> Any:
-        """Logits after the last token of each request, SGLang's LogitsProcessorOutput; keys and values go to its pool.
+        """Logits after the last token of each request as SGLang's LogitsProcessorOutput; its pool gets keys and values.
 
-        input_ids, positions int64 [N], the new tokens of all requests one after another.
+        input_ids, positions int64 [N]: the new tokens of all requests, one request after another.
         """
         if self.cache is None or self._missing:
             raise RuntimeError("exact numerics in SGLang: the pools were not made, or weights are missing")
         starts, lengths = _spans(forward_batch)
         self.cache.begin(forward_batch.req_pool_indices.long(), starts, lengths, forward_batch.out_cache_loc.long())
-        aimed = self.cache.aimed
-        assert aimed is not None
-        if not torch.equal(aimed.positions[aimed.valid], positions.long()):
+        target = self.cache.target
+        if not torch.equal(target.positions[target.valid], positions.long()):
             raise RuntimeError("exact numerics in SGLang: positions are not those of the requests' tokens")
         return self.logits_processor(
             input_ids, self._hidden(self.cache, input_ids.long()), head_of(self.policy), forward_batch
         )
 
     def _hidden(self, cache: PoolCache, new: Tensor) -> Tensor:
-        """Hidden states [N, H] of the new tokens [N], where the cache aims."""
-        assert cache.aimed is not None
-        positions, valid = cache.aimed.positions, cache.aimed.valid
-        if positions.shape[1] == 1 and self._decoder is not None:
-            return decode(self._decoder, new, cache)
-        ids = torch.zeros_like(positions)
+        """Hidden states [N, H] of the new tokens [N] in the target of the cache."""
+        valid = cache.target.valid
+        ids = torch.zeros_like(cache.target.positions)
         ids[valid] = new
-        everything = torch.ones_like(ids)  # what is visible is the cache's
-        trunk = trunk_of(self.policy)
-        out = trunk(input_ids=ids, position_ids=positions, attention_mask=everything, kv_cache=cache, use_cache=False)
-        return out.last_hidden_state[valid]
+        rows = None if len(new) == valid.numel() else valid.reshape(-1).nonzero()[:, 0]
+        return self._trunk.over_cache(ids, cache, rows)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy float32 weights with transformers' names; ValueError for a name, shape or type that does not fit."""
+        """Copy float32 weights under transformers' names; ValueError for an unknown name, a wrong shape or type."""
         known = dict(self.policy.named_parameters(remove_duplicate=False))
         for name, weight in weights:
             if name not in known:
@@ -92,7 +84,7 @@ class PpoReproExactForCausalLM(nn.Module):
             raise ValueError(f"weight {min(self._missing)}: missing")
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100, tp_size: int = 1) -> list[Any]:
-        """The first `truncate_size` rows of a weight; for DIGEST the bytes of the hexadecimal digest of all weights."""
+        """The first `truncate_size` rows of a weight; for DIGEST the bytes of all weights' hexadecimal digest."""
         if name == DIGEST:
             return list(weights_digest(self.policy.named_parameters()).encode())
         return list(self.policy.get_parameter(name)[:truncate_size].tolist())
@@ -105,10 +97,10 @@ class PpoReproExactForCausalLM(nn.Module):
 def _lowered(config: PretrainedConfig, max_context: int, bits: int) -> PreTrainedModel:
     """The transformers model of a config in exact numerics; its weights come later."""
     check_visibility(config, max_context)
-    given = config.to_dict()
-    given.pop(KEY)
-    own = type(config).from_dict(given)
-    model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False).eval()
+    fields = config.to_dict()
+    fields.pop(KEY)
+    stock = type(config).from_dict(fields)
+    model = AutoModelForCausalLM.from_config(stock, dtype=torch.float32, trust_remote_code=False).eval()
     if type(model) not in CAUSAL_MODELS:
         known = ", ".join(c.__name__ for c in CAUSAL_MODELS)
         raise UserError(f"--model-path: the model is a {type(model).__name__}; must be one of {known}")

@@ -1,4 +1,4 @@
-"""SGLang's pool of keys and values, and beside it the same on their grids, where the kernels read them."""
+"""SGLang's pool of keys and values, and a copy of it on grids, which the kernels read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ppo_repro.numerics.layers.kv_cache import GridCache
 class PoolCache(GridCache):
     """A GridCache with a slot for each entry of SGLang's request table.
 
-    The pool is what counts: prefixes, retracted requests and chunks come from there. Each token that is written to
-    it gets a stamp of its own, and a slot remembers the stamps of what it holds; where they differ from those
-    of the request's locations in the pool, the slot takes the token again. So a token is put on its grid once for
-    each request that sees it, never once for each step.
+    The pool decides: prefixes, retracted requests and chunks come from there. Each token written to the pool gets a
+    stamp of its own, and a slot has the stamps of its tokens; where they differ from those of the request's locations
+    in the pool, the slot takes the token again. So a token is put on its grid once for each request that sees it, and
+    not once for each step.
     """
 
     keeps = True
@@ -26,7 +26,7 @@ class PoolCache(GridCache):
         super().__init__(config, len(table), width, table.device)
         self.table, self.pool = table, pool
         self.written = torch.zeros(len(pool.get_key_buffer(0)), dtype=torch.int64)  # stamp by location
-        self.held = torch.zeros(len(table), width, dtype=torch.int64)  # stamp by slot and position
+        self.stamps = torch.zeros(len(table), width, dtype=torch.int64)  # by slot and position
         self.clock = 0
         self.locations = torch.empty(0, dtype=torch.int64)
 
@@ -38,14 +38,14 @@ class PoolCache(GridCache):
         self._take_prefixes(requests, starts)
         columns = torch.arange(int(lengths.max()))
         valid = columns < lengths[:, None]
-        # a padded query sits at position 0, where it sees one key, and its result is not used
+        # a padded query is at position 0, where it sees one key, and its result is not used
         positions = torch.where(valid, starts[:, None] + columns, 0)
         self.aim(requests, positions, valid)
         self.locations = locations
         stamps = self.clock + 1 + torch.arange(len(locations))
         self.clock += len(locations)
         self.written[locations] = stamps
-        self.held[requests[:, None].expand_as(positions)[valid], positions[valid]] = stamps
+        self.stamps[requests[:, None].expand_as(positions)[valid], positions[valid]] = stamps
 
     def _take_prefixes(self, requests: Tensor, starts: Tensor) -> None:
         width = int(starts.max())
@@ -53,7 +53,7 @@ class PoolCache(GridCache):
             return
         locations = self.table[requests, :width].to(torch.int64)
         known = torch.arange(width) < starts[:, None]
-        stale = known & (self.held[requests, :width] != self.written[locations])
+        stale = known & (self.stamps[requests, :width] != self.written[locations])
         counts = stale.sum(1)
         if not int(counts.max()):
             return
@@ -62,15 +62,14 @@ class PoolCache(GridCache):
         order = torch.argsort((~stale[rows]).to(torch.int8), dim=1, stable=True)[:, : int(counts.max())]
         valid = torch.arange(order.shape[1]) < counts[rows][:, None]
         self.aim(requests[rows], order, valid)
-        places = locations[rows].gather(1, order)
+        sources = locations[rows].gather(1, order)
         for layer in range(len(self.keys)):
-            keys, values = self.pool.get_key_buffer(layer)[places], self.pool.get_value_buffer(layer)[places]
+            keys, values = self.pool.get_key_buffer(layer)[sources], self.pool.get_value_buffer(layer)[sources]
             self.write(layer, keys.transpose(1, 2), values.transpose(1, 2))
-        self.held[requests[rows][:, None].expand_as(order)[valid], order[valid]] = self.written[places[valid]]
+        self.stamps[requests[rows][:, None].expand_as(order)[valid], order[valid]] = self.written[sources[valid]]
 
     def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Put new keys and values [R, Hk, L, D] float32 where SGLang wants them."""
-        assert self.aimed is not None, "begin first"
-        valid = self.aimed.valid
+        """Put new keys and values [R, Hk, L, D] float32 into SGLang's pool."""
+        valid = self.target.valid
         self.pool.get_key_buffer(layer)[self.locations] = keys.transpose(1, 2)[valid]
         self.pool.get_value_buffer(layer)[self.locations] = values.transpose(1, 2)[valid]

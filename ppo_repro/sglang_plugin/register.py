@@ -1,8 +1,8 @@
 """The entry point that SGLang calls in each of its processes before it parses arguments.
 
-Names are added and two functions are wrapped; nothing changes for a server that does not ask for the exact
-numerics by name. SGLang logs and swallows whatever a plugin raises, so nothing here is trusted to have worked:
-without the plugin the names do not exist and the server refuses them, and `attention.make_backend` checks the rest.
+It adds names and wraps two functions; nothing changes for a server that does not ask for the exact numerics by name.
+SGLang logs and swallows every exception of a plugin, so nothing here is trusted to have worked: without the plugin
+the names do not exist and the server refuses them, and `attention.make_backend` checks the rest.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def register() -> None:
     choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     choices.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        # SGLang has no batch-invariant kernels for a CPU; its seeded sampler, which the mode brings along, needs none
+        # SGLang has no batch-invariant kernels for a CPU; its seeded sampler, which comes with the mode, needs none
         choices.add_deterministic_attention_backend_choices(["torch_native"])
     register_attention_backend(ATTENTION_BACKEND)(make_backend)
-    # deterministic mode forces the sampling backend of this name, and a registered one goes before the built-in one
+    # deterministic mode forces the sampling backend of this name; a registered one has priority over the built-in one
     register_sampler_backend("pytorch", _make_sampler)
     ModelRegistry.models[ARCHITECTURE] = PpoReproExactForCausalLM
     HookRegistry.register(BATCH_INVARIANT_MODE, _without_kernels, HookType.AROUND)
@@ -61,7 +61,7 @@ def _make_sampler() -> Sampler:
 
 
 def _without_kernels(original: Callable[[Any], None], runner: Any) -> None:
-    """The batch-invariant kernels take the place of torch's products; exact numerics do not use those."""
+    """Leave out the batch-invariant kernels: they replace torch's products, which exact numerics do not use."""
     if runner.device != "cpu" and not is_asked_for():
         original(runner)
 

@@ -1,4 +1,4 @@
-"""The sampler of the torch engine in SGLang's place for it."""
+"""The torch engine's sampler as a sampler of SGLang."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ppo_repro.sglang_plugin.logits import log_softmax
 
 
 class ExactSampler(Sampler):
-    """A token is a function of logits, seed and position; log-probs as SGLang has them.
+    """A token is a function of logits, seed and position; log-probs are defined as in SGLang.
 
-    That is log_softmax(logits / temperature) without renormalising over what top-k and top-p keep.
+    That is log_softmax(logits / temperature), without renormalising over the tokens that top-k and top-p keep.
     """
 
     def forward(
@@ -32,7 +32,7 @@ class ExactSampler(Sampler):
         token_ids_logprobs: list[list[int]],
         positions: Tensor,
     ) -> Tensor:
-        """One token per row, int64 [n]; RuntimeError where something is asked for that this sampler does not do."""
+        """One token per row, int64 [n]; RuntimeError for an option that this sampler does not support."""
         _refuse(sampling_info)
         logits, seeds = logits_output.next_token_logits, sampling_info.sampling_seed
         tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -55,7 +55,7 @@ class ExactSampler(Sampler):
         token_ids_logprobs: list[list[int]],
         tokens: Tensor,
     ) -> None:
-        """Those of other tokens, where a request wants them."""
+        """Log-probs of other tokens, where a request asks for them."""
         if any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):
             everything = log_softmax(output.next_token_logits / info.temperatures.view(-1, 1))
             self.output_logprob_processor.compute_logprobs(
@@ -64,18 +64,18 @@ class ExactSampler(Sampler):
 
 
 def _refuse(info: SamplingBatchInfo) -> None:
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "min_p": info.need_min_p_sampling,
         "custom_logit_processor": info.has_custom_logit_processor,
         "return_sampling_mask": info.sampling_mask_batch_indices is not None,
         "no sampling_seed": info.sampling_seed is None,
     }
-    for name in (name for name, given in asked.items() if given):
+    for name in (name for name, used in requested.items() if used):
         raise RuntimeError(f"exact numerics in SGLang: a request with {name} is not supported")
 
 
 def _groups(info: SamplingBatchInfo) -> list[tuple[Tensor, Sampling]]:
-    """Rows that are sampled alike. SGLang says greedy by top_k = 1."""
+    """Rows with the same sampling. In SGLang top_k = 1 means greedy."""
     temperatures = info.temperatures.flatten().tolist()
     kinds = list(zip(temperatures, info.top_ks.tolist(), info.top_ps.tolist(), strict=True))
     groups = []

@@ -1,4 +1,4 @@
-"""What the exact numerics need to know and a model's config does not say."""
+"""The settings that exact numerics need beside a model's config."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ppo_repro.numerics.backend import BACKENDS
 
 ARCHITECTURE = "PpoReproExactForCausalLM"
 ATTENTION_BACKEND = "ppo_repro_exact"
-KEY = "ppo_repro"  # of the model's config, through --json-model-override-args
+KEY = "ppo_repro"  # in the model's config, set by --json-model-override-args
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`numerics` and `layout` of a run's configuration, as far as a server is concerned."""
+    """The fields of `numerics` and `layout` of a run's configuration that a server needs."""
 
     max_context: int
     operand_bits: int
@@ -25,13 +25,13 @@ class Settings:
 
 def read_settings(config: Any) -> Settings:
     """The settings in a model's config; UserError names the one that is missing, unknown or wrong."""
-    given = getattr(config, KEY, None)
+    values = getattr(config, KEY, None)
     names = [field.name for field in fields(Settings)]
-    if not isinstance(given, dict) or sorted(given) != sorted(names):
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
         raise UserError(
-            f"--json-model-override-args: {KEY} = {given!r}; must be an object with exactly {', '.join(names)}"
+            f"--json-model-override-args: {KEY} = {values!r}; must be an object with exactly {', '.join(names)}"
         )
-    settings = Settings(**given)
+    settings = Settings(**values)
     wrong = {
         "max_context": type(settings.max_context) is not int or not 2 <= settings.max_context <= 32768,
         "operand_bits": settings.operand_bits not in (14, 20),
@@ -39,5 +39,5 @@ def read_settings(config: Any) -> Settings:
         "backend": settings.backend not in ("auto", *BACKENDS),
     }
     for name in (name for name, broken in wrong.items() if broken):
-        raise UserError(f"--json-model-override-args: {KEY}.{name} = {given[name]!r} is not allowed")
+        raise UserError(f"--json-model-override-args: {KEY}.{name} = {values[name]!r} is not allowed")
     return settings

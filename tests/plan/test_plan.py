@@ -28,7 +28,7 @@ from ppo_repro.models.networks import (
 )
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import trunk_of
-from ppo_repro.numerics.layers.kv_cache import GridCache
+from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
 from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings
@@ -36,7 +36,6 @@ from ppo_repro.numerics.optim.optimizer import ExactOptimizer, NativeOptimizer, 
 from ppo_repro.plan import memory, report
 from ppo_repro.plan.memory import Linear, Work, mixed_precision_bytes
 from ppo_repro.plan.shapes import model_shape, plan_run
-from ppo_repro.rollout.stock_cache import SlotCache
 from tests.support.models import CLASSES, CONFIGS, CONTEXT, fill, kept_bytes, ragged, source_model
 from tests.support.runs import small_config
 

@@ -1,1 +1,1 @@
-"""The layers of transformers models in exact numerics, as modules, on any device."""
+"""The layers of transformers models in exact numerics, as modules that run on any device."""

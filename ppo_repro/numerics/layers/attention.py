@@ -1,7 +1,7 @@
-"""Exact attention: a query's result uses nothing but the keys it may see, in any order and layout.
+"""Exact attention: a query's result depends only on the keys it may see, whatever their order and layout.
 
-The number grids are constants of the run (`max_context`), never of the current length; otherwise decoding
-and the full forward would round differently.
+The number grids follow from `max_context`, a constant of the run, and never from the current length; otherwise
+decoding and the full forward would round differently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _softmax_rows(queries: Grid, keys: Grid, values: Grid, mask: Tensor, context
     _refuse_not_finite(scores.masked_fill(~mask, 0.0))
     scores = scores.masked_fill_(~mask, float("-inf"))
     top = scores.amax(-1, keepdim=True)
-    # a query that sees no key has maximum -inf; its weights must come out as 0, not NaN
+    # a query that sees no key has maximum -inf; its weights must be 0, not NaN
     top = torch.where(torch.isinf(top), 0.0, top)
     integers = (elementwise.exp(scores - top).to(torch.float64) * WEIGHT_UNIT).round_().masked_fill_(~mask, 0.0)
     total = integers.sum(-1, keepdim=True)
@@ -85,7 +85,7 @@ class _Attention(Function):
         dk = (a @ q_int).mul_(scale)
         a, scale = quantise((weights * dg[1]).transpose(-1, -2), query_bits)
         dv = (a @ dg[0]).mul_(scale)
-        # the added zero makes the sign of zero a law: a matrix product of one term may give a negative one
+        # adding zero fixes the sign of zero: a matrix product of one term may give a negative zero
         dq, dk, dv = (x.to(torch.float32).add_(0.0) for x in (dq, dk, dv))
         _refuse_not_finite(dq, dk, dv)
         return dq.view(q_shape), dk.view(k_shape), dv.view(k_shape), None, None, None
@@ -103,13 +103,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, con
 def visible_keys(first_key: Tensor, last_key: Tensor, window: int | None, context: int) -> tuple[Tensor, Tensor]:
     """Query i of row r sees keys begin[r, i]..end[r, i]-1, int64 [R, L]: the last `window` up to last_key[r, i].
 
-    Raises NumericsError where a query sees more keys than `context`, for which the grids are made.
+    Raises NumericsError where a query sees more keys than `context`, the number the grids are made for.
     """
     end = last_key + 1
     begin = first_key.clamp(min=0) if window is None else torch.maximum(first_key, end - window).clamp_(min=0)
     most = int((end - begin).max())
     if most > context:
-        raise NumericsError(f"a query sees {most} keys; numerics.max_context = {context} allows no more than that many")
+        raise NumericsError(f"a query sees {most} keys; numerics.max_context = {context} allows no more")
     return begin, end
 
 
@@ -126,10 +126,16 @@ def reach(first_key: Tensor, window: int | None) -> Tensor:
     return _mask(*visible_keys(first_key, own, window, length), length)
 
 
+def cached_reach(positions: Tensor, window: int | None) -> Tensor:
+    """bool [R, 1, L, J]: queries at `positions` [R, L] see cached keys 0..position, at most the last `window`."""
+    keys = int(positions.max()) + 1
+    return _mask(*visible_keys(torch.zeros_like(positions), positions, window, keys), keys)
+
+
 def attend_cached(
     q: Tensor, cache: GridCache, layer: int, begin: Tensor, end: Tensor, scaling: float, context: int
 ) -> Tensor:
-    """Queries [R, H, L, D] over positions begin..end-1 [R, L] of the slots that `cache` aims at -> [R, H, L, D]."""
+    """Queries [R, H, L, D] over positions begin..end-1 [R, L] of the slots in the target of `cache` -> [R, H, L, D]."""
     keys, values, scales = cache.read(layer)
     r, h, length, d = q.shape
     groups = h // keys.shape[1]
@@ -155,8 +161,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls for IMPLEMENTATION.
 
-    Which keys are visible comes from `first_key` [R, L] int64 (see `reach`) or, decoding, from `kv_cache`;
-    exactly one of them is given to the model's forward. Raises TypeError where anything else is asked for,
+    Which keys are visible follows from `first_key` [R, L] int64 (see `reach`) or from the target of `kv_cache`;
+    exactly one of them is passed to the model's forward. Raises TypeError for a mask or any option not known here,
     NumericsError where a query sees more keys than max_context or a number is not finite.
     """
     unsupported = {name for name in ("dropout", "softcap") if options.get(name)}
@@ -179,8 +185,7 @@ def attention(
 def _cached(
     q: Tensor, k: Tensor, v: Tensor, cache: GridCache, layer: int, scaling: float, context: int, window: int | None
 ) -> Tensor:
-    assert cache.aimed is not None, "aim first"
-    positions = cache.aimed.positions
+    positions = cache.target.positions
     begin, end = visible_keys(torch.zeros_like(positions), positions, window, context)
     cache.keep(layer, k, v)
     if has_kernels(q):

@@ -1,62 +1,51 @@
-"""Layers that one family alone has: GPT-2's transposed linear layer, Gemma's scaled embedding."""
+"""Token embeddings whose gradients are exact sums, and Gemma's scaled embedding."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
-from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.layers.linear import ExactEmbedding, ExactModule
-from ppo_repro.numerics.products import Weight
+from ppo_repro.numerics.layers.linear import ExactModule
 
 
-class _Conv1D(Function):
-    """y = x W + b with W [K, N]; dx = dy W^T; the weight and bias gradients go to the accumulator."""
+class _Embedding(Function):
+    """y[t] = w[ids[t]]; the gradient of w goes to the accumulator."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, prepared: Weight, accumulator: GradientAccumulator | None
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, accumulator: GradientAccumulator | None
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        y = prepared.contract(rows, weight, 0, bias)
-        ctx.save_for_backward(rows)
-        ctx.parameters, ctx.prepared, ctx.accumulator, ctx.shape = (weight, bias), prepared, accumulator, x.shape
-        return y.view(*x.shape[:-1], -1)
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding_idx, ctx.accumulator = weight, padding_idx, accumulator
+        return weight[ids]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,), (weight, bias) = ctx.saved_tensors, ctx.parameters
-        dy = grad.reshape(-1, grad.shape[-1])
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = ctx.prepared.contract(dy, weight, 1).view(ctx.shape)
+        (ids,) = ctx.saved_tensors
         if ctx.accumulator is not None:
-            if ctx.needs_input_grad[1]:
-                ctx.accumulator.add_linear(weight, rows, dy, transposed=True)
-            if ctx.needs_input_grad[2]:
-                ctx.accumulator.add_rows(bias, dy)
-        return dx, None, None, None, None
+            if ctx.padding_idx is not None:  # as in nn.Embedding, this row takes no gradient
+                grad = grad.masked_fill((ids == ctx.padding_idx)[..., None], 0.0)
+            ctx.accumulator.add_rows(ctx.weight, grad.reshape(-1, grad.shape[-1]), ids.reshape(-1))
+        return None, None, None, None
 
 
-class ExactConv1D(ExactModule):
-    """GPT-2's `Conv1D`, a linear layer of weight [K, N], with exact sums. x [.., K] float32 -> [.., N] float32."""
+class ExactEmbedding(ExactModule):
+    """Token embedding; ids [..] int64 -> [.., H] float32."""
 
-    def __init__(self, source: Conv1D, name: str, bits: int = OPERAND_BITS) -> None:
+    def __init__(self, source: nn.Embedding) -> None:
         super().__init__()
-        self.weight, self.bias = source.weight, source.bias
-        self.prepared = Weight(name, bits)
+        self.weight, self.padding_idx = source.weight, source.padding_idx
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Conv1D.apply(x, self.weight, self.bias, self.prepared, self.accumulator)
+    def forward(self, ids: Tensor) -> Tensor:
+        return _Embedding.apply(ids, self.weight, self.padding_idx, self.accumulator)
 
 
 class ExactScaledEmbedding(ExactEmbedding):
-    """Gemma's token embedding times sqrt(H), rounded to float32 as there; ids [..] int64 -> [.., H] float32."""
+    """Gemma's token embedding times sqrt(H), rounded to float32 as Gemma does; ids [..] int64 -> [.., H] float32."""
 
     def __init__(self, source: GemmaTextScaledWordEmbedding) -> None:
         super().__init__(source)

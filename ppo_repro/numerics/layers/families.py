@@ -1,4 +1,4 @@
-"""The model families this package knows: their transformers classes, and the settings that mean something else."""
+"""The model families this package knows: their transformers classes, and settings whose meaning differs by family."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gemma import modeling_gemma as gemma
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
@@ -60,7 +61,7 @@ ROTARIES: tuple[type[nn.Module], ...] = (
     gemma.GemmaRotaryEmbedding,
     gpt_neox.GPTNeoXRotaryEmbedding,
 )
-# modules that only call others, and compute nothing themselves but elementwise sums and products
+# modules that call others and compute nothing themselves but elementwise sums and products
 CONTAINERS: tuple[type[nn.Module], ...] = (
     *CAUSAL_MODELS,
     *CLASSIFIERS,
@@ -102,10 +103,25 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return cast(nn.Module, model.get_output_embeddings())
 
 
-def check_visibility(config: PretrainedConfig, max_context: int) -> None:
-    """Raise UserError unless every query sees its own past alone, all of it or a window, up to `max_context`.
+def head_dim(config: PretrainedConfig) -> int:
+    """Width of an attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
-    This is what the batch layouts and the key/value caches assume, in exact and in native numerics.
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    """Number of heads of keys and values."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of a transformer, in order."""
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def check_visibility(config: PretrainedConfig, max_context: int) -> None:
+    """Raise UserError unless each query sees only its own past, all of it or a window, up to `max_context` tokens.
+
+    The batch layouts and the key/value caches assume this, in exact and in native numerics.
     """
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
     known = {"full_attention", "sliding_attention"} if config.model_type in _TYPED_LAYERS else {"full_attention"}
@@ -120,7 +136,7 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
         if refused:
             raise UserError(
                 f"model config {field} = {getattr(config, field)!r}: not supported; choose a model whose tokens see "
-                "their own past"
+                "only their own past"
             )
     if max_context > config.max_position_embeddings:
         raise UserError(
@@ -130,9 +146,9 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
 
 
 def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-    """The mask, or masks by type of layer, that the stock model's forward takes as `attention_mask`.
+    """The mask, or the masks by type of layer, that the stock model's forward takes as `attention_mask`.
 
-    `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys; None for all.
+    `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
     """
     if config.model_type in _TYPED_LAYERS:
         windows = {"full_attention": None, "sliding_attention": config.sliding_window}

@@ -1,4 +1,4 @@
-"""Exact attention by kernels: torch tensors on a CPU to flat NumPy arrays and back, over all threads."""
+"""Exact attention by kernels, over all threads: of tensors on a CPU, and of the flat arrays the kernels take."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ppo_repro.numerics.layers.kv_cache import GridCache
 
 NOT_FINITE = "attention is not finite: weights or inputs have left the range of float32"
 _INFINITY_BITS = 0x7F800000
-_KEPT = 2**18  # weights, and as many score gradients: 4 MiB, about what a cache holds
+_MOST_WEIGHTS = 2**18  # held at once, and as many score gradients: 4 MiB, about the size of a CPU's cache
 _LEAST_SPAN = 64  # positions; fewer are not worth a block of queries of their own
-_BACKWARD_COST = 3.5  # times the forward; like all costs here, only to know how many threads are worth waking
+_BACKWARD_COST = 3.5  # times the forward; like all costs here, only to decide how many threads are worth waking
 
 
 def _flat(x: Tensor) -> np.ndarray:
-    """[R, H, L, D] as flat [R, L, H, D]: no copy of what transformers makes of a projection."""
+    """[R, H, L, D] as flat [R, L, H, D]; no copy of a projection as transformers shapes it."""
     if x.dtype != torch.float32:
         raise TypeError(f"exact attention takes float32, not {x.dtype}")
     return x.detach().transpose(1, 2).contiguous().numpy().reshape(-1)
 
 
 def _shaped(flat: np.ndarray, like: Tensor) -> Tensor:
-    """The other way round, [R, H, L, D]."""
+    """Flat [R, L, H, D] as [R, H, L, D]."""
     r, h, length, d = like.shape
     return torch.from_numpy(flat).view(r, length, h, d).transpose(1, 2)
 
@@ -47,11 +47,11 @@ def _spec(q: Tensor, kv_heads: int, scaling: float, context: int) -> Spec:
 def spec_of(heads: int, kv_heads: int, dim: int, scaling: float, context: int) -> Spec:
     """The sizes and grids of an attention whose queries see up to `context` keys."""
     key_bits, query_bits = folded_bits(context), folded_bits(context * (heads // kv_heads))
-    return Spec(heads, kv_heads, dim, float(scaling), operand_bits(dim), key_bits, query_bits, _KEPT)
+    return Spec(heads, kv_heads, dim, float(scaling), operand_bits(dim), key_bits, query_bits, _MOST_WEIGHTS)
 
 
 def _in_parts(kernel: Callable[[int, int], int], rows: int, nanoseconds: float) -> None:
-    """Run a kernel that returns the bits of the largest magnitude it met; NumericsError if that is not finite."""
+    """Run a kernel that returns the bits of its largest magnitude; NumericsError if that is not finite."""
 
     def part(begin: int, end: int) -> None:
         if kernel(begin, end) >= _INFINITY_BITS:
@@ -61,13 +61,13 @@ def _in_parts(kernel: Callable[[int, int], int], rows: int, nanoseconds: float) 
 
 
 def cost(spec: Spec, begin: np.ndarray, end: np.ndarray) -> float:
-    """Nanoseconds of a forward: two products and an exponential for every key that a query sees."""
+    """Nanoseconds of a forward: two products and an exponential for every pair of a query and a key it sees."""
     return float(np.maximum(end - begin, 0).sum()) * spec.heads * (0.07 * spec.dim + 3.0)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The keys of each query, [R, L] flat: first..last - 1; and the parts of rows that see nothing of one another."""
+    """The keys of each query, [R, L] flat: first..last - 1; and the spans of rows that do not see one another."""
 
     spans: np.ndarray
     first: np.ndarray
@@ -82,7 +82,7 @@ def reach_of(begin: Tensor, end: Tensor) -> Reach:
 def forward(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, reach: Reach, spec: Spec
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Results [R L, H, D] float32, and of each query the largest score and the sum of weights; all flat as q, k, v."""
+    """Results [R L, H, D] float32, and each query's largest score and sum of weights; all flat, as q, k and v are."""
     out = np.empty_like(q)
     queries = q.size // spec.dim // spec.kv_heads
     top, total = (np.empty((spec.kv_heads, queries), dtype) for dtype in (np.float32, np.float64))
@@ -108,7 +108,7 @@ def backward(saved: Saved, reach: Reach, spec: Spec) -> tuple[np.ndarray, np.nda
 
 
 class _Attention(Function):
-    """As the reference in `attention`; the backward makes the weights again."""
+    """As the reference in `attention`; the backward computes the weights again."""
 
     @staticmethod
     def forward(
@@ -118,13 +118,13 @@ class _Attention(Function):
         result, top, total = forward(_flat(q), _flat(k), _flat(v), reach, spec)
         out = _shaped(result, q)
         ctx.save_for_backward(q, k, v, out)
-        ctx.spec, ctx.reach, ctx.of_queries = spec, reach, (top, total)
+        ctx.spec, ctx.reach, ctx.query_sums = spec, reach, (top, total)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out = ctx.saved_tensors
-        saved = Saved(_flat(q), _flat(k), _flat(v), _flat(out), _flat(grad), *ctx.of_queries)
+        saved = Saved(_flat(q), _flat(k), _flat(v), _flat(out), _flat(grad), *ctx.query_sums)
         results = backward(saved, ctx.reach, ctx.spec)
         dq, dk, dv = (_shaped(result, x) for result, x in zip(results, (q, k, v), strict=True))
         return dq, dk, dv, None, None, None, None
@@ -149,7 +149,7 @@ def attend_cached(
     scaling: float,
     context: int,
 ) -> Tensor:
-    """Store new keys and values where `cache` aims, then `attend` over positions begin..end-1 of each row's slot."""
+    """Store new keys and values in the target of `cache`, then `attend` over positions begin..end-1 of the slots."""
     (r, h, length, d), kv_heads = q.shape, k.shape[1]
     spec = _spec(q, kv_heads, scaling, context)
     out = attend_arrays(_flat(q), _flat(k), _flat(v), cache, layer, begin.numpy(), end.numpy(), spec)
@@ -166,22 +166,19 @@ def attend_arrays(
     end: np.ndarray,
     spec: Spec,
 ) -> np.ndarray:
-    """`attend_cached` of contiguous float32 q [R, L, H, D] and k, v [R, L, Hk, D], however shaped -> [R, L H D]."""
-    assert cache.aimed is not None, "aim first"
-    slots, positions, valid = (
-        x.contiguous().numpy() for x in (cache.aimed.slots, cache.aimed.positions, cache.aimed.valid)
-    )
-    held = cache.arrays[layer]
+    """`attend_cached` of contiguous arrays in the order q [R, L, H, D], k and v [R, L, Hk, D] -> flat [R, L, H, D]."""
+    slots, positions, valid = cache.target.arrays
+    contents = cache.arrays[layer]
     queries, keys, values = (x.reshape(-1) for x in (q, k, v))
     rows = len(slots)
     result = np.empty(queries.size, np.float32)
 
     def store(start: int, stop: int) -> None:
-        forward_kernels.store(start, stop, spec, slots, positions, valid, keys, values, *held)
+        forward_kernels.store(start, stop, spec, slots, positions, valid, keys, values, *contents)
 
     def kernel(start: int, stop: int) -> int:
-        return int(forward_kernels.forward_cached(start, stop, spec, queries, slots, begin, end, *held, result))
+        return int(forward_kernels.forward_cached(start, stop, spec, queries, slots, begin, end, *contents, result))
 
     pool.in_parts(store, rows, keys.size / rows * 2.0)
     _in_parts(kernel, rows * spec.kv_heads, cost(spec, begin, end))
-    return result.reshape(rows, -1)
+    return result

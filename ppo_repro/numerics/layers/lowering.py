@@ -1,7 +1,7 @@
 """Lower an unmodified transformers model to the exact numerics, or refuse and say why.
 
-Modules are exchanged, modelling code is not. Every module class must be known: a class that is not in the
-tables below could compute anything, so it raises at load time.
+Modules are exchanged, modelling code is not. Every module class must be known: a class outside the tables could
+compute anything, so it is refused when the model is loaded.
 """
 
 from __future__ import annotations
@@ -30,30 +30,23 @@ from ppo_repro.errors import UserError
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers import families
-from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU
+from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU, ExactSiLU
 from ppo_repro.numerics.layers.attention import IMPLEMENTATION, attention
-from ppo_repro.numerics.layers.embedding import ExactConv1D, ExactScaledEmbedding
-from ppo_repro.numerics.layers.linear import (
-    ExactEmbedding,
-    ExactLinear,
-    ExactModule,
-    ExactRMSNorm,
-    ExactRotary,
-    ExactSiLU,
-)
-from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm
-from ppo_repro.numerics.layers.rotary import inverse_frequencies
+from ppo_repro.numerics.layers.embedding import ExactEmbedding, ExactScaledEmbedding
+from ppo_repro.numerics.layers.linear import ExactConv1D, ExactLinear, ExactModule
+from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm, ExactRMSNorm
+from ppo_repro.numerics.layers.rotary import ExactRotary, inverse_frequencies
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Visibility goes to the attention function as it is; no mask is made from it."""
+    """No mask: the attention function itself knows which keys are visible."""
 
 
 ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _no_mask)
 
-# the names of a configuration and the classes that transformers makes of them
+# activations by their names in a configuration, and the classes that transformers makes of them
 ACTIVATION_NAMES = {
     *("silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate"),
     *("gelu_pytorch_tanh", "gelu_python_tanh", "quick_gelu"),
@@ -69,7 +62,7 @@ ACTIVATIONS: dict[type[nn.Module], type[nn.Module]] = {
     QuickGELUActivation: ExactQuickGELU,
 }
 
-# Widths up to which a gradient of a layer still fits its grids; see grid.operand_bits
+# largest width for which the gradient of a layer still fits its grids; see grid.operand_bits
 MAX_VOCABULARY = 1 << 23
 
 
@@ -91,7 +84,7 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
 
 
 def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: int, bits: int) -> nn.Module | None:
-    """The module to put in place of `module`, or None to keep it; UserError if it is not known."""
+    """The replacement of `module`, or None to keep it; UserError if its class is not known."""
     kind = type(module)
     if kind is nn.Linear:
         return ExactLinear(cast(nn.Linear, module), name, bits)
@@ -114,7 +107,7 @@ def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: 
     if kind in ACTIVATIONS:
         return ACTIVATIONS[kind]()
     if kind is nn.Dropout:
-        return nn.Dropout(0.0)  # off in training too: sampler and update must see one distribution
+        return nn.Dropout(0.0)  # also in training: sampler and update must see the same distribution
     if kind in families.CONTAINERS:
         return None
     raise UserError(
@@ -127,8 +120,7 @@ def lower(model: PreTrainedModel, max_context: int, bits: int = OPERAND_BITS) ->
     """Exchange the layers of a float32 model in place and return it.
 
     `bits` are the operand bits of its linear layers. Parameters stay the same objects under the same names.
-    Raises UserError naming the first module, setting or type that is not supported; the model must then be
-    thrown away.
+    Raises UserError naming the first module, setting or type that is not supported; the model is then unusable.
     """
     check_config(model.config, max_context)
     for name, parameter in model.named_parameters():
@@ -141,7 +133,7 @@ def lower(model: PreTrainedModel, max_context: int, bits: int = OPERAND_BITS) ->
             setattr(model.get_submodule(parent), attribute, replacement)
         if type(module) in families.ATTENTIONS:
             module.max_context = max_context
-    # set on this model's own config object only; nothing global changes
+    # on this model's own config object; nothing global changes
     model.set_attn_implementation(IMPLEMENTATION)
     return model
 
@@ -152,7 +144,7 @@ def is_exact(model: PreTrainedModel) -> bool:
 
 
 def attach(module: nn.Module, accumulator: GradientAccumulator) -> None:
-    """Send the gradients of what is trained in `module` to `accumulator`; a layer that is frozen gets none.
+    """Send the gradients of the trained parameters of `module` to `accumulator`; a frozen layer gets none.
 
     Raises ValueError where a parameter is to be trained (`requires_grad`) and the accumulator does not know it.
     """
@@ -160,5 +152,5 @@ def attach(module: nn.Module, accumulator: GradientAccumulator) -> None:
         if isinstance(layer, ExactModule):
             trained = [p for p in layer.parameters(recurse=False) if p.requires_grad]
             if any(id(p) not in accumulator.names for p in trained):
-                raise ValueError(f"layer '{name}' has a parameter to train whose gradient nobody collects")
+                raise ValueError(f"layer '{name}' has a parameter to train that the accumulator does not know")
             layer.accumulator = accumulator if trained else None

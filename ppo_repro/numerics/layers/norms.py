@@ -1,8 +1,8 @@
-"""Norms beside the plain RMSNorm: layer norm, and Gemma's RMSNorm whose weight counts from one."""
+"""Norms with exact sums: root mean square, with Gemma's offset or without, and layer norm."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from ppo_repro.numerics.kernels import layer_norm, norms
 from ppo_repro.numerics.kernels.layer_norm import IntegerSums
 from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.products import array
+
+_GRADIENT = "the gradient of a norm"
 
 
 def mean_bits(size: int) -> int:
@@ -51,6 +53,11 @@ def _not_finite(where: str) -> NumericsError:
     return NumericsError(f"{where} is not finite; lower the learning rate or check the weights")
 
 
+def input_not_finite(name: str) -> NumericsError:
+    """What to raise where the input of the norm `name` is not finite."""
+    return _not_finite(f"the input of {name}")
+
+
 def _sums_of(accumulator: GradientAccumulator | None, parameter: Tensor) -> IntegerSums:
     """Where a kernel adds the gradient of a norm's parameter."""
     if accumulator is None:
@@ -67,6 +74,108 @@ def _observe(accumulator: GradientAccumulator | None, parameter: Tensor, largest
         accumulator.observe(accumulator.names[id(parameter)], largest)
 
 
+def rms_normed(x: np.ndarray, factor: np.ndarray, eps: float, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """y = factor x inverse by a kernel, and inverse = 1 / sqrt(mean(x^2) + eps), float64 [n]; x [n, H] float32.
+
+    The factor [H] is float32 or float64. Raises NumericsError naming the module where x is not finite.
+    """
+    y, inverse = np.empty_like(x), np.empty(len(x))
+    if not norms.rms_norm(x, factor, eps, operand_bits(x.shape[1]), inverse, y):
+        raise input_not_finite(name)
+    return y, inverse
+
+
+def rms_norm_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    weight: Tensor,
+    factor: np.ndarray,
+    inverse: np.ndarray,
+    accumulator: GradientAccumulator | None,
+) -> np.ndarray:
+    """The gradient of x by a kernel, that of the weight to the accumulator; inverse as of `rms_normed`.
+
+    Raises NumericsError where the gradient is not finite.
+    """
+    dx, sums = np.empty_like(x), _sums_of(accumulator, weight)
+    largest = norms.rms_norm_backward(grad, x, factor, inverse, operand_bits(x.shape[1]), dx, *sums)
+    if largest == norms.NOT_FINITE:
+        raise _not_finite(_GRADIENT)
+    _observe(accumulator, weight, largest)
+    return dx
+
+
+def _factor(weight: Tensor, offset: float) -> Tensor:
+    """offset + weight, float64; without an offset the weight as it is, float32, negative zeros included."""
+    return weight.to(torch.float64) + offset if offset else weight
+
+
+def _rms_norm(rows: Tensor, weight: Tensor, offset: float, eps: float, name: str) -> tuple[Tensor, Tensor]:
+    """The norm of each row and 1 / sqrt(mean(x^2) + eps), float64 [n, 1]."""
+    factor = _factor(weight, offset)
+    if backend.has_kernels(rows):
+        y, inverse = rms_normed(array(rows), array(factor), eps, name)
+        return torch.from_numpy(y), torch.from_numpy(inverse)[:, None]
+    scale = 1.0 / elementwise.sqrt(row_mean_square(rows, f"the input of {name}") + eps)
+    return ((rows.to(torch.float64) * scale) * factor.to(torch.float64)).to(torch.float32), scale
+
+
+class _RMSNorm(Function):
+    """y = f n, f = offset + w, n = x r, 1 / r = sqrt(mean(x^2) + eps); dx = r (f dy - n mean(f dy n))."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        offset: float,
+        eps: float,
+        name: str,
+        accumulator: GradientAccumulator | None,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, inverse = _rms_norm(rows, weight, offset, eps, name)
+        ctx.save_for_backward(rows, inverse)
+        ctx.weight, ctx.offset, ctx.accumulator, ctx.shape = weight, offset, accumulator, x.shape
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, inverse), weight = ctx.saved_tensors, ctx.weight
+        dy, factor = grad.reshape(x.shape), _factor(weight, ctx.offset)
+        if backend.has_kernels(x):
+            dx = rms_norm_backward(array(dy), array(x), weight, array(factor), inverse.numpy()[:, 0], ctx.accumulator)
+            return torch.from_numpy(dx).view(ctx.shape), None, None, None, None, None
+        normed, dy = x.to(torch.float64) * inverse, dy.to(torch.float64)
+        weighted = dy * factor.to(torch.float64)
+        wide = (weighted - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
+        if ctx.accumulator is not None:
+            ctx.accumulator.add_rows(weight, dy * normed)
+        return wide.to(torch.float32).view(ctx.shape), None, None, None, None, None
+
+
+class ExactRMSNorm(ExactModule):
+    """Root-mean-square norm of Llama, Qwen and Mistral with exact sums. Zhang and Sennrich, 2019."""
+
+    offset: ClassVar[float] = 0.0  # of the weight
+
+    def __init__(self, weight: nn.Parameter, eps: float, name: str) -> None:
+        super().__init__()
+        self.weight, self.eps, self.name = weight, eps, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            rows = x.reshape(-1, x.shape[-1])
+            return _rms_norm(rows, self.weight, self.offset, self.eps, self.name)[0].view(x.shape)
+        return _RMSNorm.apply(x, self.weight, self.offset, self.eps, self.name, self.accumulator)
+
+
+class ExactGemmaRMSNorm(ExactRMSNorm):
+    """Root-mean-square norm of Gemma, whose factor is 1 + weight, with exact sums."""
+
+    offset = 1.0
+
+
 def layer_normed(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float, name: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -78,7 +187,7 @@ def layer_normed(
     mean, inverse, y = np.empty(count), np.empty(count), np.empty_like(x)
     bits = mean_bits(size), operand_bits(size)
     if not layer_norm.layer_norm(x, weight, bias, eps, bits, mean, inverse, y):
-        raise _not_finite(f"the input of {name}")
+        raise input_not_finite(name)
     return y, mean, inverse
 
 
@@ -97,10 +206,10 @@ def layer_norm_backward(
     """
     size = x.shape[1]
     dx, bits = np.empty_like(x), (mean_bits(size), operand_bits(size))
-    of_weight, of_bias = _sums_of(accumulator, weight), _sums_of(accumulator, bias)
-    tops = layer_norm.layer_norm_backward(grad, x, array(weight), mean, inverse, bits, dx, of_weight, of_bias)
+    weight_sums, bias_sums = _sums_of(accumulator, weight), _sums_of(accumulator, bias)
+    tops = layer_norm.layer_norm_backward(grad, x, array(weight), mean, inverse, bits, dx, weight_sums, bias_sums)
     if norms.NOT_FINITE in tops:
-        raise _not_finite("the gradient of a norm")
+        raise _not_finite(_GRADIENT)
     for parameter, largest in zip((weight, bias), tops, strict=True):
         _observe(accumulator, parameter, largest)
     return dx
@@ -109,9 +218,8 @@ def layer_norm_backward(
 def _layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, eps: float, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of each row, the rows' means and 1 / sqrt(var + eps), float64 [n, 1]."""
     if backend.has_kernels(rows):
-        y, mean, inverse = (
-            torch.from_numpy(found) for found in layer_normed(array(rows), array(weight), array(bias), eps, name)
-        )
+        results = layer_normed(array(rows), array(weight), array(bias), eps, name)
+        y, mean, inverse = (torch.from_numpy(result) for result in results)
         return y, mean[:, None], inverse[:, None]
     mean = row_mean(rows, f"the input of {name}")
     centred = rows.to(torch.float64) - mean
@@ -144,14 +252,13 @@ class _LayerNorm(Function):
         (x, mean, inverse), (weight, bias) = ctx.saved_tensors, ctx.parameters
         dy = grad.reshape(x.shape)
         if backend.has_kernels(x):
-            found = layer_norm_backward(
+            gradient = layer_norm_backward(
                 array(dy), array(x), weight, bias, mean.numpy()[:, 0], inverse.numpy()[:, 0], ctx.accumulator
             )
-            return torch.from_numpy(found).view(ctx.shape), None, None, None, None, None
+            return torch.from_numpy(gradient).view(ctx.shape), None, None, None, None, None
         normed, dy = (x.to(torch.float64) - mean) * inverse, dy.to(torch.float64)
         weighted = dy * weight.to(torch.float64)
-        where = "the gradient of a norm"
-        dx = (weighted - row_mean(weighted, where) - normed * row_dot(weighted, normed, where)) * inverse
+        dx = (weighted - row_mean(weighted, _GRADIENT) - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
         if ctx.accumulator is not None:
             ctx.accumulator.add_rows(weight, dy * normed)
             ctx.accumulator.add_rows(bias, dy)
@@ -170,79 +277,3 @@ class ExactLayerNorm(ExactModule):
             rows = x.reshape(-1, x.shape[-1])
             return _layer_norm(rows, self.weight, self.bias, self.eps, self.name)[0].view(x.shape)
         return _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.name, self.accumulator)
-
-
-def gemma_normed(x: np.ndarray, weight: np.ndarray, eps: float, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Gemma's norm of each row by a kernel, and 1 / sqrt(mean(x^2) + eps); x [n, H] float32.
-
-    Raises NumericsError naming the module where x is not finite.
-    """
-    inverse, y = np.empty(len(x)), np.empty_like(x)
-    if not norms.rms_norm(x, weight.astype(np.float64) + 1.0, eps, operand_bits(x.shape[1]), inverse, y):
-        raise _not_finite(f"the input of {name}")
-    return y, inverse
-
-
-def gemma_norm_backward(
-    grad: np.ndarray, x: np.ndarray, weight: Tensor, inverse: np.ndarray, accumulator: GradientAccumulator | None
-) -> np.ndarray:
-    """The gradient of x by a kernel, that of the weight to the accumulator; inverse of `gemma_normed`.
-
-    Raises NumericsError where the gradient is not finite.
-    """
-    dx, factor, total = np.empty_like(x), array(weight).astype(np.float64) + 1.0, _sums_of(accumulator, weight)
-    largest = norms.rms_norm_backward(grad, x, factor, inverse, operand_bits(x.shape[1]), dx, *total)
-    if largest == norms.NOT_FINITE:
-        raise _not_finite("the gradient of a norm")
-    _observe(accumulator, weight, largest)
-    return dx
-
-
-def _gemma_norm(rows: Tensor, weight: Tensor, eps: float, name: str) -> tuple[Tensor, Tensor]:
-    """The norm of each row and 1 / sqrt(mean(x^2) + eps), float64 [n, 1]."""
-    if backend.has_kernels(rows):
-        y, inverse = (torch.from_numpy(found) for found in gemma_normed(array(rows), array(weight), eps, name))
-        return y, inverse[:, None]
-    inverse = 1.0 / elementwise.sqrt(row_mean_square(rows, f"the input of {name}") + eps)
-    return ((rows.to(torch.float64) * inverse) * (weight.to(torch.float64) + 1.0)).to(torch.float32), inverse
-
-
-class _GemmaRMSNorm(Function):
-    """y = (1 + w) n, n = x r, 1 / r = sqrt(mean(x^2) + eps); dx = r ((1 + w) dy - n mean((1 + w) dy n))."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, name: str, accumulator: GradientAccumulator | None
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, inverse = _gemma_norm(rows, weight, eps, name)
-        ctx.save_for_backward(rows, inverse)
-        ctx.weight, ctx.accumulator, ctx.shape = weight, accumulator, x.shape
-        return y.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, inverse), weight = ctx.saved_tensors, ctx.weight
-        dy = grad.reshape(x.shape)
-        if backend.has_kernels(x):
-            found = gemma_norm_backward(array(dy), array(x), weight, inverse.numpy()[:, 0], ctx.accumulator)
-            return torch.from_numpy(found).view(ctx.shape), None, None, None, None
-        normed, dy = x.to(torch.float64) * inverse, dy.to(torch.float64)
-        weighted = dy * (weight.to(torch.float64) + 1.0)
-        dx = (weighted - normed * row_dot(weighted, normed, "the gradient of a norm")) * inverse
-        if ctx.accumulator is not None:
-            ctx.accumulator.add_rows(weight, dy * normed)
-        return dx.to(torch.float32).view(ctx.shape), None, None, None, None
-
-
-class ExactGemmaRMSNorm(ExactModule):
-    """Root-mean-square norm of Gemma, whose factor is 1 + weight, with exact sums."""
-
-    def __init__(self, weight: nn.Parameter, eps: float, name: str) -> None:
-        super().__init__()
-        self.weight, self.eps, self.name = weight, eps, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return _gemma_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps, self.name)[0].view(x.shape)
-        return _GemmaRMSNorm.apply(x, self.weight, self.eps, self.name, self.accumulator)

@@ -1,4 +1,4 @@
-"""Rotary frequencies of a model's configuration, computed without library powers and logarithms."""
+"""Rotary positions: the frequencies of a model's configuration, and the tables of cosine and sine made from them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.arithmetic.elementwise import log, power
+from ppo_repro.numerics.arithmetic.elementwise import cos_sin, log, power
+from ppo_repro.numerics.layers.families import head_dim
 
 
 def inverse_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
@@ -24,8 +25,7 @@ def inverse_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     partial, kind = rope.get("partial_rotary_factor", 1.0), rope["rope_type"]
     if partial != 1.0 and config.model_type != "gpt_neox":
         raise UserError(f"model config partial_rotary_factor = {partial}: must be 1 in exact numerics outside GPT-NeoX")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dim = int(head_dim * partial)
+    dim = int(head_dim(config) * partial)
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     frequencies = 1.0 / power(float(rope["rope_theta"]), exponents)
     if kind == "default":
@@ -66,7 +66,7 @@ def _yarn(frequencies: Tensor, dim: int, rope: dict[str, Any], max_positions: in
         if scale and scale_all:
             magnitude = _magnitude(factor, scale) / _magnitude(factor, scale_all)
 
-    def turning(turns: float) -> float:  # the dimension that turns so often within the original length
+    def turning(turns: float) -> float:  # the dimension that turns this often within the original length
         return dim * _ln(original / (turns * 2 * math.pi)) / (2 * _ln(float(rope["rope_theta"])))
 
     first, last = turning(rope.get("beta_fast") or 32), turning(rope.get("beta_slow") or 1)
@@ -76,3 +76,20 @@ def _yarn(frequencies: Tensor, dim: int, rope: dict[str, Any], max_positions: in
     width = last - first if last != first else 0.001
     ramp = ((torch.arange(len(frequencies), dtype=torch.float64) - first) / width).clamp(0.0, 1.0)
     return (frequencies / factor) * ramp + frequencies * (1.0 - ramp), magnitude
+
+
+class ExactRotary(nn.Module):
+    """Cosine and sine tables of rotary positions, [.., D] each, from float64 angles. Su et al., 2021."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, inverse_frequencies: Tensor, scaling: float, max_context: int) -> None:
+        super().__init__()
+        angles = torch.arange(max_context, dtype=torch.float64)[:, None] * inverse_frequencies
+        cosine, sine = cos_sin(torch.cat([angles, angles], -1))
+        self.register_buffer("cosine", (cosine * scaling).to(torch.float32), persistent=False)
+        self.register_buffer("sine", (sine * scaling).to(torch.float32), persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cosine[position_ids], self.sine[position_ids]

@@ -1,4 +1,4 @@
-"""One token for each of some sequences through the parts of a trunk."""
+"""A forward pass over a key/value cache without modules: prompts being read, and one token of each sequence."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ from torch import Tensor
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import operand_bits
-from ppo_repro.numerics.kernels import decoder_layer, layer_parts
+from ppo_repro.numerics.kernels import decoder_layer
 from ppo_repro.numerics.kernels.amx import product
 from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS
 from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.layers.fused_attention import NOT_FINITE, attend_arrays, cost
 from ppo_repro.numerics.layers.kv_cache import GridCache
+from ppo_repro.numerics.layers.norms import input_not_finite
 from ppo_repro.numerics.products import array
-from ppo_repro.numerics.trunk.weights import Layer, Linear, Norm, Trunk, normed, products
+from ppo_repro.numerics.trunk.layer import Attended, Rotary, layer_forward, normalise, rotary_at
+from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, NormWeights, Trunk
 
-# every thread reads all weights of a layer for its rows; products of larger ones are better shared out by their columns
+# every thread reads all weights of a layer for its rows; larger products are better shared out by their columns
 # (two threads, 16 rows: 0.7 of the time by rows with layers of 3 MiB, 1.4 times the time with layers of 42)
 MOST_BYTES = 4 << 20
-PRODUCT_NANOSECONDS = 0.004  # of a multiplication; only to know how many threads are worth waking
+PRODUCT_NANOSECONDS = 0.004  # of a multiplication; only to decide how many threads are worth waking
 _NO_NORM = decoder_layer.Norm(np.empty(0, np.float32), 0.0, 0)
 
 
 class Decoder:
-    """A trunk, and its weights as whole layers take them, made anew when a weight or the backend changes."""
+    """A trunk, and its weights as `decoder_layer` takes them, made anew when a weight or the backend changes."""
 
     def __init__(self, trunk: Trunk) -> None:
         self.trunk = trunk
-        linears = [linear for layer in trunk.layers for linear in _linears(layer)]
+        linears = [linear for layer in trunk.layers for linear in layer.linears]
         self._parameters = [p for linear in linears for p in (linear.weight, linear.bias) if p is not None]
         self._fits = all(linear.weight.shape[1] <= MAX_TERMS for linear in linears)
         self._made_from: tuple[object, ...] = ()
         self._layers: list[decoder_layer.Weights] = []
 
     def layers(self) -> list[decoder_layer.Weights]:
-        """The weights of whole layers; empty where the parts of a layer have to be called one by one.
+        """The weights of whole layers; empty where a layer's kernels have to be called one by one.
 
         NumericsError where a weight is not finite.
         """
@@ -53,124 +55,126 @@ class Decoder:
         return self._layers
 
 
-def _linears(layer: Layer) -> tuple[Linear, ...]:
-    return layer.query, layer.key, layer.value, layer.out, layer.gate, layer.up, layer.down
-
-
 def _matrices(w: decoder_layer.Weights) -> tuple[decoder_layer.Matrix, ...]:
     return w.query, w.key, w.value, w.out, w.gate, w.up, w.down
 
 
 def _weights(layer: Layer) -> decoder_layer.Weights:
-    query, key, value, out, gate, up, down = map(_matrix, _linears(layer))
+    query, key, value, out, gate, up, down = map(_matrix, layer.linears)
     query_norm, key_norm = _norm(layer.query_norm), _norm(layer.key_norm)
-    before = _norm(layer.before_attention), _norm(layer.before_mlp)
-    return decoder_layer.Weights(before[0], query, key, value, query_norm, key_norm, out, before[1], gate, up, down)
+    attention_norm, mlp_norm = _norm(layer.attention_norm), _norm(layer.mlp_norm)
+    return decoder_layer.Weights(attention_norm, query, key, value, query_norm, key_norm, out, mlp_norm, gate, up, down)
 
 
-def _norm(norm: Norm | None) -> decoder_layer.Norm:
+def _norm(norm: NormWeights | None) -> decoder_layer.Norm:
     return _NO_NORM if norm is None else decoder_layer.Norm(norm.values, norm.eps, operand_bits(len(norm.values)))
 
 
-def _matrix(linear: Linear) -> decoder_layer.Matrix:
+def _matrix(linear: LinearWeights) -> decoder_layer.Matrix:
     packed, bias = linear.prepared.packed(linear.weight), product.padded_bias(linear.bias_values)
     return decoder_layer.Matrix(
         packed.tiles, packed.scales, bias, packed.terms, packed.columns, packed.p, packed.digits
     )
 
 
-@torch.no_grad()
-def decode(decoder: Decoder, ids: Tensor, cache: GridCache) -> Tensor:
-    """Hidden states [R, H] float32 of ids [R] int64, one token at each place that `cache` aims at.
+def hidden_states(decoder: Decoder, ids: Tensor, cache: GridCache, rows: Tensor | None = None) -> Tensor:
+    """Final hidden states [n, H] float32 of the tokens `ids` [R, L] int64 in the target of `cache`.
 
-    The bits are those of the trunk's own forward. Raises NumericsError where a number is not finite.
+    `rows` [n] int64 are flat positions in [R, L]; None takes all. The bits are those of the trunk's own forward.
+    Raises NumericsError where a number is not finite, IndexError for a position beyond max_context.
     """
-    trunk, layers = decoder.trunk, decoder.layers()
-    x = array(trunk.embedding)[ids.numpy()]
+    trunk = decoder.trunk
+    positions = cache.target.arrays[1]
+    rotary = rotary_at(trunk, positions.reshape(-1))
+    wanted = None if rows is None else rows.numpy()
+    visible = {window: _visible(window, positions) for window in {layer.window for layer in trunk.layers}}
+    x = array(trunk.embedding)[ids.reshape(-1).numpy()]
+    layers = decoder.layers() if positions.shape[1] == 1 else []
     if layers:
-        _through_layers(trunk, layers, x, cache)
+        _through_whole_layers(trunk, layers, x, cache, visible)
+        x = x if wanted is None else x[wanted]
     else:
-        _through_parts(trunk, x, cache)
-    return torch.from_numpy(normed(trunk.last, x)[0])
+        x = _through_kernels(trunk, x, rotary, cache, visible, wanted)
+    return torch.from_numpy(normalise(trunk.final_norm, x).y)
 
 
-def _seen(window: int | None, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+Visible = tuple[np.ndarray, np.ndarray]
+
+
+def _visible(window: int | None, positions: np.ndarray) -> Visible:
     """The first key that each query sees, and the one after the last."""
     end = positions + 1
     return (np.zeros_like(end) if window is None else np.maximum(end - window, 0)), end
 
 
 def _keep(cache: GridCache, layer: Layer, key: np.ndarray, value: np.ndarray) -> None:
-    cache.keep(layer.index, *(torch.from_numpy(new).view(len(key), -1, 1, layer.spec.dim) for new in (key, value)))
+    shape = *cache.target.positions.shape, layer.spec.kv_heads, layer.spec.dim
+    cache.keep(layer.index, *(torch.from_numpy(new).view(shape).transpose(1, 2) for new in (key, value)))
 
 
-def _through_layers(trunk: Trunk, weights: Sequence[decoder_layer.Weights], x: np.ndarray, cache: GridCache) -> None:
-    """Change x from the embeddings to the last layer's result, some rows on each thread."""
-    assert cache.aimed is not None
-    slots, positions, valid = (
-        t.contiguous().numpy() for t in (cache.aimed.slots, cache.aimed.positions, cache.aimed.valid)
-    )
-    seen = {window: _seen(window, positions) for window in {layer.window for layer in trunk.layers}}
+def _through_whole_layers(
+    trunk: Trunk,
+    weights: Sequence[decoder_layer.Weights],
+    x: np.ndarray,
+    cache: GridCache,
+    visible: dict[int | None, Visible],
+) -> None:
+    """Change x [R, H] from the embeddings to the last layer's result, some rows on each thread."""
+    slots, positions, valid = cache.target.arrays
     tables, rows, spec = (trunk.cosine.reshape(-1), trunk.sine.reshape(-1)), len(x), trunk.layers[0].spec
     new = np.empty((len(weights), 2, rows, spec.kv_heads * spec.dim), np.float32)
 
-    def part(first: int, last: int) -> None:
+    def run(first: int, last: int) -> None:
         own = slice(first, last)
-        aimed = slots[own], positions[own], valid[own]
+        target = slots[own], positions[own], valid[own]
         for layer, w, (key, value) in zip(trunk.layers, weights, new, strict=True):
-            places = decoder_layer.Places(*aimed, *[bound[own] for bound in seen[layer.window]])
-            held, result = decoder_layer.Held(*cache.arrays[layer.index]), (x[own], key[own], value[own])
-            found = decoder_layer.decoder_layer(w, layer.spec, *tables, places, held, *result)
-            if found != decoder_layer.FINITE:
-                raise NumericsError(_problem(layer, found))
+            places = decoder_layer.Places(*target, *[bound[own] for bound in visible[layer.window]])
+            contents, result = decoder_layer.Held(*cache.arrays[layer.index]), (x[own], key[own], value[own])
+            status = decoder_layer.decoder_layer(w, layer.spec, *tables, places, contents, *result)
+            if status != decoder_layer.FINITE:
+                raise _not_finite(layer, status)
 
-    of_products = PRODUCT_NANOSECONDS * sum(matrix.terms * matrix.columns for w in weights for matrix in _matrices(w))
-    of_attention = len(weights) * cost(spec, *seen[trunk.layers[0].window]) / rows
-    pool.in_parts(part, rows, of_products + of_attention)
+    product_cost = PRODUCT_NANOSECONDS * sum(matrix.terms * matrix.columns for w in weights for matrix in _matrices(w))
+    attention_cost = len(weights) * cost(spec, *visible[trunk.layers[0].window]) / rows
+    pool.in_parts(run, rows, product_cost + attention_cost)
     if cache.keeps:
         for layer, (key, value) in zip(trunk.layers, new, strict=True):
             _keep(cache, layer, key, value)
 
 
-def _problem(layer: Layer, found: int) -> str:
+def _not_finite(layer: Layer, status: int) -> NumericsError:
+    """The error that `layer_forward` raises, given what was not finite in a whole layer."""
     norms = {
-        decoder_layer.BEFORE_ATTENTION: layer.before_attention,
+        decoder_layer.BEFORE_ATTENTION: layer.attention_norm,
         decoder_layer.QUERY_NORM: layer.query_norm,
         decoder_layer.KEY_NORM: layer.key_norm,
-        decoder_layer.BEFORE_MLP: layer.before_mlp,
+        decoder_layer.BEFORE_MLP: layer.mlp_norm,
     }
-    if found == decoder_layer.ATTENTION:
-        return f"layer {layer.index}: {NOT_FINITE}"
-    norm = norms.get(found)
+    if status == decoder_layer.ATTENTION:
+        return NumericsError(f"layer {layer.index}: {NOT_FINITE}")
+    norm = norms.get(status)
     if norm is not None:
-        return f"the input of {norm.name} is not finite"
+        return input_not_finite(norm.name)
     linears = {decoder_layer.QUERY: layer.query, decoder_layer.OUT: layer.out, decoder_layer.GATE: layer.gate}
-    return f"the input or the weight of {linears.get(found, layer.down).prepared.name} is not finite"
+    linear = linears.get(status, layer.down)
+    return NumericsError(f"the input or the weight of {linear.prepared.name} is not finite")
 
 
-def _through_parts(trunk: Trunk, x: np.ndarray, cache: GridCache) -> None:
-    """As `_through_layers`, part by part, each shared out to the threads by itself."""
-    assert cache.aimed is not None, "aim first"
-    positions = cache.aimed.positions.numpy()
-    for layer in trunk.layers:
-        dim = layer.spec.dim
-        query, key, value = products((layer.query, layer.key, layer.value), normed(layer.before_attention, x)[0])
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query = normed(layer.query_norm, query.reshape(-1, dim))[0].reshape(query.shape)
-            key = normed(layer.key_norm, key.reshape(-1, dim))[0].reshape(key.shape)
-        for rotated in (query, key):
-            layer_parts.rotate(rotated, trunk.cosine, trunk.sine, positions[:, 0], dim)
+def _through_kernels(
+    trunk: Trunk,
+    x: np.ndarray,
+    rotary: Rotary,
+    cache: GridCache,
+    visible: dict[int | None, Visible],
+    rows: np.ndarray | None,
+) -> np.ndarray:
+    """The last layer's result, kernel by kernel; each kernel is shared out to the threads by itself."""
+
+    def attend(layer: Layer, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Attended:
         if cache.keeps:
             _keep(cache, layer, key, value)
-        x += products((layer.out,), _attend(layer, query, key, value, cache))[0]
-        gate, up = products((layer.gate, layer.up), normed(layer.before_mlp, x)[0])
-        x += products((layer.down,), layer_parts.silu_times(gate, up))[0]
+        return Attended(attend_arrays(query, key, value, cache, layer.index, *visible[layer.window], layer.spec))
 
-
-def _attend(layer: Layer, query: np.ndarray, key: np.ndarray, value: np.ndarray, cache: GridCache) -> np.ndarray:
-    assert cache.aimed is not None
-    begin, end = _seen(layer.window, cache.aimed.positions.numpy())
-    try:
-        return attend_arrays(query, key, value, cache, layer.index, begin, end, layer.spec)
-    except NumericsError as error:
-        raise NumericsError(f"layer {layer.index}: {error}") from None
+    for layer in trunk.layers:
+        x, _ = layer_forward(layer, x, rotary, attend, rows if layer is trunk.layers[-1] else None)
+    return x

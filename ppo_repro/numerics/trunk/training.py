@@ -1,11 +1,10 @@
-"""A whole forward pass through the parts of a trunk, and its backward into the gradient accumulators.
+"""A whole forward pass over a batch, and its backward into the gradient accumulators, without modules.
 
-What autograd and modules would do, in the same order: the law of every operation, and so every bit, is theirs.
+It computes what modules and autograd would, in the same order and by the same law, so every bit is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,65 +13,35 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.kernels import layer_parts
 from ppo_repro.numerics.kernels.amx.product import NO_BIAS
 from ppo_repro.numerics.kernels.attention.keys import Saved
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.layers.attention import visible_keys
 from ppo_repro.numerics.layers.fused_attention import Reach
-from ppo_repro.numerics.layers.linear import norm_backward
+from ppo_repro.numerics.layers.norms import rms_norm_backward
 from ppo_repro.numerics.products import array
-from ppo_repro.numerics.trunk.weights import Layer, Linear, Norm, Trunk, normed
+from ppo_repro.numerics.trunk.layer import (
+    Activations,
+    Attended,
+    LinearInput,
+    NormResult,
+    Rotary,
+    layer_forward,
+    normalise,
+    rotary_at,
+)
+from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, NormWeights, Trunk
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where the tokens of a pass stand: ids and positions [T], and by window what each query sees."""
+class _Batch:
+    """The T tokens of a pass."""
 
-    ids: Tensor
-    positions: np.ndarray
-    reaches: dict[int | None, Reach]
+    ids: Tensor  # [T] int64
+    rotary: Rotary
+    reaches: dict[int | None, Reach]  # by window, what each query sees
     predictors: Tensor  # [n], rows whose hidden states are wanted
-
-
-@dataclass(frozen=True)
-class _Normed:
-    """A norm's input [n, H], its result and 1 / sqrt(mean(x^2) + eps)."""
-
-    x: np.ndarray
-    y: np.ndarray
-    inverse: np.ndarray
-
-
-@dataclass(frozen=True)
-class _Input:
-    """What a linear layer was given [n, K], and the exponents of its rows, int64 [n]."""
-
-    values: np.ndarray
-    exponents: Tensor
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What the backward of a layer needs."""
-
-    rows: np.ndarray | None  # of those after attention; None for all
-    before: _Normed
-    to_attention: _Input
-    query_normed: _Normed | None
-    key_normed: _Normed | None
-    query: np.ndarray
-    key: np.ndarray
-    value: np.ndarray
-    result: np.ndarray  # of attention
-    attended: _Input
-    of_queries: tuple[np.ndarray, np.ndarray]
-    between: _Normed
-    to_mlp: _Input
-    gate: np.ndarray
-    up: np.ndarray
-    gated: _Input
 
 
 def hidden_states(
@@ -83,177 +52,150 @@ def hidden_states(
     predictors: Tensor,
     recompute: bool = False,
 ) -> Tensor:
-    """Final hidden states [n, H] float32 at the flat places `predictors` [n] int64, no two of them the same.
+    """Final hidden states [n, H] float32 at the flat positions `predictors` [n] int64, all of them different.
 
     input_ids, position_ids, first_key [R, L] int64 as in `TokenBatch`. Differentiable: a backward pass sends the
-    gradients of what is trained to the accumulators of the layers, once; with `recompute` nothing but the inputs of
-    layers is kept for it. Raises NumericsError where a number is not
-    finite or a query sees more keys than max_context, IndexError for a position beyond it.
+    gradients of what is trained to the accumulators of the layers, once; with `recompute` only the inputs of layers
+    are kept for it. Raises NumericsError where a number is not finite or a query sees more keys than max_context,
+    IndexError for a position beyond it.
     """
     own = torch.arange(first_key.shape[1]).expand_as(first_key)
-    windows = {layer.window: layer.context for layer in trunk.layers}
+    windows = {layer.window: layer.max_context for layer in trunk.layers}
     reaches = {
         window: fused_attention.reach_of(*visible_keys(first_key, own, window, context))
         for window, context in windows.items()
     }
-    if int(position_ids.max()) >= len(trunk.cosine):
-        raise IndexError(f"position {int(position_ids.max())}: rotary tables have {len(trunk.cosine)}")
-    places = _Places(input_ids.reshape(-1), array(position_ids.reshape(-1)), reaches, predictors)
+    rotary = rotary_at(trunk, array(position_ids.reshape(-1)))
+    batch = _Batch(input_ids.reshape(-1), rotary, reaches, predictors)
     trained = next((p for p in _parameters(trunk) if p.requires_grad), None)
     if trained is None or not torch.is_grad_enabled():
-        return torch.from_numpy(_forward(trunk, places, None))
-    return _Pass.apply(trained, trunk, places, recompute)
+        return torch.from_numpy(_forward(trunk, batch, None))
+    return _Pass.apply(trained, trunk, batch, recompute)
 
 
 def _parameters(trunk: Trunk) -> list[Tensor]:
-    """Those that may be trained; a layer without an accumulator has none."""
-    found = [trunk.embedding, trunk.last.weight]
+    """All parameters. Which of them are trained, `requires_grad` says."""
+    parameters = [trunk.embedding, trunk.final_norm.weight]
     for layer in trunk.layers:
-        norms = layer.before_attention, layer.query_norm, layer.key_norm, layer.before_mlp
-        found += [norm.weight for norm in norms if norm is not None]
-        for linear in (layer.query, layer.key, layer.value, layer.out, layer.gate, layer.up, layer.down):
-            found += [p for p in (linear.weight, linear.bias) if p is not None]
-    return found
+        parameters += [norm.weight for norm in layer.norms]
+        for linear in layer.linears:
+            parameters += [p for p in (linear.weight, linear.bias) if p is not None]
+    return parameters
 
 
 class _Pass(Function):
-    """Depends on the trained parameters, of which autograd is shown one; their gradients go to the accumulators."""
+    """Autograd is shown one of the trained parameters; the gradients of all of them go to the accumulators."""
 
     @staticmethod
-    def forward(ctx: Any, trained: Tensor, trunk: Trunk, places: _Places, recompute: bool) -> Tensor:
-        kept: list[_Kept | np.ndarray | _Normed] = []  # of each layer, or its input; and of the last norm
-        hidden = _forward(trunk, places, kept, recompute)
-        ctx.trunk, ctx.places, ctx.kept = trunk, places, kept
+    def forward(ctx: Any, trained: Tensor, trunk: Trunk, batch: _Batch, recompute: bool) -> Tensor:
+        kept: list[Any] = []  # of each layer its activations, or its input; then the result of the final norm
+        hidden = _forward(trunk, batch, kept, recompute)
+        ctx.trunk, ctx.batch, ctx.kept = trunk, batch, kept
         return torch.from_numpy(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         if not ctx.kept:
-            raise RuntimeError("a second backward through one pass: what it needs was freed")
-        _backward(ctx.trunk, ctx.places, ctx.kept, array(grad))
+            raise RuntimeError("a second backward through one pass: its activations were freed")
+        _backward(ctx.trunk, ctx.batch, ctx.kept, array(grad))
         return None, None, None, None
 
 
-def _forward(trunk: Trunk, places: _Places, kept: list[Any] | None, recompute: bool = False) -> np.ndarray:
-    x = array(trunk.embedding)[places.ids.numpy()]
+def _forward(trunk: Trunk, batch: _Batch, kept: list[Any] | None, recompute: bool = False) -> np.ndarray:
+    """Hidden states [n, H]; appends to `kept` what the backward needs."""
+    x = array(trunk.embedding)[batch.ids.numpy()]
     for layer in trunk.layers:
         if kept is None:
-            x = _layer_forward(layer, x, trunk, places)[0]
+            x = _layer_forward(layer, x, trunk, batch)[0]
             continue
-        given = x
-        x, of_layer = _layer_forward(layer, given, trunk, places)
-        kept.append(given if recompute else of_layer)
-    last = _normed(trunk.last, x)
+        layer_input = x
+        x, activations = _layer_forward(layer, layer_input, trunk, batch)
+        kept.append(layer_input if recompute else activations)
+    final = normalise(trunk.final_norm, x)
     if kept is not None:
-        kept.append(last)
-    return last.y
+        kept.append(final)
+    return final.y
 
 
-def _normed(norm: Norm, x: np.ndarray) -> _Normed:
-    return _Normed(x, *normed(norm, x))
+def _layer_forward(layer: Layer, x: np.ndarray, trunk: Trunk, batch: _Batch) -> tuple[np.ndarray, Activations]:
+    rows = batch.predictors.numpy() if layer is trunk.layers[-1] else None
+
+    def attend(layer: Layer, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Attended:
+        flat = query.reshape(-1), key.reshape(-1), value.reshape(-1)
+        return Attended(*fused_attention.forward(*flat, batch.reaches[layer.window], layer.spec))
+
+    return layer_forward(layer, x, batch.rotary, attend, rows)
 
 
-def _layer_forward(layer: Layer, x: np.ndarray, trunk: Trunk, places: _Places) -> tuple[np.ndarray, _Kept]:
-    before = _normed(layer.before_attention, x)
-    (query, key, value), to_attention = _products((layer.query, layer.key, layer.value), before.y)
-    dim, query_normed, key_normed = layer.spec.dim, None, None
-    if layer.query_norm is not None and layer.key_norm is not None:
-        query_normed = _normed(layer.query_norm, query.reshape(-1, dim))
-        key_normed = _normed(layer.key_norm, key.reshape(-1, dim))
-        query, key = query_normed.y.reshape(query.shape), key_normed.y.reshape(key.shape)
-    for rotated in (query, key):  # nobody needs them as they were
-        layer_parts.rotate(rotated, trunk.cosine, trunk.sine, places.positions, dim)
-    result, top, total = _attend(layer, places, query, key, value)
-    # after the last attention no row looks at another one: those that nobody wants are left out
-    rows = places.predictors.numpy() if layer is trunk.layers[-1] else None
-    if rows is not None:
-        x = x[rows]
-    (out,), attended = _products((layer.out,), result if rows is None else result[rows])
-    between = _normed(layer.before_mlp, layer_parts.add(x, out))
-    (gate, up), to_mlp = _products((layer.gate, layer.up), between.y)
-    (down,), gated = _products((layer.down,), layer_parts.silu_times(gate, up))
-    kept = _Kept(
-        rows, before, to_attention, query_normed, key_normed, query, key, value, result, attended, (top, total),
-        between, to_mlp, gate, up, gated,
-    )  # fmt: skip
-    return layer_parts.add(between.x, down), kept
-
-
-def _products(layers: Sequence[Linear], x: np.ndarray) -> tuple[list[np.ndarray], _Input]:
-    """Of layers that share an input, which is put on its grid once."""
-    operand = layers[0].prepared.operand(x)
-    results = [layer.prepared.product(operand, layer.weight, 1, layer.bias_values) for layer in layers]
-    return results, _Input(x, torch.from_numpy(operand.exponents))
-
-
-def _attend(
-    layer: Layer, places: _Places, query: np.ndarray, key: np.ndarray, value: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    q, k, v = (x.reshape(-1) for x in (query, key, value))
-    try:
-        out, top, total = fused_attention.forward(q, k, v, places.reaches[layer.window], layer.spec)
-    except NumericsError as error:
-        raise NumericsError(f"layer {layer.index}: {error}") from None
-    return out.reshape(query.shape), top, total
-
-
-def _backward(trunk: Trunk, places: _Places, kept: list[Any], grad: np.ndarray) -> None:
+def _backward(trunk: Trunk, batch: _Batch, kept: list[Any], grad: np.ndarray) -> None:
     """Empties `kept` on the way, so that each layer's memory is free for the one before it."""
-    last: _Normed = kept.pop()
-    dx = _norm_backward(trunk.last, last, grad)
+    final: NormResult = kept.pop()
+    dx = _norm_backward(trunk.final_norm, final, grad)
     for layer in reversed(trunk.layers):
-        found = kept.pop()
-        of_layer = found if isinstance(found, _Kept) else _layer_forward(layer, found, trunk, places)[1]
-        dx = _layer_backward(layer, of_layer, dx, trunk, places)
+        state = kept.pop()
+        if not isinstance(state, Activations):
+            state = _layer_forward(layer, state, trunk, batch)[1]
+        dx = _layer_backward(layer, state, dx, batch)
     if trunk.embedding_accumulator is not None:
         if trunk.padding_idx is not None:  # as in nn.Embedding, this row takes no gradient
-            dx[(places.ids == trunk.padding_idx).numpy()] = 0.0
-        trunk.embedding_accumulator.add_rows(trunk.embedding, torch.from_numpy(dx), places.ids)
+            dx[(batch.ids == trunk.padding_idx).numpy()] = 0.0
+        trunk.embedding_accumulator.add_rows(trunk.embedding, torch.from_numpy(dx), batch.ids)
 
 
-def _layer_backward(layer: Layer, kept: _Kept, grad: np.ndarray, trunk: Trunk, places: _Places) -> np.ndarray:
-    d_gated = _linear_backward(layer.down, kept.gated, grad)
-    d_gate, d_up = layer_parts.silu_times_backward(d_gated, kept.gate, kept.up)
+def _layer_backward(layer: Layer, a: Activations, grad: np.ndarray, batch: _Batch) -> np.ndarray:
+    d_gated = _linear_backward(layer.down, a.down_input, grad)
+    d_gate, d_up = layer_parts.silu_times_backward(d_gated, a.gate, a.up)
     d_normed = layer_parts.add(
-        _linear_backward(layer.up, kept.to_mlp, d_up), _linear_backward(layer.gate, kept.to_mlp, d_gate)
+        _linear_backward(layer.up, a.mlp_input, d_up), _linear_backward(layer.gate, a.mlp_input, d_gate)
     )
-    d_between = layer_parts.add(grad, _norm_backward(layer.before_mlp, kept.between, d_normed))
-    d_result = _linear_backward(layer.out, kept.attended, d_between)
-    if kept.rows is not None:
-        d_between, d_result = (_among_all(d, kept.rows, len(places.ids)) for d in (d_between, d_result))
-    q, k, v, out, d_out = (x.reshape(-1) for x in (kept.query, kept.key, kept.value, kept.result, d_result))
-    saved = Saved(q, k, v, out, d_out, *kept.of_queries)
-    results = fused_attention.backward(saved, places.reaches[layer.window], layer.spec)
-    dq, dk, dv = (d.reshape(x.shape) for d, x in zip(results, (kept.query, kept.key, kept.value), strict=True))
-    for rotated in (dq, dk):
-        layer_parts.rotate(rotated, trunk.cosine, trunk.sine, places.positions, layer.spec.dim, back=True)
-    dq = _head_norm_backward(layer.query_norm, kept.query_normed, dq)
-    dk = _head_norm_backward(layer.key_norm, kept.key_normed, dk)
-    given = kept.to_attention
-    # three sums: in the order in which autograd meets them
-    d_normed = layer_parts.add(_linear_backward(layer.value, given, dv), _linear_backward(layer.key, given, dk))
-    d_normed = layer_parts.add(d_normed, _linear_backward(layer.query, given, dq))
-    return layer_parts.add(d_between, _norm_backward(layer.before_attention, kept.before, d_normed))
+    d_middle = layer_parts.add(grad, _norm_backward(layer.mlp_norm, a.mlp_norm, d_normed))
+    d_attended = _linear_backward(layer.out, a.out_input, d_middle)
+    if a.rows is not None:
+        d_middle, d_attended = (_among_all(d, a.rows, len(batch.ids)) for d in (d_middle, d_attended))
+    dq, dk, dv = _attention_backward(layer, a, d_attended, batch)
+    dq = _head_norm_backward(layer.query_norm, a.query_norm, dq)
+    dk = _head_norm_backward(layer.key_norm, a.key_norm, dk)
+    shared = a.attention_input
+    # in the order in which autograd adds the three
+    d_normed = layer_parts.add(_linear_backward(layer.value, shared, dv), _linear_backward(layer.key, shared, dk))
+    d_normed = layer_parts.add(d_normed, _linear_backward(layer.query, shared, dq))
+    return layer_parts.add(d_middle, _norm_backward(layer.attention_norm, a.attention_norm, d_normed))
+
+
+def _attention_backward(
+    layer: Layer, a: Activations, grad: np.ndarray, batch: _Batch
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gradients of query, key and value before the rotation, given that of the result of attention."""
+    assert a.attended.largest is not None and a.attended.total is not None
+    q, k, v, out, d_out = (x.reshape(-1) for x in (a.query, a.key, a.value, a.attended.values, grad))
+    saved = Saved(q, k, v, out, d_out, a.attended.largest, a.attended.total)
+    gradients = fused_attention.backward(saved, batch.reaches[layer.window], layer.spec)
+    dq, dk, dv = (d.reshape(x.shape) for d, x in zip(gradients, (a.query, a.key, a.value), strict=True))
+    for states in (dq, dk):
+        layer_parts.rotate(
+            states, batch.rotary.cosine, batch.rotary.sine, batch.rotary.positions, layer.spec.dim, back=True
+        )
+    return dq, dk, dv
 
 
 def _among_all(x: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
-    """Zeros [count, ..] but for the rows given."""
-    found = np.zeros((count, x.shape[1]), np.float32)
-    found[rows] = x
-    return found
+    """x in the given rows of [count, ..], zeros in the others."""
+    result = np.zeros((count, x.shape[1]), np.float32)
+    result[rows] = x
+    return result
 
 
-def _norm_backward(norm: Norm, kept: _Normed, grad: np.ndarray) -> np.ndarray:
-    return norm_backward(grad, kept.x, norm.weight, kept.inverse, norm.accumulator)
+def _norm_backward(norm: NormWeights, result: NormResult, grad: np.ndarray) -> np.ndarray:
+    return rms_norm_backward(grad, result.x, norm.weight, norm.values, result.inverse, norm.accumulator)
 
 
-def _head_norm_backward(norm: Norm | None, kept: _Normed | None, grad: np.ndarray) -> np.ndarray:
-    if norm is None or kept is None:
+def _head_norm_backward(norm: NormWeights | None, result: NormResult | None, grad: np.ndarray) -> np.ndarray:
+    if norm is None or result is None:
         return grad
-    return _norm_backward(norm, kept, grad.reshape(kept.x.shape)).reshape(grad.shape)
+    return _norm_backward(norm, result, grad.reshape(result.x.shape)).reshape(grad.shape)
 
 
-def _linear_backward(layer: Linear, x: _Input, dy: np.ndarray) -> np.ndarray:
+def _linear_backward(layer: LinearWeights, x: LinearInput, dy: np.ndarray) -> np.ndarray:
     """dy W; the weight and bias gradients go to the accumulator."""
     operand = layer.prepared.operand(dy)
     dx = layer.prepared.product(operand, layer.weight, 0, NO_BIAS)
@@ -261,7 +203,8 @@ def _linear_backward(layer: Linear, x: _Input, dy: np.ndarray) -> np.ndarray:
         gradient, exponents = torch.from_numpy(dy), torch.from_numpy(operand.exponents)
         if layer.weight.requires_grad:
             name = layer.accumulator.names[id(layer.weight)]
-            layer.accumulator.add_measured(name, torch.from_numpy(x.values), x.exponents, gradient, exponents)
+            values, input_exponents = torch.from_numpy(x.values), torch.from_numpy(x.exponents)
+            layer.accumulator.add_measured(name, values, input_exponents, gradient, exponents)
         if layer.bias is not None and layer.bias.requires_grad:
             layer.accumulator.add_rows(layer.bias, gradient)
     return dx

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.elementwise import Exp
-from ppo_repro.numerics.layers.silu import SiLU
+from ppo_repro.numerics.layers.activations import SiLU
 from tests.support.float32 import LARGEST, SMALLEST_NORMAL, TINIEST, bits, finite, tensor
 
 

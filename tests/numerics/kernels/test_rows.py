@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.layers.linear import ExactRMSNorm
-from ppo_repro.numerics.layers.silu import SiLU
+from ppo_repro.numerics.layers.activations import SiLU
+from ppo_repro.numerics.layers.norms import ExactRMSNorm
 from tests.support.awkward import cases, matrix
 from tests.support.models import seeded, unequal
 

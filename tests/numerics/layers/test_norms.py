@@ -15,8 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.arithmetic.grid import quantise
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.layers.embedding import ExactConv1D
-from ppo_repro.numerics.layers.linear import ExactLinear, ExactModule
+from ppo_repro.numerics.layers.linear import ExactConv1D, ExactLinear, ExactModule
 from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm, row_dot, row_mean, row_mean_square
 from tests.support.models import seeded, unequal
 

@@ -1,4 +1,4 @@
-"""Decoding without modules: the bits of the modules, for every family that is decoded so, and nobody else."""
+"""Prefill and decoding without modules: the bits of the modules, for the families that are run so and no others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache
-from ppo_repro.numerics.trunk import decoding
+from ppo_repro.numerics.trunk import decoding, forward
 from ppo_repro.numerics.trunk.decoding import Decoder
-from ppo_repro.numerics.trunk.weights import parts_of
-from ppo_repro.rollout import torch_engine
+from ppo_repro.numerics.trunk.weights import unpack
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import CONTEXT, bits, policy, ragged
@@ -41,58 +40,61 @@ def same(a: list[Completion], b: list[Completion]) -> bool:
 
 
 class Called:
-    """How often whole layers and single parts were decoded."""
+    """How many passes read prompts, and how many decoded by whole layers and kernel by kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.layers = self.parts = 0
-        layers, parts = decoding._through_layers, decoding._through_parts
+        self.prompts = self.layers = self.kernels = 0
+        layers, kernels = decoding._through_whole_layers, decoding._through_kernels
 
-        def through_layers(*arguments: object) -> None:
+        def through_whole_layers(*arguments: object) -> None:
             self.layers += 1
             layers(*arguments)  # type: ignore[arg-type]
 
-        def through_parts(*arguments: object) -> None:
-            self.parts += 1
-            parts(*arguments)  # type: ignore[arg-type]
+        def through_kernels(trunk: object, x: object, rotary: object, cache: GridCache, *arguments: object) -> object:
+            one = cache.target.positions.shape[1] == 1
+            self.kernels, self.prompts = self.kernels + one, self.prompts + (not one)
+            return kernels(trunk, x, rotary, cache, *arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(decoding, "_through_layers", through_layers)
-        monkeypatch.setattr(decoding, "_through_parts", through_parts)
+        monkeypatch.setattr(decoding, "_through_whole_layers", through_whole_layers)
+        monkeypatch.setattr(decoding, "_through_kernels", through_kernels)
 
 
 @pytest.mark.parametrize("kernels", ["dgemm", pytest.param("amx", marks=needs_amx)])
 @pytest.mark.parametrize("architecture", DECODED)
-def test_decoding_gives_the_bits_of_the_modules(
+def test_prefill_and_decoding_give_the_bits_of_the_modules(
     architecture: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend.use(kernels, 1)
     called = Called(monkeypatch)
     direct = sampled(architecture)
-    assert (called.layers > 0, called.parts > 0) == (kernels == "amx", kernels == "dgemm")
-    monkeypatch.setattr(torch_engine, "parts_of", lambda trunk: None)
-    assert same(direct, sampled(architecture))
+    assert (called.layers > 0, called.kernels > 0) == (kernels == "amx", kernels == "dgemm")
+    assert called.prompts > 0
+    before = vars(called).copy()
+    monkeypatch.setattr(forward, "unpack", lambda trunk: None)
+    assert same(direct, sampled(architecture)) and vars(called) == before
 
 
 @needs_amx
 @pytest.mark.parametrize("architecture", DECODED)
-def test_rows_on_several_threads_and_part_by_part(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_on_several_threads_and_kernel_by_kernel(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend.use("amx", 1)
     called = Called(monkeypatch)
     whole = sampled(architecture)
     backend.use("amx", 3)
     monkeypatch.setattr(pool, "LEAST_NANOSECONDS", 1e-9)  # else so few rows stay on one thread
-    assert same(whole, sampled(architecture)) and called.parts == 0
+    assert same(whole, sampled(architecture)) and called.kernels == 0
     # layers too large for that
     monkeypatch.setattr(decoding, "MOST_BYTES", 0)
     before = called.layers
-    assert same(whole, sampled(architecture)) and called.layers == before and called.parts > 0
+    assert same(whole, sampled(architecture)) and called.layers == before and called.kernels > 0
 
 
 @needs_amx
 def test_a_decoder_sees_that_a_weight_or_the_backend_has_changed() -> None:
     trunk = trunk_of(policy("llama", "exact"))
-    parts = parts_of(trunk)
-    assert parts is not None
-    decoder = Decoder(parts)
+    weights = unpack(trunk)
+    assert weights is not None
+    decoder = Decoder(weights)
     backend.use("amx", 1)
     first = decoder.layers()
     assert first and decoder.layers() is first
@@ -128,28 +130,28 @@ FAULTS = {
 
 @needs_amx
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_not_finite_is_named_as_part_by_part(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finite_is_named_as_kernel_by_kernel(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture, name, change = FAULTS[fault]
     backend.use("amx", 1)
     model = policy(architecture, "exact")
     trunk = trunk_of(model)
-    parts = parts_of(trunk)
-    assert parts is not None
+    weights = unpack(trunk)
+    assert weights is not None
     weight = trunk.get_parameter(f"{name}.weight")
     kept = weight.detach().clone()
     try:
         with torch.no_grad():
             change(weight)
-        said = []
-        for most in ("layers", "parts"):
-            if most == "parts":
+        messages = []
+        for path in ("layers", "kernels"):
+            if path == "kernels":
                 monkeypatch.setattr(Decoder, "layers", lambda self: [])
             cache, slots = GridCache(model.config, 20, CONTEXT, torch.device("cpu")), torch.arange(20)
             cache.aim(slots, torch.zeros(20, 1, dtype=torch.int64), torch.ones(20, 1, dtype=torch.bool))
             with pytest.raises(NumericsError) as error:
-                decoding.decode(Decoder(parts), slots + 5, cache)
-            said.append(str(error.value))
-        assert said[0] == said[1]
+                decoding.hidden_states(Decoder(weights), slots[:, None] + 5, cache)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
     finally:
         with torch.no_grad():
             weight.copy_(kept)
@@ -157,15 +159,15 @@ def test_what_is_not_finite_is_named_as_part_by_part(fault: str, monkeypatch: py
 
 @pytest.mark.parametrize("architecture", CALLED)
 def test_other_families_and_activations_call_their_modules(architecture: str) -> None:
-    assert parts_of(trunk_of(policy(architecture, "exact"))) is None
+    assert unpack(trunk_of(policy(architecture, "exact"))) is None
 
 
-def test_a_watched_module_is_called() -> None:
+def test_a_module_with_hooks_is_called() -> None:
     trunk = trunk_of(policy("llama", "exact"))
-    assert parts_of(trunk) is not None
+    assert unpack(trunk) is not None
     handle = trunk.layers[1].mlp.register_forward_hook(lambda *_: None)
     try:
-        assert parts_of(trunk) is None
+        assert unpack(trunk) is None
     finally:
         handle.remove()
 

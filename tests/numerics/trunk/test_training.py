@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.models import networks
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import checkpoint_gradients, hidden_states, make_policy
 from ppo_repro.numerics import backend
@@ -18,7 +17,7 @@ from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.trunk import training
+from ppo_repro.numerics.trunk import forward, training
 from tests.support.models import CONTEXT, bits, kept_bytes, policy, ragged, seeded, source_model
 
 RUN = ("qwen3", "qwen2", "llama", "mistral", "qwen2 sliding", "qwen3 sliding, untied, biases", "llama yarn")
@@ -64,7 +63,7 @@ def test_a_pass_has_the_bits_of_modules_and_autograd(
     monkeypatch.setattr(training, "hidden_states", lambda *args: calls.append(1) or whole(*args))
     direct = {padding: gradients(*fresh(architecture), padding) for padding in ("right", "none")}
     assert calls, "the modules were called instead"
-    monkeypatch.setattr(networks, "parts_of", lambda trunk: None)
+    monkeypatch.setattr(forward, "unpack", lambda trunk: None)
     for padding, found in direct.items():
         expected = gradients(*fresh(architecture), padding)
         assert found.keys() == expected.keys()
@@ -89,8 +88,8 @@ def test_only_what_is_trained_gets_a_gradient(monkeypatch: pytest.MonkeyPatch) -
     """A frozen weight beside a trained bias, the other way round, a frozen norm and a frozen embedding."""
     use("dgemm")
     found = []
-    for parts_of in (networks.parts_of, lambda trunk: None):
-        monkeypatch.setattr(networks, "parts_of", parts_of)
+    for unpack in (forward.unpack, lambda trunk: None):
+        monkeypatch.setattr(forward, "unpack", unpack)
         model, _ = fresh("qwen2")
         trunk = trunk_of(model)
         attention = trunk.layers[1].self_attn

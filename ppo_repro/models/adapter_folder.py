@@ -18,7 +18,7 @@ from ppo_repro.models.lora import Lora, attach_factors, choose_layers, shape_of
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# fields that do not change what a loaded adapter computes; dropout is off here, in training too
+# fields that do not change what a loaded adapter computes; there is no dropout here, in training either
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_version"),
     *("lora_dropout", "fan_in_fan_out", "ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config"),
@@ -26,13 +26,13 @@ _WITHOUT_EFFECT = {
 _VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # the others change the base weights, or do not leave a plain pair of factors
+    # other initialisations change the base weights, or need more than the two factors
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
 
 
 def save_adapter(lora: Lora, folder: Path, base_model: str) -> None:
-    """Write the factors into an existing folder; `base_model` is where peft will look for W. Raises OSError."""
+    """Write the factors into an existing folder; peft will load W from `base_model`. Raises OSError."""
     transposed = {layer.transposed for layer in lora.layers.values()}
     config = {
         "peft_type": "LORA",
@@ -53,9 +53,9 @@ def save_adapter(lora: Lora, folder: Path, base_model: str) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> Lora:
-    """Adapt a model as `make_policy` returns it with a saved adapter; everything else is frozen from now on.
+    """Adapt a model from `make_policy` with a saved adapter, and freeze all its other parameters.
 
-    UserError names the file, the field or the tensor that is missing, not supported or not of this model.
+    UserError names the file, field or tensor that is missing, not supported or does not fit this model.
     """
     check_sums(folder)
     rank, alpha, targets = _read_config(folder)
@@ -66,7 +66,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> Lora:
         a = _take(tensors, f"{name}.lora_A.weight", (rank, columns), folder)
         factors[name] = a, _take(tensors, f"{name}.lora_B.weight", (rows, rank), folder)
     if tensors:
-        raise UserError(f"{folder / TENSORS_NAME}: {min(tensors)} belongs to no layer that its target_modules name")
+        raise UserError(f"{folder / TENSORS_NAME}: {min(tensors)} is in no layer named by its target_modules")
     return attach_factors(model, rank, alpha, targets, factors)
 
 
@@ -76,7 +76,7 @@ def _read_config(folder: Path) -> tuple[int, float, tuple[str, ...]]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); must be a folder that peft has saved") from error
+        raise UserError(f"{path}: cannot be read ({error}); must be a folder saved by peft") from error
     if not isinstance(config, dict):
         raise UserError(f"{path}: must hold one JSON object; save the adapter again")
     rank, alpha, targets = (config.pop(name, None) for name in ("r", "lora_alpha", "target_modules"))
@@ -92,7 +92,7 @@ def _read_config(folder: Path) -> tuple[int, float, tuple[str, ...]]:
             raise UserError(f"{path}: {field} = {value!r}: not supported; must be one of {allowed}")
         unset = json.dumps(value) in ("null", "false", "[]", "{}")
         if field not in _VALUES and field not in _WITHOUT_EFFECT and not unset:
-            raise UserError(f"{path}: {field} = {value!r}: not supported; only plain LoRA factors are")
+            raise UserError(f"{path}: {field} = {value!r}: not supported; only plain LoRA is")
     return rank, float(alpha), tuple(sorted(targets))
 
 
@@ -105,13 +105,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, int], folder: Path) -> Tensor:
-    """The float32 factor of this name, out of `tensors`; a narrower type is widened, which is exact."""
+    """Remove a factor from `tensors` and return it as float32; converting a narrower type is exact."""
     path = folder / TENSORS_NAME
     if name not in tensors:
-        raise UserError(f"{path}: has no {name}; the adapter is not of this model")
-    found = tensors.pop(name)
-    if found.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UserError(f"{path}: {name} is {found.dtype}; must be float32, float16 or bfloat16")
-    if tuple(found.shape) != shape:
-        raise UserError(f"{path}: {name} is {list(found.shape)}, this model needs {list(shape)}")
-    return found.to(torch.float32).contiguous()
+        raise UserError(f"{path}: has no {name}; the adapter is not for this model")
+    factor = tensors.pop(name)
+    if factor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UserError(f"{path}: {name} is {factor.dtype}; must be float32, float16 or bfloat16")
+    if tuple(factor.shape) != shape:
+        raise UserError(f"{path}: {name} is {list(factor.shape)}, this model needs {list(shape)}")
+    return factor.to(torch.float32).contiguous()

@@ -20,7 +20,8 @@ def gae(
     after the last step of each sequence: 0 where the episode ended there, the value of the next state where it
     was only cut off. gae_lambda 0 is the one-step error, TD(0); 1 is the Monte Carlo return minus the value.
     """
-    assert rewards.shape == values.shape == (int(lengths.sum()),) and lengths.shape == final_values.shape
+    assert rewards.shape == values.shape == (int(lengths.sum()),)
+    assert final_values.shape == lengths.shape == (lengths.numel(),)
     batch, longest = len(lengths), int(lengths.max())
     inside = torch.arange(longest) < lengths[:, None]
     r, v = torch.zeros(batch, longest), torch.zeros(batch, longest + 1)

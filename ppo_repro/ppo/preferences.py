@@ -32,7 +32,7 @@ def sequence_logprobs(token_logprobs: Tensor, lengths: Tensor) -> Tensor:
 
     Each sum is correctly rounded, so the order of a response's tokens in memory cannot matter.
     """
-    assert token_logprobs.shape == (int(lengths.sum()),) and lengths.shape == (lengths.numel(),)
+    assert token_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
     return _SequenceSums.apply(token_logprobs, lengths)
 
 

@@ -16,7 +16,7 @@ def last_tokens(lengths: Tensor) -> Tensor:
 
 def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
     """Tokens of each word, in order, [W] int64; word_ids [N] count words within each response."""
-    assert word_ids.shape == (int(lengths.sum()),) and lengths.shape == (lengths.numel(),)
+    assert word_ids.shape == (int(lengths.sum()),) and lengths.dim() == 1
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     begins = torch.ones(len(word_ids), dtype=torch.bool)
     begins[1:] = (word_ids[1:] != word_ids[:-1]) | (sequence[1:] != sequence[:-1])
@@ -48,7 +48,7 @@ def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charg
     the length of its response, so that a response pays its mean. last_sum, last_mean: sum or mean of a response
     on its last token.
     """
-    assert penalties.shape == word_ids.shape == (int(lengths.sum()),) and lengths.shape == (lengths.numel(),)
+    assert penalties.shape == word_ids.shape == (int(lengths.sum()),) and lengths.dim() == 1
     if charge == "token":
         return penalties
     if charge == "length_normalized":
@@ -66,7 +66,7 @@ def shaping_rewards(potentials: Tensor, lengths: Tensor, gamma: float) -> Tensor
     potentials [N] float64 is Phi before each token. The discounted sum over a response is -Phi(s_0), whatever the
     response says, so the optimal policies stay the same.
     """
-    assert potentials.shape == (int(lengths.sum()),) and lengths.shape == (lengths.numel(),)
+    assert potentials.shape == (int(lengths.sum()),) and lengths.dim() == 1
     next_potentials = torch.cat([potentials[1:], torch.zeros(1, dtype=torch.float64)])
     next_potentials[last_tokens(lengths)] = 0.0
     return next_potentials * gamma - potentials

@@ -34,7 +34,7 @@ def importance_weights(
     the trained policy. `by_sequence`: w of a token is the product over its whole response. Exactly 1 where the two
     agree.
     """
-    assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),)
+    assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
     log_ratio = old_logprobs - rollout_logprobs
     if by_sequence:
         sums = exact_sums(log_ratio, lengths).to(torch.float32)

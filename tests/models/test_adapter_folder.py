@@ -183,7 +183,7 @@ def edit_config(folder: Path, **changes: object) -> None:
         ({"target_modules": "all-linear"}, "target_modules = 'all-linear'"),
         ({"target_modules": []}, "target_modules = "),
         ({"target_modules": ["q_proj", "v_proj"]}, r"has no .*v_proj.lora_A.weight"),
-        ({"target_modules": ["0.self_attn.q_proj"]}, "layers.1.*belongs to no layer"),
+        ({"target_modules": ["0.self_attn.q_proj"]}, "layers.1.*is in no layer"),
         ({"target_modules": ["wq"]}, "'wq' names no layer"),
     ],
 )

@@ -113,8 +113,8 @@ def test_jsonl_reads_any_text(tmp_path_factory: pytest.TempPathFactory, text: st
     ("line", "message"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "must be an object with prompt and answer, found list"),
-        ('"x"', "must be an object with prompt and answer, found str"),
+        ("[1]", "must be an object with prompt and answer, is list"),
+        ('"x"', "must be an object with prompt and answer, is str"),
         ('{"prompt": "x"}', "field 'answer' = None; must be a text"),
         ('{"answer": "x"}', "field 'prompt' = None; must be a text"),
         ('{"prompt": "x", "answer": 3}', "field 'answer' = 3; must be a text"),

@@ -146,32 +146,22 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float, target_modules: Se
     drawn by `initial_a` and B is zero, so no weight changes. UserError names a target that matches no layer.
     """
     adapted = choose_layers(model, target_modules)
-    factors = {}
-    for name, layer in adapted.items():
-        rows, columns = shape_of(layer)
-        factors[name] = initial_a(rank, columns, seed, name), torch.zeros(rows, rank)
-    return attach_factors(model, rank, alpha, tuple(target_modules) or _ends(adapted), factors)
-
-
-def attach_factors(
-    model: PreTrainedModel,
-    rank: int,
-    alpha: float,
-    target_modules: tuple[str, ...],
-    factors: dict[str, tuple[Tensor, Tensor]],
-) -> Lora:
-    """Adapt the named layers with their factors (A, B), merge, and freeze every other parameter."""
-    linears = linear_layers(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     layers = {}
-    for name, (a, b) in factors.items():
-        transposed = isinstance(linears[name], _TRANSPOSED)
-        weight = linears[name].get_parameter("weight")
+    for name, linear in adapted.items():
+        weight, transposed = linear.get_parameter("weight"), isinstance(linear, _TRANSPOSED)
         weight.requires_grad_(True)
         base = weight.detach().t() if transposed else weight.detach()
-        layers[name] = AdaptedLayer(weight, base.clone(memory_format=torch.contiguous_format), a, b, transposed)
-    lora = Lora(rank, alpha, target_modules, layers, is_exact(model))
+        outputs, inputs = shape_of(linear)
+        layers[name] = AdaptedLayer(
+            weight=weight,
+            base=base.clone(memory_format=torch.contiguous_format),
+            a=initial_a(rank, inputs, seed, name),
+            b=torch.zeros(outputs, rank),
+            transposed=transposed,
+        )
+    lora = Lora(rank, alpha, tuple(target_modules) or _ends(adapted), layers, is_exact(model))
     lora.merge()
     return lora
 

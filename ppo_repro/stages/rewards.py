@@ -61,7 +61,7 @@ def compute_rewards(
         rewards = whiten(rewards, shift=config.reward.whiten == "full")
     return Rewards(
         scores=scores,
-        score_parts=tuple(tuple(row) for row in judged.parts),
+        score_parts=tuple(tuple(row) for row in judged.term_values),
         is_correct=torch.tensor(judged.correct),
         kl_penalties=penalties,
         rewards=rewards,

@@ -38,7 +38,7 @@ class Judgement:
     """The verdict on some responses, one entry each."""
 
     scores: list[float]
-    parts: list[list[float]]  # the unweighted value of each reward term
+    term_values: list[list[float]]  # the unweighted value of each reward term
     correct: list[bool]
 
 
@@ -160,8 +160,8 @@ def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float])
     """
     config = judge.config
     columns = [_values(i, term, judge, samples, model_scores) for i, term in enumerate(config.terms)]
-    parts = [list(row) for row in zip(*columns, strict=True)]
-    scores = [math.fsum(t.weight * v for t, v in zip(config.terms, row, strict=True)) for row in parts]
+    term_values = [list(row) for row in zip(*columns, strict=True)]
+    scores = [math.fsum(t.weight * v for t, v in zip(config.terms, row, strict=True)) for row in term_values]
     rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
     correct = [done and _is_correct(config, response, answer) for response, answer, done in rows]
     for index, done in enumerate(samples.finished):
@@ -169,7 +169,7 @@ def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float])
             scores[index] = config.missing_eos_score
         elif not done:
             scores[index] -= config.missing_eos_penalty
-    return Judgement(scores, parts, correct)
+    return Judgement(scores, term_values, correct)
 
 
 def potentials(judge: Judge, prompt: str, response: str, answer: str, char_starts: Sequence[int]) -> list[float]:

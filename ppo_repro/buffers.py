@@ -1,8 +1,7 @@
-"""One frozen type per stage of an iteration. Holding a value proves that its stage has run.
+"""One frozen type per stage of an iteration. A value of a type exists only once its stage has run.
 
 Letters: B sequences (responses), N response tokens of all sequences one after the other without
-padding, V vocabulary. Log-probabilities and entropies are in nats. A field is None only where the
-configuration has no such thing, which its comment says.
+padding, V vocabulary. Log-probabilities and entropies are in nats. The comment of a field says when it is None.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is asked in one iteration, one entry per response to sample."""
+    """The prompts of one iteration, one entry per response to sample."""
 
     keys: tuple[str, ...]  # [B] stable name of the prompt in its task
-    sample_indices: tuple[int, ...]  # [B] which sample of that prompt
+    sample_indices: tuple[int, ...]  # [B] number of the sample among those of that prompt
     seeds: tuple[int, ...]  # [B] sampler seed of the response
     texts: tuple[str, ...]  # [B]
     answers: tuple[str, ...]  # [B] what the verifier expects
@@ -29,7 +28,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Spans:
-    """Per token of one response; `char_start[t] == char_end[t]` for a token without text of its own."""
+    """Where the text of each token of one response lies; `char_start[t] == char_end[t]` for a token without text."""
 
     char_start: list[int]
     char_end: list[int]
@@ -41,18 +40,18 @@ class Spans:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the engine sampled. A token's log-prob is that of the distribution it was drawn from."""
+    """The sampled responses. A token's log-prob is that of the distribution it was drawn from."""
 
     prompts: Prompts
     response_ids: Tensor  # [N] int64
     lengths: Tensor  # [B] int64, at least 1 each, sum N
     rollout_logprobs: Tensor  # [N] float32, temperature and top-k/top-p included
-    log_kept_mass: Tensor  # [N] float32, log of the mass top-k/top-p kept; 0 where nothing was cut
-    kept_tokens: Tensor  # [N, ceil(V/8)] uint8 bit set of eligible tokens; [N, 0] where nothing was cut
-    is_forced: Tensor  # [N] bool, put there by the engine instead of sampled
+    log_kept_mass: Tensor  # [N] float32, log of the probability mass that top-k/top-p keep; 0 without them
+    kept_tokens: Tensor  # [N, ceil(V/8)] uint8 bit set of eligible tokens; [N, 0] without top-k and top-p
+    is_forced: Tensor  # [N] bool, written by the engine instead of sampled
     finish_reasons: tuple[str, ...]  # [B] "stop" or "length"
     responses: tuple[str, ...]  # [B] decoded text without special tokens
-    places: tuple[Spans, ...]  # [B] where each token's text lies in the response
+    spans: tuple[Spans, ...]  # [B]
 
     def starts(self) -> Tensor:
         """[B] int64 index of each sequence's first token in the [N] fields."""
@@ -64,7 +63,7 @@ class Rollout:
 
     def word_ids(self) -> Tensor:
         """[N] int64 word of each token, counted within its response."""
-        return torch.tensor([word for place in self.places for word in place.word_id], dtype=torch.int64)
+        return torch.tensor([word for spans in self.spans for word in spans.word_id], dtype=torch.int64)
 
     def tokens_of(self, sequences: Tensor) -> Tensor:
         """Indices into the [N] fields of the tokens of `sequences`, in the given order."""
@@ -79,22 +78,22 @@ class ForwardPass:
     old_logprobs: Tensor  # [N] float32
     ref_logprobs: Tensor  # [N] float32
     ref_kl: Tensor  # [N] float32, KL(policy || reference) over the whole distribution at that position
-    reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy) likewise; None unless it is charged
+    reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy) likewise; None unless the reward charges it
     entropies: Tensor  # [N] float32
     prob_sq_sums: Tensor  # [N] float32, sum over the vocabulary of the squared probabilities
     values: Tensor | None  # [N] float32, expected return before the token; None without a value model
-    final_values: Tensor  # [B] float32, the same after the last token where a cut response is bootstrapped, else 0
+    final_values: Tensor  # [B] float32, value after the last token of a response that is bootstrapped, else 0
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Scores, and what the KL penalty, placement and shaping make of them."""
+    """Scores of responses, and the rewards of tokens after placement, KL penalty, shaping and whitening."""
 
     scores: Tensor  # [B] float64
     score_parts: tuple[tuple[float, ...], ...]  # [B] unweighted value of every reward term
-    is_correct: Tensor  # [B] bool, the response equals the expected answer and ended by itself
-    kl_penalties: Tensor  # [N] float32, kl_coef times the KL estimate, where it is charged; 0 if in no reward
-    rewards: Tensor  # [N] float32, what the advantages are made of
+    is_correct: Tensor  # [B] bool, the response equals the expected answer and ended with an end token
+    kl_penalties: Tensor  # [N] float32, kl_coef times the KL estimate on the charged token; 0 if no reward has it
+    rewards: Tensor  # [N] float32, the input of the advantages
 
 
 @dataclass(frozen=True)
@@ -108,23 +107,23 @@ class Advantages:
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """One optimizer step of the policy and what it saw before it. M tokens in the minibatch."""
+    """One optimizer step of the policy, and its losses before the step. M tokens in the minibatch."""
 
     new_logprobs: Tensor  # [M] float32
     ratios: Tensor  # [M] float32, exp(new_logprobs - anchor)
-    clip_flags: Tensor  # [M] uint8, index into ppo.losses.CLIP_FLAGS
+    clip_flags: Tensor  # [M] uint8, a ppo.losses.ClipFlag each
     new_entropies: Tensor  # [M] float32
     loss: float  # all terms, weighted as configured
     entropy: float  # token mean
     approx_kl: float  # KL(anchor || new), k3, token mean
-    clip_fraction: float  # tokens whose policy gradient the clip removed
+    clip_fraction: float  # share of tokens whose policy gradient the clip removed
     grad_norm: float
     gradient_redos: int
 
 
 @dataclass(frozen=True)
 class ValueUpdate:
-    """One optimizer step of the value model and what it saw before it."""
+    """One optimizer step of the value model, and its losses before the step."""
 
     new_values: Tensor  # [M] float32
     clipped: Tensor  # [M] bool, the clipped branch decided the value loss
@@ -141,7 +140,7 @@ class MinibatchUpdate:
     epoch: int
     minibatch: int
     tokens: Tensor  # [M] int64 index into the [N] fields
-    policy: PolicyUpdate | None  # None where its epochs are over or it rests after too much KL
+    policy: PolicyUpdate | None  # None where its epochs are over, or after an early stop
     value: ValueUpdate | None  # None where its epochs are over or there is no value model
     policy_digest: str  # weights after the step
     value_digest: str | None  # None without a value model
@@ -152,8 +151,8 @@ class Iteration:
     """Everything one iteration produced."""
 
     index: int
-    evaluation: Evaluation | None  # None where not due
-    coefficients: Coefficients  # those in force during this iteration
+    evaluation: Evaluation | None  # None in iterations without one
+    coefficients: Coefficients  # those used in this iteration
     rollout: Rollout
     forward: ForwardPass
     rewards: Rewards
@@ -164,15 +163,15 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Greedy decoding of the held-out prompts."""
+    """Results of greedy decoding on the held-out prompts."""
 
-    accuracy: float
-    score: float
+    accuracy: float  # share of correct responses
+    score: float  # mean
 
 
 @dataclass(frozen=True)
 class ReturnStatistics:
-    """Mean and spread of all returns so far: Chan et al.'s update, each iteration's sums correctly rounded."""
+    """Mean and spread of all returns so far. Sums over an iteration are correctly rounded."""
 
     count: int = 0
     mean: float = 0.0
@@ -184,7 +183,7 @@ class ReturnStatistics:
         return max(math.sqrt(self.squares / self.count), 1e-4) if self.count else 1.0
 
     def joined(self, returns: Sequence[float]) -> ReturnStatistics:
-        """These and further returns together."""
+        """The statistics of these and further returns together. Chan, Golub and LeVeque, 1983."""
         new = len(returns)
         total = self.count + new
         mean = math.fsum(returns) / new
@@ -199,9 +198,9 @@ class ReturnStatistics:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What moves between iterations beside weights; a coefficient that the configuration lacks is 0."""
+    """What changes between iterations besides the weights. A coefficient that the configuration lacks is 0."""
 
     kl_coef: float
     clip_range: float
     penalty_coef: float
-    returns: ReturnStatistics  # in whose units values are predicted; count 0 where they are not
+    returns: ReturnStatistics  # the value model predicts in their units; count 0 without normalised returns

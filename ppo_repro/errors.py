@@ -1,16 +1,16 @@
-"""The errors a user can meet, one class per exit code."""
+"""The errors a user can see, one class per exit code."""
 
 
 class UserError(Exception):
-    """What the user wrote or pointed at is wrong; one line, nothing was changed. Exit code 2."""
+    """Wrong input or files of the user; one line, nothing was changed. Exit code 2."""
 
 
 class PromiseBroken(Exception):
-    """Something this project promises did not hold. Exit code 1."""
+    """A guarantee of this project did not hold. Exit code 1."""
 
 
 class NumericsError(PromiseBroken):
-    """A number left the range in which the exact numerics are exact, or is not finite."""
+    """A number is not finite, or outside the range in which the exact numerics are exact."""
 
 
 class Terminated(KeyboardInterrupt):

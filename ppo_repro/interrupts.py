@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM as exceptions in the main thread, and never where one would be lost.
+"""Ctrl-C and SIGTERM as exceptions in the main thread, never at a moment when the exception would be lost.
 
-While machine code is made or loaded LLVM calls back into Python through ctypes, which prints an exception and drops it:
-the run would go on, or fail with an error of the compiler. A signal that comes then is sent again a moment later.
+While Numba compiles or loads code, LLVM calls back into Python through ctypes, which prints an exception and drops it:
+the run would continue, or fail with a compiler error. A signal that arrives then is sent again a moment later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AGAIN_SECONDS = 0.05
 
 
 def install() -> None:
-    """Raise Terminated on SIGTERM, and KeyboardInterrupt on SIGINT unless whoever started this process ignores it."""
+    """Raise Terminated on SIGTERM, and KeyboardInterrupt on SIGINT unless this process was started ignoring it."""
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
@@ -35,6 +35,6 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _compiling() -> bool:
-    """Whether this thread holds the lock of Numba's compiler; most commands do not import Numba, nor does this."""
+    """Whether this thread holds the lock of Numba's compiler. Numba is not imported here: most commands do without."""
     module = sys.modules.get("numba.core.compiler_lock")
     return module is not None and bool(module.global_compiler_lock.is_locked())

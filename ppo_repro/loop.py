@@ -1,13 +1,14 @@
-"""The PPO loop. Read this first: each line of `ppo_iterations` is one stage, each stage one frozen type."""
+"""The PPO loop. Read this file first: each call in `ppo_iterations` is one stage and returns one frozen type.
+
+The stages are the functions of `stages/`, their types are in `buffers.py`, the mathematics is in `ppo/`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 
-from ppo_repro.buffers import (
-    Iteration,
-)
+from ppo_repro.buffers import Iteration
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
 from ppo_repro.ranks import Ranks
@@ -25,39 +26,48 @@ from ppo_repro.stages.update import update
 def ppo_iterations(
     config: RunConfig, task: Task, state: TrainState, engine: Engine, ranks: Ranks
 ) -> Iterator[Iteration]:
-    """Run PPO; yields after every update. `state` is trained in place.
+    """Run PPO from `state.iteration` on, training `state` in place; yields each iteration after its update.
 
-    Generating, scoring and updating are shared out by sequence; every rank sees the same whole of each stage.
+    The processes of a run divide the sequences of generating, scoring and updating among them; afterwards every
+    process holds the whole stage. PromiseBroken where their weights differ after an update.
     """
     while state.iteration < config.ppo.iterations:
-        index, clock = state.iteration, Clock()
-        due = index % config.evaluation.every == 0
-        evaluation = evaluate(config, task, engine, ranks) if due else None
+        index, coefficients, clock = state.iteration, state.coefficients, Clock()
+
+        # before every n-th iteration: greedy decoding of the held-out prompts
+        evaluation = evaluate(config, task, engine, ranks) if index % config.evaluation.every == 0 else None
         clock.lap("evaluation")
+
+        # sample responses
         prompts = choose_prompts(config, task, index)
         rollout = roll_out(config, task, engine, prompts, ranks)
         clock.lap("rollout")
+
+        # score them with the networks as they are before the update
         forward = score_rollout(state, rollout, config, ranks)
-        rewards = compute_rewards(config, task, rollout, forward, state.coefficients.kl_coef, ranks)
+        rewards = compute_rewards(config, task, rollout, forward, coefficients.kl_coef, ranks)
         advantages = compute_advantages(config, rollout, forward, rewards)
         clock.lap("forward")
+
+        # take the optimizer steps
         updates = tuple(update(state, rollout, forward, advantages, config, ranks))
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("update")
-        coefficients = state.coefficients
+
         state.coefficients = next_coefficients(config, coefficients, forward, advantages, updates, len(rollout.lengths))
         state.iteration += 1
         yield Iteration(index, evaluation, coefficients, rollout, forward, rewards, advantages, updates, clock.seconds)
 
 
 class Clock:
-    """Wall seconds by phase."""
+    """Wall-clock seconds by phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
+        """Add the time since the last lap to `phase`."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now

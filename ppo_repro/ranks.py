@@ -1,7 +1,7 @@
-"""Several processes on one run: which sequences are whose, and the few exchanges that make them whole again.
+"""Several processes (ranks) on one run: which sequences belong to which rank, and the exchanges between them.
 
-Every exchange carries what each rank has met since the last one: an error or Ctrl-C of one rank is raised on
-all of them at their next exchange, so that no rank waits for one that has left. A world of one exchanges nothing.
+Every exchange also carries a rank's error or Ctrl-C since the last one. It is raised on all ranks at their next
+exchange, so that no rank waits for one that has left. A single process exchanges nothing.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 HEAD_BYTES = 4096  # a message this short takes one collective, a longer one two
-BUCKET_ELEMENTS = 1 << 22  # tensors are added up together until they are this large
+BUCKET_ELEMENTS = 1 << 22  # tensors are summed together until they are this large
 
-_met = False  # whether this process has been one of several
+_joined_others = False  # whether this process has been one of several
 
 
 class _SharedUserError(UserError):
-    """A UserError that every rank knows of."""
+    """A UserError that every rank knows about."""
 
 
 class _SharedPromiseBroken(PromiseBroken):
-    """A PromiseBroken that every rank knows of."""
+    """A PromiseBroken that every rank knows about."""
 
 
 class _SharedInterrupt(KeyboardInterrupt):
-    """Ctrl-C that every rank knows of."""
+    """A Ctrl-C that every rank knows about."""
 
 
 class _RankLost(PromiseBroken):
-    """A rank ended without a word; nothing can be exchanged any more."""
+    """A rank ended without an error of its own; no exchange is possible any more."""
 
 
 _Kind = Literal["user error", "promise broken", "interrupt"]
@@ -59,7 +59,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Message:
-    what: str  # equal on all ranks, or they have lost step
+    what: str  # name of the exchange; where ranks differ, they are at different points
     value: Any
     failure: _Failure | None
 
@@ -74,41 +74,41 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that records and speaks."""
+        """Whether this process is the one that records and prints."""
         return self.rank == 0
 
     def mine(self, count: int, shares: Sequence[int]) -> range:
-        """This rank's of `count` sequences; equal shares where `shares` is empty."""
+        """This rank's share of `count` sequences; equal shares where `shares` is empty."""
         return share_ranges(count, shares or [1] * self.size)[self.rank]
 
     def gather(self, values: Sequence[T]) -> list[T]:
         """The values of all ranks, in rank order. Tensors in them must be on the CPU."""
-        return [value for part in self._exchange("gather", list(values)) for value in part]
+        return [value for rank_values in self._exchange("gather", list(values)) for value in rank_values]
 
     def first(self, compute: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-        """What rank 0 computes, on every rank; the others do not call `compute`."""
+        """The result of `compute` on rank 0, on every rank; the others do not call it."""
         value: T = self._exchange("first", compute(*arguments) if self.is_first else None)[0]
         return value
 
     def check(self) -> None:
-        """Raise here what any rank has met."""
+        """Raise here the error or Ctrl-C of any rank."""
         self._exchange("check", None)
 
     def require_same(self, what: str, value: object) -> None:
         """Raise PromiseBroken, naming the rank, where `value` is not the same on every rank."""
-        found = self._exchange(what, value)
-        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        values = self._exchange(what, value)
+        other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
         if other is not None:
-            raise _SharedPromiseBroken(f"{what}: rank {other} has {found[other]}, rank 0 has {found[0]}")
+            raise _SharedPromiseBroken(f"{what}: rank {other} has {values[other]}, rank 0 has {values[0]}")
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks; shapes and dtypes must be the same on every rank.
 
-        Exact for integers in any order; for floating point, order and so bits are those of the backend.
+        Exact for integers. For floating point the communication backend chooses the order, and with it the bits.
         """
         if self.size == 1:
             return
-        self.require_same("shapes to add up", [(tuple(t.shape), str(t.dtype)) for t in tensors])
+        self.require_same("shapes of the tensors to sum", [(tuple(t.shape), str(t.dtype)) for t in tensors])
         try:
             for bucket in _buckets(tensors):
                 flat = bucket[0] if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
@@ -120,30 +120,30 @@ class Ranks:
             raise _lost(error) from error
 
     def _exchange(self, what: str, value: Any, failure: _Failure | None = None) -> list[Any]:
-        """Every rank's value, in rank order. Raises what the lowest rank with a failure has met, unless it is ours."""
+        """Every rank's value, in rank order. Raises the failure of the lowest rank that has one, unless it is ours."""
         if self.size == 1:
             return [value]
-        met = _Failure("interrupt", "") if failure is None and self.interrupted.is_set() else failure
+        own_failure = _Failure("interrupt", "") if failure is None and self.interrupted.is_set() else failure
         try:
-            found: list[_Message] = _all_gather(_Message(what, value, met), self.size)
+            messages: list[_Message] = _all_gather(_Message(what, value, own_failure), self.size)
         except RuntimeError as error:
             raise _lost(error) from error
-        for rank, message in enumerate(found):
+        for rank, message in enumerate(messages):
             if message.failure is not None:
                 if rank == self.rank and failure is not None:
                     return []
                 raise _shared(rank, message.failure)
-        stray = next((rank for rank, message in enumerate(found) if message.what != found[0].what), None)
+        stray = next((rank for rank, message in enumerate(messages) if message.what != messages[0].what), None)
         if stray is not None:
-            raise _SharedPromiseBroken(f"rank {stray} is at {found[stray].what!r}, rank 0 at {found[0].what!r}")
-        return [message.value for message in found]
+            raise _SharedPromiseBroken(f"rank {stray} is at {messages[stray].what!r}, rank 0 at {messages[0].what!r}")
+        return [message.value for message in messages]
 
 
 ALONE = Ranks(0, 1)
 
 
 def _all_gather(value: Any, size: int) -> list[Any]:
-    """Any values of all ranks; through the CPU."""
+    """The values of all ranks, in rank order; any picklable value."""
     data = pickle.dumps(value)
     payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     head = torch.zeros(8 + HEAD_BYTES, dtype=torch.uint8)
@@ -163,7 +163,7 @@ def _all_gather(value: Any, size: int) -> list[Any]:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype and device, together up to BUCKET_ELEMENTS; a larger one alone."""
+    """Consecutive tensors of one dtype and device, up to BUCKET_ELEMENTS together; a larger tensor alone."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         fits = sum(t.numel() for t in bucket) + tensor.numel() <= BUCKET_ELEMENTS
@@ -177,7 +177,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _lost(error: RuntimeError) -> _RankLost:
     reason = " ".join(str(error).split())[:120]
-    return _RankLost(f"another process of this run has ended without a word ({reason}); see its output")
+    return _RankLost(f"another process of this run ended unexpectedly ({reason}); see its output")
 
 
 def _shared(rank: int, failure: _Failure) -> BaseException:
@@ -196,7 +196,7 @@ def _failure_of(error: BaseException) -> _Failure:
 
 
 def _known_to_all(error: BaseException | None) -> bool:
-    """Whether this came by an exchange, or while handling what did."""
+    """Whether this error came from an exchange, or was raised while handling one that did."""
     while error is not None:
         if isinstance(error, _SharedUserError | _SharedPromiseBroken | _SharedInterrupt):
             return True
@@ -205,13 +205,13 @@ def _known_to_all(error: BaseException | None) -> bool:
 
 
 def _out_of_step(error: BaseException) -> bool:
-    """Whether nothing can be exchanged any more: a rank is gone, or a second Ctrl-C came anywhere."""
+    """Whether no exchange is possible any more: a rank is gone, or there was a second Ctrl-C."""
     return isinstance(error, _RankLost | KeyboardInterrupt) and not _known_to_all(error)
 
 
 @contextmanager
 def _telling(ranks: Ranks) -> Iterator[None]:
-    """What leaves this block on one rank leaves it on all."""
+    """An error that leaves this block on one rank is raised on all."""
     try:
         yield
         ranks._exchange("end", None)
@@ -223,22 +223,22 @@ def _telling(ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def joined(rank: int, size: int) -> Iterator[Ranks]:
-    """The processes of this run, from their meeting until all of them are done or have failed.
+    """Connect the processes of this run until all of them are done or have failed.
 
-    gloo carries what is on the CPU, NCCL what is on CUDA. A failure of one rank leaves this block on all ranks,
-    with the error of the lowest rank that has one. Ctrl-C is raised at the next exchange, a second one at once.
-    UserError where the processes cannot meet.
+    CPU tensors travel over gloo, CUDA tensors over NCCL. If a rank fails, all ranks leave this block with the error
+    of the lowest rank that has one. Ctrl-C is raised at the next exchange, a second one at once. UserError where the
+    processes cannot connect.
     """
     if size == 1:
         yield ALONE
         return
-    global _met
-    ranks, _met = Ranks(rank, size), True
+    global _joined_others
+    ranks, _joined_others = Ranks(rank, size), True
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the {size} processes cannot meet ({reason}); start all of them with torchrun") from error
+        raise UserError(f"the {size} processes cannot connect ({reason}); start all of them with torchrun") from error
 
     def interrupt(number: int, frame: object) -> None:
         ranks.interrupted.set()
@@ -259,9 +259,9 @@ def joined(rank: int, size: int) -> Iterator[Ranks]:
 
 
 def _leave() -> None:
-    """Wait until every rank is here: torchrun ends the others as soon as one has ended with an error.
+    """Wait for every rank, because torchrun ends the others as soon as one has ended with an error.
 
-    From here on its SIGTERM comes too late to mean anything: what is left is to say so and exit.
+    The work is done by now, so torchrun's SIGTERM is ignored: the process only has to report and exit.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(RuntimeError):
@@ -270,12 +270,12 @@ def _leave() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with `code`; without taking the interpreter apart where this process was one of several.
+    """Exit with `code`; without the interpreter's cleanup where this process was one of several.
 
-    gloo's threads may still hold tensors then, and abort the process when they let go of them
+    gloo's threads may still hold tensors then, and abort the process when they release them
     (https://github.com/pytorch/pytorch/pull/179291).
     """
-    if not _met:
+    if not _joined_others:
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

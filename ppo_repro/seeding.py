@@ -1,7 +1,6 @@
-"""Counter-based random streams: every draw is a pure function of the run seed and its own name.
+"""Counter-based random streams: every draw is a pure function of the run seed and the stream's name.
 
-Only raw generator words are used; NumPy promises their bits across versions, but not those of its
-distributions.
+Only raw generator words are used: NumPy guarantees their bits across versions, but not those of its distributions.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def _digest(parts: tuple[int | str, ...], size: int) -> bytes:
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+def _digest(name: tuple[int | str, ...], size: int) -> bytes:
+    text = "\x1f".join(f"{type(item).__name__}:{item}" for item in name)
     return hashlib.blake2b(text.encode(), digest_size=size).digest()
 
 
@@ -29,17 +28,17 @@ def permutation(size: int, *name: int | str) -> NDArray[np.int64]:
 
 
 def bell(count: int, *name: int | str) -> NDArray[np.float64]:
-    """`count` draws of mean 0 and variance 1, bell-shaped: a centred sum of four 16-bit uniforms.
+    """`count` bell-shaped draws of mean 0 and variance 1: the centred sum of four 16-bit uniform numbers.
 
-    Exact integer sums and one multiplication, so the bits do not depend on the machine.
+    Integer sums and one multiplication, so the bits do not depend on the machine.
     """
     raw = words(count, *name)
     total = sum(((raw >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48))
     centred = 2 * np.asarray(total, dtype=np.int64) - 4 * 0xFFFF
-    # each uniform on 0..65535 has variance (65536^2 - 1) / 12, and doubling quadruples it
+    # each uniform number in 0..65535 has variance (65536^2 - 1) / 12, and doubling quadruples it
     return centred.astype(np.float64) * (1.0 / np.sqrt(4 * 4 * (65536.0**2 - 1) / 12))
 
 
 def sample_seed(run_seed: int, iteration: int, prompt_key: str, sample_index: int) -> int:
-    """The sampler's seed of one response, in [0, 2^63): its own for every response of a run."""
+    """The sampler's seed of one response, in [0, 2^63); every response of a run has its own."""
     return int.from_bytes(_digest(("sample", run_seed, iteration, prompt_key, sample_index), 8), "little") >> 1

@@ -1,4 +1,4 @@
-"""How the sequences of a run are shared out among its processes. Pure arithmetic."""
+"""How the sequences of a run are divided among its processes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def check_shares(shares: Sequence[int], size: int) -> None:
 
 
 def share_ranges(count: int, shares: Sequence[int]) -> list[range]:
-    """0..count-1 cut into one run of consecutive indices per rank: rank r gets shares[r] / sum(shares) of them.
+    """Cut 0..count-1 into one range per rank: rank r gets the fraction shares[r] / sum(shares).
 
-    Edges are rounded down in integers. `shares` are >= 0, at least one > 0.
+    Edges are rounded down to integers. All `shares` are >= 0, at least one is > 0.
     """
     total = sum(shares)
     edges = [0, *(count * end // total for end in accumulate(shares))]

@@ -115,7 +115,7 @@ def test_what_is_not_the_same_is_refused_on_every_rank(together: Together) -> No
         assert found["same"] == "nothing"
         assert found["not same"] == "PromiseBroken: thing: rank 1 has 2, rank 0 has 0"
         assert found["out of step"] == "PromiseBroken: rank 1 is at 'gather', rank 0 at 'check'"
-        assert found["other shapes"].startswith("PromiseBroken: shapes to add up: rank 1 has ")
+        assert found["other shapes"].startswith("PromiseBroken: shapes of the tensors to sum: rank 1 has ")
 
 
 @pytest.mark.parametrize("name", ["equal", "three to one", "all on the second"])

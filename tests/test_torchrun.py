@@ -194,7 +194,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     processes[1].kill()
     ended = end(processes)
     assert ended[0].code == 1 and len(ended[0].errors) == 1, ended
-    assert ended[0].errors[0].startswith("promise broken: another process of this run has ended without a word ")
+    assert ended[0].errors[0].startswith("promise broken: another process of this run ended unexpectedly ")
     assert status(tmp_path) == "failed"
 
 

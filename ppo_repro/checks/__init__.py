@@ -1,1 +1,1 @@
-"""Where sampler and trainer part, found by experiment on this machine."""
+"""Experiments on this machine: do the promises hold, and where do sampler and trainer first differ?"""

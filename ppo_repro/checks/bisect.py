@@ -1,7 +1,7 @@
-"""Which module makes sampler and trainer part, and which condition: for a run's own model, prompts and sampling.
+"""The module and the condition that make sampler and trainer differ, for the model, prompts and sampling of a run.
 
 Both paths compute the same token ids. The origin of a difference is the first module, in the order of execution,
-that is given equal bits and gives unequal ones: all others only pass a difference on.
+whose inputs have equal bits on both paths and whose outputs have not: all later ones only pass a difference on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.checks.capture import Captured, decoded, patched, trained
+from ppo_repro.checks.capture import Captured, Subject, decoded, patched, trained
 from ppo_repro.checks.conditions import Step, ladder
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import LayoutConfig, NumericsConfig, RunConfig, TinyModel
@@ -25,13 +25,13 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.networks import freeze
 from ppo_repro.records.bisect import write
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.engine import Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 
-SEQUENCES = 16  # what every module gives for all their tokens is held at once, for both paths
+SEQUENCES = 16  # the outputs of every module for all their tokens are in memory at once, for both paths
 MODES: tuple[Literal["exact", "native"], ...] = ("exact", "native")
 LOG_PROBS = "log_probs"
 
@@ -58,20 +58,8 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A policy in one mode, and the responses that it sampled."""
-
-    policy: PreTrainedModel
-    mode: str
-    max_context: int
-    requests: tuple[Request, ...]
-    completions: tuple[Completion, ...]
-    sampling: Sampling
-
-
-@dataclass(frozen=True)
 class Bisection:
-    """Everything found; `first_divergent_op` by mode, empty where no bit differs."""
+    """The result; `first_divergent_op` is by mode, empty where no bit differs."""
 
     folder: str
     first_divergent_op: dict[str, str]
@@ -90,7 +78,7 @@ def _settings(config: RunConfig, mode: Literal["exact", "native"]) -> RunConfig:
 
 
 def make_subject(config: RunConfig, mode: Literal["exact", "native"], start_folder: Path | None) -> Subject:
-    """The policy of a configuration, or of the folder it was saved in, with `SEQUENCES` responses."""
+    """The policy of a configuration, or of a folder where it was saved, with `SEQUENCES` responses."""
     config = _settings(config, mode)
     prepared = prepare(config, lambda step, total, loss: None, start_folder)
     keys = sorted(prepared.task.prompt_ids)[:SEQUENCES]
@@ -101,7 +89,7 @@ def make_subject(config: RunConfig, mode: Literal["exact", "native"], start_fold
 
 
 def ulps(a: Tensor, b: Tensor) -> Tensor:
-    """Distances of float32 numbers in units in the last place, int64; 0.0 and -0.0 are one number here."""
+    """Distances of float32 numbers in units in the last place, int64; 0.0 and -0.0 are equal here."""
     bits = (x.contiguous().view(torch.int32).to(torch.int64) for x in (a, b))
     left, right = (torch.where(x < 0, -(x & 0x7FFFFFFF), x) for x in bits)
     return (left - right).abs()
@@ -112,10 +100,10 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
     return a.contiguous().view(torch.int32) == b.contiguous().view(torch.int32)
 
 
-def _place(name: str) -> tuple[int, str]:
-    """(layer, name within it) of a module; layer -1 outside."""
-    found = re.search(r"\.(\d+)(?:\.|$)", name)
-    return (int(found.group(1)), name[found.end() :] or "layer") if found else (-1, name)
+def _layer_and_op(name: str) -> tuple[int, str]:
+    """The decoder layer of a module and its name within it; layer -1 outside of them."""
+    match = re.search(r"\.(\d+)(?:\.|$)", name)
+    return (int(match.group(1)), name[match.end() :] or "layer") if match else (-1, name)
 
 
 def _rel_l2(a: Tensor, b: Tensor) -> float:
@@ -124,13 +112,13 @@ def _rel_l2(a: Tensor, b: Tensor) -> float:
     return float((wide - other).norm()) / norm if norm > 0 else math.nan
 
 
-def _compare(s: Subject, name: str, order: int, given: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor]) -> Op:
-    """One module: what the decoding path and the training forward give it, and what they get."""
-    a, b = (x.to(torch.float64) for x in made)
-    difference, equal, inputs = (a - b).abs(), same_bits(*made), bool(same_bits(*given).all())
+def _compare(s: Subject, name: str, order: int, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> Op:
+    """One module: its inputs and its outputs on the decoding path and in the training forward."""
+    a, b = (x.to(torch.float64) for x in outputs)
+    difference, equal, inputs_equal = (a - b).abs(), same_bits(*outputs), bool(same_bits(*inputs).all())
     norms = float(a.norm()) * float(b.norm())
-    into = 0.0 if inputs else _rel_l2(*given)
-    layer, op = _place(name)
+    input_difference = 0.0 if inputs_equal else _rel_l2(*inputs)
+    layer, op = _layer_and_op(name)
     return Op(
         mode=s.mode,
         order=order,
@@ -139,34 +127,33 @@ def _compare(s: Subject, name: str, order: int, given: tuple[Tensor, Tensor], ma
         tokens=len(a),
         max_abs=float(difference.max()),
         mean_abs=float(difference.mean()),
-        rel_l2=_rel_l2(*made),
+        rel_l2=_rel_l2(*outputs),
         cos=float((a * b).sum()) / norms if norms > 0 else math.nan,
-        ulp_p99=float(torch.quantile(ulps(*made).flatten()[: 1 << 24].to(torch.float64), 0.99)),
+        ulp_p99=float(torch.quantile(ulps(*outputs).flatten()[: 1 << 24].to(torch.float64), 0.99)),
         frac_bitwise_equal=float(equal.to(torch.float64).mean()),
-        inputs_equal=inputs,
+        inputs_equal=inputs_equal,
         outputs_equal=bool(equal.all()),
-        amplification=_rel_l2(*made) / into if into > 0 else None,
+        amplification=_rel_l2(*outputs) / input_difference if input_difference > 0 else None,
         explained=None,
     )
 
 
 def _explained(s: Subject, trainer: PreTrainedModel, name: str, left: Captured, right: Captured) -> float | None:
+    """The share of the mean |difference| of log-probs that vanishes when one module's output is exchanged."""
     whole = float((left.logprobs.double() - right.logprobs.double()).abs().mean())
     if whole == 0.0:
         return None
-    made = patched(trainer, s.mode, s.requests, s.completions, s.sampling.temperature, name, left.outputs[name])
-    return 1.0 - float((left.logprobs.double() - made.double()).abs().mean()) / whole
+    logprobs = patched(s, trainer, name, left.outputs[name])
+    return 1.0 - float((left.logprobs.double() - logprobs.double()).abs().mean()) / whole
 
 
-def compare_ops(s: Subject, trainer: PreTrainedModel | None = None) -> Iterator[Op]:
-    """Every module on both paths; `trainer` is the policy that computes the training forward, if another one."""
-    other = s.policy if trainer is None else trainer
-    left = decoded(s.policy, s.mode, s.max_context, s.requests, s.completions, s.sampling)
-    right = trained(other, s.mode, s.requests, s.completions, s.sampling.temperature)
+def compare_ops(s: Subject, trainer: PreTrainedModel) -> Iterator[Op]:
+    """Every module on both paths; `trainer` computes the training forward."""
+    left, right = decoded(s), trained(s, trainer)
     order, head = 0, ""
     for name, output in right.outputs.items():
-        found = _compare(s, name, order, (left.inputs[name], right.inputs[name]), (left.outputs[name], output))
-        yield Op(**{**asdict(found), "explained": _explained(s, other, name, left, right)})
+        op = _compare(s, name, order, (left.inputs[name], right.inputs[name]), (left.outputs[name], output))
+        yield replace(op, explained=_explained(s, trainer, name, left, right))
         order, head = order + 1, name
     logits, logprobs = (left.outputs[head], right.outputs[head]), (left.logprobs[:, None], right.logprobs[:, None])
     yield _compare(s, LOG_PROBS, order, logits, logprobs)
@@ -181,11 +168,11 @@ def first_divergent_op(ops: Sequence[Op]) -> str:
 
 
 def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None]:
-    """Configuration, and the folder of the trained policy where `path` is a run."""
+    """The configuration, and the folder of the trained policy if `path` is a run."""
     if not path.is_dir():
         return load_config(path, overrides), None
     if overrides:
-        raise UserError(f"--set {overrides[0]}: {path} is a recorded run; --set goes with a configuration")
+        raise UserError(f"--set {overrides[0]}: {path} is a recorded run; --set goes with a configuration only")
     folder = path / "checkpoints" / "final"
     if not folder.is_dir():
         raise UserError(f"{path}: has no checkpoints/final; finish it with `ppo-repro resume {path}`")
@@ -195,7 +182,7 @@ def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | Non
 def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
     """Compare both paths of a configuration's policy, or of a run's final one, in both modes, and write the tables.
 
-    The tables go to OUT/<experiment>/<config digest>, in the place of what an earlier call left there.
+    The tables go to OUT/<experiment>/<config digest> and replace those of an earlier call.
     """
     config, folder = _source(path, overrides)
     require_undisturbed(config)
@@ -205,12 +192,10 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
     # one mode after the other: the backend is chosen for the whole process
     for mode in MODES:
         subject = make_subject(config, mode, folder)
-        found = list(compare_ops(subject))
-        first[mode] = first_divergent_op(found)
-        ops += found
-        steps += ladder(
-            subject.policy, mode, subject.max_context, subject.requests, subject.completions, subject.sampling
-        )
+        ops_of_mode = list(compare_ops(subject, subject.policy))
+        first[mode] = first_divergent_op(ops_of_mode)
+        ops += ops_of_mode
+        steps += ladder(subject)
     target = out / config.experiment / config.digest()
     write(target, {"mismatch_op": _columns(ops), "mismatch_ladder": _columns(steps)})
     return Bisection(str(target), first, tuple(ops), tuple(steps))
@@ -220,12 +205,12 @@ def _columns(rows: Sequence[Op] | Sequence[Step]) -> dict[str, list[Any]]:
     return {name: [getattr(row, name) for row in rows] for name in asdict(rows[0])}
 
 
-def lines(found: Bisection) -> list[str]:
-    """The result as text: each op that makes or enlarges a difference, the ladder, the origin."""
+def lines(bisection: Bisection) -> list[str]:
+    """The result as text: the ops whose outputs differ, the ladder, the origin."""
     shown = [
         f"{'mode':<8}{'layer':>5}  {'op':<26}{'in':>4}{'equal bits':>12}{'max_abs':>11}{'rel_l2':>11}{'explained':>11}"
     ]
-    for op in found.ops:
+    for op in bisection.ops:
         if not op.outputs_equal:
             explained = "" if op.explained is None else f"{op.explained:.2f}"
             equal, layer = "=" if op.inputs_equal else "", "" if op.layer < 0 else str(op.layer)
@@ -237,9 +222,9 @@ def lines(found: Bisection) -> list[str]:
     shown += [
         f"{step.mode:<8}{step.way:<9}{step.toggle:<18}{step.frac_unequal:>9.1%}"
         f"{step.mean_abs:>11.1e}{step.max_abs:>11.1e}{step.change:>11.1e}"
-        for step in found.ladder
+        for step in bisection.ladder
     ]
-    for mode, origin in found.first_divergent_op.items():
-        said = f"the paths part at {origin}" if origin else "no op gives other bits for equal inputs"
-        shown.append(f"{mode}: {said}")
-    return [*shown, f"tables  {found.folder}"]
+    for mode, origin in bisection.first_divergent_op.items():
+        verdict = f"the paths first differ at {origin}" if origin else "no op gives other bits for equal inputs"
+        shown.append(f"{mode}: {verdict}")
+    return [*shown, f"tables  {bisection.folder}"]

@@ -1,4 +1,4 @@
-"""What every module of a policy is given and gives, token by token: in cached decoding and in the training forward."""
+"""Inputs and outputs of every module of a policy, per token: in cached decoding and in the training forward."""
 
 from __future__ import annotations
 
@@ -21,9 +21,21 @@ from ppo_repro.rollout.engine import Completion, Request, Sampling
 STRIDE = 1 << 32  # a token's key is sequence * STRIDE + position
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A policy in one mode, and responses sampled from it."""
+
+    policy: PreTrainedModel
+    mode: str
+    max_context: int
+    requests: tuple[Request, ...]
+    completions: tuple[Completion, ...]
+    sampling: Sampling
+
+
 @dataclass
-class Seen:
-    """Rows [n, width] of one module, joined by `joined`."""
+class Rows:
+    """The rows [n, width] that one module has computed so far."""
 
     keys: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
@@ -40,7 +52,7 @@ class Captured:
 
 
 # sequences and positions [R, L] of the pass in progress, position -1 for padding
-Place = Callable[[], tuple[Tensor, Tensor]]
+TokenGrid = Callable[[], tuple[Tensor, Tensor]]
 
 
 def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
@@ -51,79 +63,72 @@ def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: m for name, m in named.items() if not isinstance(m, nn.ModuleList)}
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The first tensor that a module is called with."""
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The first tensor among the arguments of a module."""
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 def _rows(x: Tensor, valid: Tensor) -> Tensor:
-    """[n, width] of a tensor [R, L, ..], or [1, L, ..] for all rows."""
+    """The valid rows [n, width] of a tensor [R, L, ..], or [1, L, ..] that holds for all R."""
     return x.detach().expand(*valid.shape, *x.shape[2:])[valid].reshape(int(valid.sum()), -1)
 
 
 def tensors_of(out: Any) -> list[Tensor]:
-    """The tensors that a module gives: itself, or those of its tuple."""
+    """The tensors among a module's output, which is a tensor or a tuple."""
     return [out] if isinstance(out, Tensor) else [x for x in out if isinstance(x, Tensor)]
 
 
 @contextmanager
-def watched(policy: PreTrainedModel, place: Place, head_keys: Callable[[], Tensor]) -> Iterator[dict[str, Seen]]:
-    """Record every module while the body runs."""
-    seen: dict[str, Seen] = {}
+def recording(policy: PreTrainedModel, tokens: TokenGrid, head_keys: Callable[[], Tensor]) -> Iterator[dict[str, Rows]]:
+    """Record inputs and outputs of every module while the body runs."""
+    recorded: dict[str, Rows] = {}
     head = head_of(policy)
 
-    def watch(name: str, module: nn.Module) -> Any:
+    def add_hook(name: str, module: nn.Module) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            entry = seen.setdefault(name, Seen())
-            given = _given(args, kwargs)
+            rows = recorded.setdefault(name, Rows())
+            x = _input(args, kwargs)
             if module is head:
-                keys, inputs, outputs = head_keys(), given, out
+                keys, inputs, outputs = head_keys(), x, out
             else:
-                sequences, positions = place()
+                sequences, positions = tokens()
                 valid = positions >= 0
                 keys = (sequences * STRIDE + positions)[valid]
-                inputs = _rows(given if given.dim() > 1 else given[None], valid)
-                outputs = torch.cat([_rows(x, valid) for x in tensors_of(out)], 1)
-            entry.keys.append(keys)
-            entry.inputs.append(inputs.detach().clone())
-            entry.outputs.append(outputs.detach().clone())
+                inputs = _rows(x if x.dim() > 1 else x[None], valid)
+                outputs = torch.cat([_rows(y, valid) for y in tensors_of(out)], 1)
+            rows.keys.append(keys)
+            rows.inputs.append(inputs.detach().clone())
+            rows.outputs.append(outputs.detach().clone())
 
         return module.register_forward_hook(hook, with_kwargs=True)
 
-    handles = [watch(name, module) for name, module in modules_of(policy).items()]
+    handles = [add_hook(name, module) for name, module in modules_of(policy).items()]
     try:
-        yield seen
+        yield recorded
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _joined(seen: dict[str, Seen], logprobs: Tensor) -> Captured:
+def _in_token_order(recorded: dict[str, Rows], logprobs: Tensor) -> Captured:
     inputs, outputs = {}, {}
-    for name, entry in seen.items():
-        order = torch.cat(entry.keys).argsort()
-        inputs[name], outputs[name] = torch.cat(entry.inputs)[order], torch.cat(entry.outputs)[order]
+    for name, rows in recorded.items():
+        order = torch.cat(rows.keys).argsort()
+        inputs[name], outputs[name] = torch.cat(rows.inputs)[order], torch.cat(rows.outputs)[order]
     return Captured(inputs, outputs, logprobs)
 
 
 @torch.no_grad()
-def decoded(
-    policy: PreTrainedModel,
-    mode: str,
-    max_context: int,
-    requests: Sequence[Request],
-    completions: Sequence[Completion],
-    sampling: Sampling,
-) -> Captured:
+def decoded(s: Subject) -> Captured:
     """The sampler's path: prefill, then one token at a time with the cache."""
-    engine = Replay(policy, mode, max_context, len(requests), completions)
+    engine = Replay(s.policy, s.mode, s.max_context, len(s.requests), s.completions)
 
     def last_keys() -> Tensor:
         return engine.sequences[:, 0] * STRIDE + engine.positions.amax(1)
 
-    with watched(policy, lambda: (engine.sequences, engine.positions), last_keys) as seen:
-        logprobs = engine.logprobs(requests, sampling)
-    return _joined(seen, logprobs)
+    with recording(s.policy, lambda: (engine.sequences, engine.positions), last_keys) as recorded:
+        logprobs = engine.logprobs(s.requests, s.sampling)
+    return _in_token_order(recorded, logprobs)
 
 
 def batch_of(requests: Sequence[Request], completions: Sequence[Completion], padding: str) -> TokenBatch:
@@ -140,60 +145,46 @@ def scored(
     return token_statistics(logits, batch.targets, temperature, eligible, mode)[0]
 
 
-def places_of(requests: Sequence[Request], completions: Sequence[Completion]) -> tuple[Tensor, Tensor]:
+def token_grid(s: Subject) -> tuple[Tensor, Tensor]:
     """Sequences and positions [R, L] of right-padded rows, position -1 for padding."""
-    pairs = zip(requests, completions, strict=True)
+    pairs = zip(s.requests, s.completions, strict=True)
     lengths = torch.tensor([len(r.prompt_ids) + len(c.response_ids) - 1 for r, c in pairs])[:, None]
     columns = torch.arange(int(lengths.max())).expand(len(lengths), -1)
     return torch.arange(len(lengths))[:, None].expand_as(columns), torch.where(columns < lengths, columns, -1)
 
 
 @torch.no_grad()
-def trained(
-    policy: PreTrainedModel,
-    mode: str,
-    requests: Sequence[Request],
-    completions: Sequence[Completion],
-    temperature: float,
-) -> Captured:
-    """The trainer's path: one forward over all sequences, padded on the right."""
-    batch = batch_of(requests, completions, "right")
-    sequences, positions = places_of(requests, completions)
+def trained(s: Subject, trainer: PreTrainedModel) -> Captured:
+    """The trainer's path, computed by `trainer`: one forward over all sequences, padded on the right."""
+    batch = batch_of(s.requests, s.completions, "right")
+    sequences, positions = token_grid(s)
     keys = (sequences * STRIDE + positions).flatten()[batch.predictors]
-    with watched(policy, lambda: (sequences, positions), lambda: keys) as seen:
-        logprobs = scored(policy, mode, batch, completions, temperature)
-    return _joined(seen, logprobs)
+    with recording(trainer, lambda: (sequences, positions), lambda: keys) as recorded:
+        logprobs = scored(trainer, s.mode, batch, s.completions, s.sampling.temperature)
+    return _in_token_order(recorded, logprobs)
 
 
 @torch.no_grad()
-def patched(
-    policy: PreTrainedModel,
-    mode: str,
-    requests: Sequence[Request],
-    completions: Sequence[Completion],
-    temperature: float,
-    name: str,
-    rows: Tensor,
-) -> Tensor:
-    """Log-probs of the training forward with `rows` [n, width] in place of what the module `name` gives."""
-    batch = batch_of(requests, completions, "right")
-    valid = places_of(requests, completions)[1] >= 0
-    module = modules_of(policy)[name]
+def patched(s: Subject, trainer: PreTrainedModel, name: str, rows: Tensor) -> Tensor:
+    """Log-probs of the trainer's path with the output of the module `name` replaced by `rows` [n, width]."""
+    batch = batch_of(s.requests, s.completions, "right")
+    valid = token_grid(s)[1] >= 0
+    module = modules_of(trainer)[name]
 
     def replace(_: nn.Module, __: Any, out: Any) -> Any:
-        if module is head_of(policy):
+        if module is head_of(trainer):
             return rows
-        parts, made = rows, []
+        remaining, replaced = rows, []
         for x in tensors_of(out):
             width = x[0, 0].numel()
             full = x.expand(*valid.shape, *x.shape[2:]).clone()
-            full[valid] = parts[:, :width].reshape(-1, *x.shape[2:])
-            parts = parts[:, width:]
-            made.append(full)
-        return made[0] if isinstance(out, Tensor) else (*made, *out[len(made) :])
+            full[valid] = remaining[:, :width].reshape(-1, *x.shape[2:])
+            remaining = remaining[:, width:]
+            replaced.append(full)
+        return replaced[0] if isinstance(out, Tensor) else (*replaced, *out[len(replaced) :])
 
     handle = module.register_forward_hook(replace)
     try:
-        return scored(policy, mode, batch, completions, temperature)
+        return scored(trainer, s.mode, batch, s.completions, s.sampling.temperature)
     finally:
         handle.remove()

@@ -1,9 +1,9 @@
-"""What each condition of computing changes in the log-probs of the same tokens: alone, and added to all others."""
+"""How much each condition of the computation changes the log-probs of the same tokens: alone, and added to the rest."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,26 +12,25 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from ppo_repro.checks.capture import batch_of, scored
+from ppo_repro.checks.capture import Subject, batch_of, scored
 from ppo_repro.checks.replay import Replay
 from ppo_repro.models.networks import freeze
 from ppo_repro.numerics import backend
-from ppo_repro.rollout.engine import Completion, Request, Sampling
 
 
 @dataclass(frozen=True)
-class Path:
-    """Conditions under which log-probs are computed; as they are here, it is the plain training forward."""
+class Conditions:
+    """Conditions under which log-probs are computed. All False is the plain training forward."""
 
     cached_decode: bool = False
-    one_at_a_time: bool = False  # sequences in a batch, or slots of the decoder
-    left_padding: bool = False  # of a forward; the decoder has none
+    one_at_a_time: bool = False  # one sequence per batch, or one slot in the decoder
+    left_padding: bool = False  # of a forward pass; the decoder has no padding
     two_threads: bool = False
-    other_kernels: bool = False  # attention in plain products in native numerics, the specification in exact ones
-    bfloat16_weights: bool = False  # rounded to bfloat16, computed with in the mode's own numerics
+    other_kernels: bool = False  # native numerics: attention without fused kernels; exact numerics: the eager backend
+    bfloat16_weights: bool = False  # weights rounded to bfloat16; computed in the numerics of the mode
 
 
-TOGGLES = tuple(Path.__dataclass_fields__)
+TOGGLES = tuple(Conditions.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,14 @@ class Step:
 
 
 @contextmanager
-def _computing(mode: str, path: Path) -> Iterator[None]:
-    """The backend, threads and attention of a path; what was in use comes back."""
+def _under(conditions: Conditions, mode: str) -> Iterator[None]:
+    """Use the backend, threads and attention kernel of `conditions` inside the block."""
     usual = backend.active()
-    backend.use("eager" if mode == "native" or path.other_kernels else usual, 2 if path.two_threads else 1)
+    kind = "eager" if mode == "native" or conditions.other_kernels else usual
+    backend.use(kind, 2 if conditions.two_threads else 1)
     try:
-        # stock transformers' own eager attention takes other masks, so the same call is given another kernel
-        with sdpa_kernel(SDPBackend.MATH) if mode == "native" and path.other_kernels else nullcontext():
+        # transformers' own eager attention expects other masks, so the same call gets another kernel
+        with sdpa_kernel(SDPBackend.MATH) if mode == "native" and conditions.other_kernels else nullcontext():
             yield
     finally:
         backend.use(usual, 1)
@@ -71,53 +71,38 @@ def _rounded(policy: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _logprobs(
-    policy: PreTrainedModel,
-    mode: str,
-    max_context: int,
-    requests: Sequence[Request],
-    completions: Sequence[Completion],
-    sampling: Sampling,
-    path: Path,
-) -> Tensor:
-    with _computing(mode, path):
-        if path.cached_decode:
-            slots = 1 if path.one_at_a_time else len(requests)
-            return Replay(policy, mode, max_context, slots, completions).logprobs(requests, sampling)
-        size, padding = 1 if path.one_at_a_time else len(requests), "left" if path.left_padding else "right"
-        parts = []
-        for start in range(0, len(requests), size):
-            some = slice(start, start + size)
-            batch = batch_of(requests[some], completions[some], padding)
-            parts.append(scored(policy, mode, batch, completions[some], sampling.temperature))
-        return torch.cat(parts)
+def _logprobs(s: Subject, policy: PreTrainedModel, conditions: Conditions) -> Tensor:
+    count = len(s.requests)
+    size = 1 if conditions.one_at_a_time else count
+    with _under(conditions, s.mode):
+        if conditions.cached_decode:
+            return Replay(policy, s.mode, s.max_context, size, s.completions).logprobs(s.requests, s.sampling)
+        padding = "left" if conditions.left_padding else "right"
+        by_batch = []
+        for start in range(0, count, size):
+            requests, completions = s.requests[start : start + size], s.completions[start : start + size]
+            batch = batch_of(requests, completions, padding)
+            by_batch.append(scored(policy, s.mode, batch, completions, s.sampling.temperature))
+        return torch.cat(by_batch)
 
 
-def ladder(
-    policy: PreTrainedModel,
-    mode: str,
-    max_context: int,
-    requests: Sequence[Request],
-    completions: Sequence[Completion],
-    sampling: Sampling,
-) -> list[Step]:
+def ladder(s: Subject) -> list[Step]:
     """Each condition alone; all together; all but one. Compared with the plain training forward of the same tokens.
 
     `one`: change = mean|delta| of the condition alone. `but_one`: change = mean|delta| of all conditions together minus
     that of all others. Conditions are not additive: the two differ, and a change may be negative.
     """
-    coarse = _rounded(policy)
+    coarse = _rounded(s.policy)
 
-    def found(path: Path) -> Tensor:
-        model = coarse if path.bfloat16_weights else policy
-        return _logprobs(model, mode, max_context, requests, completions, sampling, path)
+    def logprobs(conditions: Conditions) -> Tensor:
+        return _logprobs(s, coarse if conditions.bfloat16_weights else s.policy, conditions)
 
-    plain, every = found(Path()), Path(**dict.fromkeys(TOGGLES, True))
-    steps = [_step(mode, "one", name, plain, found(replace(Path(), **{name: True}))) for name in TOGGLES]
-    together = _step(mode, "but_one", "all", plain, found(every))
+    plain, every = logprobs(Conditions()), Conditions(**dict.fromkeys(TOGGLES, True))
+    steps = [_step(s.mode, "one", name, plain, logprobs(replace(Conditions(), **{name: True}))) for name in TOGGLES]
+    together = _step(s.mode, "but_one", "all", plain, logprobs(every))
     steps.append(together)
     for name in TOGGLES:
-        step = _step(mode, "but_one", name, plain, found(replace(every, **{name: False})))
+        step = _step(s.mode, "but_one", name, plain, logprobs(replace(every, **{name: False})))
         steps.append(replace(step, change=together.mean_abs - step.mean_abs))
     return steps
 

@@ -1,7 +1,7 @@
-"""Does every invariance hold on this machine, for this model and configuration? With its negative control.
+"""Does every promise hold on this machine, for this model and configuration? With a negative control.
 
-Each promise is checked twice: in exact numerics, where no bit may differ, and in native numerics, where
-the difference between cached decoding and the full forward has to show, or the check could not fail.
+Each promise is checked twice: in exact numerics, where no bit may differ, and in native numerics, where cached
+decoding and the full forward have to differ. Otherwise the check could not detect a difference at all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A prepared run in one mode, with the responses it sampled under the plainest layout."""
+    """A prepared run in one mode, with the responses it sampled in the default layout."""
 
     config: RunConfig
     prepared: Prepared
@@ -73,8 +73,7 @@ def _with(config: RunConfig, mode: Mode) -> RunConfig:
         operand_bits=config.numerics.operand_bits if mode == "exact" else 20,
         max_context=config.numerics.max_context,
     )
-    parts = {"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()}
-    return config.model_copy(update=parts)
+    return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()})
 
 
 def _generate(
@@ -88,7 +87,7 @@ def _generate(
 def _subject(config: RunConfig, mode: Mode) -> _Subject:
     config = _with(config, mode)
     prepared = prepare(config, lambda step, total, loss: None)
-    # two samples of each prompt, so that the prefix cache has something to find
+    # two samples of each prompt, so that the prefix cache is used
     keys = sorted(prepared.task.prompt_ids)[: SEQUENCES // 2]
     requests = tuple(
         Request(prepared.task.prompt_ids[k], sample_seed(config.seed, 0, k, index)) for k in keys for index in (0, 1)
@@ -97,7 +96,7 @@ def _subject(config: RunConfig, mode: Mode) -> _Subject:
 
 
 def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
-    """Tokens whose id or log-prob bits differ; a response of another length differs as a whole."""
+    """Tokens whose id or log-prob bits differ; where any id differs, all tokens of that response count."""
     total = 0
     for left, right in zip(a, b, strict=True):
         if left.response_ids != right.response_ids:
@@ -115,16 +114,16 @@ def _batches(s: _Subject, padding: str, size: int) -> Iterator[tuple[TokenBatch,
         yield batch, torch.cat([c.kept_tokens for c in completions])
 
 
-def _score(s: _Subject, batch: TokenBatch, kept: Tensor) -> Tensor:
+def _score(s: _Subject, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
     logits = policy_logits(s.prepared.state.policy, batch)
-    eligible = expand_kept(kept, logits.shape[-1])
+    eligible = expand_kept(kept_tokens, logits.shape[-1])
     mode, temperature = s.config.numerics.mode, s.config.rollout.temperature
     return token_statistics(logits, batch.targets, temperature, eligible, mode)[0]
 
 
 @torch.no_grad()
 def _forward(s: _Subject, padding: str, size: int) -> Tensor:
-    return torch.cat([_score(s, batch, kept) for batch, kept in _batches(s, padding, size)])
+    return torch.cat([_score(s, batch, kept_tokens) for batch, kept_tokens in _batches(s, padding, size)])
 
 
 @torch.no_grad()
@@ -143,8 +142,8 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
     optimizer = make_optimizer(policy, settings, s.config.numerics.mode, s.config.numerics.operand_bits)
 
     def backward() -> None:
-        for batch, kept in _batches(s, padding, size):
-            logprobs = _score(s, batch, kept)
+        for batch, kept_tokens in _batches(s, padding, size):
+            logprobs = _score(s, batch, kept_tokens)
             torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(s.logprobs)))
 
     optimizer.step(backward, sum(batch.real_tokens for batch, _ in _batches(s, padding, size)))
@@ -156,14 +155,14 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
 
 
 def _kinds(s: _Subject) -> tuple[str, ...]:
-    """The backends of this machine, the fastest last; native numerics have none."""
+    """The backends of this machine, the fastest last; native numerics have only the eager one."""
     if s.config.numerics.mode == "native":
         return ("eager",)
     return tuple(name for name in backend.BACKENDS if name != "amx" or backend.has_amx())
 
 
 def _with_backend(s: _Subject, kind: str, threads: int, compute: Callable[[], Tensor]) -> Tensor:
-    """What `compute` gives under another backend and number of threads."""
+    """The result of `compute` with another backend and number of threads."""
     usual = _kinds(s)[-1]
     backend.use(kind if kind in _kinds(s) else usual, threads)
     try:
@@ -184,8 +183,8 @@ def _rollout_checks(s: _Subject) -> Iterator[Check]:
         yield "prefill chunk", str(chunk), n, resample(SEQUENCES, chunk)
     yield "prefix cache", "off", n, resample(SEQUENCES, 0, False)
     yield "prefix cache", "warm, 2 slots", n, resample(2, 0)
-    turned = _generate(s.config, s.prepared, s.requests[::-1], 5, 0, True)[::-1]
-    yield "request order", "reversed, 5 slots", n, _differing(s.completions, turned)
+    reversed_back = _generate(s.config, s.prepared, s.requests[::-1], 5, 0, True)[::-1]
+    yield "request order", "reversed, 5 slots", n, _differing(s.completions, reversed_back)
 
 
 def _forward_checks(s: _Subject, reference: Tensor) -> Iterator[Check]:
@@ -194,7 +193,7 @@ def _forward_checks(s: _Subject, reference: Tensor) -> Iterator[Check]:
         condition = f"{padding} padding, {size} a batch"
         yield "forward layout", condition, n, unequal_bits(reference, _forward(s, padding, size))
     values = _values(s, "right", SEQUENCES)
-    if not len(values):  # no value model, no promise about it
+    if not len(values):  # no value model
         return
     for padding, size in (("left", SEQUENCES), ("none", 5), ("right", 1)):
         condition = f"{padding} padding, {size} a batch"
@@ -228,7 +227,7 @@ def _checks(s: _Subject) -> Iterator[Check]:
 
 
 def probe(config: RunConfig) -> list[Row]:
-    """Check every promise for the model and prompts of `config`, in both modes; UserError where it is made to break."""
+    """Check every promise for the model and prompts of `config`, in both modes. UserError as `require_undisturbed`."""
     require_undisturbed(config)
     # one mode after the other: the backend is chosen for the whole process
     exact = list(_checks(_subject(config, "exact")))
@@ -237,14 +236,14 @@ def probe(config: RunConfig) -> list[Row]:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """What did not hold, one sentence each; empty if all is well."""
+    """The promises that did not hold, one sentence each; empty if all did."""
     broken = [
         f"{r.promise} ({r.condition}): {r.unequal_exact} of {r.compared} differ in exact numerics"
         for r in rows
         if r.unequal_exact
     ]
     if not any(r.unequal_native for r in rows if r.promise == CONTROL):
-        broken.append(f"{CONTROL}: the native control finds no difference, so this check proves nothing here")
+        broken.append(f"{CONTROL}: native numerics show no difference either, so this check proves nothing here")
     return broken
 
 

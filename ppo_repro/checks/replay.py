@@ -1,4 +1,4 @@
-"""The engine on responses that are known: the same prefill, cache and decoding, with tokens given instead of drawn."""
+"""The engine on known responses: the same prefill, cache and decoding, without drawing tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ppo_repro.rollout.torch_engine import Cache, Drawn, TorchEngine, _Active
 
 
 class Replay(TorchEngine):
-    """Decodes `completions` again; `sequences` and `positions` say what the pass in progress computes."""
+    """Decodes `completions` again; `sequences` and `positions` [R, L] are those of the pass in progress."""
 
     def __init__(
         self, policy: PreTrainedModel, mode: str, max_context: int, slots: int, completions: Sequence[Completion]
     ) -> None:
-        # no token ends a response but the last one given
+        # no token ends a response: it ends where the known one does
         super().__init__(policy, frozenset(), mode, max_context, slots, prefill_chunk=0, prefix_cache=False)
         self.completions = completions
         self.sequences, self.positions = torch.empty(0), torch.empty(0)
         self._owner: dict[int, int] = {}
 
     def logprobs(self, requests: Sequence[Request], sampling: Sampling) -> Tensor:
-        """Log-probs [n] float32 of the given tokens, decoded with the cache."""
+        """Log-probs [n] float32 of the known tokens, decoded with the cache."""
         return torch.cat([c.logprobs for c in self.generate(requests, sampling)])
 
     def _prefill(self, cache: Cache, held: PrefixIndex, turn: list[_Active]) -> Tensor:
@@ -43,17 +43,17 @@ class Replay(TorchEngine):
         return super()._forward(cache, slots, pieces, starts)
 
     def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
-        given = [(self.completions[item.index], len(item.tokens)) for item in turn]
-        tokens = torch.tensor([c.response_ids[at] for c, at in given])
-        kept = torch.stack([c.kept_tokens[at] for c, at in given])
-        eligible = expand_kept(kept, logits.shape[-1])
+        next_tokens = [(self.completions[item.index], len(item.tokens)) for item in turn]
+        tokens = torch.tensor([c.response_ids[position] for c, position in next_tokens])
+        kept_tokens = torch.stack([c.kept_tokens[position] for c, position in next_tokens])
+        eligible = expand_kept(kept_tokens, logits.shape[-1])
         logprobs, _ = token_statistics(logits, tokens, sampling.temperature, eligible, self.mode)
-        mass = torch.stack([c.log_kept_mass[at] for c, at in given])
-        drawn = Drawn(logprobs.numpy(), mass.numpy(), kept.numpy())
+        mass = torch.stack([c.log_kept_mass[position] for c, position in next_tokens])
+        drawn = Drawn(logprobs.numpy(), mass.numpy(), kept_tokens.numpy())
         for row, (item, token) in enumerate(zip(turn, tokens.tolist(), strict=True)):
             item.tokens.append(token)
             item.samples.append((drawn, row))
 
     def _finish_reason(self, item: _Active, sampling: Sampling) -> str:
-        given = self.completions[item.index]
-        return given.finish_reason if len(item.tokens) == len(given.response_ids) else ""
+        known = self.completions[item.index]
+        return known.finish_reason if len(item.tokens) == len(known.response_ids) else ""

@@ -15,7 +15,7 @@ from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance
-from ppo_repro.ppo.losses import CLIP_FLAGS, removes_gradient
+from ppo_repro.ppo.losses import flag_names, removes_gradient
 from ppo_repro.records import control_schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs.tables import unequal_bits
@@ -110,7 +110,7 @@ def _updates(item: ControlIteration) -> Columns:
         "advantages": cat(lambda u: u.advantages),
         "new_logprobs": cat(lambda u: u.new_logprobs),
         "ratios": cat(lambda u: u.ratios),
-        "clip_flag": [CLIP_FLAGS[i] for i in cat(lambda u: u.clip_flags).tolist()],
+        "clip_flag": flag_names(torch.cat([u.clip_flags for u in item.updates])),
         "new_values": cat(lambda u: u.new_values),
         "value_clipped": cat(lambda u: u.value_clipped),
         "new_entropies": cat(lambda u: u.new_entropies),

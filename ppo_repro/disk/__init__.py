@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all, and locks."""
+"""Files and folders that are written completely or not at all, and locks."""

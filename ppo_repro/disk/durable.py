@@ -1,4 +1,4 @@
-"""Writing so that a kill or a full disk leaves what was there or what was to be, and nothing in between."""
+"""Writing files so that after a kill or on a full disk they hold the old or the new content, nothing in between."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ppo_repro.errors import UserError
 
 
 def atomic_write(path: Path, data: bytes | memoryview) -> None:
-    """Write the whole file or leave what was there; raises UserError with path and reason."""
+    """Replace a file completely or leave it as it was; raises UserError with path and reason."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        # a link in its place would be written through, out of the folder
+        # never through a symbolic link, which could lead out of the folder
         with open(temporary, "wb", opener=_without_links) as file:
             file.write(data)
             file.flush()
@@ -28,22 +28,22 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_at(path: Path, size: int, data: bytes) -> None:
-    """Put `data` behind the first `size` bytes of a file, in place of what follows them, and flush it to the disk.
+    """Cut a file to its first `size` bytes, append `data`, and flush it to the disk.
 
-    Those bytes are safe at any instant; what follows is not, so something written later has to say that it counts.
-    Raises UserError with path and reason; then only they are left.
+    The first `size` bytes are safe at any moment. The appended ones are not, so they count only once something written
+    later says so. Raises UserError with path and reason; the file then has `size` bytes.
     """
     try:
-        # unbuffered: closing must not write what failed once more
+        # unbuffered, so that closing does not try a failed write again
         with open(path, "r+b", buffering=0, opener=_without_links) as file:
             if os.fstat(file.fileno()).st_size < size:
                 raise UserError(f"{path}: was cut off meanwhile; let one process at a time write a run")
             try:
                 file.truncate(size)
                 file.seek(size)
-                left = memoryview(data)
-                while left:
-                    left = left[file.write(left) :]
+                remaining = memoryview(data)
+                while remaining:
+                    remaining = remaining[file.write(remaining) :]
                 os.fsync(file.fileno())
             except OSError:
                 with contextlib.suppress(OSError):

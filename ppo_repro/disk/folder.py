@@ -1,4 +1,4 @@
-"""What a run folder needs from the file system: one writer at a time, and folders that are whole or absent."""
+"""Run folders on the file system: one writer at a time, and subfolders that are complete or absent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _RESTORE = "restore it, or remove the sums if you changed the folder yourself"
 
 @contextmanager
 def only_writer(run_dir: Path) -> Iterator[None]:
-    """Hold the run's advisory lock (flock); UserError where another process has it. Readers need none.
+    """Hold the run's advisory lock (flock); UserError where another process has it. Readers need no lock.
 
-    The kernel drops the lock when its process ends, however it ends, so a dead run is never taken for a live one.
+    The kernel releases the lock when its process ends, however it ends, so a dead run is never taken for a live one.
     """
     path = run_dir / LOCK_NAME
     try:
-        # neither through a link nor emptied: what lies there may be no lock of ours
+        # not through a link and not truncated: the file may not be one of our locks
         file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); make the run folder writable") from error
@@ -44,7 +44,7 @@ def only_writer(run_dir: Path) -> Iterator[None]:
 
 
 def check_links(run_dir: Path) -> None:
-    """Raise UserError where anything inside a run folder is a symbolic link, through which writes would leave it."""
+    """Raise UserError if a run folder contains a symbolic link, because writes could leave the folder through it."""
     for path in sorted(run_dir.rglob("*")):
         if path.is_symlink():
             raise UserError(f"{path}: is a symbolic link; put what it points to in its place")
@@ -52,13 +52,13 @@ def check_links(run_dir: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which then takes the place of `folder` on disk, whole and durable, or not at all.
+    """A temporary folder to fill, which then replaces `folder`, completely and durably or not at all.
 
-    UserError where writing fails; whatever was at `folder` stays until everything new is on disk.
+    UserError where writing fails. The old `folder` stays until everything new is on disk.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
-        if temporary.exists():  # of a process that was killed
+        if temporary.exists():  # left by a killed process
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
         yield temporary
@@ -81,32 +81,32 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path) -> None:
-    """Raise UserError naming the first file that SHA256SUMS has otherwise or lacks; without it nothing is checked."""
+    """Raise UserError for the first file that SHA256SUMS does not match or list. Without it nothing is checked."""
     path = folder / SUMS_NAME
     if not path.exists():
         return
     listed = {SUMS_NAME}
     for line in path.read_bytes().splitlines():
         digest, _, name = line.decode("utf-8", "replace").partition("  ")
-        # a name that leads out of the folder is no name of ours
+        # a name that leads out of the folder was not written by `write_sums`
         if len(digest) != 64 or not name or Path(name).name != name:
             raise UserError(f"{path}: is not a list of SHA-256; {_RESTORE}")
         try:
-            found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            actual = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         except (OSError, ValueError) as error:
             raise UserError(f"{folder / name}: cannot be read, and {path} lists it; {_RESTORE}") from error
-        if found != digest:
+        if actual != digest:
             raise UserError(f"{folder / name}: has another SHA-256 than {path} says; {_RESTORE}")
         listed.add(name)
-    # a file more could change what is loaded, and sums that were cut off would list too little
+    # an additional file could change what is loaded, and a truncated SHA256SUMS would list too few
     for name in sorted({entry.name for entry in folder.iterdir() if entry.is_file()} - listed):
         raise UserError(f"{path}: does not list {name}; {_RESTORE}")
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder if it is there, under another name first, so that no half of it is left; raises OSError."""
+    """Remove a folder if it exists. It is renamed first, so that never half of it is left; raises OSError."""
     doomed = folder.with_name(folder.name + ".removed")
-    if doomed.exists():  # of a process that was killed
+    if doomed.exists():  # left by a killed process
         shutil.rmtree(doomed)
     if folder.exists():
         os.replace(folder, doomed)

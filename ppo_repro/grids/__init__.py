@@ -1,1 +1,1 @@
-"""Many runs of one question: a grid file, its cells, and what runs them."""
+"""Many runs for one question: the grid file, its cells, and the engines that run them."""

@@ -1,4 +1,4 @@
-"""One cell of a grid on disk: where its run is, in which state, and how to run or finish it."""
+"""One cell of a grid on disk: its run, its state, and how to run or finish it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ppo_repro.records.config_file import read_environment
 
 RESULT = "result.json"
 LOG = "log.txt"
-MESSAGE_LINES = 20  # of the log's end, in which the error is
+MESSAGE_LINES = 20  # of the end of the log, searched for the error
 
 State = Literal["missing", "running", "interrupted", "failed", "complete"]
 
 
 @dataclass(frozen=True)
 class Order:
-    """What an engine needs to run one cell anywhere that sees the folder."""
+    """What an engine needs to run one cell on any machine that has access to the folder."""
 
     name: str
     folder: str
@@ -38,35 +38,35 @@ class Result:
     """How the last attempt at a cell ended."""
 
     name: str
-    exit_code: int  # 0 done; negative: the signal that killed it
+    exit_code: int  # 0 for success, negative for the signal that killed it
     seconds: float
-    message: str  # the last error line; empty when done
+    message: str  # the last error line; empty on success
 
 
 def run_of(folder: Path) -> Path | None:
     """The folder of the cell's run, if one has begun; UserError where there are several."""
-    found = sorted(path.parent for path in folder.glob(f"*/*/{manifest.FILE_NAME}"))
-    found = [run_dir for run_dir in found if run_dir.suffix not in (".tmp", ".removed")]  # of a process that was killed
-    if len(found) > 1:
-        raise UserError(f"{folder}: holds {len(found)} runs; a cell has one, remove what was put there")
-    return found[0] if found else None
+    runs = sorted(path.parent for path in folder.glob(f"*/*/{manifest.FILE_NAME}"))
+    runs = [run_dir for run_dir in runs if run_dir.suffix not in (".tmp", ".removed")]  # left by a killed process
+    if len(runs) > 1:
+        raise UserError(f"{folder}: has {len(runs)} runs; a cell has one, remove the others")
+    return runs[0] if runs else None
 
 
 def state_of(folder: Path) -> State:
-    """How far the cell's run is on disk; raises UserError where its manifest is damaged."""
+    """The state of the cell's run on disk; raises UserError where its manifest is damaged."""
     run_dir, last = run_of(folder), last_result(folder)
     if run_dir is not None:
         status = manifest.load(run_dir).status
-        # of a process that was killed: it could not say so, who waited for it did
+        # a killed process cannot change its status, but the engine that waited for it has written a result
         return "interrupted" if status == "running" and last is not None else status
     if last is None:
         return "missing"
-    # ended before its first iteration, by itself or by a signal
+    # ended before its first iteration, with an error or by a signal
     return "failed" if last.exit_code in (1, 2) else "interrupted"
 
 
 def environment_of(folder: Path) -> dict[str, Any]:
-    """The environments in which the cell's run was started and resumed; empty before."""
+    """The environments in which the cell's run was started and resumed; empty before it starts."""
     run_dir = run_of(folder)
     if run_dir is None:
         return {}
@@ -76,17 +76,17 @@ def environment_of(folder: Path) -> dict[str, Any]:
 
 
 def without_code(environment: dict[str, Any]) -> dict[str, Any]:
-    """What of an environment can change native results: versions and the processor, not the layout."""
+    """The parts of an environment that can change native results: versions and processor, not the layout."""
     return {name: environment[name] for name in ("python", "packages", "machine", "cpu_capability", "torch_build")}
 
 
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
-    """Start the cell's process in a session of its own; it ends when the caller's end of its stdin closes."""
+    """Start the cell's process in its own session; it ends when the caller's end of its stdin closes."""
     folder = Path(order.folder)
-    (folder / RESULT).unlink(missing_ok=True)  # of the last attempt; this one has not ended
+    (folder / RESULT).unlink(missing_ok=True)  # that of the last attempt
     threads = {name: str(order.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    outside = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # of a launcher around the grid: a cell is one process
-    environment = {name: value for name, value in os.environ.items() if name not in outside}
+    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is one process, also if the grid runs under torchrun
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
     with (folder / LOG).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "ppo_repro.commands.grid_cell", order.folder, order.kind],
@@ -98,16 +98,16 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
         )
 
 
-def _last_words(folder: Path) -> str:
+def _error_message(folder: Path) -> str:
     lines = (folder / LOG).read_text(errors="replace").splitlines()[-MESSAGE_LINES:]
-    said = [line for line in lines if line.startswith(("error: ", "promise broken: ", "terminated", "interrupted"))]
-    return (said or lines or [""])[-1]
+    errors = [line for line in lines if line.startswith(("error: ", "promise broken: ", "terminated", "interrupted"))]
+    return (errors or lines or [""])[-1]
 
 
 def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:
-    """Write down how the cell's process ended."""
+    """Record how the cell's process ended."""
     folder = Path(order.folder)
-    message = "" if exit_code == 0 else _last_words(folder)
+    message = "" if exit_code == 0 else _error_message(folder)
     result = Result(order.name, exit_code, round(seconds, 3), message)
     text = json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
     durable.atomic_write(folder / RESULT, text.encode())
@@ -115,10 +115,7 @@ def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:
 
 
 def run_cell(order: Order) -> Result:
-    """Run the cell in `order.folder`, or finish it, in a process of its own; the run's manifest says the rest.
-
-    What every engine calls, wherever it calls it. Depends on nothing but the folder.
-    """
+    """Run or finish the cell in `order.folder` in a process of its own. It needs nothing but the folder."""
     started = time.perf_counter()
     process = start_cell(order)
     try:
@@ -130,11 +127,11 @@ def run_cell(order: Order) -> Result:
 
 
 def last_result(folder: Path) -> Result | None:
-    """How the last attempt ended, as far as anybody could write it down."""
+    """How the last attempt ended; None if there was none, or if it could not be recorded."""
     path = folder / RESULT
     if not path.exists():
         return None
     try:
         return Result(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: was changed or damaged; remove it, the cell is looked at again") from error
+        raise UserError(f"{path}: was changed or damaged; remove it, and the cell is checked again") from error

@@ -1,4 +1,4 @@
-"""What runs cells: processes on this machine, Ray, or a Slurm array. Each yields results as cells end."""
+"""Engines that run cells: processes on this machine, Ray, or a Slurm array. Each yields results as cells end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, Result, finish_cell, run_cell, start_cell
 
 POLL_SECONDS = 0.1
-END_SECONDS = 60.0  # a cell that was told to end has this long to note it
+END_SECONDS = 60.0  # how long an interrupted cell has to record that it was interrupted
 
 
 class Engine(Protocol):
-    """Runs cells somewhere; the order in which they end is nobody's promise."""
+    """Runs cells somewhere. They may end in any order."""
 
     def run(self, orders: Sequence[Order]) -> Iterator[Result | None]:
-        """Results as they come; None now and then, so that the caller can show progress."""
+        """Yield each result when its cell ends, and None in between so that the caller can show progress."""
         ...
+
+
+LiveCells = dict[str, tuple[Order, subprocess.Popen[bytes], float]]  # by name: order, process, start time
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Processes:
     workers: int
 
     def run(self, orders: Sequence[Order]) -> Iterator[Result | None]:
-        waiting, live = deque(orders), dict[str, tuple[Order, subprocess.Popen[bytes], float]]()
+        waiting, live = deque(orders), LiveCells()
         try:
             while waiting or live:
                 while waiting and len(live) < self.workers:
@@ -57,8 +60,8 @@ def _close(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
-def _end(live: Mapping[str, tuple[Order, subprocess.Popen[bytes], float]]) -> None:
-    """Let every cell note that it was interrupted, then make sure that it is gone."""
+def _end(live: LiveCells) -> None:
+    """Interrupt every cell so that it can record that, then make sure that its process is gone."""
     for _, process, _ in live.values():
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGINT)
@@ -75,7 +78,7 @@ def _end(live: Mapping[str, tuple[Order, subprocess.Popen[bytes], float]]) -> No
 
 @dataclass(frozen=True)
 class Ray:
-    """Cells as Ray tasks, each with as many CPUs as it has threads; `local` starts a Ray of `workers` CPUs here."""
+    """Cells as Ray tasks with one CPU per thread; the address `local` starts a Ray of `workers` CPUs here."""
 
     address: str
     workers: int
@@ -99,11 +102,11 @@ class Ray:
             raise UserError(f"--ray {self.address}: cannot be reached ({reason})") from error
         try:
             task = ray.remote(run_cell)
-            owed = {task.options(num_cpus=order.threads, max_retries=0).remote(order): order for order in orders}
-            while owed:
-                done, _ = ray.wait(list(owed), timeout=POLL_SECONDS)
+            pending = {task.options(num_cpus=order.threads, max_retries=0).remote(order): order for order in orders}
+            while pending:
+                done, _ = ray.wait(list(pending), timeout=POLL_SECONDS)
                 for reference in done:
-                    order = owed.pop(reference)
+                    order = pending.pop(reference)
                     try:
                         yield ray.get(reference)
                     except ray.exceptions.RayError as error:
@@ -115,7 +118,7 @@ class Ray:
 
 @dataclass(frozen=True)
 class Slurm:
-    """Cells as one array of jobs through submitit; `parameters` are those of its AutoExecutor."""
+    """Cells as one job array, submitted with submitit; `parameters` are those of its AutoExecutor."""
 
     log_folder: Path
     workers: int
@@ -139,7 +142,7 @@ class Slurm:
             while jobs:
                 for job in [job for job in jobs if job.done()]:
                     order = jobs.pop(job)
-                    yield _of_job(job, order)
+                    yield _result_of(job, order)
                 yield None
                 time.sleep(POLL_SECONDS)
         finally:
@@ -147,12 +150,12 @@ class Slurm:
                 job.cancel()
 
 
-def _of_job(job: object, order: Order) -> Result:
+def _result_of(job: object, order: Order) -> Result:
     import submitit
 
     assert isinstance(job, submitit.Job)
-    failed = job.exception()
-    if failed is None:
+    error = job.exception()
+    if error is None:
         result: Result = job.result()
         return result
-    return Result(order.name, 1, 0.0, " ".join(str(failed).split())[-300:])
+    return Result(order.name, 1, 0.0, " ".join(str(error).split())[-300:])

@@ -1,4 +1,4 @@
-"""Running a grid: what is there already, what has to be done, and the tables at the end."""
+"""Running a grid: lay out its cells, run those that are not complete, write the tables."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Changed = Literal["refuse", "keep", "redo"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call did."""
+    """The outcome of one call of `run_grid`."""
 
     table: pd.DataFrame  # `results.cells_table`
-    ran: tuple[str, ...]  # cells this call worked on
-    strangers: tuple[str, ...]  # cells in the folder that the grid file no longer has
+    ran: tuple[str, ...]  # cells that this call started
+    strangers: tuple[str, ...]  # cells in the folder that are not in the grid file any more
 
 
 def grid_folder(grid: Grid, out: Path) -> Path:
@@ -40,7 +40,7 @@ def grid_folder(grid: Grid, out: Path) -> Path:
 
 
 def _lay_out(grid: Grid, grid_dir: Path) -> None:
-    """A folder with its configuration for each cell; UserError where one is there with another."""
+    """Make a folder with a configuration for each cell; UserError where a cell has another configuration already."""
     for cell in grid.cells:
         folder = grid_dir / "cells" / cell.name
         path = folder / "config.yaml"
@@ -48,7 +48,7 @@ def _lay_out(grid: Grid, grid_dir: Path) -> None:
         if path.exists():
             if path.read_text(encoding="utf-8") != text:
                 raise UserError(
-                    f"{folder}: was made from another configuration than the grid file gives it now; "
+                    f"{folder}: was made from another configuration than the grid file has now; "
                     "rename the grid file, or choose another --out"
                 )
             continue
@@ -57,19 +57,19 @@ def _lay_out(grid: Grid, grid_dir: Path) -> None:
 
 
 def _differs(cell: Cell, folder: Path) -> str:
-    """What the recorded part of a cell was computed by that is not so now; empty where nothing."""
-    then = environment_of(folder)
-    if not then:
+    """What has changed since the recorded part of a cell was computed: "code", or parts of the environment."""
+    recorded = environment_of(folder)
+    if not recorded:
         return ""
     now = describe_environment(cell.config, 1)
-    if set(then["code_digest"]) != {now["code_digest"]}:
+    if set(recorded["code_digest"]) != {now["code_digest"]}:
         return "code"
-    changed = [name for name, value in without_code(now).items() if then[name] != value]
+    changed = [name for name, value in without_code(now).items() if recorded[name] != value]
     return ", ".join(changed)
 
 
 def _check_unchanged(grid: Grid, grid_dir: Path, changed: Changed) -> None:
-    """Refuse, keep or set aside the cells that other code or another environment computed."""
+    """Refuse, keep or remove the runs that other code or another environment computed."""
     for cell in grid.cells:
         folder = grid_dir / "cells" / cell.name
         what = _differs(cell, folder)
@@ -77,7 +77,7 @@ def _check_unchanged(grid: Grid, grid_dir: Path, changed: Changed) -> None:
             continue
         if changed == "refuse":
             raise UserError(
-                f"{folder}: was computed with another {what} than there is now; "
+                f"{folder}: was computed with another {what} than now; "
                 "--changed keep leaves such cells as they are (the tables say so), --changed redo runs them again"
             )
         run_dir = run_of(folder)
@@ -103,10 +103,10 @@ def _strangers(grid: Grid, grid_dir: Path) -> tuple[str, ...]:
 
 
 def run_grid(grid: Grid, out: Path, engine: Engine, watcher: GridWatcher, changed: Changed = "refuse") -> Outcome:
-    """Run every cell that is not complete, and write the tables; calling it again does only what is missing.
+    """Run every cell that is not complete, and write the tables. A second call runs only what is missing.
 
-    A cell that fails or is killed is recorded and stops no other. UserError where another call works on the same
-    folder, a cell's configuration is another than before, or cells were computed by other code (see `changed`).
+    A cell that fails or is killed is recorded and does not stop the others. UserError where another call works on the
+    same folder, a cell's configuration has changed, or other code computed a cell (see `changed`).
     """
     grid_dir = grid_folder(grid, out)
     try:

@@ -1,4 +1,4 @@
-"""What a person sees while a grid works: a live table on a terminal, one line per ended cell elsewhere."""
+"""Progress of a grid: a live table on a terminal, one line per ended cell elsewhere."""
 
 from __future__ import annotations
 
@@ -18,39 +18,34 @@ from ppo_repro.grids.cell import Order, Result, run_of
 from ppo_repro.records import manifest
 
 LOOK_SECONDS = 1.0
-ROWS = 20  # a table longer than the terminal cannot be kept in place
+ROWS = 20  # a table longer than the terminal cannot be updated in place
 
 
 class GridWatcher(Protocol):
-    """Told of what happens to the cells."""
-
-    def begin(self, orders: Sequence[Order], cells: int) -> None: ...
-    def look(self) -> None: ...
-    def ended(self, result: Result) -> None: ...
-
-
-class SilentGrid:
-    """Shows nothing."""
+    """Is told what happens to the cells."""
 
     def begin(self, orders: Sequence[Order], cells: int) -> None:
-        pass
+        """`orders` are about to run, out of `cells` in the grid."""
+        ...
 
     def look(self) -> None:
-        pass
+        """Called again and again while cells run."""
+        ...
 
     def ended(self, result: Result) -> None:
-        pass
+        """A cell has ended."""
+        ...
 
 
 class ConsoleGrid(AbstractContextManager["ConsoleGrid"]):
-    """The cells being worked on with the iterations they have recorded, and how many are left."""
+    """Shows the cells that are running, their recorded iterations, and how many cells are left."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._orders: dict[str, Order] = {}
-        self._failed: list[Result] = []
-        self._cells, self._done, self._looked, self._started = 0, 0, 0.0, time.perf_counter()
+
+        self._cells, self._ended, self._looked, self._started = 0, 0, 0.0, time.perf_counter()
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -64,9 +59,9 @@ class ConsoleGrid(AbstractContextManager["ConsoleGrid"]):
 
     def begin(self, orders: Sequence[Order], cells: int) -> None:
         self._orders = {order.name: order for order in orders}
-        self._cells, self._done = cells, cells - len(orders)
+        self._cells, self._ended = cells, cells - len(orders)
         if not self._console.is_terminal:
-            print(f"{self._done} of {cells} cells are complete already", file=self._console.file, flush=True)
+            print(f"{self._ended} of {cells} cells are complete already", file=self._console.file, flush=True)
 
     def look(self) -> None:
         if self._console.is_terminal and time.monotonic() - self._looked > LOOK_SECONDS:
@@ -75,9 +70,9 @@ class ConsoleGrid(AbstractContextManager["ConsoleGrid"]):
 
     def ended(self, result: Result) -> None:
         self._orders.pop(result.name, None)
-        self._done += 1
-        said = "done" if result.exit_code == 0 else f"ended with {result.exit_code}: {result.message}"
-        line = f"{self._done}/{self._cells} {result.name}: {said} ({result.seconds:.1f} s)"
+        self._ended += 1
+        outcome = "done" if result.exit_code == 0 else f"ended with {result.exit_code}: {result.message}"
+        line = f"{self._ended}/{self._cells} {result.name}: {outcome} ({result.seconds:.1f} s)"
         if self._console.is_terminal:
             self._live.console.print(line, highlight=False, markup=False)
         else:
@@ -85,7 +80,7 @@ class ConsoleGrid(AbstractContextManager["ConsoleGrid"]):
 
     def _table(self) -> Table:
         seconds = time.perf_counter() - self._started
-        table = Table(title=f"{self._done} of {self._cells} cells ended, {seconds:.0f} s", title_justify="left")
+        table = Table(title=f"{self._ended} of {self._cells} cells ended, {seconds:.0f} s", title_justify="left")
         for name in ("cell", "state", "iterations"):
             table.add_column(name)
         shown = [(name, *_progress(Path(order.folder))) for name, order in self._orders.items()]
@@ -98,7 +93,7 @@ class ConsoleGrid(AbstractContextManager["ConsoleGrid"]):
 def _progress(folder: Path) -> tuple[str, str]:
     try:
         run_dir = run_of(folder)
-        found = None if run_dir is None else manifest.load_head(run_dir)
-    except UserError:  # removed between two looks; whoever needs it will say so
-        found = None
-    return ("waiting", "") if found is None else (found.status, str(found.num_iterations))
+        head = None if run_dir is None else manifest.load_head(run_dir)
+    except UserError:  # the run is just being removed
+        head = None
+    return ("waiting", "") if head is None else (head.status, str(head.num_iterations))

@@ -1,4 +1,4 @@
-"""A grid file: one question, a base configuration, axes and seeds; expanded into cells. Nothing runs here."""
+"""The grid file: a question, a base configuration, axes and seeds. It is expanded into cells; nothing runs here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = Literal["language", "control"]
 
 
 class GridFile(Section):
-    """What the user wrote."""
+    """The content of a grid file."""
 
     question: str = Field(min_length=1, description="What the grid is to answer.")
     expectation: str = Field(min_length=1, description="The answer expected before anything ran.")
@@ -53,7 +53,7 @@ class Choice:
 class Cell:
     """One run of a grid."""
 
-    name: str  # stable: from the labels and the seed
+    name: str  # made of the labels and the seed
     labels: Mapping[str, str]  # axis -> label
     seed: int
     config: Config
@@ -61,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid file, read and expanded."""
+    """A grid file and its cells."""
 
     name: str
     file: GridFile
@@ -70,27 +70,27 @@ class Grid:
 
 def _choices(axis: str, values: Any) -> list[Choice]:
     if isinstance(values, list):
-        found = [Choice(axis, describe_value(value), {axis: value}) for value in values]
+        choices = [Choice(axis, describe_value(value), {axis: value}) for value in values]
     elif isinstance(values, dict):
         for label, fields in values.items():
             if not isinstance(label, str) or not isinstance(fields, dict):
-                raise UserError(f"axes.{axis}.{label}: must be a label in letters with a mapping of fields")
-        found = [Choice(axis, label, fields) for label, fields in values.items()]
+                raise UserError(f"axes.{axis}.{label}: must be a text label with a mapping of fields")
+        choices = [Choice(axis, label, fields) for label, fields in values.items()]
     else:
         raise UserError(f"axes.{axis} = {describe_value(values)}: must be a list of values or a mapping of labels")
-    if not found:
+    if not choices:
         raise UserError(f"axes.{axis}: is empty; give it at least one value or remove it")
-    labels = [choice.label for choice in found]
+    labels = [choice.label for choice in choices]
     twice = next((label for index, label in enumerate(labels) if label in labels[:index]), None)
     if twice is not None:
         raise UserError(f"axes.{axis}: has {twice!r} twice; keep one")
-    return found
+    return choices
 
 
 def _cell_name(choices: tuple[Choice, ...], seed: int) -> str:
-    """Labels and seed in letters that every file system takes: axis=label,...,seed=n."""
-    parts = [f"{choice.axis.rsplit('.', 1)[-1]}={choice.label}" for choice in choices]
-    return re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join([*parts, f"seed={seed}"]))[:200]
+    """axis=label,...,seed=n, in characters that every file system accepts."""
+    labels = [f"{choice.axis.rsplit('.', 1)[-1]}={choice.label}" for choice in choices]
+    return re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join([*labels, f"seed={seed}"]))[:200]
 
 
 def _config(kind: Kind, tree: dict[str, Any], source: str) -> Config:
@@ -120,46 +120,46 @@ def _cells(path: Path, file: GridFile, axes: Mapping[str, list[Choice]], base: d
 
 
 def _check_fields(path: Path, file: GridFile, axes: Mapping[str, list[Choice]]) -> None:
-    """Raise UserError where a field is given by two, so that one of them would have no effect."""
-    givers = [(f"set.{field}", field) for field in [*file.set]]
+    """Raise UserError where two sources set the same field, so that one of them would have no effect."""
+    sources = [(f"set.{field}", field) for field in [*file.set]]
     for axis, choices in axes.items():
-        givers += [(f"axes.{axis}", field) for field in sorted({f for choice in choices for f in choice.fields})]
-    givers.append(("seeds", "seed"))
-    for index, (giver, field) in enumerate(givers):
-        for other, theirs in givers[:index]:
-            if f"{field}.".startswith(f"{theirs}.") or f"{theirs}.".startswith(f"{field}."):
-                raise UserError(f"{path}: {other} and {giver} both set {field}; keep one")
+        sources += [(f"axes.{axis}", field) for field in sorted({f for choice in choices for f in choice.fields})]
+    sources.append(("seeds", "seed"))
+    for index, (source, field) in enumerate(sources):
+        for earlier, earlier_field in sources[:index]:
+            if f"{field}.".startswith(f"{earlier_field}.") or f"{earlier_field}.".startswith(f"{field}."):
+                raise UserError(f"{path}: {earlier} and {source} both set {field}; keep one")
 
 
 def _check_effects(path: Path, file: GridFile, base: dict[str, Any], cells: tuple[Cell, ...]) -> None:
-    """Raise UserError for a `set` that changes nothing, and for cells that are equal to each other."""
+    """Raise UserError for a `set` that changes nothing, and for two cells that are equal."""
     before = _config(file.kind, base, str(path))
     for field, value in file.set.items():
         tree = copy.deepcopy(base)
         _set(tree, {field: value}, str(path))
         try:
             same = _config(file.kind, tree, str(path)) == before
-        except UserError:  # it needs the others
+        except UserError:  # valid only together with other fields
             same = False
         if same:
-            raise UserError(f"{path}: set.{field} = {describe_value(value)}: is so in the base already; remove it")
-    seen: dict[str, str] = {}
+            raise UserError(f"{path}: set.{field} = {describe_value(value)}: the base has this value too; remove it")
+    by_config: dict[str, str] = {}
     names: set[str] = set()
     for cell in cells:
-        other = seen.setdefault(cell.config.canonical_json(), cell.name)
+        other = by_config.setdefault(cell.config.canonical_json(), cell.name)
         if other != cell.name:
             raise UserError(f"{path}: cells {other} and {cell.name} are the same run; an axis has no effect")
         if cell.name in names:
-            raise UserError(f"{path}: two cells would be called {cell.name}; give the axes labels that differ")
+            raise UserError(f"{path}: two cells would be called {cell.name}; choose other labels")
         names.add(cell.name)
 
 
 def load_grid(path: Path) -> Grid:
-    """Read a grid file and expand it; raises UserError on anything wrong, before anything runs."""
+    """Read a grid file and expand it; raises UserError for any mistake, before anything runs."""
     file = validated(GridFile, read_tree(path), str(path))
     name = path.stem
     if not NAME.match(name):
-        raise UserError(f"{path}: the file name names the grid; use letters, digits, '.', '_' and '-'")
+        raise UserError(f"{path}: the file name is the grid's name; use letters, digits, '.', '_' and '-'")
     base_path = path.parent / file.base
     base = read_tree(base_path)
     if not isinstance(base, dict):

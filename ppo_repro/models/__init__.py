@@ -1,1 +1,1 @@
-"""Policy, value model and reference: made, loaded, laid out, run forward."""
+"""Policy, value model, reward model and reference: making, loading, batches, forward passes, adapters."""

@@ -1,9 +1,8 @@
-"""Low-rank adapters whose policy is one matrix per layer, so that sampler and trainer still agree on every bit.
+"""Low-rank adapters that are always merged, so that sampler and trainer still agree on every bit. Hu et al., 2022.
 
-The model always holds merged weights W' = W + s B A (see `numerics.low_rank`), and every forward pass uses them. A
-backward pass collects the gradient of W' as for a model that is trained whole; the optimizer turns it into those of
-A and B, steps on A and B alone, and merges again. That saves optimizer moments and the size of what is saved, not
-the memory of gradients. Hu et al., 2022.
+The model holds the merged weights W' = W + s B A (see `numerics.optim.low_rank`), and every forward pass uses them. A
+backward pass collects the gradient of W' as in full training. The optimizer turns it into the gradients of A and B,
+steps on A and B alone, and merges again. That saves optimizer moments and checkpoint size, but no gradient memory.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ _UNIFORM_BITS = 24
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer of K inputs and N outputs. All float32; `weight` is what the forward pass uses."""
+    """A linear layer of K inputs and N outputs, all float32. The forward pass uses `weight`."""
 
-    weight: nn.Parameter  # W' as the layer holds it: [N, K], or [K, N] where `transposed`
+    weight: nn.Parameter  # W' as stored in the layer: [N, K], or [K, N] where `transposed`
     base: Tensor  # W, [N, K]
     a: Tensor  # [r, K]
     b: Tensor  # [N, r]
@@ -54,12 +53,12 @@ class AdaptedLayer:
 
 @dataclass(frozen=True)
 class Lora:
-    """The adapter of a model; by the name of the layer."""
+    """The adapter of a model."""
 
     rank: int
     alpha: float
     target_modules: tuple[str, ...]  # ends of layer names
-    layers: dict[str, AdaptedLayer]
+    layers: dict[str, AdaptedLayer]  # by the name of the layer
     exact: bool
 
     @property
@@ -68,7 +67,7 @@ class Lora:
         return self.alpha / self.rank
 
     def factors(self) -> dict[str, Tensor]:
-        """The live A and B of every layer."""
+        """A and B of every layer, not copied."""
         return {
             f"{name}.lora_{which}.weight": tensor
             for name, layer in self.layers.items()
@@ -77,22 +76,21 @@ class Lora:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Make the model's weights those of the factors."""
-        merged_of = low_rank.merge if self.exact else low_rank.merge_native
+        """Set the model's weights to W + s B A."""
+        merge = low_rank.merge if self.exact else low_rank.merge_native
         for layer in self.layers.values():
-            merged = merged_of(layer.base, layer.a, layer.b, self.scale)
+            merged = merge(layer.base, layer.a, layer.b, self.scale)
             layer.weight.copy_(merged.t() if layer.transposed else merged)
 
     def factor_gradients(self, gradient_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Gradients of all factors from those of the merged weights, in the shape of the layer's weight."""
+        """Gradients of all factors from the gradients of the merged weights, which have the shape of `weight`."""
         gradients_of = low_rank.factor_gradients if self.exact else low_rank.factor_gradients_native
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
-            gradient = gradient_of(name)
-            whole = gradient.t() if layer.transposed else gradient
-            pair = gradients_of(whole, layer.a, layer.b, self.scale)
-            found[f"{name}.lora_A.weight"], found[f"{name}.lora_B.weight"] = pair
-        return found
+            merged = gradient_of(name).t() if layer.transposed else gradient_of(name)
+            a, b = gradients_of(merged, layer.a, layer.b, self.scale)
+            gradients[f"{name}.lora_A.weight"], gradients[f"{name}.lora_B.weight"] = a, b
+        return gradients
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -106,9 +104,9 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def choose_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict[str, nn.Module]:
-    """The linear layers whose name is a target or ends in `.target`; all where `target_modules` is empty.
+    """The linear layers whose name is a target or ends in `.target`; all if `target_modules` is empty.
 
-    UserError names a target that no such layer has.
+    UserError names a target that matches no layer.
     """
     layers = linear_layers(model)
     if not target_modules:
@@ -133,7 +131,7 @@ def _ends(names: Iterable[str]) -> tuple[str, ...]:
 def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
     """A [r, K] float32, uniform on 2^24 evenly spaced values in (-1/sqrt(K), 1/sqrt(K)); a function of seed and name.
 
-    That is the distribution of peft: `kaiming_uniform_` with a = sqrt(5).
+    peft uses the same distribution: `kaiming_uniform_` with a = sqrt(5).
     """
     integers = (words(rank * columns, "lora A", seed, name) >> np.uint64(64 - _UNIFORM_BITS)).astype(np.int64)
     centred = (2 * integers + 1 - (1 << _UNIFORM_BITS)).astype(np.float64)
@@ -141,38 +139,28 @@ def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> Lora:
-    """Adapt linear layers of a model as `make_policy` returns it; everything else is frozen from now on.
+    """Adapt linear layers of a model from `make_policy`, and freeze all its other parameters.
 
     `target_modules` are ends of layer names, as in peft; empty for all linear layers of attention and MLP. A is
-    drawn as `initial_a` says and B is zero, so no weight changes. UserError names a target that matches nothing.
+    drawn by `initial_a` and B is zero, so no weight changes. UserError names a target that matches no layer.
     """
-    chosen = choose_layers(model, target_modules)
-    factors = {}
-    for name, layer in chosen.items():
-        rows, columns = shape_of(layer)
-        factors[name] = initial_a(rank, columns, seed, name), torch.zeros(rows, rank)
-    return attach_factors(model, rank, alpha, tuple(target_modules) or _ends(chosen), factors)
-
-
-def attach_factors(
-    model: PreTrainedModel,
-    rank: int,
-    alpha: float,
-    target_modules: tuple[str, ...],
-    factors: dict[str, tuple[Tensor, Tensor]],
-) -> Lora:
-    """Adapt the named layers with the given (A, B), merge, and freeze every other parameter."""
-    chosen = linear_layers(model)
+    adapted = choose_layers(model, target_modules)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     layers = {}
-    for name, (a, b) in factors.items():
-        transposed = isinstance(chosen[name], _TRANSPOSED)
-        weight = chosen[name].get_parameter("weight")
+    for name, linear in adapted.items():
+        weight, transposed = linear.get_parameter("weight"), isinstance(linear, _TRANSPOSED)
         weight.requires_grad_(True)
-        held = weight.detach().t() if transposed else weight.detach()
-        layers[name] = AdaptedLayer(weight, held.clone(memory_format=torch.contiguous_format), a, b, transposed)
-    lora = Lora(rank, alpha, target_modules, layers, is_exact(model))
+        base = weight.detach().t() if transposed else weight.detach()
+        outputs, inputs = shape_of(linear)
+        layers[name] = AdaptedLayer(
+            weight=weight,
+            base=base.clone(memory_format=torch.contiguous_format),
+            a=initial_a(rank, inputs, seed, name),
+            b=torch.zeros(outputs, rank),
+            transposed=transposed,
+        )
+    lora = Lora(rank, alpha, tuple(target_modules) or _ends(adapted), layers, is_exact(model))
     lora.merge()
     return lora
 
@@ -184,7 +172,7 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
 
 
 class ExactLoraOptimizer:
-    """The integer gradients of the merged weights, exact sums down to the factors, AdamW on those by the law."""
+    """Integer gradients of the merged weights, exact products with the factors, and exact AdamW on the factors."""
 
     def __init__(self, model: PreTrainedModel, lora: Lora, settings: AdamWSettings, operand_bits: int) -> None:
         self.settings, self.lora = settings, lora
@@ -205,7 +193,7 @@ class ExactLoraOptimizer:
 
     def load(self, state: OptimizerState) -> None:
         if state.steps or not set(state.grids) <= set(self.lora.layers):
-            raise ValueError("the optimizer state is not of this adapter in exact numerics")
+            raise ValueError("the optimizer state is not that of this adapter in exact numerics")
         copy_named(self.lora.factors(), state.factors)
         self.adamw.load(state)
         self.accumulator.grids = dict(state.grids)
@@ -213,7 +201,7 @@ class ExactLoraOptimizer:
 
 
 class NativeLoraOptimizer:
-    """The same in stock torch: autograd's gradients of the merged weights, float products, torch's AdamW."""
+    """The same in stock torch: autograd's gradients of the merged weights, float32 products, torch's AdamW."""
 
     def __init__(self, lora: Lora, settings: AdamWSettings) -> None:
         self.settings, self.lora = settings, lora
@@ -234,7 +222,7 @@ class NativeLoraOptimizer:
 
     def load(self, state: OptimizerState) -> None:
         if set(state.factors) != set(self.adamw.parameters):
-            raise ValueError("the optimizer state is not of this adapter")
+            raise ValueError("the optimizer state is not that of this adapter")
         copy_named(self.lora.factors(), state.factors)
         self.adamw.load(state)
         self.lora.merge()
@@ -243,7 +231,7 @@ class NativeLoraOptimizer:
 def make_lora_optimizer(
     model: PreTrainedModel, lora: Lora, settings: AdamWSettings, operand_bits: int = OPERAND_BITS
 ) -> Optimizer:
-    """The optimizer of an adapter in the numerics its model is in."""
+    """The optimizer of an adapter, in the numerics of its model."""
     if lora.exact:
         return ExactLoraOptimizer(model, lora, settings, operand_bits)
     return NativeLoraOptimizer(lora, settings)

@@ -12,18 +12,12 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.disk.folder import check_sums, whole_folder, write_sums
+from ppo_repro.disk.folder import whole_folder, write_sums
 from ppo_repro.errors import UserError
+from ppo_repro.models.load import load_as
 from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, trunk_of
@@ -41,7 +35,7 @@ def _head_of(classifier: PreTrainedModel) -> nn.Linear:
 def make_reward_model(
     source: PreTrainedModel, mode: str, max_context: int, seed: int, bits: int = OPERAND_BITS
 ) -> PreTrainedModel:
-    """A reward model whose trunk starts as that of the causal model; its head is bell-shaped, std 0.1 / sqrt(H).
+    """A reward model that starts with the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
 
     `source` is an unmodified float32 model. UserError where its family has no classifier or is not covered.
     """
@@ -67,52 +61,28 @@ def load_reward_model(
     UserError where the class is not one of `CLASSIFIERS`, there is more than one label, or it cannot be read.
     """
     where = f"reward model {folder}"
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{where}: must be a transformers model folder; there is no config.json in it")
-    check_sums(folder)
-    known = ", ".join(c.__name__ for c in CLASSIFIERS)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        architecture = (config.architectures or ["unknown"])[0]
-        if architecture not in {c.__name__ for c in CLASSIFIERS}:
-            raise UserError(f"{where}: architecture {architecture}; must be one of {known}")
-        if config.num_labels != 1:
-            raise UserError(f"{where}: num_labels = {config.num_labels}; a reward model has exactly 1")
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        if type(model) not in CLASSIFIERS:  # model_type and architectures of the folder disagree
-            raise UserError(f"{where}: loads as {type(model).__name__}; must be one of {known}")
-        if report["missing_keys"]:  # transformers would fill them with random numbers
-            raise UserError(f"{where}: has no tensor {sorted(report['missing_keys'])[0]}; save the model again")
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{where}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
-    for name in ("is_local", "local_files_only"):  # how it was read would be saved with it
-        tokenizer.init_kwargs.pop(name, None)
-    return make_policy(model.eval(), mode, max_context, bits), tokenizer
+    model, tokenizer = load_as(folder, AutoModelForSequenceClassification, CLASSIFIERS, where)
+    if model.config.num_labels != 1:
+        raise UserError(f"{where}: num_labels = {model.config.num_labels}; a reward model has exactly 1")
+    return make_policy(model, mode, max_context, bits), tokenizer
 
 
 def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> None:
-    """Raise UserError unless every token id means the same to both: responses are scored as ids, never as text."""
+    """Raise UserError unless both vocabularies are equal: the reward model scores token ids, not text."""
     ours, theirs = policy.get_vocab(), reward.get_vocab()
     if ours != theirs:
         token = min(set(ours.items()) ^ set(theirs.items()))[0]
         raise UserError(
             f"the reward model has another tokenizer than the policy: token {token!r} is {ours.get(token)} in the "
-            f"policy's and {theirs.get(token)} in the reward model's; use models of one tokenizer"
+            f"policy's and {theirs.get(token)} in the reward model's; use models with the same tokenizer"
         )
 
 
 def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A folder that AutoModelForSequenceClassification reads; whole or not at all. UserError where that fails.
+    """Save a folder for AutoModelForSequenceClassification, whole or not at all. UserError where that fails.
 
-    The stock forward scores the last token that is not `pad_token_id`: it differs where that is the end token.
+    transformers' own forward reads the score at the last token that is not `pad_token_id`. Where that is the end
+    token, its scores differ from these.
     """
     with whole_folder(folder) as temporary:
         model.save_pretrained(temporary)
@@ -124,7 +94,7 @@ def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, micro_batch: int) -> Tensor:
     """Score of each prompt + response at its last token, float32 [B]; `micro_batch` at a time, 0 for all at once.
 
-    In exact numerics bit for bit the same for every padding, micro-batch and order. ValueError on an empty sequence.
+    In exact numerics the bits are the same for every padding, micro-batch and order. ValueError on an empty sequence.
     """
     if not all(len(sequence) for sequence in sequences):
         raise ValueError("an empty sequence has no last token")
@@ -136,9 +106,9 @@ def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pa
 def value_model_from(
     reward_model: PreTrainedModel, mode: str, max_context: int, bits: int = OPERAND_BITS
 ) -> ValueModel:
-    """A value model that starts as the reward model, trunk and head: V after the last token is the reward's score.
+    """A value model that starts as a copy of the reward model, so that V after the last token is the score.
 
-    Its head has a bias, which starts at 0. Parameters are copies. Ouyang et al., 2022, section 3.5.
+    Its head also has a bias, which starts at 0. Ouyang et al., 2022, section 3.5.
     """
     stock = type(reward_model)(copy.deepcopy(reward_model.config))
     stock.load_state_dict(reward_model.state_dict())

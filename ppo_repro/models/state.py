@@ -14,18 +14,18 @@ from ppo_repro.numerics.optim.optimizer import Optimizer
 
 @dataclass
 class TrainState:
-    """Everything an update changes, and the reference it does not."""
+    """Everything an update changes, and the frozen reference."""
 
     policy: PreTrainedModel
-    value_model: ValueModel | None  # None for advantages without one
+    value_model: ValueModel | None  # None for advantages without values
     reference: PreTrainedModel  # frozen
-    policy_optimizer: Optimizer  # of the value head too, where it sits on the policy's trunk
-    value_optimizer: Optimizer | None  # None without a value model of its own
+    policy_optimizer: Optimizer  # also of a value head on the policy's trunk
+    value_optimizer: Optimizer | None  # None without a separate value model
     coefficients: Coefficients
     iteration: int = 0
 
     def value_parameters(self) -> dict[str, Tensor]:
-        """What the value model has beyond the policy: all of it, or the head on the policy's trunk."""
+        """Parameters of the value model that are not the policy's: all, or those of a head on the policy's trunk."""
         if self.value_model is None:
             return {}
         module = self.value_model if self.value_optimizer is not None else self.value_model.head

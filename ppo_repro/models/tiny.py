@@ -1,4 +1,4 @@
-"""A small Qwen3 made from nothing: its own tokenizer and its own initialisation."""
+"""A small Qwen3 made from scratch: configuration, tokenizer and initial weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppo_repro.tasks.tokenizer import decode, train_tokenizer
 
 
 def make_tokenizer(problems: Sequence[Problem], vocab_size: int, kind: str = "bpe") -> PreTrainedTokenizerBase:
-    """A tokenizer made of prompt + answer of the training problems, in the order of their keys.
+    """A tokenizer trained on prompt + answer of the training problems, in the order of their keys.
 
     `kind` as in `model.tokenizer`. UserError where it needs more than `vocab_size` tokens.
     """
@@ -40,28 +40,31 @@ def check_spelling(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Proble
             )
 
 
+def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_id: int | None) -> Qwen3Config:
+    """The transformers configuration of the model that `make_model` makes."""
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.hidden_size // model.num_attention_heads,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=0,
+        dtype="float32",
+    )
+
+
 def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_id: int, seed: int) -> PreTrainedModel:
     """A float32 Qwen3 whose weights are a pure function of `seed`, the same bits on every machine.
 
     Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
     """
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
-            max_position_embeddings=max_context,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=eos_token_id,
-            pad_token_id=0,
-            dtype="float32",
-        )
-    )
+    model = Qwen3ForCausalLM(tiny_config(config, vocab_size, max_context, eos_token_id))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

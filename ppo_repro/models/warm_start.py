@@ -1,4 +1,4 @@
-"""Supervised training of a fresh policy until it sometimes gives the right answer, so that PPO has a signal."""
+"""Supervised training of a new policy until some answers are right, so that PPO has a signal."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Pair = tuple[list[int], list[int]]  # prompt tokens, answer tokens with the end 
 
 def _cross_entropy_step(policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: str) -> float:
     """One step on -log p(answer token), token mean; returns the loss before it, nats per token."""
-    seen: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []  # of every backward pass; the last one counts
 
     def backward() -> None:
         logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, mode)
-        seen.append(-logprobs.detach())
+        losses.append(-logprobs.detach())
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(logprobs)))
 
     optimizer.step(backward, batch.real_tokens)
-    return exact_mean(seen[-1])
+    return exact_mean(losses[-1])
 
 
 def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
@@ -63,9 +63,9 @@ def warm_start(
 ) -> None:
     """Train `source` in place to give the answers.
 
-    Cross-entropy on answer and end token with AdamW; the rate rises over 30 steps, is constant until the
-    greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero over 20.
-    `progress(step, last step, loss)` is called after each step, the loss in nats per token.
+    Cross-entropy on answer and end token with AdamW. The learning rate rises over 30 steps, stays constant until the
+    greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero over 20 steps.
+    `progress(step, last step, loss)` is called after each step, with the loss in nats per token.
     """
     policy = make_policy(source, numerics.mode, numerics.max_context, numerics.operand_bits)
     settings = AdamWSettings(config.warm_start_learning_rate, 0.9, 0.98, 1e-8, 0.01, 1.0)
@@ -82,10 +82,10 @@ def warm_start(
     while step < end:
         if not remaining:
             remaining, epoch = _batches(pairs, size, seed, epoch), epoch + 1
-        chosen = remaining.pop(0)
+        minibatch = remaining.pop(0)
         scale = min(1.0, (step + 1) / WARM_UP, (end - step) / COOL_DOWN)
         optimizer.settings = replace(settings, learning_rate=settings.learning_rate * scale)
-        batch = lay_out([p for p, _ in chosen], [a for _, a in chosen], "right")
+        batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], "right")
         loss = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
         step += 1
         due = step % CHECK_EVERY == 0 and step + COOL_DOWN < end

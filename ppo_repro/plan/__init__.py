@@ -1,1 +1,1 @@
-"""Memory of a run, worked out without loading a weight."""
+"""The memory a run needs, computed without loading a weight."""

@@ -1,7 +1,7 @@
-"""How much memory a run needs, by arithmetic alone: no torch, no weights. `runs.shapes` reads the shapes.
+"""How much memory a run needs, by arithmetic alone: no torch, no weights. `plan.shapes` reads the shapes.
 
-Everything is in bytes. What stays allocated from the first step on is counted to the byte. What a phase needs on top is
-estimated for prompts and responses as long as the configuration allows; beside it the allocator keeps what it likes.
+Everything is in bytes. What stays allocated from the first step on is counted exactly. What a phase needs in addition
+is an estimate for prompts and responses of the longest allowed length; the allocator may keep more.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-# layouts of kernels.small_products and kernels.vectors; a test holds them together
+# copies of constants of the kernels and of stages.forward, which import torch; a test compares them
 KEY_PANEL, VALUE_LANES, TILE = 32, 8, 1024
 AMX_MAX_TERMS = 32768
-LOGITS_AT_ONCE = 1 << 24  # of models.scoring
+LOGITS_AT_ONCE = 1 << 24
 
 # what mixed-precision Adam keeps for each parameter: weight and gradient in 16 bits, and a master weight and two
 # moments in 32 bits; a frozen model has its weight in 16 bits. Rajbhandari et al., 2020, section 3.1
@@ -21,7 +21,7 @@ MIXED_PRECISION_TRAINED, MIXED_PRECISION_FROZEN = 2 + 2 + 4 + 4 + 4, 2
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix of a model, and whether a low-rank adapter is on it."""
+    """A matrix of a model, and whether it has a low-rank adapter."""
 
     outputs: int
     inputs: int
@@ -34,22 +34,22 @@ class Linear:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a backward pass keeps of a token in one layer."""
+    """The numbers that a backward pass keeps of each token in one layer."""
 
-    hidden: int  # so many times the width of the residual stream
-    queries: int  # times the width of all query heads
-    keys: int  # times that of all key heads
-    intermediate: int  # times that of the MLP
-    norms: int  # scalars; exact passes keep exponents of rows too
+    hidden: int  # multiple of the width of the residual stream
+    queries: int  # multiple of the width of all query heads
+    keys: int  # multiple of the width of all key heads
+    intermediate: int  # multiple of the width of the MLP
+    norms: int  # scalars; exact numerics also keep exponents of rows
     head_norms: int  # scalars for every query and key head
     mask: int  # rows of a mask over all tokens of the row
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the memory of a model."""
+    """The sizes that decide the memory of a model."""
 
-    parameters: int  # a tied matrix once
+    parameters: int  # a tied matrix counts once
     layers: int
     hidden: int
     heads: int
@@ -58,8 +58,8 @@ class ModelShape:
     intermediate: int
     vocab_size: int
     linears: tuple[Linear, ...]  # of all layers
-    head: Linear  # to the vocabulary, or a score
-    head_parameters: int  # those of the head that no other part has
+    head: Linear  # to the vocabulary, or to a score
+    head_parameters: int  # of the head alone; 0 for a tied head
     saved: Saved
 
 
@@ -72,13 +72,13 @@ class Work:
     slots: int
     max_context: int
     max_response_tokens: int
-    sequences: int  # of an iteration
-    forward_sequences: int  # of a scoring pass
-    update_sequences: int  # of a backward pass
-    packed: bool  # sequences lie in one row
+    sequences: int  # per iteration
+    forward_sequences: int  # per scoring pass
+    update_sequences: int  # per backward pass
+    packed: bool  # all sequences in one row
     recompute: bool  # gradient checkpointing
     lora_rank: int  # 0: all weights of the policy are trained
-    side_by_side: bool  # steps of policy and value model
+    side_by_side: bool  # policy and value model step at the same time
 
     @property
     def exact(self) -> bool:
@@ -87,11 +87,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Resident:
-    """What one model keeps from the first step to the end of the run."""
+    """The memory of one model from the first step to the end of the run."""
 
     name: str
     weights: int
-    gradient_sums: int  # int64, of exact numerics
+    gradient_sums: int  # int64, in exact numerics only
     gradients: int  # float32
     moments: int
     operands: int  # weights prepared for the exact kernels
@@ -109,7 +109,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of a run. `phases` are what each needs on top of all residents, by part."""
+    """Memory of a run. `phases` is what each phase needs in addition to the resident models, by purpose."""
 
     work: Work
     residents: tuple[Resident, ...]
@@ -121,16 +121,16 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        return self.resident + max(sum(parts.values()) for parts in self.phases.values())
+        return self.resident + max(sum(amounts.values()) for amounts in self.phases.values())
 
 
 def mixed_precision_bytes(trained: int, frozen: int) -> int:
-    """Weights, gradients and optimizer state of mixed-precision Adam; no activations, no caches."""
+    """Weights, gradients and optimizer state of mixed-precision Adam, without activations and caches."""
     return MIXED_PRECISION_TRAINED * trained + MIXED_PRECISION_FROZEN * frozen
 
 
 def prepared_bytes(matrix: Linear, transposed: bool, work: Work) -> int:
-    """A weight ready for exact products over its inputs, or `transposed` over its outputs."""
+    """A weight prepared for exact products over its inputs, or with `transposed` over its outputs."""
     if not work.exact:
         return 0
     terms, columns = (matrix.outputs, matrix.inputs) if transposed else (matrix.inputs, matrix.outputs)
@@ -152,34 +152,34 @@ def cache_bytes(shape: ModelShape, work: Work) -> int:
 
 
 def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, work: Work) -> int:
-    """What the backward pass of one layer keeps of the forward pass, for `tokens` in rows of `row`."""
+    """What one layer saves in the forward pass for its backward pass, for `tokens` in rows of length `row`."""
     s = shape.saved
     floats = s.hidden * shape.hidden + s.intermediate * shape.intermediate
     floats += shape.head_dim * (s.queries * shape.heads + s.keys * shape.key_heads)
     norms = s.norms + s.head_norms * (shape.heads + shape.key_heads)
     if work.exact:
-        # a norm keeps float64, an exponent is int64; attention keeps a maximum in float32 and a sum in float64 per head
+        # norms are float64, exponents int64; attention keeps a float32 maximum and a float64 sum per head
         return tokens * (4 * floats + 8 * norms + 12 * shape.heads)
     return tokens * 4 * (floats + norms + shape.heads + s.mask * row)
 
 
 def activation_bytes(shape: ModelShape, tokens: int, row: int, work: Work) -> int:
-    """What a backward pass over `tokens` keeps of all layers; with recomputation, inputs and one layer."""
+    """What all layers save for a backward pass over `tokens`; with recomputation, their inputs and one layer."""
     per_layer = saved_bytes_per_layer(shape, tokens, row, work)
-    kept = 4 * tokens * shape.hidden * shape.layers + per_layer if work.recompute else per_layer * shape.layers
+    layers = 4 * tokens * shape.hidden * shape.layers + per_layer if work.recompute else per_layer * shape.layers
     # the last layer's output, and tables of the rotary positions
-    return kept + 4 * tokens * (shape.hidden + 2 * shape.head_dim)
+    return layers + 4 * tokens * (shape.hidden + 2 * shape.head_dim)
 
 
 def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
-    """What one layer needs while it computes: gradients of its widest parts, and an operand on its grid."""
-    # the terms of a product on their grids, and in float64 its sums before they are rounded
+    """What one layer needs while it computes: gradients of its widest activations, and a rounded operand."""
+    # the rounded terms of a product, and its sums in float64 before they are rounded
     operand = {"dgemm": 8, "amx": 3, "native": 0}[work.kernels]
     return tokens * (4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * (shape.intermediate + shape.hidden))
 
 
 def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
-    """Logits, their gradient and what their products need, for `rows` response tokens; native keeps log-softmax too."""
+    """Logits, their gradient and the operands of their products, for `rows` tokens; native also keeps log-softmax."""
     operand = {"dgemm": 8, "amx": 3, "native": 12}[work.kernels]
     return rows * shape.head.outputs * (8 + operand)
 
@@ -189,7 +189,7 @@ def _adapted(shape: ModelShape) -> int:
 
 
 def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: Work, lora_rank: int) -> Resident:
-    """A model in training whose last matrix is `head`, with `bias` numbers more."""
+    """A model in training whose last matrix is `head`, with `bias` additional numbers."""
     body = shape.parameters - shape.head_parameters
     parameters = body + (shape.head_parameters if head == shape.head else head.size) + bias
     matrices = [*shape.linears, head]
@@ -197,32 +197,32 @@ def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: W
     if not lora_rank:
         sums = 8 * parameters if work.exact else 0
         return Resident(name, 4 * parameters, sums, 4 * parameters, 8 * parameters, operands, parameters, 0)
-    # the merged weights are beside the base and the factors; gradients are those of the merged weights
+    # merged weights, base and factors are all kept; gradients are those of the merged weights
     merged, factors = _adapted(shape), lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
-    # native factors keep a float gradient of their own
+    # in native numerics the factors have gradients too
     sums, gradients = (8 * merged, 4 * merged) if work.exact else (0, 4 * (merged + factors))
     weights = 4 * (parameters + merged + factors)
     return Resident(name, weights, sums, gradients, 8 * factors, operands, factors, parameters)
 
 
 def frozen_model(name: str, shape: ModelShape, work: Work) -> Resident:
-    """A model that only scores."""
+    """A model without training."""
     operands = sum(prepared_bytes(m, False, work) for m in (*shape.linears, shape.head))
     return Resident(name, 4 * shape.parameters, 0, 0, 0, operands, 0, shape.parameters)
 
 
 def as_classifier(shape: ModelShape, labels: int) -> ModelShape:
-    """The same trunk under a head of `labels` scores, as a reward model has it."""
+    """The same trunk with a head of `labels` scores, as in a reward model."""
     head = Linear(labels, shape.hidden)
     parameters = shape.parameters - shape.head_parameters + head.size
     return replace(shape, parameters=parameters, head=head, head_parameters=head.size)
 
 
 def make_plan(policy: ModelShape, value: ModelShape | None, reward: ModelShape | None, work: Work) -> Plan:
-    """The models of a run: policy, value model and reward model where it has them, reference.
+    """The memory of policy, reference and, where the run has them, value model and reward model.
 
-    `value` is the shape of the causal model whose trunk the value model takes. A value head on the policy's trunk
-    is not counted: it is smaller than a row of the embedding.
+    `value` is the shape of the causal model whose trunk the value model copies. A value head on the policy's trunk
+    is not counted: it is as small as a row of the embedding.
     """
     trained = [trained_model("policy", policy, policy.head, 0, work, work.lora_rank)]
     if value is not None:
@@ -243,7 +243,7 @@ def _rollout(shape: ModelShape, work: Work) -> dict[str, int]:
     return {
         "key/value cache": cache_bytes(shape, work),
         "one layer": layer_workspace_bytes(shape, prompts, work) + 8 * prompts * shape.hidden,
-        # logits, a masked copy and float64 noise
+        # logits, a masked copy, and float64 noise
         "logits": work.slots * shape.vocab_size * 16,
     }
 
@@ -259,7 +259,7 @@ def _scoring(shape: ModelShape, work: Work) -> dict[str, int]:
 
 
 def _update(shape: ModelShape, trained: list[Resident], work: Work) -> dict[str, int]:
-    """Of the policy, whose update needs the vocabulary; that of the value model is the same without it."""
+    """The update of the policy, which needs logits; that of a value model is the same without them."""
     row = work.max_context - 1
     tokens = work.update_sequences * row
     steps = len(trained) if work.side_by_side else 1

@@ -9,7 +9,7 @@ from ppo_repro.plan.memory import Plan
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan in bytes, with its sums."""
+    """The plan in bytes, with totals."""
     return {
         "models": [{**asdict(r), "total": r.total, "mixed_precision": r.mixed_precision} for r in plan.residents],
         "phases": plan.phases,
@@ -45,9 +45,9 @@ def lines(plan: Plan) -> list[str]:
         out.append(_line(label, [f"{n:,}" for n in (*counts, sum(counts))]))
     out += [_line(label, [size(n) for n in (*counts, sum(counts))]) for label, counts in rows]
     out.append("")
-    for phase, parts in plan.phases.items():
-        found = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
-        out.append(f"{phase + ', up to about':<34}{size(sum(parts.values())):>16}  {found}")
+    for phase, amounts in plan.phases.items():
+        purposes = ", ".join(f"{name} {size(count)}" for name, count in amounts.items())
+        out.append(f"{phase + ', up to about':<34}{size(sum(amounts.values())):>16}  {purposes}")
     out.append(f"{'peak, up to about':<34}{size(plan.peak):>16}  resident and the largest of these")
     out.append(
         "Mixed-precision Adam: 16 bytes per trained parameter, 2 per frozen one; activations and caches come on top."

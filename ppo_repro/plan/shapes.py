@@ -7,13 +7,15 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
-from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
+from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
+from ppo_repro.models.tiny import tiny_config
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import (
     CAUSAL_MODELS,
@@ -26,7 +28,7 @@ from ppo_repro.numerics.layers.families import (
 from ppo_repro.numerics.layers.lowering import check_config
 from ppo_repro.plan.memory import Linear, ModelShape, Plan, Saved, Work, as_classifier, make_plan
 
-# what a pass keeps, counted over the code of each family and held to it by a test: times the widths of residual
+# what a backward pass keeps in one layer of each family, checked by a test: multiples of the widths of residual
 # stream, queries, keys and MLP, then norms with exponents of rows, norms of every head, mask rows
 _LIKE_LLAMA = ("llama", "mistral", "qwen2")
 _EXACT = {
@@ -44,37 +46,6 @@ _NATIVE = {
 }
 
 
-def read_config(path: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
-    """The configuration of a model folder, of which config.json is enough; UserError for another class."""
-    if not (path / "config.json").is_file():
-        raise UserError(f"{where} = {path}: must be a transformers model folder; there is no config.json in it")
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{where} = {path}: cannot be loaded ({' '.join(str(error).split())[:200]})") from error
-    known = [c.__name__ for c in classes]
-    found = (config.architectures or ["unknown"])[0]
-    if found not in known:
-        raise UserError(f"{where} = {path}: architecture {found}; must be one of {', '.join(known)}")
-    return config
-
-
-def tiny_config(model: TinyModel, max_context: int) -> PretrainedConfig:
-    """The configuration of the model that `models.tiny` makes, with as many tokens as its tokenizer may have."""
-    return Qwen3Config(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.hidden_size // model.num_attention_heads,
-        max_position_embeddings=max_context,
-        tie_word_embeddings=True,
-        architectures=["Qwen3ForCausalLM"],
-    )
-
-
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
     """A causal model on the meta device: every shape, no memory."""
     with torch.device("meta"):
@@ -82,7 +53,7 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def model_shape(config: PretrainedConfig, exact: bool, lora_targets: Sequence[str] | None = None) -> ModelShape:
-    """The shape of a causal model, with adapters where `lora_targets` says (None: nowhere; see `choose_layers`)."""
+    """The shape of a causal model, with adapters on `lora_targets` (None: without; see `choose_layers`)."""
     model = without_weights(config)
     adapted = set() if lora_targets is None else set(choose_layers(model, lora_targets))
     head = head_of(model)
@@ -110,12 +81,12 @@ def _size(module: nn.Module) -> int:
 
 
 def work_of(config: RunConfig, lora_rank: int = 0) -> Work:
-    """How a configuration computes on this machine. UserError for layout.backend = eager, the specification."""
+    """How a run of a configuration computes on this machine. UserError for layout.backend = eager."""
     layout, sequences = config.layout, config.sequences_per_iteration
     exact = config.numerics.mode == "exact"
     kernels = backend.choose(layout.backend) if exact else "native"
     if kernels == "eager":
-        raise UserError("layout.backend = eager: it is there to be compared with; plan knows auto, dgemm and amx")
+        raise UserError("layout.backend = eager: only for comparisons; plan supports auto, dgemm and amx")
     return Work(
         kernels=kernels,
         operand_bits=config.numerics.operand_bits,
@@ -133,19 +104,20 @@ def work_of(config: RunConfig, lora_rank: int = 0) -> Work:
 
 
 def plan_run(config: RunConfig) -> Plan:
-    """The memory of a configuration in one process. UserError where the model is not supported."""
+    """The memory of a run in one process. UserError where the model is not supported."""
     max_context, exact = config.numerics.max_context, config.numerics.mode == "exact"
     if isinstance(config.model, ModelFolder):
-        source = read_config(Path(config.model.path), CAUSAL_MODELS, "model.path")
-    else:
-        source = tiny_config(config.model, max_context)
+        path = config.model.path
+        source = read_model_config(Path(path), CAUSAL_MODELS, f"model.path = {path}")
+    else:  # its tokenizer may have as many tokens as the configuration allows
+        source = tiny_config(config.model, config.model.vocab_size, max_context, None)
     (check_config if exact else check_visibility)(source, max_context)
     shape, term = model_shape(source, exact), config.reward.model
     lora = config.lora
     policy = shape if lora is None else model_shape(source, exact, lora.target_modules)
     reward: ModelShape | None = None
     if isinstance(term, RewardModelFolder):
-        classifier = read_config(Path(term.path), CLASSIFIERS, "reward model path")
+        classifier = read_model_config(Path(term.path), CLASSIFIERS, f"reward model {term.path}")
         reward = as_classifier(model_shape(classifier, exact), classifier.num_labels)
     elif term is not None:
         reward = as_classifier(shape, 1)

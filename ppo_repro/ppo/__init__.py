@@ -1,1 +1,1 @@
-"""PPO's mathematics on tensors and numbers; only `objective` and `update` know configuration and models."""
+"""PPO's mathematics on tensors and numbers. Nothing here knows a configuration, a model or a file."""

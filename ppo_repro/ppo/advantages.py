@@ -1,4 +1,4 @@
-"""Advantages of ragged tokens: generalized estimation, group-relative scores, whitening."""
+"""Advantages of responses of different lengths: GAE, group-relative scores, whitening."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ppo_repro.numerics.arithmetic.grid import exact_mean
 def gae(
     rewards: Tensor, values: Tensor, lengths: Tensor, final_values: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. Schulman et al., 2016.
+    """GAE: A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. Schulman et al., 2016.
 
     rewards, values [N] float32, lengths [B] int64 with sum N -> [N] float32. `final_values` [B] float32 is V
     after the last step of each sequence: 0 where the episode ended there, the value of the next state where it
     was only cut off. gae_lambda 0 is the one-step error, TD(0); 1 is the Monte Carlo return minus the value.
     """
+    assert rewards.shape == values.shape == (int(lengths.sum()),)
+    assert final_values.shape == lengths.shape == (lengths.numel(),)
     batch, longest = len(lengths), int(lengths.max())
     inside = torch.arange(longest) < lengths[:, None]
     r, v = torch.zeros(batch, longest), torch.zeros(batch, longest + 1)
@@ -30,18 +32,19 @@ def gae(
     decay = gamma * gae_lambda
     for t in range(longest - 1, -1, -1):
         delta = (r[:, t] + v[:, t + 1] * gamma) - v[:, t]
-        # past the end of a short sequence nothing runs on
+        # 0 after the last token of a sequence
         running = torch.where(inside[:, t], delta + running * decay, 0.0)
         advantages[:, t] = running
     return advantages[inside]
 
 
 def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale: bool) -> list[float]:
-    """(s_i - mean of its group) [/ (std of its group + 1e-6)], one per response. GRPO: Shao et al., 2024.
+    """(s_i - mean of its group) [/ (std of its group + 1e-6) with `scale`], one per response. Shao et al., 2024 (GRPO).
 
     Population standard deviation. Without `scale` it is Dr. GRPO's (Liu et al., 2025). Sums are correctly
     rounded, so the order within a group does not matter; a group of one gets 0.
     """
+    assert len(scores) == len(groups)
     members: dict[Hashable, list[float]] = {}
     for score, group in zip(scores, groups, strict=True):
         members.setdefault(group, []).append(score)
@@ -54,10 +57,11 @@ def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale:
 
 
 def whiten(values: Tensor, shift: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) [+ mean without `shift`], var the population variance, sums exactly rounded.
+    """(x - mean) / sqrt(var + 1e-8) [+ mean without `shift`], var the population variance, sums correctly rounded.
 
     [N] float32 -> [N] float32, independent of the order of the elements.
     """
+    assert values.shape == (values.numel(),)
     mean = exact_mean(values)
     centred = values.to(torch.float64) - mean
     scale = 1.0 / math.sqrt(exact_mean(centred * centred) + 1e-8)
@@ -66,7 +70,8 @@ def whiten(values: Tensor, shift: bool = True) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
-    """1 - Var(returns - values) / Var(returns); None where the returns do not vary."""
+    """1 - Var(returns - values) / Var(returns), both [N]; None where the returns do not vary."""
+    assert values.shape == returns.shape == (values.numel(),)
 
     def variance(x: Tensor) -> float:
         x = x.to(torch.float64)

@@ -1,4 +1,4 @@
-"""Rules that move a coefficient between iterations, each a pure function of the old one and what was measured."""
+"""Rules that change a coefficient between iterations: pure functions of its old value and the measured KL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int, horizon: int) -> float:
     """beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon), n the sequences of the iteration. Ziegler et al., 2019.
 
-    `kl` and `target_kl` are KL(policy || reference) per sequence, nats: summed over tokens, mean over sequences.
+    `kl` and `target_kl` are KL(policy || reference) per sequence in nats: summed over tokens, mean over sequences.
     """
     error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
     return kl_coef * (1.0 + error * sequences / horizon)
@@ -15,7 +15,7 @@ def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int
 def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float) -> float:
     """beta / 2 if KL < target / 1.5, 2 beta if KL > 1.5 target. Schulman et al., 2017, section 4.
 
-    `kl` is KL(old || new) after the update, per token, nats.
+    `kl` is KL(old || new) after the update, per token, in nats.
     """
     if kl < target_kl / 1.5:
         return penalty_coef / 2.0
@@ -23,9 +23,10 @@ def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float) -> f
 
 
 def adaptive_clip_range(clip_range: float, kl: float, target_kl: float, smallest: float, largest: float) -> float:
-    """eps / 2 if KL > 1.5 target, 2 eps if KL < target / 1.5, kept in [smallest, largest].
+    """eps / 2 if KL > 1.5 target, 2 eps if KL < target / 1.5, then clamped to [smallest, largest].
 
-    Without bounds repeated doubling makes 1 - eps negative, and nothing is clipped from below any more.
+    `kl` as in `adaptive_penalty_coef`. Without the bounds, repeated doubling would make 1 - eps negative, and then
+    nothing is clipped from below.
     """
     if kl > 1.5 * target_kl:
         clip_range *= 0.5

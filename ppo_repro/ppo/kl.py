@@ -1,7 +1,7 @@
 """Estimators of a KL divergence from log-probs of sampled tokens. Schulman, "Approximating KL Divergence", 2020.
 
-All take tokens drawn from p and `log_ratio` = log p - log q, and estimate, per token and in nats, KL(p || q)
-or, `reverse`, KL(q || p): with rho = q/p the mean under p of rho log rho.
+The tokens are drawn from p, and `log_ratio` = log p - log q in any shape. Each function estimates KL(p || q) per
+token in nats, or with `reverse` KL(q || p), which with rho = q/p is the mean under p of rho log rho.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ppo_repro.numerics.arithmetic import elementwise
 
-ESTIMATORS = ("k1", "k2", "k3")
 _SERIES_TERMS = 16
 
 
@@ -28,7 +27,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """rho - 1 - log rho = expm1(-x) + x for x = log p - log q: unbiased for KL(p || q), never negative. Float64.
 
-    Small x use the power series: exp(-x) - 1 + x in floating point loses all digits there.
+    For |x| <= 1 it is the power series: there exp(-x) - 1 + x loses its digits in floating point.
     """
     x = log_ratio.to(torch.float64)
     series = torch.full_like(x, 1.0)
@@ -48,26 +47,27 @@ def reverse_k1(log_ratio: Tensor) -> Tensor:
 def reverse_k3(log_ratio: Tensor) -> Tensor:
     """rho log rho - rho + 1 for log rho = -x: unbiased for KL(q || p), never negative. Float64.
 
-    It is rho times k3 of the exchanged ratio, which is how small x keep their digits.
+    Computed as rho times k3 of the inverse ratio, so that small x keep their digits.
     """
     rho = elementwise.exp(-log_ratio.to(torch.float32)).to(torch.float64)
     return rho * k3(-log_ratio)
 
 
 def estimate(kind: str, log_ratio: Tensor, reverse: bool = False) -> Tensor:
-    """The estimator called `kind` (k1, k2 or k3) of KL(p || q), or `reverse` of KL(q || p), as float32."""
+    """The estimator `kind` (k1, k2 or k3) of KL(p || q), with `reverse` of KL(q || p), as float32."""
     forward = {"k1": k1, "k2": k2, "k3": k3}
     backward = {"k1": reverse_k1, "k2": k2, "k3": reverse_k3}
     return (backward if reverse else forward)[kind](log_ratio).to(torch.float32)
 
 
 def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """The estimator of KL(new || reference) as a differentiable per-token loss, float32.
+    """The estimator `kind` of KL(new || reference) as a differentiable per-token loss, [n] float32, nats.
 
     k1: log pi - log ref, whose gradient has mean zero under pi: as a loss it constrains nothing.
     k2: half the square; its gradient, (log pi - log ref) grad log pi, is that of KL(pi || ref) on-policy.
     k3: ref/pi - 1 - log(ref/pi); its gradient is that of KL(ref || pi). Tang and Munos, 2025.
     """
+    assert new_logprobs.shape == ref_logprobs.shape == (new_logprobs.numel(),)
     x = new_logprobs - ref_logprobs
     if kind == "k1":
         return x
@@ -77,7 +77,7 @@ def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3_loss(log_ratio: Tensor) -> Tensor:
-    """`k3` as a differentiable float32 loss; its derivative is exactly 0 where the log-ratio is."""
+    """`k3` as a differentiable float32 loss; its derivative is exactly 0 where the log-ratio is 0."""
     return _K3.apply(log_ratio)
 
 

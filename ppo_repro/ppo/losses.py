@@ -1,8 +1,9 @@
-"""Per-token losses, never reduced here: the caller weighs each token's gradient."""
+"""Per-token losses. They are not reduced here: the caller gives each token's gradient its weight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -10,14 +11,30 @@ from torch import Tensor
 from ppo_repro.numerics.arithmetic.elementwise import Exp
 from ppo_repro.ppo.kl import k3_loss
 
-# disjoint: in the band; outside it with the gradient removed; outside it with the gradient kept; beyond the dual clip
-CLIP_FLAGS = ("none", "clip_high", "clip_low", "wrong_high", "wrong_low", "clip_dual")
-REMOVED = tuple(index for index, name in enumerate(CLIP_FLAGS) if name.startswith("clip_"))
+
+class ClipFlag(IntEnum):
+    """Where a token's ratio lies relative to the band, and whether the clip removes its gradient. One per token."""
+
+    NONE = 0  # inside the band, or the advantage is 0
+    CLIP_HIGH = 1  # above the band, gradient removed
+    CLIP_LOW = 2  # below the band, gradient removed
+    WRONG_HIGH = 3  # above the band, gradient kept
+    WRONG_LOW = 4  # below the band, gradient kept
+    CLIP_DUAL = 5  # above the dual clip, gradient removed
+
+
+REMOVING = (ClipFlag.CLIP_HIGH, ClipFlag.CLIP_LOW, ClipFlag.CLIP_DUAL)
+
+
+def flag_names(flags: Tensor) -> list[str]:
+    """The names of clip flags as they are recorded, such as `clip_high`; flags [n] uint8."""
+    names = [flag.name.lower() for flag in ClipFlag]
+    return [names[flag] for flag in flags.tolist()]
 
 
 @dataclass(frozen=True)
 class Band:
-    """Ratios in [1 - low, 1 + high] are trusted; `dual` > 1 + high also ends the pull of a negative advantage."""
+    """The ratios [1 - low, 1 + high]; above `dual` > 1 + high a negative advantage has no gradient either."""
 
     low: float
     high: float
@@ -29,71 +46,78 @@ class Band:
 
 
 def probability_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
-    """r = exp(log pi_new - log pi_anchor), float32, exactly 1 where both are the same number."""
+    """r = exp(log pi_new - log pi_anchor), [n] float32; exactly 1 where both are the same number."""
+    assert new_logprobs.shape == anchor_logprobs.shape == (new_logprobs.numel(),)
     return Exp.apply(new_logprobs - anchor_logprobs)
 
 
 def clip_flags(ratios: Tensor, advantages: Tensor, band: Band) -> Tensor:
-    """Index into CLIP_FLAGS for each token, uint8. Tokens with advantage 0 are in no clip class."""
+    """The ClipFlag of each token, [n] uint8."""
+    assert ratios.shape == advantages.shape == (ratios.numel(),)
     low, high = band.bounds()
     above, below = ratios > high, ratios < low
-    flags = torch.zeros(ratios.shape, dtype=torch.uint8)
-    flags[above & (advantages > 0)] = 1
-    flags[below & (advantages < 0)] = 2
-    flags[above & (advantages < 0)] = 3
-    flags[below & (advantages > 0)] = 4
+    flags = torch.full(ratios.shape, ClipFlag.NONE, dtype=torch.uint8)
+    flags[above & (advantages > 0)] = ClipFlag.CLIP_HIGH
+    flags[below & (advantages < 0)] = ClipFlag.CLIP_LOW
+    flags[above & (advantages < 0)] = ClipFlag.WRONG_HIGH
+    flags[below & (advantages > 0)] = ClipFlag.WRONG_LOW
     if band.dual is not None:
-        flags[(ratios > torch.tensor(band.dual, dtype=torch.float32)) & (advantages < 0)] = 5
+        flags[(ratios > torch.tensor(band.dual, dtype=torch.float32)) & (advantages < 0)] = ClipFlag.CLIP_DUAL
     return flags
 
 
 def removes_gradient(flags: Tensor) -> Tensor:
-    """Where the clip takes the policy gradient away. Bool, of the shape of the flags."""
-    return torch.isin(flags, torch.tensor(REMOVED, dtype=torch.uint8))
+    """Where the clip removes the policy gradient. Bool, in the shape of the flags."""
+    return torch.isin(flags, torch.tensor(REMOVING, dtype=torch.uint8))
 
 
 def clipped_surrogate(ratios: Tensor, advantages: Tensor, band: Band) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) per token, float32. Schulman et al., 2017, equation 7.
+    """-min(r A, clip(r, 1 - low, 1 + high) A) per token, [n] float32. Schulman et al., 2017, equation 7.
 
     With `dual` c it is -max(min(r A, clip(r) A), c A) where A < 0 (Ye et al., 2020, equation 8); with
     high > low, clip-higher (Yu et al., 2025). The gradient is exactly zero where `removes_gradient` says so
-    and that of -r A everywhere else. A choice by condition instead of `min` keeps that true where r A underflows.
+    and that of -r A everywhere else. Selecting by flag instead of `min` keeps that true where r A underflows.
     """
+    assert ratios.shape == advantages.shape == (ratios.numel(),)
     low, high = band.bounds()
     flags = clip_flags(ratios, advantages, band)
     bounded = ratios.detach().clamp(low, high)
     if band.dual is not None:
-        bounded = torch.where(flags == CLIP_FLAGS.index("clip_dual"), torch.full_like(bounded, band.dual), bounded)
+        bounded = torch.where(flags == ClipFlag.CLIP_DUAL, torch.full_like(bounded, band.dual), bounded)
     return -(torch.where(removes_gradient(flags), bounded, ratios) * advantages)
 
 
 def unclipped_surrogate(ratios: Tensor, advantages: Tensor) -> Tensor:
-    """-r A per token, float32: conservative policy iteration. Schulman et al., 2017, equation 6."""
+    """-r A per token, [n] float32: conservative policy iteration. Schulman et al., 2017, equation 6."""
+    assert ratios.shape == advantages.shape == (ratios.numel(),)
     return -(ratios * advantages)
 
 
 def penalised_surrogate(ratios: Tensor, log_ratios: Tensor, advantages: Tensor, penalty_coef: float) -> Tensor:
-    """-r A + beta (r - 1 - log r) per token, float32. Schulman et al., 2017, equation 8.
+    """-r A + beta (r - 1 - log r) per token, [n] float32. Schulman et al., 2017, equation 8.
 
-    The penalty estimates KL(anchor || new) without bias from tokens drawn from the anchor (k3). Its gradient
-    in log pi_new, beta (r - 1), is that of the divergence in expectation and zero before the first step.
+    The penalty (k3) is an unbiased estimate of KL(anchor || new) from tokens drawn from the anchor. Its gradient
+    in log pi_new, beta (r - 1), is in expectation that of the divergence, and zero before the first step.
     """
+    assert ratios.shape == log_ratios.shape == advantages.shape == (ratios.numel(),)
     return unclipped_surrogate(ratios, advantages) + k3_loss(-log_ratios) * penalty_coef
 
 
 def policy_gradient(new_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-log pi A per token, float32: REINFORCE with a baseline. Williams, 1992."""
+    """-log pi A per token, [n] float32: REINFORCE with a baseline. Williams, 1992."""
+    assert new_logprobs.shape == advantages.shape == (new_logprobs.numel(),)
     return -(new_logprobs * advantages)
 
 
 def value_loss(new_values: Tensor, returns: Tensor) -> Tensor:
-    """1/2 (V - R)^2 per token, float32."""
+    """1/2 (V - R)^2 per token, [n] float32."""
+    assert new_values.shape == returns.shape == (new_values.numel(),)
     error = new_values - returns
     return error * error * 0.5
 
 
 def _clip_value(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
-    """The clipped prediction, and where it decides the loss (strictly farther from the return)."""
+    """The clipped prediction, and where it decides the loss because it is strictly farther from the return."""
     step = (new_values - old_values).detach()
     clipped = old_values + step.clamp(-clip_range, clip_range)
     farther = (clipped - returns) * (clipped - returns) > (new_values - returns) * (new_values - returns)
@@ -102,14 +126,16 @@ def _clip_value(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_ra
 
 
 def clipped_value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:
-    """1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2) per token, float32.
+    """1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2) per token, [n] float32.
 
     The gradient is exactly zero where the clipped branch is the larger one.
     """
+    assert new_values.shape == old_values.shape == returns.shape == (new_values.numel(),)
     clipped, binds = _clip_value(new_values, old_values, returns, clip_range)
     return value_loss(torch.where(binds, clipped, new_values), returns)
 
 
 def value_clip_binds(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:
-    """Where the clipped branch decides `clipped_value_loss`, so that its gradient is zero. Bool."""
+    """Where the clipped branch decides `clipped_value_loss`, so that its gradient is zero. [n] bool."""
+    assert new_values.shape == old_values.shape == returns.shape == (new_values.numel(),)
     return _clip_value(new_values, old_values, returns, clip_range)[1]

@@ -1,4 +1,4 @@
-"""From scores of responses and KL estimates of tokens to per-token rewards."""
+"""Per-token rewards from the scores of responses and the KL estimates of tokens."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from torch import Tensor
 
 from ppo_repro.numerics.arithmetic.grid import exact_sums
 
-PLACEMENTS = ("last", "word_ends", "uniform")
-CHARGES = ("token", "word", "length_normalized", "last_sum", "last_mean")
-
 
 def last_tokens(lengths: Tensor) -> Tensor:
-    """[B] int64 index of each response's last token."""
+    """[B] int64 index into the [N] fields of each response's last token."""
+    assert lengths.shape == (lengths.numel(),)
     return torch.cumsum(lengths, 0) - 1
 
 
 def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
     """Tokens of each word, in order, [W] int64; word_ids [N] count words within each response."""
+    assert word_ids.shape == (int(lengths.sum()),) and lengths.dim() == 1
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     begins = torch.ones(len(word_ids), dtype=torch.bool)
     begins[1:] = (word_ids[1:] != word_ids[:-1]) | (sequence[1:] != sequence[:-1])
@@ -26,11 +25,12 @@ def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def place_scores(scores: Tensor, lengths: Tensor, word_ids: Tensor, placement: str) -> Tensor:
-    """Scores [B] float64 on the tokens of their responses, [N] float64; each response's share adds up to its score.
+    """Place scores [B] float64 on the tokens of their responses, [N] float64; a response's tokens sum to its score.
 
     last: all on the last token. word_ends: in equal parts on the last token of every word (`word_ids` [N]).
     uniform: in equal parts on every token.
     """
+    assert scores.shape == lengths.shape == (len(scores),) and word_ids.shape == (int(lengths.sum()),)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     if placement == "uniform":
         return (scores / lengths)[sequence]
@@ -42,12 +42,13 @@ def place_scores(scores: Tensor, lengths: Tensor, word_ids: Tensor, placement: s
 
 
 def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charge: str) -> Tensor:
-    """Where KL penalties [N] float32 of the tokens are charged, [N] float32.
+    """Charge the KL penalties [N] float32 of the tokens, [N] float32.
 
     token: each on its own token. word: the sum of a word on its last token. length_normalized: each divided by
     the length of its response, so that a response pays its mean. last_sum, last_mean: sum or mean of a response
     on its last token.
     """
+    assert penalties.shape == word_ids.shape == (int(lengths.sum()),) and lengths.dim() == 1
     if charge == "token":
         return penalties
     if charge == "length_normalized":
@@ -62,12 +63,13 @@ def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charg
 def shaping_rewards(potentials: Tensor, lengths: Tensor, gamma: float) -> Tensor:
     """gamma Phi(s_{t+1}) - Phi(s_t) on every token, [N] float64; Phi after the last token is 0. Ng et al., 1999.
 
-    potentials [N] float64 is Phi before each token. The discounted sum over a response is -Phi(s_0) whatever the
-    response says, so no optimal policy changes.
+    potentials [N] float64 is Phi before each token. The discounted sum over a response is -Phi(s_0), whatever the
+    response says, so the optimal policies stay the same.
     """
-    following = torch.cat([potentials[1:], torch.zeros(1, dtype=torch.float64)])
-    following[last_tokens(lengths)] = 0.0
-    return following * gamma - potentials
+    assert potentials.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    next_potentials = torch.cat([potentials[1:], torch.zeros(1, dtype=torch.float64)])
+    next_potentials[last_tokens(lengths)] = 0.0
+    return next_potentials * gamma - potentials
 
 
 def token_rewards(placed: Tensor, kl_penalties: Tensor) -> Tensor:
@@ -75,4 +77,5 @@ def token_rewards(placed: Tensor, kl_penalties: Tensor) -> Tensor:
 
     placed [N] float64, rounded once; kl_penalties [N] float32.
     """
+    assert placed.shape == kl_penalties.shape == (placed.numel(),)
     return placed.to(torch.float32) - kl_penalties

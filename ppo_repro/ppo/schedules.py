@@ -8,14 +8,12 @@ import torch
 
 from ppo_repro.numerics.arithmetic.elementwise import cos_sin
 
-SCHEDULES = ("constant", "linear", "cosine")
-
 
 def rate_factor(schedule: str, iteration: int, iterations: int, warmup_iterations: int) -> float:
-    """Factor on the learning rate in `iteration` (from 0): a linear rise, then the schedule.
+    """Factor on the learning rate in `iteration` (from 0): a linear warm-up, then the schedule.
 
-    Rise over w iterations: (i + 1) / (w + 1). Then with u = (i - w) / (iterations - w): constant 1, linear 1 - u,
-    cosine (1 + cos(pi u)) / 2. The cosine is the elementwise law's: the C library's is not the same everywhere.
+    Warm-up over w iterations: (i + 1) / (w + 1). Then with u = (i - w) / (iterations - w): constant 1, linear 1 - u,
+    cosine (1 + cos(pi u)) / 2. The cosine is `elementwise.cos_sin`, because the C library's differs between machines.
     """
     if iteration < warmup_iterations:
         return (iteration + 1) / (warmup_iterations + 1)

@@ -1,4 +1,4 @@
-"""What each token's loss counts: how losses are reduced, and corrections for tokens another policy sampled."""
+"""The weight of each token's loss: how losses are reduced, and corrections for tokens another policy sampled."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from torch import Tensor
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.grid import exact_sums
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
-
 
 def loss_weights(aggregation: str, lengths: Tensor) -> Tensor:
-    """Weight of each token of a minibatch of sequences of `lengths` [S] int64 -> [M] float32, M their sum.
+    """Weight of each token in a minibatch of S sequences: `lengths` [S] int64 -> [M] float32, M the sum of the lengths.
 
     token_mean: 1 / M. sequence_mean: 1 / (S length), the mean over sequences of their token means.
     sequence_sum: 1 / S, the mean over sequences of their token sums.
     """
+    assert lengths.shape == (lengths.numel(),)
     count, total = len(lengths), int(lengths.sum())
     by_sequence = {
         "token_mean": torch.full((count,), 1.0 / total, dtype=torch.float64),
@@ -31,10 +30,11 @@ def importance_weights(
 ) -> Tensor:
     """min(w, cap), or `masked` w where 1/cap <= w <= cap and 0 elsewhere; w = pi_old / pi_rollout. [N] float32.
 
-    Truncated (TIS, Yao et al., 2025) and masked importance sampling against a sampler that is not the policy
-    that is trained. `by_sequence`: w of a token is the product over its whole response. Exactly 1 where the
-    two agree.
+    Truncated (TIS, Yao et al., 2025) or masked importance sampling, which corrects for a sampler that differs from
+    the trained policy. `by_sequence`: w of a token is the product over its whole response. Exactly 1 where the two
+    agree.
     """
+    assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
     log_ratio = old_logprobs - rollout_logprobs
     if by_sequence:
         sums = exact_sums(log_ratio, lengths).to(torch.float32)

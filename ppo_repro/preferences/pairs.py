@@ -1,4 +1,4 @@
-"""Preference pairs: made by a rule from a task whose answers are known, or found in a recorded run."""
+"""Preference pairs, and a rule that makes them from a task with known answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Preference:
-    """Two responses to one prompt, the first of which is preferred; end tokens included where there are any."""
+    """Two responses to one prompt; `chosen` is preferred. End tokens are included."""
 
     prompt_key: str
     prompt_ids: Ids
@@ -38,12 +38,12 @@ def chosen_sequences(pairs: Sequence[Preference]) -> list[Ids]:
 
 
 def rejected_sequences(pairs: Sequence[Preference]) -> list[Ids]:
-    """Prompt + the other response of each pair."""
+    """Prompt + rejected response of each pair."""
     return [pair.prompt_ids + pair.rejected_ids for pair in pairs]
 
 
 def check_pairs(pairs: Sequence[Preference], vocab_size: int, max_context: int) -> None:
-    """Raise UserError naming the first pair that a model of this vocabulary and context cannot read."""
+    """Raise UserError for the first pair that a model of this vocabulary and context cannot read."""
     for pair in pairs:
         for ids in (*chosen_sequences([pair]), *rejected_sequences([pair])):
             where = f"preference pair of prompt {pair.prompt_key!r}"
@@ -51,41 +51,41 @@ def check_pairs(pairs: Sequence[Preference], vocab_size: int, max_context: int) 
                 raise UserError(f"{where}: has {len(ids)} tokens; numerics.max_context = {max_context}; raise it")
             if not 0 <= min(ids) <= max(ids) < vocab_size:
                 raise UserError(
-                    f"{where}: has a token outside 0..{vocab_size - 1}; use a model and pairs of one tokenizer"
+                    f"{where}: has a token outside 0..{vocab_size - 1}; use a model and pairs with the same tokenizer"
                 )
 
 
 def wrong_answer(answer: str, digits: str, draws: Sequence[int]) -> str:
-    """A wrong answer: one digit exchanged, the last digit missing, or one digit too many, each in one third of cases.
+    """A wrong answer: one digit replaced, the last digit missing, or one digit added, with equal probability.
 
-    `digits` are those that may be put in, at least two of them; `draws` three random words: which mistake, where,
-    which digit.
+    `digits` are the digits to choose from, at least two; `draws` are three random words: for the mistake, the
+    position and the digit.
     """
-    mistake, place = MISTAKES[draws[0] % len(MISTAKES)], draws[1] % len(answer)
+    mistake, position = MISTAKES[draws[0] % len(MISTAKES)], draws[1] % len(answer)
     if mistake == "truncated":
         return answer[:-1]
     if mistake == "too_long":
         return answer + digits[draws[2] % len(digits)]
-    others = [d for d in digits if d != answer[place]]
-    return answer[:place] + others[draws[2] % len(others)] + answer[place + 1 :]
+    others = [d for d in digits if d != answer[position]]
+    return answer[:position] + others[draws[2] % len(others)] + answer[position + 1 :]
 
 
 def _digits_of(problems: Sequence[Problem]) -> str:
-    """The digits that occur in the answers; UserError unless all answers are numbers and there are two digits."""
+    """The digits that occur in the answers; UserError unless all answers are numbers with at least two digits."""
     for problem in problems:
         if not (problem.answer.isascii() and problem.answer.isdecimal()):
             raise UserError(
-                f"prompt {problem.key!r}: its answer {problem.answer!r} is no number; the rule for wrong answers "
-                "knows digits only; use pairs of a recorded run"
+                f"prompt {problem.key!r}: its answer {problem.answer!r} is not a number; the rule for wrong answers "
+                "needs digits; use pairs of a recorded run"
             )
     digits = "".join(sorted({digit for problem in problems for digit in problem.answer}))
     if len(digits) < 2:
-        raise UserError(f"the answers have one digit only ({digits!r}); wrong ones cannot be made from it")
+        raise UserError(f"the answers consist of one digit only ({digits!r}); wrong answers need two")
     return digits
 
 
 def _response(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
-    """The tokens of a response that ends by itself; UserError where the tokenizer cannot spell it."""
+    """The tokens of a response with an end token; UserError where the tokenizer cannot spell it."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if decode(tokenizer, ids) != text or tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer cannot spell the response {text!r} with an end token; use another model")
@@ -93,7 +93,7 @@ def _response(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
 
 
 def _drawn(problems: Sequence[Problem], count: int, seed: int) -> Iterator[tuple[Problem, int]]:
-    """`count` problems and how often each was drawn before: a fresh shuffle each time all have been drawn."""
+    """`count` problems and how often each was drawn before; shuffled anew each time all have been drawn."""
     for epoch in range(-(-count // len(problems))):
         order = permutation(len(problems), "preference prompts", seed, epoch)
         for index in order[: count - epoch * len(problems)]:
@@ -108,9 +108,9 @@ def pairs_by_rule(
     label_noise: float,
     seed: int,
 ) -> list[Preference]:
-    """`count` pairs: the right answer is preferred to a `wrong_answer`; with probability `label_noise` the other way.
+    """`count` pairs: the right answer is preferred to a `wrong_answer`, or with probability `label_noise` rejected.
 
-    A pair is a function of seed, prompt key and how often the prompt came before. With noise p a Bradley-Terry
+    A pair is a function of seed, prompt key and how often the prompt was drawn before. With noise p a Bradley-Terry
     model has a finite optimum, score differences of log((1 - p) / p). UserError where answers are not numbers.
     """
     digits = _digits_of(problems)
@@ -129,11 +129,11 @@ def pairs_by_rule(
 def hold_out(
     pairs: Sequence[Preference], num_eval_prompts: int, seed: int
 ) -> tuple[list[Preference], list[Preference]]:
-    """(training pairs, held-out pairs): all pairs of `num_eval_prompts` prompts, by key and seed, are held out."""
+    """(training pairs, held-out pairs): all pairs of `num_eval_prompts` prompts, chosen by seed, are held out."""
     keys = sorted({pair.prompt_key for pair in pairs})
     if num_eval_prompts >= len(keys):
         raise UserError(
-            f"num_eval_prompts = {num_eval_prompts}: the pairs are of {len(keys)} prompts; leave some to train on"
+            f"num_eval_prompts = {num_eval_prompts}: the pairs have {len(keys)} prompts; leave some to train on"
         )
-    held = {keys[i] for i in permutation(len(keys), "held-out pairs", seed)[:num_eval_prompts]}
-    return [p for p in pairs if p.prompt_key not in held], [p for p in pairs if p.prompt_key in held]
+    held_out = {keys[i] for i in permutation(len(keys), "held-out pairs", seed)[:num_eval_prompts]}
+    return [p for p in pairs if p.prompt_key not in held_out], [p for p in pairs if p.prompt_key in held_out]

@@ -1,4 +1,4 @@
-"""Optimizer steps on preference pairs, and the two models trained with them: a reward model, a policy by DPO."""
+"""Training on preference pairs: a reward model by Bradley-Terry, a policy by DPO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer, weights_digest
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, StepReport, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import (
     bradley_terry_losses,
     dpo_losses,
@@ -33,15 +33,15 @@ LossesOf = Callable[[list[int]], tuple[Tensor, Tensor]]  # indices of pairs -> l
 
 @dataclass(frozen=True)
 class Schedule:
-    """In which order pairs are seen, and how many at once."""
+    """The order of the pairs, and how many are used at once."""
 
     epochs: int
     minibatch_size: int  # pairs per optimizer step; the last one of an epoch may have fewer
-    micro_batch: int  # pairs per backward pass, 0 for the minibatch; shows in no result of exact numerics
+    micro_batch: int  # pairs per backward pass, 0 for the minibatch; changes no result in exact numerics
     seed: int
 
     def minibatches(self, count: int, epoch: int) -> list[list[int]]:
-        """A shuffle of 0..count-1 of its own for every epoch, cut into minibatches."""
+        """A shuffle of 0..count-1 cut into minibatches. Every epoch has its own shuffle."""
         order = permutation(count, "preference minibatches", self.seed, epoch).tolist()
         return [order[i : i + self.minibatch_size] for i in range(0, count, self.minibatch_size)]
 
@@ -52,7 +52,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class PreferenceStep:
-    """One optimizer step and what it saw before it."""
+    """One optimizer step, and losses and margins before it."""
 
     epoch: int
     minibatch: int
@@ -66,7 +66,7 @@ class PreferenceStep:
 
 
 def pairs_at_once(sequences: int) -> int:
-    """Pairs of a micro-batch of so many sequences: two of them are one pair, and 0 stays 0."""
+    """The pairs in a micro-batch of `sequences`, two per pair, at least one; 0 stays 0."""
     return max(1, sequences // 2) if sequences else 0
 
 
@@ -79,25 +79,15 @@ def preference_steps(
 ) -> Iterator[PreferenceStep]:
     """Train `model` in place on the mean loss of each minibatch of pairs.
 
-    Losses are not reduced in autograd: each pair is seeded with 1 / P, P the pairs of the minibatch.
+    Losses are not reduced in autograd: the backward pass of each pair starts from 1 / P, P the pairs of the minibatch.
     """
     for epoch in range(schedule.epochs):
-        for index, chosen in enumerate(schedule.minibatches(len(pairs), epoch)):
-            seen: list[tuple[Tensor, Tensor]] = []
-
-            def backward(chosen: list[int] = chosen, seen: list[tuple[Tensor, Tensor]] = seen) -> None:
-                seen.clear()
-                for chunk in _chunks(chosen, schedule.micro_batch):
-                    losses, margins = losses_of(chunk)
-                    torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(chosen)))
-                    seen.append((losses.detach(), margins.detach()))
-
-            report = optimizer.step(backward, sum(pairs[i].input_tokens for i in chosen))
-            losses, margins = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        for number, indices in enumerate(schedule.minibatches(len(pairs), epoch)):
+            report, losses, margins = _step(optimizer, pairs, indices, schedule.micro_batch, losses_of)
             yield PreferenceStep(
                 epoch=epoch,
-                minibatch=index,
-                pairs=len(chosen),
+                minibatch=number,
+                pairs=len(indices),
                 loss=exact_mean(losses),
                 margin=exact_mean(margins),
                 accuracy=preference_accuracy(margins),
@@ -107,9 +97,27 @@ def preference_steps(
             )
 
 
+def _step(
+    optimizer: Optimizer, pairs: Sequence[Preference], indices: list[int], micro_batch: int, losses_of: LossesOf
+) -> tuple[StepReport, Tensor, Tensor]:
+    """One optimizer step on a minibatch; its losses and margins before the step, [P] each."""
+    by_chunk: list[tuple[Tensor, Tensor]] = []
+
+    def backward() -> None:
+        by_chunk.clear()
+        for chunk in _chunks(indices, micro_batch):
+            losses, margins = losses_of(chunk)
+            torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
+            by_chunk.append((losses.detach(), margins.detach()))
+
+    report = optimizer.step(backward, sum(pairs[i].input_tokens for i in indices))
+    losses, margins = (torch.cat(column) for column in zip(*by_chunk, strict=True))
+    return report, losses, margins
+
+
 @dataclass(frozen=True)
 class RewardTraining:
-    """What the training of a reward model did; accuracies on pairs it was not trained on."""
+    """The training of a reward model; accuracies are on held-out pairs."""
 
     accuracy_before: float
     accuracy_after: float
@@ -117,7 +125,7 @@ class RewardTraining:
 
 
 def reward_margins(model: PreTrainedModel, pairs: Sequence[Preference], layout: LayoutConfig) -> Tensor:
-    """Score of the preferred response minus that of the other one, float32 [P]."""
+    """Score of the preferred response minus score of the rejected one, float32 [P]."""
     chosen, rejected = (
         reward_scores(model, sequences, layout.padding, layout.forward_micro_batch)
         for sequences in (chosen_sequences(pairs), rejected_sequences(pairs))
@@ -135,10 +143,10 @@ def train_reward_model(
     seed: int,
     progress: Progress,
 ) -> RewardTraining:
-    """Train `model`, as `make_reward_model` gives it, in place on the Bradley-Terry loss with AdamW.
+    """Train a model from `make_reward_model` in place on the Bradley-Terry loss.
 
-    AdamW as in the warm start, without weight decay. `progress(step, last step, loss)` after each step, nats per
-    pair. UserError where a pair does not fit the model.
+    AdamW as in the warm start, without weight decay. `progress(step, last step, loss)` is called after each step,
+    with the loss in nats per pair. UserError where a pair does not fit the model.
     """
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     adamw = AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0)
@@ -147,9 +155,9 @@ def train_reward_model(
     schedule = Schedule(settings.epochs, settings.minibatch_size, micro_batch, seed)
 
     def losses_of(chunk: list[int]) -> tuple[Tensor, Tensor]:
-        some = [pairs[i] for i in chunk]
-        sequences = [*chosen_sequences(some), *rejected_sequences(some)]
-        chosen, rejected = sequence_scores(model, sequences, layout.padding)[:, 0].split(len(some))
+        chunk_pairs = [pairs[i] for i in chunk]
+        sequences = [*chosen_sequences(chunk_pairs), *rejected_sequences(chunk_pairs)]
+        chosen, rejected = sequence_scores(model, sequences, layout.padding)[:, 0].split(len(chunk))
         return bradley_terry_losses(chosen, rejected), chosen - rejected
 
     before = preference_accuracy(reward_margins(model, eval_pairs, layout))
@@ -168,7 +176,7 @@ class PairLogprobs:
     rejected: Tensor
 
     def of(self, pairs: Sequence[int]) -> PairLogprobs:
-        """Those of some pairs, by index."""
+        """The log-probs of some pairs, by index."""
         index = torch.tensor(list(pairs), dtype=torch.int64)
         return PairLogprobs(self.chosen[index], self.rejected[index])
 
@@ -176,7 +184,7 @@ class PairLogprobs:
 def _pair_logprobs(
     policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, padding: str
 ) -> PairLogprobs:
-    """In one forward pass, differentiable; of the whole distribution softmax(logits / temperature)."""
+    """Differentiable, in one forward pass; under the whole distribution softmax(logits / temperature)."""
     responses = [*(p.chosen_ids for p in pairs), *(p.rejected_ids for p in pairs)]
     batch = lay_out([p.prompt_ids for p in pairs] * 2, responses, padding)
     logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)
@@ -189,15 +197,15 @@ def pair_logprobs(
     policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, layout: LayoutConfig
 ) -> PairLogprobs:
     """Log-probs of all pairs, `layout.forward_micro_batch` sequences at a time."""
-    parts = [
+    by_chunk = [
         _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, layout.padding)
         for chunk in _chunks(range(len(pairs)), pairs_at_once(layout.forward_micro_batch))
     ]
-    return PairLogprobs(torch.cat([p.chosen for p in parts]), torch.cat([p.rejected for p in parts]))
+    return PairLogprobs(torch.cat([p.chosen for p in by_chunk]), torch.cat([p.rejected for p in by_chunk]))
 
 
 def margins_of(policy: PairLogprobs, reference: PairLogprobs, beta: float) -> Tensor:
-    """Differences of implicit rewards, float64 [P]; positive where the preferred response gained more."""
+    """DPO margins, float64 [P]; positive where the log-prob of the preferred response rose more."""
     return dpo_margins(policy.chosen, policy.rejected, reference.chosen, reference.rejected, beta)
 
 
@@ -215,8 +223,8 @@ def dpo_steps(
     """Train `policy` in place by DPO; `reference` are the frozen model's log-probs of `pairs`, computed once."""
 
     def losses_of(chunk: list[int]) -> tuple[Tensor, Tensor]:
-        found = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding)
-        margins = margins_of(found, reference.of(chunk), beta)
+        logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding)
+        margins = margins_of(logprobs, reference.of(chunk), beta)
         return dpo_losses(margins), margins
 
     return preference_steps(policy, optimizer, pairs, schedule, losses_of)

@@ -15,7 +15,7 @@ from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyOb
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance
-from ppo_repro.ppo.losses import CLIP_FLAGS
+from ppo_repro.ppo.losses import flag_names
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import WithNulls, to_arrow
 from ppo_repro.runs import profiling
@@ -95,7 +95,7 @@ def _tokens(item: Iteration) -> Columns:
         "returns": _or_null(advantages.returns, count),
     }
     for name in text_columns:
-        columns[name] = _int32([value for place in rollout.places for value in getattr(place, name)])
+        columns[name] = _int32([value for spans in rollout.spans for value in getattr(spans, name)])
     for stage, names in (
         (rollout, ("rollout_logprobs", "log_kept_mass")),
         (forward, ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")),
@@ -123,7 +123,7 @@ def _updates(item: Iteration) -> Columns:
 
     flags: list[str | None] = []
     for u in item.updates:
-        flags += [None] * len(u.tokens) if u.policy is None else [CLIP_FLAGS[i] for i in u.policy.clip_flags.tolist()]
+        flags += [None] * len(u.tokens) if u.policy is None else flag_names(u.policy.clip_flags)
     clipped = [
         torch.zeros(len(u.tokens), dtype=torch.bool) if u.value is None else u.value.clipped for u in item.updates
     ]

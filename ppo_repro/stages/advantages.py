@@ -1,18 +1,11 @@
-"""Advantages and value targets of an iteration."""
+"""Stage `Advantages`: advantages and value targets of an iteration."""
 
 from __future__ import annotations
 
 import torch
 
-from ppo_repro.buffers import (
-    Advantages,
-    ForwardPass,
-    Rewards,
-    Rollout,
-)
-from ppo_repro.config.algorithm import (
-    GroupAdvantages,
-)
+from ppo_repro.buffers import Advantages, ForwardPass, Rewards, Rollout
+from ppo_repro.config.algorithm import GroupAdvantages
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ppo.advantages import gae, group_advantages, whiten
 

@@ -1,4 +1,4 @@
-"""The coefficients that move between iterations."""
+"""Stage `Coefficients`: what changes between iterations besides the weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ppo_repro.buffers import (
-    Advantages,
-    Coefficients,
-    ForwardPass,
-    MinibatchUpdate,
-    ReturnStatistics,
-)
+from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, MinibatchUpdate, ReturnStatistics
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     AdaptiveController,
@@ -44,7 +38,7 @@ def next_coefficients(
     updates: Sequence[MinibatchUpdate],
     sequences: int,
 ) -> Coefficients:
-    """The coefficients of the next iteration, from what this one measured."""
+    """The coefficients of the next iteration, from the KL and the returns of this one."""
     controller = FixedController() if isinstance(config.kl, NoKL) else config.kl.controller
     if isinstance(controller, AdaptiveController):
         per_sequence = math.fsum(forward.ref_kl.tolist()) / sequences
@@ -65,7 +59,7 @@ def next_coefficients(
 
 
 def last_kl(updates: Sequence[MinibatchUpdate]) -> float:
-    """KL(anchor || new), k3, token mean over the last epoch of the policy: how far it has moved, one step short."""
+    """KL(anchor || new), k3, token mean over the last epoch of the policy. The last step itself is not in it."""
     steps = [(u.epoch, len(u.tokens), u.policy.approx_kl) for u in updates if u.policy is not None]
-    last = [(tokens, found) for epoch, tokens, found in steps if epoch == steps[-1][0]]
-    return math.fsum(tokens * found for tokens, found in last) / sum(tokens for tokens, _ in last)
+    last_epoch = [(tokens, approx_kl) for epoch, tokens, approx_kl in steps if epoch == steps[-1][0]]
+    return math.fsum(tokens * approx_kl for tokens, approx_kl in last_epoch) / sum(tokens for tokens, _ in last_epoch)

@@ -1,12 +1,10 @@
-"""Greedy decoding of the held-out prompts."""
+"""Stage `Evaluation`: greedy decoding of the held-out prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppo_repro.buffers import (
-    Evaluation,
-)
+from ppo_repro.buffers import Evaluation
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine, Request

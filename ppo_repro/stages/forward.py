@@ -1,4 +1,4 @@
-"""The training-side forward over a whole rollout, before any update."""
+"""Stage `ForwardPass`: policy, reference and value model on a whole rollout, before any update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import expand_kept, kl_divergence, score
 from ppo_repro.ranks import Ranks
 
-LOGITS_AT_ONCE = 1 << 24
+LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once
 
 
 @torch.no_grad()
@@ -26,9 +26,9 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     """
     mine = torch.tensor(ranks.mine(len(rollout.lengths), config.layout.rank_shares), dtype=torch.int64)
     work = micro_batches(rollout, mine, config.layout.forward_micro_batch, config.layout.padding)
-    parts = ranks.gather([_score(state, m, rollout, config) for m in work])
+    scored = ranks.gather([_score(state, m, rollout, config) for m in work])
     old, ref, ref_kl, entropies, prob_sq_sums, reverse, values = (
-        torch.cat(column) for column in zip(*parts, strict=True)
+        torch.cat(column) for column in zip(*scored, strict=True)
     )
     return ForwardPass(
         old_logprobs=old,
@@ -48,7 +48,7 @@ def _charges_reverse(config: RunConfig) -> bool:
 
 
 def in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
-    """V = mean + scale times what the value model predicts, float32; the prediction itself without statistics."""
+    """V = mean + scale times the value model's prediction, float32; the prediction itself without statistics."""
     return predictions * returns.scale + returns.mean if returns.count else predictions
 
 
@@ -67,11 +67,11 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
 
 
 def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: RunConfig, ranks: Ranks) -> Tensor:
-    """[B] float32: V after the last token of responses that were cut, where they are bootstrapped; 0 elsewhere."""
-    found = torch.zeros(len(rollout.lengths))
+    """[B] float32: V after the last token of responses cut at the length limit, if they are bootstrapped; else 0."""
+    final_values = torch.zeros(len(rollout.lengths))
     advantages = config.advantages
     if state.value_model is None or not isinstance(advantages, GaeAdvantages) or advantages.truncation == "terminal":
-        return found
+        return final_values
     cut = [i for i in mine.tolist() if rollout.finish_reasons[i] == "length"]
     responses = torch.split(rollout.response_ids, rollout.lengths.tolist())
     values: list[float] = []
@@ -79,34 +79,33 @@ def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: Run
     for start in range(0, len(cut), size):
         chunk = cut[start : start + size]
         sequences = [(*rollout.prompts.prompt_ids[i], *responses[i].tolist()) for i in chunk]
-        # one more token behind each sequence: it is no input, and its predictor is the last real token
+        # an additional token after each sequence: it is not an input, and its predictor is the last real token
         batch = lay_out(sequences, [(0,)] * len(sequences), config.layout.padding)
         values += _values(state.value_model, hidden_states(state.value_model.trunk, batch), state).tolist()
     for index, value in ranks.gather(list(zip(cut, values, strict=True))):
-        found[index] = value
-    return found
+        final_values[index] = value
+    return final_values
 
 
 def _distributions(
-    state: TrainState, batch: TokenBatch, hidden: Tensor, kept: Tensor, config: RunConfig
+    state: TrainState, batch: TokenBatch, hidden: Tensor, kept_tokens: Tensor, config: RunConfig
 ) -> tuple[Tensor, ...]:
     """(old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy)), [n] each.
 
-    The last one is empty unless it is charged. Only so many rows of the vocabulary are held at once that they
-    stay a moderate size.
+    The last one is empty unless the reward charges it. Logits are computed for LOGITS_AT_ONCE elements at a time.
     """
     mode, temperature = config.numerics.mode, config.rollout.temperature
     policy, reference = state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
     head, ref_head = head_of(policy), head_of(reference)
     vocab_size = policy.config.vocab_size
-    parts: list[tuple[Tensor, ...]] = []
+    chunks: list[tuple[Tensor, ...]] = []
     for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // vocab_size)):
         logits, ref_logits = head(hidden[rows]), ref_head(ref_hidden[rows])
-        targets, eligible = batch.targets[rows], expand_kept(kept[rows], vocab_size)
+        targets, eligible = batch.targets[rows], expand_kept(kept_tokens[rows], vocab_size)
         s = score(logits, ref_logits, targets, temperature, eligible, mode)
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(ref_logits, logits, temperature, eligible)
-        parts.append((s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse))
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        chunks.append((s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse))
+    return tuple(torch.cat(column) for column in zip(*chunks, strict=True))

@@ -1,4 +1,4 @@
-"""From a micro-batch to its per-token losses: the configured objective applied to the networks."""
+"""The per-token losses of a micro-batch: the configured objective applied to the networks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.weights import importance_weights
 from ppo_repro.stages.forward import in_reward_units
 
-Seen = tuple[Tensor, tuple[Tensor, ...]]  # per-token loss, columns that describe it
+Columns = tuple[Tensor, ...]  # per-token tensors to record, [m] each
+LossAndColumns = tuple[Tensor, Columns]  # per-token loss [m]
 
 
 def band_of(config: RunConfig, clip_range: float) -> losses.Band | None:
-    """The trusted ratios of the configured objective; `clip_range` is the adaptive one's. None without a clip."""
+    """The band of the configured objective, None if it has no clip; `clip_range` is that of an adaptive clip."""
     objective = config.ppo.objective
     if isinstance(objective, ClipObjective):
         high = objective.clip_range if objective.clip_range_high is None else objective.clip_range_high
@@ -45,18 +46,19 @@ class PolicyLoss:
 
     state: TrainState
     rollout: Rollout
-    anchor: Tensor  # [N] denominator of the ratio, log
+    anchor: Tensor  # [N] log of the ratio's denominator
     ref_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
     weights: Tensor | None  # [N] importance weights
     band: losses.Band | None
     config: RunConfig
 
-    def of(self, m: MicroBatch) -> Seen:
+    def of(self, m: MicroBatch) -> LossAndColumns:
         """(loss, (loss, new log-probs, ratios, entropies)) from a forward pass of the policy."""
         return self.of_logits(m, policy_logits(self.state.policy, m.batch))
 
-    def of_logits(self, m: MicroBatch, logits: Tensor) -> Seen:
+    def of_logits(self, m: MicroBatch, logits: Tensor) -> LossAndColumns:
+        """The same from the policy's logits [m, V]."""
         config, tokens = self.config, m.tokens
         temperature, mode = config.rollout.temperature, config.numerics.mode
         eligible = expand_kept(self.rollout.kept_tokens[tokens], logits.shape[-1])
@@ -91,9 +93,9 @@ class PolicyLoss:
         return kl_loss(logits, ref_logits, self.config.rollout.temperature, eligible, self.config.numerics.mode)
 
     def flags(self, ratios: Tensor, tokens: Tensor) -> Tensor:
-        """Index into CLIP_FLAGS of each token; all `none` without a clip."""
+        """The ClipFlag of each token, [M] uint8; all NONE without a clip."""
         if self.band is None:
-            return torch.zeros(ratios.shape, dtype=torch.uint8)
+            return torch.full(ratios.shape, losses.ClipFlag.NONE, dtype=torch.uint8)
         return losses.clip_flags(ratios, self.advantages[tokens], self.band)
 
 
@@ -102,7 +104,7 @@ class ValueLoss:
     """Squared error of the value model, plain or clipped, per token.
 
     Values and returns are in reward units. Where returns are normalised by a scale s, the loss is the squared
-    error in units of s and the clip range counts those too.
+    error in units of s, and the configured clip range is in units of s.
     """
 
     value_model: ValueModel
@@ -111,11 +113,12 @@ class ValueLoss:
     clip_range: float | None  # in reward units
     statistics: ReturnStatistics
 
-    def of(self, m: MicroBatch) -> Seen:
+    def of(self, m: MicroBatch) -> LossAndColumns:
         """(loss, (loss, new values)) from a forward pass of the value model."""
         return self.of_hidden(m, hidden_states(self.value_model.trunk, m.batch))
 
-    def of_hidden(self, m: MicroBatch, hidden: Tensor) -> Seen:
+    def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
+        """The same from the trunk's hidden states [m, H]."""
         values = in_reward_units(self.value_model.head(hidden)[:, 0], self.statistics)
         returns = self.returns[m.tokens]
         if self.clip_range is None:
@@ -141,7 +144,7 @@ class Objective:
     value: ValueLoss | None  # None without a value model
     value_coef: float  # of a value head on the policy's trunk
 
-    def joint(self, m: MicroBatch) -> Seen:
+    def joint(self, m: MicroBatch) -> LossAndColumns:
         """Policy loss plus value_coef times value loss, both from one pass of the shared trunk."""
         assert self.value is not None
         policy = self.policy.state.policy
@@ -154,7 +157,7 @@ class Objective:
 def make_objective(
     state: TrainState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: RunConfig
 ) -> Objective:
-    """What one iteration's update minimises."""
+    """The losses that the update of one iteration minimises."""
     ppo, value = config.ppo, config.value
     policy = PolicyLoss(
         state,
@@ -176,14 +179,14 @@ def make_objective(
 
 
 def _importance_weights(rollout: Rollout, forward: ForwardPass, config: RunConfig) -> Tensor | None:
-    chosen = config.ppo.importance_weights
-    if chosen is None:
+    settings = config.ppo.importance_weights
+    if settings is None:
         return None
     return importance_weights(
         forward.old_logprobs,
         rollout.rollout_logprobs,
         rollout.lengths,
-        chosen.cap,
-        masked=chosen.kind == "masked",
-        by_sequence=chosen.level == "sequence",
+        settings.cap,
+        masked=settings.kind == "masked",
+        by_sequence=settings.level == "sequence",
     )

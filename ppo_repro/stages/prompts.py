@@ -1,4 +1,4 @@
-"""What is asked in an iteration, and how it is judged."""
+"""Stage `Prompts`: the prompts of an iteration. Also the task they come from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.buffers import (
-    Prompts,
-)
+from ppo_repro.buffers import Prompts
 from ppo_repro.config.run import RunConfig
 from ppo_repro.seeding import sample_seed
 from ppo_repro.tasks.problems import Problem, Split, choose
@@ -17,24 +15,24 @@ from ppo_repro.tasks.rewards import Judge
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked and how it is judged."""
+    """The prompts of a run, and what scores the responses."""
 
     problems: Split
     prompt_ids: dict[str, tuple[int, ...]]  # by problem key
     judge: Judge
-    reward_model: PreTrainedModel | None  # frozen; None where no term of the reward is one
+    reward_model: PreTrainedModel | None  # frozen; None where no reward term is a model
     tokenizer: PreTrainedTokenizerBase
 
 
 def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
-    """The prompts of an iteration, each `samples_per_prompt` times, every response with a seed of its own."""
-    chosen = choose(task.problems.train, config.rollout.prompts_per_iteration, config.seed, iteration)
-    # a small task can meet a prompt twice in one iteration; its samples are then numbered on
+    """The prompts of an iteration, each `samples_per_prompt` times; every response has its own seed."""
+    problems = choose(task.problems.train, config.rollout.prompts_per_iteration, config.seed, iteration)
+    # a small task can draw a prompt twice in one iteration; the numbers of its samples then continue
     entries: list[tuple[Problem, int]] = []
-    drawn: dict[str, int] = {}
-    for problem in chosen:
-        first = drawn.get(problem.key, 0)
-        drawn[problem.key] = first + config.rollout.samples_per_prompt
+    counts: dict[str, int] = {}
+    for problem in problems:
+        first = counts.get(problem.key, 0)
+        counts[problem.key] = first + config.rollout.samples_per_prompt
         entries += [(problem, first + i) for i in range(config.rollout.samples_per_prompt)]
     return Prompts(
         keys=tuple(p.key for p, _ in entries),

@@ -1,4 +1,4 @@
-"""From responses to a reward per token: judge, place the score, charge the KL penalty, shape, whiten."""
+"""Stage `Rewards`: judge the responses, place the scores, charge the KL penalty, shape, whiten."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import (
-    ForwardPass,
-    Rewards,
-    Rollout,
-)
-from ppo_repro.config.algorithm import (
-    GaeAdvantages,
-    KLInReward,
-)
+from ppo_repro.buffers import ForwardPass, Rewards, Rollout
+from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.ppo import kl
@@ -34,22 +27,22 @@ def judge(
     samples: Samples,
     ranks: Ranks,
 ) -> Judgement:
-    """The reward model's scores, shared out; everything else once, on one rank."""
+    """Judge responses. Each rank runs the reward model on its share; everything else is computed on one rank."""
     scores: list[float] = []
     if task.reward_model is not None:
         mine = ranks.mine(len(prompts), config.layout.rank_shares)
         sequences = [(*prompts[i], *responses[i]) for i in mine]
         layout = config.layout
-        found = reward_scores(task.reward_model, sequences, layout.padding, layout.forward_micro_batch)
-        scores = ranks.gather(found.tolist())
+        my_scores = reward_scores(task.reward_model, sequences, layout.padding, layout.forward_micro_batch)
+        scores = ranks.gather(my_scores.tolist())
     return ranks.first(judge_samples, task.judge, samples, scores)
 
 
 def compute_rewards(
     config: RunConfig, task: Task, rollout: Rollout, forward: ForwardPass, kl_coef: float, ranks: Ranks
 ) -> Rewards:
-    """Judge the responses, once and on one rank; place the score, charge the KL penalty, shape, whiten."""
-    ids = [part.tolist() for part in torch.split(rollout.response_ids, rollout.lengths.tolist())]
+    """Judge the responses, place the scores on tokens, charge the KL penalty, shape, whiten."""
+    ids = [response.tolist() for response in torch.split(rollout.response_ids, rollout.lengths.tolist())]
     samples = Samples(
         rollout.prompts.texts,
         rollout.responses,
@@ -68,7 +61,7 @@ def compute_rewards(
         rewards = whiten(rewards, shift=config.reward.whiten == "full")
     return Rewards(
         scores=scores,
-        score_parts=tuple(tuple(row) for row in judged.parts),
+        score_parts=tuple(tuple(row) for row in judged.term_values),
         is_correct=torch.tensor(judged.correct),
         kl_penalties=penalties,
         rewards=rewards,
@@ -88,12 +81,15 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
 
 def _shaping(config: RunConfig, task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
     texts, answers = rollout.prompts.texts, rollout.prompts.answers
-    rows = zip(texts, rollout.responses, answers, rollout.places, strict=True)
+    rows = zip(texts, rollout.responses, answers, rollout.spans, strict=True)
 
-    def ask() -> list[float]:
-        parts = [potentials(task.judge, prompt, said, answer, at.char_start) for prompt, said, answer, at in rows]
-        return [phi for part in parts for phi in part]
+    def token_potentials() -> list[float]:
+        return [
+            phi
+            for prompt, response, answer, spans in rows
+            for phi in potentials(task.judge, prompt, response, answer, spans.char_start)
+        ]
 
     assert isinstance(config.advantages, GaeAdvantages)
-    phi = torch.tensor(ranks.first(ask), dtype=torch.float64)
+    phi = torch.tensor(ranks.first(token_potentials), dtype=torch.float64)
     return shaping_rewards(phi, rollout.lengths, config.advantages.gamma)

@@ -1,4 +1,4 @@
-"""One response to every prompt, from the engine."""
+"""Stage `Rollout`: one sampled response to every prompt."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ppo_repro.buffers import (
-    Prompts,
-    Rollout,
-)
+from ppo_repro.buffers import Prompts, Rollout
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.ranks import Ranks
@@ -19,7 +16,7 @@ from ppo_repro.tasks.tokenizer import decode, spans
 
 
 def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
-    """The sampling distribution of the configuration; greedy evaluation cuts and disturbs nothing."""
+    """The sampling distribution of the configuration. Greedy evaluation has no top-k, top-p or added mismatch."""
     rollout = config.rollout
     if greedy:
         return Sampling(1.0, 0, 1.0, rollout.max_response_tokens, greedy=True)
@@ -33,7 +30,7 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
 
 
 def require_undisturbed(config: RunConfig) -> None:
-    """Raise UserError where the sampler is disturbed on purpose, which hides how two paths compute."""
+    """Raise UserError where the configuration adds noise to the sampler, which hides its real mismatch."""
     sigma = config.rollout.mismatch_sigma
     if sigma is not None:
         raise UserError(
@@ -44,7 +41,7 @@ def require_undisturbed(config: RunConfig) -> None:
 def generate(
     config: RunConfig, engine: Engine, requests: Sequence[Request], sampling: Sampling, ranks: Ranks
 ) -> list[Completion]:
-    """All completions, in the order of the requests; each rank generates its own."""
+    """All completions, in the order of the requests; each rank generates its share."""
     mine = ranks.mine(len(requests), config.layout.rank_shares)
     return ranks.gather(engine.generate([requests[i] for i in mine], sampling))
 
@@ -65,7 +62,7 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
         is_forced=torch.zeros(len(ids), dtype=torch.bool),
         finish_reasons=tuple(c.finish_reason for c in completions),
         responses=responses,
-        places=tuple(
+        spans=tuple(
             spans(task.tokenizer, c.response_ids, text) for c, text in zip(completions, responses, strict=True)
         ),
     )

@@ -1,4 +1,4 @@
-"""K epochs of minibatches over one rollout; the only caller of `optimizer.step`."""
+"""Stage `MinibatchUpdate`: epochs of minibatches over one rollout, one optimizer step each."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.ranks import Ranks
 from ppo_repro.seeding import permutation
-from ppo_repro.stages.objective import Objective, PolicyLoss, ValueLoss, make_objective
+from ppo_repro.stages.objective import Columns, LossAndColumns, Objective, PolicyLoss, ValueLoss, make_objective
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
 def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
-    """A shuffle of 0..sequences-1 cut into minibatches, each sorted; its own shuffle for every epoch."""
+    """A shuffle of 0..sequences-1 cut into minibatches, each sorted. Every epoch has its own shuffle."""
     order = torch.from_numpy(permutation(sequences, "minibatches", seed, iteration, epoch))
     return [chunk.sort().values for chunk in order.split(size)]
 
 
 @dataclass(frozen=True)
 class _Work:
-    """One minibatch: the part of this rank laid out, and what concerns the whole."""
+    """One minibatch: this rank's share as micro-batches, and facts about the whole minibatch."""
 
     mine: list[MicroBatch]
     tokens: Tensor  # [M] int64, of all ranks
-    weights: Tensor  # [N] float32, what each token's loss counts; 0 outside the minibatch
+    weights: Tensor  # [N] float32, weight of each token's loss; 0 outside the minibatch
     input_tokens: int  # of all ranks, prompts included
     ranks: Ranks
 
@@ -56,27 +56,24 @@ def _share_out(rollout: Rollout, sequences: Tensor, config: RunConfig, ranks: Ra
     return _Work(work, tokens, weights, input_tokens(rollout, sequences), ranks)
 
 
-Columns = tuple[Tensor, ...]
-
-
 def _step(
-    optimizer: Optimizer, work: _Work, losses_of: Callable[[MicroBatch], tuple[Tensor, Columns]]
+    optimizer: Optimizer, work: _Work, losses_of: Callable[[MicroBatch], LossAndColumns]
 ) -> tuple[StepReport, list[Tensor]]:
-    """One optimizer step, and the columns its last backward pass saw, over the whole minibatch, [M] each.
+    """One optimizer step, and the columns of its last backward pass over the whole minibatch, [M] each.
 
-    Losses are not reduced in autograd: each token is seeded with its weight.
+    Losses are not reduced in autograd: the backward pass of each token starts from its weight.
     """
-    seen: list[Columns] = []
+    by_micro_batch: list[Columns] = []
 
     def backward() -> None:
-        seen.clear()
+        by_micro_batch.clear()
         for m in work.mine:
             loss, columns = losses_of(m)
             torch.autograd.backward(loss, work.weights[m.tokens])
-            seen.append(tuple(c.detach() for c in columns))
+            by_micro_batch.append(tuple(c.detach() for c in columns))
 
     report = optimizer.step(backward, work.input_tokens, work.ranks)
-    return report, [torch.cat(parts) for parts in zip(*work.ranks.gather(seen), strict=True)]
+    return report, [torch.cat(column) for column in zip(*work.ranks.gather(by_micro_batch), strict=True)]
 
 
 def _total(values: Tensor, work: _Work) -> float:
@@ -92,46 +89,46 @@ def update(
     config: RunConfig,
     ranks: Ranks,
 ) -> Iterator[MinibatchUpdate]:
-    """All optimizer steps of one iteration, in order; changes the weights in `state`, on every rank alike.
+    """All optimizer steps of one iteration, in order; changes the weights in `state`, alike on every rank.
 
-    Policy and value model have epochs of their own, on the same minibatches. After a minibatch with more KL
-    than `early_stop_kl` the policy takes no further step; a head on its trunk rests with it.
+    Policy and value model each have a number of epochs, over the same minibatches. After a minibatch with more KL
+    than `early_stop_kl` the policy takes no further step, nor does a value head on its trunk.
     """
     ppo, value = config.ppo, config.value
     value_epochs = ppo.epochs if not isinstance(value, SeparateValue) or value.epochs is None else value.epochs
     objective = make_objective(state, rollout, forward, advantages, config)
     _set_learning_rates(state, config)
-    rests = False
+    stopped = False
     for epoch in range(max(ppo.epochs, value_epochs)):
-        parts = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
-        for index, sequences in enumerate(parts):
-            moves_policy = epoch < ppo.epochs and not rests
-            moves_value = state.value_optimizer is not None and epoch < value_epochs
-            if not (moves_policy or moves_value):
+        shuffled = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
+        for index, sequences in enumerate(shuffled):
+            steps_policy = epoch < ppo.epochs and not stopped
+            steps_value = state.value_optimizer is not None and epoch < value_epochs
+            if not (steps_policy or steps_value):
                 return
             work = _share_out(rollout, sequences, config, ranks)
             policy: PolicyUpdate | None
             value_update: ValueUpdate | None
-            if moves_policy and objective.value is not None and state.value_optimizer is None:
+            if steps_policy and objective.value is not None and state.value_optimizer is None:
                 policy, value_update = _joint_step(state, work, objective)
             else:
                 policy, value_update = _together(
-                    lambda: _policy_step(state, work, objective) if moves_policy else None,  # noqa: B023
-                    lambda: _value_step(state, work, objective) if moves_value else None,  # noqa: B023
+                    lambda: _policy_step(state, work, objective) if steps_policy else None,  # noqa: B023
+                    lambda: _value_step(state, work, objective) if steps_value else None,  # noqa: B023
                     ranks,
                 )
             if policy is not None and ppo.early_stop_kl is not None:
-                rests = rests or policy.approx_kl > ppo.early_stop_kl
+                stopped = stopped or policy.approx_kl > ppo.early_stop_kl
             yield MinibatchUpdate(epoch, index, work.tokens, policy, value_update, *_digests(state, ranks))
 
 
 def _together(first: Callable[[], A], second: Callable[[], B], ranks: Ranks) -> tuple[A, B]:
-    """What concerns the policy, and the value model; among several ranks in this order, in which they all speak."""
+    """Both results. One process computes them side by side, several in one fixed order, so that collectives match."""
     return backend.side_by_side(first, second) if ranks.size == 1 else (first(), second())
 
 
 def learning_rates(config: RunConfig, iteration: int) -> tuple[float, float | None]:
-    """Of policy and value model in an iteration; None where there is no value model of its own."""
+    """Learning rates of policy and value model in an iteration; None without a separate value model."""
     ppo = config.ppo
     factor = rate_factor(ppo.schedule, iteration, ppo.iterations, ppo.warmup_iterations)
     value = config.value.learning_rate * factor if isinstance(config.value, SeparateValue) else None
@@ -165,7 +162,7 @@ def _value_step(state: TrainState, work: _Work, objective: Objective) -> ValueUp
 
 
 def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[PolicyUpdate, ValueUpdate]:
-    """One step on the policy's losses and, from the same hidden states, those of the value head."""
+    """One step on the losses of the policy and of the value head, both from the same hidden states."""
     assert objective.value is not None
     report, columns = _step(state.policy_optimizer, work, objective.joint)
     policy = _policy_update(report, columns[:-2], work, objective.policy)
@@ -173,7 +170,7 @@ def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[P
 
 
 def _policy_update(report: StepReport, columns: list[Tensor], work: _Work, policy: PolicyLoss) -> PolicyUpdate:
-    losses_seen, new_logprobs, ratios, entropies = columns
+    token_losses, new_logprobs, ratios, entropies = columns
     tokens = work.tokens
     flags = policy.flags(ratios, tokens)
     return PolicyUpdate(
@@ -181,7 +178,7 @@ def _policy_update(report: StepReport, columns: list[Tensor], work: _Work, polic
         ratios=ratios,
         clip_flags=flags,
         new_entropies=entropies,
-        loss=_total(losses_seen, work),
+        loss=_total(token_losses, work),
         entropy=exact_mean(entropies),
         approx_kl=exact_mean(kl.k3(policy.anchor[tokens] - new_logprobs)),
         clip_fraction=exact_mean(losses.removes_gradient(flags)),
@@ -193,12 +190,12 @@ def _policy_update(report: StepReport, columns: list[Tensor], work: _Work, polic
 def _value_update(
     grad_norm: float | None, redos: int, columns: list[Tensor], work: _Work, value: ValueLoss
 ) -> ValueUpdate:
-    losses_seen, new_values = columns
+    token_losses, new_values = columns
     clipped = value.clips(new_values, work.tokens)
     return ValueUpdate(
         new_values=new_values,
         clipped=clipped,
-        loss=_total(losses_seen, work),
+        loss=_total(token_losses, work),
         clip_fraction=exact_mean(clipped),
         grad_norm=grad_norm,
         gradient_redos=redos,

@@ -1,1 +1,1 @@
-"""Prompts with verifiable answers, reward functions, tokenizers."""
+"""Prompts with answers that can be checked, reward functions, tokenizers."""

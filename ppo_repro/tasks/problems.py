@@ -1,4 +1,4 @@
-"""The prompts of a run, with answers a verifier can check, split into training and held-out ones."""
+"""The prompts of a run and their answers, split into training and held-out ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppo_repro.seeding import permutation
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt. The key is its name wherever it appears; it never depends on the file's order."""
+    """One prompt. The key is its name everywhere and does not depend on the order of the file."""
 
     key: str
     prompt: str
@@ -26,6 +26,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Split:
+    """The problems of a task."""
+
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
 
@@ -43,7 +45,7 @@ def _parse_line(line: str, where: str) -> Problem:
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON ({error.msg}); write one object per line") from error
     if not isinstance(entry, dict):
-        raise UserError(f"{where}: must be an object with prompt and answer, found {type(entry).__name__}")
+        raise UserError(f"{where}: must be an object with prompt and answer, is {type(entry).__name__}")
     for field in ("prompt", "answer"):
         if not isinstance(entry.get(field), str):
             raise UserError(f"{where}: field '{field}' = {entry.get(field)!r}; must be a text")
@@ -56,7 +58,7 @@ def _parse_line(line: str, where: str) -> Problem:
 
 
 def read_jsonl(path: Path) -> list[Problem]:
-    """One problem per line; UserError names file and line of the first mistake."""
+    """Read one problem per line; UserError names file and line of the first mistake."""
     try:
         # not splitlines(): it also cuts at U+2028 and others, which JSON allows inside a text
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -67,13 +69,13 @@ def read_jsonl(path: Path) -> list[Problem]:
     seen: set[str] = set()
     for problem in problems:
         if problem.key in seen:
-            raise UserError(f"{path}: key {problem.key!r} appears twice; give each prompt a key of its own")
+            raise UserError(f"{path}: key {problem.key!r} appears twice; give each prompt its own key")
         seen.add(problem.key)
     return problems
 
 
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
-    """Hold out `num_eval_prompts` problems; the choice depends on the keys and the seed only."""
+    """Hold out `num_eval_prompts` problems, chosen by keys and seed alone. UserError if there are too few."""
     ordered = sorted(problems, key=lambda p: p.key)
     if num_eval_prompts >= len(ordered):
         raise UserError(
@@ -90,7 +92,7 @@ def load_problems(task: ArithmeticTask | JsonlTask, seed: int) -> Split:
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> Callable[[Problem], tuple[int, ...]]:
-    """Prompt -> token ids; UserError if the tokenizer has no chat template but one is asked for."""
+    """The function from a problem to the token ids of its prompt. UserError if a chat template is missing."""
     if chat_template and not tokenizer.chat_template:
         raise UserError("task.chat_template = true: this tokenizer has no chat template; set it to false")
 
@@ -107,7 +109,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> Callable
 def encode_all(
     problems: Iterable[Problem], encode: Callable[[Problem], tuple[int, ...]], config: RunConfig, vocab_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Token ids of every prompt by key; UserError names the first prompt the engine could not serve."""
+    """Token ids of every prompt by key; UserError names the first prompt that the engine cannot serve."""
     sampling = Sampling(1.0, 0, 1.0, config.rollout.max_response_tokens)
     ids = {}
     for problem in problems:
@@ -120,7 +122,7 @@ def encode_all(
 
 
 def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int) -> list[Problem]:
-    """The `count` training problems of an iteration: a fresh shuffle each time all have been seen."""
+    """The `count` training problems of an iteration. Each time all have been used, they are shuffled anew."""
     chosen = []
     shuffles: dict[int, list[int]] = {}
     for position in range(iteration * count, (iteration + 1) * count):

@@ -1,4 +1,4 @@
-"""From a response to its score: rule-based verifiers, the user's Python, a reward model's opinion."""
+"""The score of a response: rules, the user's Python functions, and the scores of a reward model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppo_repro.errors import UserError
 
 UserReward = Callable[[str, str, str], float]
 
-# thoughts, then the answer, each in tags of its own and nothing outside them. DeepSeek-AI, 2025, table 1.
+# thoughts, then the answer, each in its own tags and nothing outside them. DeepSeek-AI, 2025, table 1.
 _FORMAT = re.compile(
     r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.S
 )
@@ -24,27 +24,27 @@ _FORMAT = re.compile(
 
 @dataclass(frozen=True)
 class Samples:
-    """Some responses with what is needed to judge them, one entry each."""
+    """Responses with everything needed to judge them, one entry each."""
 
     prompts: Sequence[str]
     responses: Sequence[str]
     answers: Sequence[str]
-    finished: Sequence[bool]  # ended by itself
+    finished: Sequence[bool]  # ended with an end token
     lengths: Sequence[int]  # tokens, end token included
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the reward says of some responses, one entry each."""
+    """The verdict on some responses, one entry each."""
 
     scores: list[float]
-    parts: list[list[float]]  # the unweighted value of each term
+    term_values: list[list[float]]  # the unweighted value of each reward term
     correct: list[bool]
 
 
 @dataclass(frozen=True)
 class Judge:
-    """The reward of a configuration, its functions loaded."""
+    """The reward of a configuration with its functions loaded."""
 
     config: RewardConfig
     functions: tuple[UserReward | None, ...]  # one entry per term
@@ -52,18 +52,18 @@ class Judge:
 
 
 def matches(response: str, answer: str) -> bool:
-    """Whether the response says the answer; surrounding white space does not count."""
+    """Whether the response equals the answer; surrounding white space does not count."""
     return response.strip() == answer.strip()
 
 
 def formatted_answer(response: str) -> str | None:
-    """What stands between the answer tags of `<think>..</think><answer>..</answer>`; None in any other form."""
-    found = _FORMAT.fullmatch(response)
-    return None if found is None else found.group(1)
+    """The text between the answer tags of `<think>..</think><answer>..</answer>`; None in any other form."""
+    match = _FORMAT.fullmatch(response)
+    return None if match is None else match.group(1)
 
 
 def _parse(field: str, function: str) -> tuple[Path, str]:
-    """File and function of `FILE.py:FUNCTION`; UserError if it is not of that form or there is no such file."""
+    """File and function of `FILE.py:FUNCTION`; UserError if it has another form or there is no such file."""
     file, colon, name = function.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise UserError(f"{field} = {function!r}: must be FILE.py:FUNCTION")
@@ -72,15 +72,15 @@ def _parse(field: str, function: str) -> tuple[Path, str]:
     return Path(file), name
 
 
-def _named(config: RewardConfig) -> list[tuple[str, str]]:
-    """(field, FILE.py:FUNCTION) of every function a reward names."""
+def _functions(config: RewardConfig) -> list[tuple[str, str]]:
+    """(field, FILE.py:FUNCTION) of every function in a reward."""
     terms = [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, FunctionReward)]
     return terms if config.potential is None else [*terms, ("reward.potential", config.potential)]
 
 
 def reward_files(config: RewardConfig) -> list[Path]:
     """The Python files of a reward; UserError as for `load_judge`."""
-    return [_parse(field, function)[0] for field, function in _named(config)]
+    return [_parse(field, function)[0] for field, function in _functions(config)]
 
 
 def _load(field: str, function: str) -> UserReward:
@@ -90,20 +90,20 @@ def _load(field: str, function: str) -> UserReward:
     if spec is None or spec.loader is None:
         raise UserError(f"{field} = {function!r}: {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the user's file look their module up here
+    sys.modules[spec.name] = module  # dataclasses in the user's file look up their module here
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises is the user's to see
+    except Exception as error:  # any error of the user's file is reported to the user
         raise UserError(f"{field}: {file} fails to load ({type(error).__name__}: {error})") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    loaded = getattr(module, name, None)
+    if not callable(loaded):
         raise UserError(f"{field} = {function!r}: {file} has no function {name}")
-    return found
+    return loaded
 
 
 def load_judge(config: RewardConfig) -> Judge:
     """The reward with the user's functions loaded; UserError names what is wrong with them."""
-    loaded = {field: _load(field, function) for field, function in _named(config)}
+    loaded = {field: _load(field, function) for field, function in _functions(config)}
     functions = tuple(loaded.get(f"reward.terms.{i}.path") for i in range(len(config.terms)))
     return Judge(config, functions, loaded.get("reward.potential"))
 
@@ -118,31 +118,31 @@ def _is_finite_number(value: object) -> bool:
 def _ask(field: str, function: UserReward, prompt: str, response: str, answer: str) -> float:
     try:
         value = function(prompt, response, answer)
-    except Exception as error:  # whatever the user's function raises is the user's to see
+    except Exception as error:  # any error of the user's function is reported to the user
         raise UserError(f"{field}: the function raised {type(error).__name__}: {error}; prompt {prompt!r}") from error
     if not _is_finite_number(value):
         raise UserError(f"{field}: the function returned {value!r} for prompt {prompt!r}; must be a finite number")
     return float(value)
 
 
-def _form(config: FormatReward, response: str, answer: str) -> float:
+def _format_value(config: FormatReward, response: str, answer: str) -> float:
     inner = formatted_answer(response)
     return 0.0 if inner is None else 1.0 + config.answer_weight * matches(inner, answer)
 
 
 def _values(index: int, term: RewardTerm, judge: Judge, samples: Samples, model_scores: Sequence[float]) -> list[float]:
-    """One term's unweighted value of every response."""
+    """The unweighted value of one reward term for every response."""
     function = judge.functions[index]
     if isinstance(term, ExactMatch):
         rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
         return [float(done and matches(response, answer)) for response, answer, done in rows]
     if isinstance(term, FormatReward):
-        return [_form(term, r, a) for r, a in zip(samples.responses, samples.answers, strict=True)]
+        return [_format_value(term, r, a) for r, a in zip(samples.responses, samples.answers, strict=True)]
     if isinstance(term, LengthReward):
         return [-abs(length - term.target) / term.target for length in samples.lengths]
     if function is not None:
-        asked = zip(samples.prompts, samples.responses, samples.answers, strict=True)
-        return [_ask(f"reward.terms.{index}", function, *texts) for texts in asked]
+        rows_of_texts = zip(samples.prompts, samples.responses, samples.answers, strict=True)
+        return [_ask(f"reward.terms.{index}", function, *texts) for texts in rows_of_texts]
     return list(model_scores)
 
 
@@ -152,16 +152,16 @@ def _is_correct(config: RewardConfig, response: str, answer: str) -> bool:
 
 
 def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float]) -> Judgement:
-    """score = sum of weight times value over the terms; then what is said of responses without an end token.
+    """score = sum of weight times value over the reward terms; then the rules for responses without an end token.
 
-    `model_scores` are the reward model's, one per response, empty without one. A response is correct if it (or
-    what it puts between answer tags, where a format is rewarded) equals the answer and it ended by itself.
+    `model_scores` are the reward model's, one per response, or empty without one. A response is correct if it ended
+    with an end token and equals the answer; where a format is rewarded, the text between its answer tags has to.
     UserError if a user's function raises or returns anything but a finite number.
     """
     config = judge.config
     columns = [_values(i, term, judge, samples, model_scores) for i, term in enumerate(config.terms)]
-    parts = [list(row) for row in zip(*columns, strict=True)]
-    scores = [math.fsum(t.weight * v for t, v in zip(config.terms, row, strict=True)) for row in parts]
+    term_values = [list(row) for row in zip(*columns, strict=True)]
+    scores = [math.fsum(t.weight * v for t, v in zip(config.terms, row, strict=True)) for row in term_values]
     rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
     correct = [done and _is_correct(config, response, answer) for response, answer, done in rows]
     for index, done in enumerate(samples.finished):
@@ -169,11 +169,11 @@ def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float])
             scores[index] = config.missing_eos_score
         elif not done:
             scores[index] -= config.missing_eos_penalty
-    return Judgement(scores, parts, correct)
+    return Judgement(scores, term_values, correct)
 
 
 def potentials(judge: Judge, prompt: str, response: str, answer: str, char_starts: Sequence[int]) -> list[float]:
-    """Phi before each token: the user's potential of the text of the response so far; 0 without one."""
+    """Phi before each token: the user's potential of the response text up to there; 0 without a potential."""
     if judge.potential is None:
         return [0.0] * len(char_starts)
     return [_ask("reward.potential", judge.potential, prompt, response[:start], answer) for start in char_starts]

@@ -1,4 +1,4 @@
-"""Making a tokenizer, and finding where each token's text lies in a response."""
+"""Making a tokenizer, and locating the text of each token in a response."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PAD, EOS = "<pad>", "<eos>"
 def train_bpe(corpus: Iterable[str], vocab_size: int, digits: str = "merged") -> PreTrainedTokenizerFast:
     """Byte-level BPE over the characters of `corpus`; tokens <pad> = 0 and <eos> = 1 come first.
 
-    digits: `merged` like letters; `single`, each a token of its own; `three`, no token over the border of a
-    group of three counted from the left, as in the tokenizers of GPT-4 and Llama 3.
+    digits: `merged` like letters; `single`, one token each; `three`, in groups of three from the left that no token
+    crosses, as in the tokenizers of GPT-4 and Llama 3.
     """
     tokenizer = Tokenizer(models.BPE())
-    apart = {"merged": [], "single": [_isolated(r"\p{N}")], "three": [_isolated(r"\p{N}{1,3}")]}[digits]
-    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*apart, pieces]) if apart else pieces
+    digit_split = {"merged": [], "single": [_isolated(r"\p{N}")], "three": [_isolated(r"\p{N}{1,3}")]}[digits]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digit_split, byte_level]) if digit_split else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=[], show_progress=False
@@ -38,22 +38,22 @@ def character_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
-    """One token for each word of `corpus`, a space before it included; other words fall apart into bytes.
+    """One token for each word of `corpus`, including a space before it; other words are split into bytes.
 
-    Words are cut as byte-level BPE cuts them, so numbers and signs are words too. Tokens are <pad> = 0,
-    <eos> = 1, the bytes that occur, the words.
+    Words are split as in byte-level BPE, so numbers and signs are words too. Tokens are <pad> = 0, <eos> = 1, the
+    bytes that occur, the words.
     """
-    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words = {word for text in corpus for word, _ in cut.pre_tokenize_str(text)}
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = {word for text in corpus for word, _ in byte_level.pre_tokenize_str(text)}
     letters = set("".join(words))
     tokenizer = _without_merges([*sorted(letters), *sorted(words - letters)])
-    tokenizer.pre_tokenizer = cut
+    tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     return _fast(tokenizer)
 
 
 def train_tokenizer(kind: str, corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """The tokenizer that `model.tokenizer` names; only BPE stops at `vocab_size`, and never below its alphabet."""
+    """The tokenizer of `model.tokenizer`. `vocab_size` limits only BPE, which always keeps its whole alphabet."""
     if kind == "characters":
         return character_tokenizer(corpus)
     if kind == "words":
@@ -67,7 +67,7 @@ def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _without_merges(tokens: Sequence[str]) -> Tokenizer:
-    """A tokenizer of given tokens: a piece that is a token stays whole, every other one falls apart."""
+    """A tokenizer of known tokens: a piece that is a token stays whole, any other is split."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *tokens])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
     tokenizer.add_special_tokens([PAD, EOS])
@@ -79,26 +79,26 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Text of a response without special tokens, exactly as the tokens spell it."""
+    """The text of a response without special tokens, with no clean-up of spaces."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:
-    """Characters of `text` complete after each token.
+    """The number of characters of `text` that are complete after each token.
 
     A token that ends inside a character ends where the last complete character does. Decoding a short
     window at a time keeps this linear in the length.
     """
     ends: list[int] = []
-    window, read, done = 0, 0, 0
+    window, read, complete = 0, 0, 0
     for i in range(len(ids)):
         before = decode(tokenizer, ids[window:read])
         now = decode(tokenizer, ids[window : i + 1])
         if len(now) > len(before) and not now.endswith("\ufffd"):
-            done += len(now) - len(before)
+            complete += len(now) - len(before)
             window, read = read, i + 1
-        ends.append(min(done, len(text)))
-    # what is left, an incomplete character, belongs to the last token that can have text
+        ends.append(min(complete, len(text)))
+    # an incomplete character at the end belongs to the last token that can have text
     special = set(tokenizer.all_special_ids)
     last = max((i for i, token in enumerate(ids) if token not in special), default=len(ids))
     ends[last:] = [len(text)] * (len(ids) - last)
@@ -106,10 +106,10 @@ def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
 
 
 def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> Spans:
-    """Where each token of a response lies in its text, in characters, UTF-8 bytes and words.
+    """The position of each token in the text of a response, in characters, UTF-8 bytes and words.
 
-    A word begins at the first token, at a token whose text begins with white space or follows white space,
-    and before and after a special token. Tokens that share a character share its word.
+    A word begins at the first token, at a token whose text begins with white space or follows it, and before and
+    after a special token. Tokens that share a character belong to the same word.
     """
     ends = _char_ends(tokenizer, ids, text)
     starts = [0, *ends][:-1]
@@ -121,10 +121,10 @@ def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> 
     sub_idx: list[int] = []
     inside_character = False
     for t, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        apart = ids[t] in special or (t > 0 and ids[t - 1] in special)
-        spaced = text[start:end][:1].isspace() or (start > 0 and text[start - 1].isspace())
-        begins = t == 0 or apart or (spaced and not inside_character)
-        word_ids.append(word_ids[-1] + begins if t else 0)
-        sub_idx.append(0 if begins else sub_idx[-1] + 1)
+        beside_special = ids[t] in special or (t > 0 and ids[t - 1] in special)
+        beside_space = text[start:end][:1].isspace() or (start > 0 and text[start - 1].isspace())
+        begins_word = t == 0 or beside_special or (beside_space and not inside_character)
+        word_ids.append(word_ids[-1] + begins_word if t else 0)
+        sub_idx.append(0 if begins_word else sub_idx[-1] + 1)
         inside_character = start == end and ids[t] not in special
     return Spans(starts, ends, [byte_offsets[s] for s in starts], [byte_offsets[e] for e in ends], word_ids, sub_idx)

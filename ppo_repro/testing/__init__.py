@@ -1,6 +1,6 @@
 """Tests that guard a training stack: assertions on recorded runs and log-prob dumps, and a pytest plugin.
 
-Installed with the package, so `golden_run` and `--update-golden` are there in every pytest run. PYTEST_DONT_REWRITE
+Installed with the package, so every pytest run has `golden_run` and `--update-golden`. PYTEST_DONT_REWRITE
 """
 
 from ppo_repro.testing.plugin import (

@@ -1,4 +1,4 @@
-"""What a run was like when its author was content with it, in a small JSON file: digests and environment."""
+"""The accepted results of a run in a small JSON file: digests and environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ppo_repro.errors import UserError
 
 FORMAT = 1
-# what decides how numbers are rounded; no paths, no names of machines
+# whatever decides how numbers are rounded; no paths, no names of machines
 _ENVIRONMENT = (
     *("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "numerics_backend", "threads"),
     "processes",
@@ -18,7 +18,7 @@ _ENVIRONMENT = (
 
 
 class Golden(BaseModel):
-    """`tables`: for each iteration the digest of each table."""
+    """A golden run. `tables` has the digest of each table, for each iteration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -29,15 +29,15 @@ class Golden(BaseModel):
 
 
 def golden_of(run_dir: Path) -> Golden:
-    """Digests of what the files of a complete run hold now; UserError where they are not what was recorded."""
+    """Digests of a complete run, checked against its files; UserError where the files have changed."""
     from ppo_repro.records import manifest, reader
 
-    found = reader.open_manifest(run_dir)
-    for index in range(len(found.iterations)):
-        for table in manifest.tables_of(found):
-            reader.read_recorded(run_dir, found, table, index, verify=True)
-    tables = [{name: entry.digest for name, entry in item.tables.items()} for item in found.iterations]
-    return Golden(format=1, fingerprint=found.fingerprint, tables=tables, environment=_environment(run_dir))
+    recorded = reader.open_manifest(run_dir)
+    for index in range(len(recorded.iterations)):
+        for table in manifest.tables_of(recorded):
+            reader.read_recorded(run_dir, recorded, table, index, verify=True)
+    tables = [{name: entry.digest for name, entry in item.tables.items()} for item in recorded.iterations]
+    return Golden(format=1, fingerprint=recorded.fingerprint, tables=tables, environment=_environment(run_dir))
 
 
 def _environment(run_dir: Path) -> dict[str, str]:
@@ -49,14 +49,14 @@ def _environment(run_dir: Path) -> dict[str, str]:
 
 
 def load(path: Path) -> Golden:
-    """The golden run of a file; UserError where it is missing or is none."""
+    """Read a golden run; UserError where the file is missing or has another form."""
     try:
         return Golden.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no golden run yet; write it with `pytest --update-golden`") from error
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{path}: is no golden run ({reason}); write it anew with `pytest --update-golden`") from error
+        raise UserError(f"{path}: is not a golden run ({reason}); rewrite it with `pytest --update-golden`") from error
 
 
 def save(path: Path, golden: Golden) -> None:
@@ -67,7 +67,7 @@ def save(path: Path, golden: Golden) -> None:
 
 
 def first_difference(golden: Golden, now: Golden) -> str:
-    """Where two runs first differ, in words; empty if they do not."""
+    """The first difference between two runs, in words; empty if there is none."""
     for iteration, (old, new) in enumerate(zip(golden.tables, now.tables, strict=False)):
         unequal = [name for name in new if old.get(name) != new[name]]
         if unequal:
@@ -81,7 +81,7 @@ def first_difference(golden: Golden, now: Golden) -> str:
 
 
 def other_environment(golden: Golden, now: Golden) -> list[str]:
-    """What is not as it was when the golden run was written."""
+    """The parts of the environment that have changed since the golden run was written."""
     names = sorted({*golden.environment, *now.environment})
     pairs = [(name, golden.environment.get(name), now.environment.get(name)) for name in names]
     return [f"{name} {new} (golden {old})" for name, old, new in pairs if old != new]

@@ -1,6 +1,6 @@
-"""How far sampler and trainer are apart, from a recorded run or from a file of another training stack.
+"""The mismatch of sampler and trainer, from a recorded run or from a file of another training stack.
 
-`delta = trainer - sampler` per token, nats; float64 arithmetic on float32 log-probs. Never imports torch.
+`delta = trainer - sampler` per token in nats; float64 arithmetic on float32 log-probs. Never imports torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppo_repro.errors import UserError
 
 @dataclass(frozen=True)
 class Names:
-    """What a file calls the log-probs of its two sides and the mask of the tokens that count."""
+    """The names in a file of both sides' log-probs and of the mask of tokens that count."""
 
     sampler: str
     trainer: str
@@ -36,7 +36,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Pairs:
-    """The tokens of some responses."""
+    """The tokens of some responses, one entry each in every array."""
 
     iteration: npt.NDArray[np.int64]
     sequence: npt.NDArray[np.int64]
@@ -47,7 +47,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Token:
-    """One token and what either side says of it."""
+    """One token and its log-prob on either side."""
 
     iteration: int
     sequence: int
@@ -56,26 +56,24 @@ class Token:
     trainer: float
 
     def describe(self) -> str:
-        """Place, both values and their float32 bits."""
-        values = (f"{name} {value!r} (bits {bits(value)})" for name, value in self._sides())
-        place = f"iteration {self.iteration}, sequence {self.sequence}, position {self.position}"
-        return f"{place}: {', '.join(values)}"
-
-    def _sides(self) -> tuple[tuple[str, float], ...]:
-        return ("sampler", self.sampler), ("trainer", self.trainer)
+        """Which token it is, both values and their float32 bits."""
+        sides = (("sampler", self.sampler), ("trainer", self.trainer))
+        values = (f"{name} {value!r} (bits {bits(value)})" for name, value in sides)
+        token = f"iteration {self.iteration}, sequence {self.sequence}, position {self.position}"
+        return f"{token}: {', '.join(values)}"
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over all tokens with two finite log-probs; the tokens are the largest |delta| and the first of each sort."""
+    """Sums over all tokens with two finite log-probs, and some tokens to show."""
 
-    tokens: int = 0
-    nonfinite: int = 0
+    tokens: int = 0  # with two finite log-probs
+    nonfinite: int = 0  # all others
     unequal: int = 0  # in any bit
     abs_sum: float = 0.0
     max_abs: float = 0.0
     k3_sum: float = 0.0
-    worst: Token | None = None
+    worst: Token | None = None  # with the largest |delta|
     first_unequal: Token | None = None
     first_nonfinite: Token | None = None
 
@@ -116,7 +114,7 @@ def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.
 
 
 def mismatch(chunks: Iterable[Pairs]) -> Mismatch:
-    """Numbers and worst tokens over all chunks; those without two finite log-probs are counted and left out."""
+    """The mismatch over all chunks; tokens without two finite log-probs are only counted."""
     total = Mismatch()
     for pairs in chunks:
         total = _with(total, pairs)
@@ -147,8 +145,8 @@ def _with(total: Mismatch, pairs: Pairs) -> Mismatch:
 
 
 def _first(pairs: Pairs, where: npt.NDArray[np.bool_]) -> Token | None:
-    found = np.flatnonzero(where)
-    return token_at(pairs, int(found[0])) if found.size else None
+    indices = np.flatnonzero(where)
+    return token_at(pairs, int(indices[0])) if indices.size else None
 
 
 def run_pairs(run_dir: Path | str) -> Iterator[Pairs]:
@@ -164,10 +162,10 @@ def run_pairs(run_dir: Path | str) -> Iterator[Pairs]:
 
 
 def file_pairs(path: Path, names: Names | None = None) -> Iterator[Pairs]:
-    """One response a line: lists of log-probs and of the mask, called as in a known stack, or as `names` says.
+    """Read one response per line: lists of log-probs and of the mask, with the names of a known stack or `names`.
 
-    The sequence is the line, from 0; the iteration is `step` where there is one; null is NaN. UserError names line and
-    field.
+    The sequence is the line, from 0; the iteration is the field `step`, 0 without it; null is NaN. UserError names line
+    and field.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -179,36 +177,37 @@ def file_pairs(path: Path, names: Names | None = None) -> Iterator[Pairs]:
 
 def _response(where: str, number: int, line: str, names: Names | None) -> Pairs:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: is not JSON ({error}); give a run folder or a JSONL file") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{where}: is no JSON object; one line is one response")
-    used = names or _known(where, found)
-    columns = [_numbers(where, found, name) for name in (used.sampler, used.trainer, used.mask)]
+    if not isinstance(entry, dict):
+        raise UserError(f"{where}: is not a JSON object; one line is one response")
+    used = names or _known(where, entry)
+    columns = [_numbers(where, entry, name) for name in (used.sampler, used.trainer, used.mask)]
     lengths = {len(column) for column in columns}
     if len(lengths) > 1:
         raise UserError(f"{where}: {used.sampler}, {used.trainer} and {used.mask} have lengths {sorted(lengths)}")
-    kept = np.flatnonzero(columns[2])
-    step = found.get("step", 0)
+    positions = np.flatnonzero(columns[2])
+    step = entry.get("step", 0)
     if not isinstance(step, int):
         raise UserError(f"{where}: step = {step!r}: must be an integer")
-    a, b = (column[kept].astype(np.float32) for column in columns[:2])
-    return Pairs(np.full(len(kept), step), np.full(len(kept), number), kept, a, b)
+    a, b = (column[positions].astype(np.float32) for column in columns[:2])
+    return Pairs(np.full(len(positions), step), np.full(len(positions), number), positions, a, b)
 
 
-def _known(where: str, found: Mapping[str, Any]) -> Names:
-    fits = [names for names in KNOWN.values() if {names.sampler, names.trainer} <= set(found)]
+def _known(where: str, entry: Mapping[str, Any]) -> Names:
+    """The names of the one known stack whose log-probs the entry has; UserError for none or several."""
+    fits = [names for names in KNOWN.values() if {names.sampler, names.trainer} <= set(entry)]
     if len(fits) != 1:
         known = "; ".join(f"{names.sampler} and {names.trainer} ({stack})" for stack, names in KNOWN.items())
         raise UserError(f"{where}: has not the log-probs of one known stack: {known}; say which with names=Names(...)")
     return fits[0]
 
 
-def _numbers(where: str, found: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
-    if name not in found:
-        raise UserError(f"{where}: has no field '{name}'; there are {', '.join(sorted(found))}")
-    values = found[name]
+def _numbers(where: str, entry: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
+    if name not in entry:
+        raise UserError(f"{where}: has no field '{name}'; there are {', '.join(sorted(entry))}")
+    values = entry[name]
     if not isinstance(values, list) or not all(v is None or isinstance(v, int | float) for v in values):
         raise UserError(f"{where}: {name}: must be a list of numbers")
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)

@@ -18,19 +18,19 @@ _WRITTEN = pytest.StashKey[list[str]]()
 
 
 def assert_on_policy(run: Path | str) -> None:
-    """Sampler and trainer agree on every bit of a recorded run, and every ratio of a first minibatch is exactly 1.
+    """Assert that sampler and trainer of a run agree on every bit, and all ratios of first minibatches are exactly 1.
 
     AssertionError names the first token that differs; UserError where the run is incomplete or damaged.
     """
     __tracebackhide__ = True
     from ppo_repro.testing import mismatch
 
-    found = mismatch.mismatch(mismatch.run_pairs(run))
-    first = found.first_nonfinite or found.first_unequal
+    total = mismatch.mismatch(mismatch.run_pairs(run))
+    first = total.first_nonfinite or total.first_unequal
     if first is not None:
-        bad = found.unequal + found.nonfinite
+        bad = total.unequal + total.nonfinite
         raise AssertionError(
-            f"{run}: {bad} of {found.tokens + found.nonfinite} tokens have other old_logprobs (trainer) than "
+            f"{run}: {bad} of {total.tokens + total.nonfinite} tokens have other old_logprobs (trainer) than "
             f"rollout_logprobs (sampler); the first is {first.describe()}; find the layer "
             f"with `ppo-repro bisect {run}`, or the cause with analysis.diagnosis.diagnose in a checkout"
         )
@@ -47,7 +47,7 @@ def _assert_first_ratios(run: Path | str) -> None:
     columns = ["epoch", "minibatch", "sequence", "position", "ratios"]
     for iteration in range(len(reader.open_manifest(run).iterations)):
         rows = reader.read_updates(run, iterations=[iteration], columns=columns)
-        # null where the policy took no step
+        # null after the policy's last step
         rows = rows[(rows["epoch"] == 0) & (rows["minibatch"] == 0) & rows["ratios"].notna()]
         ratios = np.ascontiguousarray(rows["ratios"].to_numpy(), np.float32)
         wrong = np.flatnonzero(mismatch.unequal_bits(ratios, np.ones_like(ratios)))
@@ -62,7 +62,7 @@ def _assert_first_ratios(run: Path | str) -> None:
 
 
 def assert_same_run(a: Path | str, b: Path | str) -> None:
-    """Two complete runs have the same bits in every table and the same final results.
+    """Assert that two complete runs have the same bits in every table and the same final results.
 
     AssertionError names table, iteration, row, both values and their bits; UserError where a run is incomplete.
     """
@@ -72,10 +72,11 @@ def assert_same_run(a: Path | str, b: Path | str) -> None:
 
     for run in (a, b):
         reader.open_manifest(run)
-    found = first_difference(a, b)
-    if found is not None:
+    difference = first_difference(a, b)
+    if difference is not None:
         raise AssertionError(
-            f"{a} (left) and {b} (right) differ: {found.describe()}; compare their config.yaml and environment.json"
+            f"{a} (left) and {b} (right) differ: {difference.describe()}; "
+            "compare their config.yaml and environment.json"
         )
 
 
@@ -89,33 +90,33 @@ def assert_mismatch_below(
     nonfinite: int = 0,
     names: Names | None = None,
 ) -> None:
-    """The log-probs of sampler and trainer differ by no more than each limit that is given.
+    """Assert that the log-probs of sampler and trainer differ by no more than each limit.
 
-    `run_or_file`: a run folder, or a JSONL file with one response a line, as verl, prime-rl and TRL name their fields;
-    `names` gives other names. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|, `k3` the
-    token mean of expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of tokens that
-    differ in any bit, `nonfinite` how many tokens may have no finite pair. AssertionError names every limit that is
-    passed and a token; UserError without a limit or without tokens.
+    `run_or_file`: a run folder, or a JSONL file with one response per line and the field names of verl, prime-rl, TRL
+    or `names`. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|, `k3` the token mean of
+    expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of tokens that differ in any
+    bit, `nonfinite` the number of tokens that may have no finite pair. AssertionError names every limit that is
+    exceeded and a token; UserError without a limit or without tokens.
     """
     __tracebackhide__ = True
     from ppo_repro.testing import mismatch
 
-    limits = {"mean_abs": mean_abs, "max_abs": max_abs, "k3": k3, "frac_unequal": frac_unequal}
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    if not given:
-        raise UserError(f"assert_mismatch_below: no limit is given; give one or more of {', '.join(limits)}")
-    for name, limit in given.items():
+    options = {"mean_abs": mean_abs, "max_abs": max_abs, "k3": k3, "frac_unequal": frac_unequal}
+    limits = {name: limit for name, limit in options.items() if limit is not None}
+    if not limits:
+        raise UserError(f"assert_mismatch_below: no limit is given; give one or more of {', '.join(options)}")
+    for name, limit in limits.items():
         if not limit >= 0:
             raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
     path = Path(run_or_file)
     if path.is_dir() and names is not None:
         raise UserError(f"{path}: is a run folder, whose names are fixed; leave names out")
-    found = mismatch.mismatch(mismatch.run_pairs(path) if path.is_dir() else mismatch.file_pairs(path, names))
-    if not found.tokens + found.nonfinite:
-        raise UserError(f"{path}: holds no token that counts; there is nothing to compare")
-    passed = _passed(found, given, nonfinite)
-    if passed:
-        raise AssertionError(f"{path}: of {found.tokens} tokens {'; '.join(passed)}; {_ADVICE}")
+    total = mismatch.mismatch(mismatch.run_pairs(path) if path.is_dir() else mismatch.file_pairs(path, names))
+    if not total.tokens + total.nonfinite:
+        raise UserError(f"{path}: has no token that counts; there is nothing to compare")
+    exceeded = _exceeded(total, limits, nonfinite)
+    if exceeded:
+        raise AssertionError(f"{path}: of {total.tokens} tokens {'; '.join(exceeded)}; {_ADVICE}")
 
 
 _ADVICE = (
@@ -123,30 +124,30 @@ _ADVICE = (
 )
 
 
-def _passed(found: Mismatch, given: dict[str, float], nonfinite: int) -> list[str]:
-    """One sentence for each limit that does not hold; a number that is NaN holds none."""
+def _exceeded(total: Mismatch, limits: dict[str, float], nonfinite: int) -> list[str]:
+    """One sentence for each limit that is exceeded; NaN exceeds every limit."""
     lines = []
-    tokens = {"frac_unequal": ("first", found.first_unequal)}
-    for name, limit in given.items():
-        value = getattr(found, name)
+    tokens = {"frac_unequal": ("first", total.first_unequal)}
+    for name, limit in limits.items():
+        value = getattr(total, name)
         if not value <= limit:
-            which, token = tokens.get(name, ("largest", found.worst))
-            lines.append(f"{name} is {value:.6g}, above {limit:.6g} ({which} at {_place(token)})")
-    if found.nonfinite > nonfinite:
-        place = _place(found.first_nonfinite)
-        lines.append(f"{found.nonfinite} more have no two finite log-probs, above {nonfinite} (first at {place})")
+            which, token = tokens.get(name, ("largest", total.worst))
+            lines.append(f"{name} is {value:.6g}, above {limit:.6g} ({which} at {_describe(token)})")
+    if total.nonfinite > nonfinite:
+        first = _describe(total.first_nonfinite)
+        lines.append(f"{total.nonfinite} more have no two finite log-probs, above {nonfinite} (first at {first})")
     return lines
 
 
-def _place(token: Token | None) -> str:
+def _describe(token: Token | None) -> str:
     return "no token" if token is None else token.describe()
 
 
 def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
-    """A run has the digests of a golden one, in every table of every iteration and in its final results.
+    """Assert that a run has the digests of a golden one, in every table of every iteration and in its final results.
 
-    AssertionError names the first table and iteration that differ, and what of the environment does; UserError where
-    the run is incomplete or damaged, or there is no golden file.
+    AssertionError names the first table and iteration that differ, and what has changed in the environment; UserError
+    where the run is incomplete or damaged, or there is no golden file.
     """
     __tracebackhide__ = True
     from ppo_repro.testing import golden
@@ -155,10 +156,10 @@ def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
     difference = golden.first_difference(expected, now)
     if not difference:
         return
-    others = golden.other_environment(expected, now)
-    where = f"the environment differs: {', '.join(others)}" if others else "the environment is the same"
+    changes = golden.other_environment(expected, now)
+    environment = f"the environment differs: {', '.join(changes)}" if changes else "the environment is the same"
     raise AssertionError(
-        f"{run} is not the golden run {golden_path}: {difference}; {where}; see the cell with `ppo-repro diff` "
+        f"{run} is not the golden run {golden_path}: {difference}; {environment}; see the cell with `ppo-repro diff` "
         "against a run of the old code, or accept the new results with `pytest --update-golden`"
     )
 
@@ -181,12 +182,12 @@ def golden_run(request: pytest.FixtureRequest) -> GoldenCheck:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """One option."""
+    """Add the option `--update-golden`."""
     group = parser.getgroup("ppo_repro")
     group.addoption("--update-golden", action="store_true", help="write golden runs instead of comparing with them")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was written, so that no golden run changes unseen."""
+    """List the files that were written, so that no golden run changes unnoticed."""
     for path in config.stash.get(_WRITTEN, []):
         terminalreporter.write_line(f"golden run written, not compared: {path}")

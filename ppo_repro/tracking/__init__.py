@@ -1,1 +1,1 @@
-"""A copy of records in MLflow."""
+"""Copies of recorded runs and grids in MLflow."""

@@ -13,14 +13,14 @@ from pathlib import Path
 from ppo_repro.errors import UserError
 from ppo_repro.output import say
 
-END_SECONDS = 60.0  # a server that needs longer for the rest is given up on
-# MLflow's own defaults try for minutes
+END_SECONDS = 60.0  # how long the command waits for the copy after the run
+# MLflow's defaults retry for minutes
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 @contextmanager
 def followed(run_dir: Path, uri: str | None) -> Iterator[None]:
-    """Have the run that is made in this block followed by a process of its own; says where it could not be."""
+    """Copy the run made in this block into MLflow by a process beside it. A failure is reported, not raised."""
     if uri is None:
         yield
         return
@@ -31,22 +31,22 @@ def followed(run_dir: Path, uri: str | None) -> Iterator[None]:
         stderr=subprocess.DEVNULL,
         text=True,
         env={**PATIENCE, **os.environ},
-        start_new_session=True,  # Ctrl-C is for the run
+        start_new_session=True,  # Ctrl-C goes to the run alone
     )
     try:
         yield
     finally:
-        _say_how_it_went(process, run_dir, uri)
+        _wait_and_report(process, run_dir, uri)
 
 
-def _say_how_it_went(process: subprocess.Popen[str], run_dir: Path, uri: str) -> None:
-    later = f"the records are whole; copy them later with `ppo-repro track {run_dir} --uri {uri}`"
+def _wait_and_report(process: subprocess.Popen[str], run_dir: Path, uri: str) -> None:
+    later = f"the records are complete; copy them later with `ppo-repro track {run_dir} --uri {uri}`"
     try:
-        out, _ = process.communicate(timeout=END_SECONDS)  # closes its stdin, by which it knows
+        out, _ = process.communicate(timeout=END_SECONDS)  # closes its stdin, which tells it that the run is over
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        say(f"tracking was given up {END_SECONDS:.0f} s after the run; {later}")
+        say(f"tracking did not finish within {END_SECONDS:.0f} s after the run; {later}")
         return
     if process.returncode != 0:
         reason = out.strip() or f"its process ended with {process.returncode}"
@@ -54,7 +54,7 @@ def _say_how_it_went(process: subprocess.Popen[str], run_dir: Path, uri: str) ->
 
 
 def main(run_dir: Path, uri: str) -> None:
-    """Follow until stdin closes. Exit 1, the reason on stdout, where the store does not answer."""
+    """Copy the run until stdin closes. Exits with 1 and the reason on stdout where the store does not answer."""
     ended = threading.Event()
 
     def wait() -> None:

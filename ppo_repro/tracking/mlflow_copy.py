@@ -1,7 +1,7 @@
-"""Recorded runs and grids in MLflow: copied when they are done, or followed while they work.
+"""Recorded runs and grids in MLflow: copied when they have ended, or while they run.
 
-Everything is taken from the records, so what MLflow missed can be copied later. Nothing here is ever read back by a
-run. The only importer of mlflow.
+Everything is read from the records, so whatever MLflow missed can be copied later. A run never reads anything back from
+MLflow. This is the only module that imports mlflow.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ppo_repro.records import iteration_log, manifest, reader
 from ppo_repro.records.config_file import check_config, read_environment
 from ppo_repro.records.manifest import Head
 
-METRICS_PER_CALL = 1000  # MLflow's own limits of one log_batch
+METRICS_PER_CALL = 1000  # MLflow's limits for one log_batch
 PARAMS_PER_CALL = 100
 VALUE_CHARACTERS = 6000
 KEYS = {"iteration", "epoch", "minibatch"}
-FOLDER_TAG = "ppo_repro.folder"  # by which a folder that is copied again finds its run
+FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
 ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, "config.yaml", "environment.json", "report.html")
 GRID_ARTIFACTS = ("grid.yaml", "cells.parquet", "results.parquet", "report.html")
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
 
 
 @dataclass(frozen=True)
 class Copied:
-    """How far a run is in MLflow."""
+    """What MLflow has of a run so far."""
 
     run_id: str
     iterations: int
@@ -55,7 +55,7 @@ def _answering(uri: str) -> Iterator[MlflowClient]:
         yield MlflowClient(uri)
     except (MlflowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--uri {uri}: cannot be written ({reason}); the records are unharmed") from error
+        raise UserError(f"--uri {uri}: cannot be written ({reason}); the records are not affected") from error
 
 
 def _leaves(prefix: str, value: object) -> list[Param]:
@@ -65,29 +65,29 @@ def _leaves(prefix: str, value: object) -> list[Param]:
 
 
 def _metrics(table: pd.DataFrame, group: str, steps: Sequence[int], milliseconds: int) -> list[Metric]:
-    """Every numeric column as `group/column`; a null is left out."""
-    found = []
+    """Every numeric column as `group/column`, without nulls."""
+    metrics = []
     for column in table.columns.difference(list(KEYS)):
         if pd.api.types.is_numeric_dtype(table[column]):
             pairs = zip(table[column].tolist(), steps, strict=True)
-            found += [Metric(f"{group}/{column}", v, milliseconds, s) for v, s in pairs if pd.notna(v)]
-    return found
+            metrics += [Metric(f"{group}/{column}", v, milliseconds, s) for v, s in pairs if pd.notna(v)]
+    return metrics
 
 
 def _experiment(client: MlflowClient, name: str) -> str:
-    found = client.get_experiment_by_name(name)
-    return str(found.experiment_id if found else client.create_experiment(name))
+    experiment = client.get_experiment_by_name(name)
+    return str(experiment.experiment_id if experiment else client.create_experiment(name))
 
 
 def _begin(
     client: MlflowClient, experiment: str, folder: Path, params: Sequence[Param], tags: Mapping[str, str]
 ) -> str:
-    """A new MLflow run for a folder; one that was copied before is replaced."""
+    """Create the MLflow run of a folder; an earlier copy is deleted."""
     quoted = str(folder.absolute()).replace("'", "\\'")
     for old in client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{quoted}'", ViewType.ACTIVE_ONLY):
         client.delete_run(old.info.run_id)
-    every = {**tags, FOLDER_TAG: str(folder.absolute())}
-    run_id = str(client.create_run(experiment, run_name=folder.name, tags=every).info.run_id)
+    all_tags = {**tags, FOLDER_TAG: str(folder.absolute())}
+    run_id = str(client.create_run(experiment, run_name=folder.name, tags=all_tags).info.run_id)
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
     return run_id
@@ -111,7 +111,7 @@ def _begin_run(client: MlflowClient, run_dir: Path, recorded: Head, parent: str 
 
 
 def _catch_up(client: MlflowClient, run_dir: Path, recorded: Head, copied: Copied) -> Copied:
-    """Log the iterations that came since, metrics in batches."""
+    """Log the iterations recorded since the last call, metrics in batches."""
     new = range(copied.iterations, recorded.num_iterations)
     if not new:
         return copied
@@ -142,7 +142,7 @@ def _end_run(client: MlflowClient, run_dir: Path, recorded: Head, run_id: str) -
 def track(run_dir: Path, uri: str, parent: str | None = None) -> str:
     """Copy a recorded run, complete or not: parameters, metrics, tags, artifacts; returns MLflow's run id.
 
-    A copy made before is replaced. UserError if the records are damaged or the tracking store does not answer.
+    An earlier copy is replaced. UserError if the records are damaged or the tracking store does not answer.
     """
     recorded = reader.open_manifest(run_dir, allow_incomplete=True)
     with _answering(uri) as client:
@@ -152,13 +152,13 @@ def track(run_dir: Path, uri: str, parent: str | None = None) -> str:
 
 
 def track_grid(grid_dir: Path, uri: str) -> str:
-    """Copy a grid: a parent run with its question, tables and report, and a child for each cell that began.
+    """Copy a grid: a parent run with its question, tables and report, and a child run for each cell that began.
 
-    Returns the parent's run id; UserError as `track`.
+    Returns the parent's run id; UserError as in `track`.
     """
     tree = read_tree(grid_dir / "grid.yaml")
-    asked = {name: str(tree[name]) for name in ("question", "expectation", "base", "seeds", "read_with")}
-    params = [*_leaves("", asked), *_leaves("axes", {axis: str(values) for axis, values in tree["axes"].items()})]
+    fields = {name: str(tree[name]) for name in ("question", "expectation", "base", "seeds", "read_with")}
+    params = [*_leaves("", fields), *_leaves("axes", {axis: str(values) for axis, values in tree["axes"].items()})]
     cells = pd.read_parquet(grid_dir / "cells.parquet")
     with _answering(uri) as client:
         parent = _begin(client, _experiment(client, grid_dir.name), grid_dir, params, {})
@@ -175,21 +175,21 @@ def track_grid(grid_dir: Path, uri: str) -> str:
 
 
 def follow(run_dir: Path, uri: str, is_over: Callable[[float], bool]) -> str:
-    """Log a run while it works; returns MLflow's run id, empty where the run recorded nothing.
+    """Log a run while it works; returns MLflow's run id, empty if the run recorded nothing.
 
-    `is_over(seconds)` waits that long and says whether the run's process is gone. UserError where the store does
-    not answer: what is missing there can be copied by `track` later.
+    `is_over(seconds)` waits at most that long and returns whether the run's process has ended. UserError where the
+    store does not answer; `track` can copy the run later.
     """
     over = False
     while not (run_dir / manifest.FILE_NAME).exists():
         if over:
             return ""
-        over = is_over(LOOK_SECONDS)
+        over = is_over(POLL_SECONDS)
     with _answering(uri) as client:
         recorded = manifest.load_head(run_dir)
         copied = _begin_run(client, run_dir, recorded, None)
         while not over:
-            over = is_over(LOOK_SECONDS)  # before the look: what was committed before the end is seen
+            over = is_over(POLL_SECONDS)  # asked before reading, so that the last iterations are read too
             recorded = manifest.load_head(run_dir)
             copied = _catch_up(client, run_dir, recorded, copied)
         _end_run(client, run_dir, recorded, copied.run_id)

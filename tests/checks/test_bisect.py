@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from analysis.diagnosis.attribution import Origin, by_layer_and_op, origin, read_ladder, read_ops
-from ppo_repro.checks.bisect import Subject, compare_ops, first_divergent_op, ulps
-from ppo_repro.checks.capture import decoded, trained
+from ppo_repro.checks.bisect import Op, compare_ops, first_divergent_op, ulps
+from ppo_repro.checks.capture import Subject, decoded, trained
 from ppo_repro.checks.conditions import TOGGLES, ladder
 from ppo_repro.checks.replay import Replay
 from ppo_repro.commands.cli import main
@@ -36,6 +36,10 @@ def subject(architecture: str, mode: str, sampling: str = "plain") -> Subject:
     return Subject(model, mode, CONTEXT, requests, completions, how)
 
 
+def ops_of(s: Subject) -> list[Op]:
+    return list(compare_ops(s, s.policy))
+
+
 def planted(model: PreTrainedModel, module: str) -> PreTrainedModel:
     """A copy with one weight of one module moved."""
     other = copy.deepcopy(model)
@@ -46,9 +50,9 @@ def planted(model: PreTrainedModel, module: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "gemma", "gpt_neox"])
 def test_no_op_differs_in_exact_numerics_and_one_does_in_native(architecture: str) -> None:
-    exact = list(compare_ops(subject(architecture, "exact")))
+    exact = ops_of(subject(architecture, "exact"))
     assert first_divergent_op(exact) == "" and all(op.outputs_equal and op.explained is None for op in exact)
-    native = list(compare_ops(subject(architecture, "native")))
+    native = ops_of(subject(architecture, "native"))
     first = next(op for op in native if not op.outputs_equal)
     assert first_divergent_op(native).startswith("layer 0 ") and first.layer == 0
     # every input before the first difference is the same, so it starts inside this block or is attention itself
@@ -98,10 +102,10 @@ def test_a_fault_before_the_first_rounding_difference_is_found_in_native_numeric
 def test_the_decoded_path_is_the_engines(mode: str, sampling: str) -> None:
     s = subject("qwen3", mode, sampling)
     logprobs = torch.cat([c.logprobs for c in s.completions])
-    again = decoded(s.policy, mode, CONTEXT, s.requests, s.completions, s.sampling)
+    again = decoded(s)
     # the same slots and the same order of work: native numerics repeat themselves too
     assert unequal(again.logprobs, logprobs) == 0
-    forward = trained(s.policy, mode, s.requests, s.completions, s.sampling.temperature)
+    forward = trained(s, s.policy)
     assert again.outputs.keys() == forward.outputs.keys()
     assert {n: x.shape for n, x in again.outputs.items()} == {n: x.shape for n, x in forward.outputs.items()}
     assert (unequal(again.logprobs, forward.logprobs) == 0) == (mode == "exact")
@@ -124,7 +128,7 @@ def test_units_in_the_last_place_by_hand() -> None:
 @pytest.mark.parametrize("mode", ["exact", "native"])
 def test_the_ladder(mode: str) -> None:
     s = subject("qwen3", mode)
-    steps = ladder(s.policy, mode, CONTEXT, s.requests, s.completions, s.sampling)
+    steps = ladder(s)
     assert [(x.way, x.toggle) for x in steps] == (
         [("one", name) for name in TOGGLES] + [("but_one", name) for name in ("all", *TOGGLES)]
     )

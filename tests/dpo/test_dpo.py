@@ -208,7 +208,7 @@ def test_the_command(cli: Cli, trained: DPOResult, source: Path, tmp_path: Path)
         ("run=nowhere", "no such folder"),
         ("dpo.beta=0", "dpo.beta = 0: input should be greater than 0"),
         ("dpo.gamma=1", "dpo.gamma: unknown field"),
-        ("num_eval_prompts=1000", "num_eval_prompts = 1000: the pairs are of"),
+        ("num_eval_prompts=1000", "num_eval_prompts = 1000: the pairs have"),
         ("run_iterations=3", "iterations = 3:"),
         ("layout.rank_shares=[1,1]", "layout.rank_shares = [1, 1]"),
         ("numerics.max_context=6", "rollout.max_response_tokens = 6 must be smaller than numerics.max_context"),

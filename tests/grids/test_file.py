@@ -74,13 +74,13 @@ def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
         ({"axes": {"ppo.epochs": []}}, "axes.ppo.epochs: is empty; give it at least one value or remove it"),
         ({"axes": {"x": {"a": {"seed": 2}}}}, "axes.x and seeds both set seed; keep one"),
         ({"axes": {"x": {"a": {"ppo.epochs": 2}, "b": {}}}}, "cells x=a,seed=1 and x=b,seed=1 are the same run"),
-        ({"axes": {"x": {0.1: {"ppo.epochs": 2}}}}, "axes.x.0.1: must be a label in letters with a mapping of fields"),
-        ({"axes": {"x": {"a": 3}}}, "axes.x.a: must be a label in letters with a mapping of fields"),
+        ({"axes": {"x": {0.1: {"ppo.epochs": 2}}}}, "axes.x.0.1: must be a text label with a mapping of fields"),
+        ({"axes": {"x": {"a": 3}}}, "axes.x.a: must be a text label with a mapping of fields"),
         ({"axes": {"ppo.epochs": 2}}, "axes.ppo.epochs = 2: must be a list of values or a mapping of labels"),
         ({"axes": {"seed": [1, 2]}}, "axes.seed and seeds both set seed; keep one"),
         ({"axes": {"ppo.epochs": [1]}, "set": {"ppo.epochs": 3}}, "set.ppo.epochs and axes.ppo.epochs both set"),
         ({"axes": {"ppo.epochs": [1, 2]}, "set": {"ppo": {}}}, "set.ppo and axes.ppo.epochs both set ppo.epochs"),
-        ({"set": {"ppo.epochs": 2}}, "set.ppo.epochs = 2: is so in the base already; remove it"),
+        ({"set": {"ppo.epochs": 2}}, "set.ppo.epochs = 2: the base has this value too; remove it"),
         ({"set": {"seed.x": 2}}, "set.seed.x and seeds both set seed"),
         ({"set": {"experiment.x": 2}}, "experiment.x: 'experiment' is a value, not a group of fields"),
         ({"seeds": []}, "seeds"),
@@ -100,7 +100,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, changes: dict[str, Any], said
 
 def test_a_file_name_that_is_no_name(tmp_path: Path) -> None:
     path = grid_file(tmp_path).rename(tmp_path / "my grid.yaml")
-    with pytest.raises(UserError, match="the file name names the grid"):
+    with pytest.raises(UserError, match="the file name is the grid"):
         load_grid(path)
 
 

@@ -24,7 +24,7 @@ from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Order, run_of, start_cell
 from ppo_repro.grids.engines import Engine, Processes, Ray, Slurm
 from ppo_repro.grids.grid import Outcome, run_grid
-from ppo_repro.grids.progress import SilentGrid
+from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest
 from ppo_repro.runs.run import run_folder
@@ -44,7 +44,7 @@ def grid_file(folder: Path, axes: dict[str, object], seeds: Sequence[int], **fie
 
 
 def finished(path: Path, out: Path, engine: Engine = TWO_WORKERS) -> Outcome:
-    return run_grid(load_grid(path), out, engine, SilentGrid())
+    return run_grid(load_grid(path), out, engine, ConsoleGrid())
 
 
 def fingerprints(outcome: Outcome) -> dict[str, str]:
@@ -196,11 +196,11 @@ def test_cells_of_other_code_are_not_mixed_in_silence(tmp_path: Path, monkeypatc
     found = fingerprints(first)
     real = grid_module.describe_environment
     monkeypatch.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "code_digest": "other"})
-    with pytest.raises(UserError, match=r"seed=1: was computed with another code than there is now; --changed keep"):
+    with pytest.raises(UserError, match=r"seed=1: was computed with another code than now; --changed keep"):
         finished(path, tmp_path)
-    kept = run_grid(load_grid(path), tmp_path, Processes(1), SilentGrid(), "keep")
+    kept = run_grid(load_grid(path), tmp_path, Processes(1), ConsoleGrid(), "keep")
     assert kept.ran == () and fingerprints(kept) == found
-    redone = run_grid(load_grid(path), tmp_path, Processes(1), SilentGrid(), "redo")
+    redone = run_grid(load_grid(path), tmp_path, Processes(1), ConsoleGrid(), "redo")
     assert redone.ran == ("seed=1",) and fingerprints(redone) == found  # the code is the same after all
     monkeypatch.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "machine": "other"})
     with pytest.raises(UserError, match="another machine than there is now"):
@@ -210,7 +210,7 @@ def test_cells_of_other_code_are_not_mixed_in_silence(tmp_path: Path, monkeypatc
 @slow
 def test_a_cell_of_another_configuration_is_refused(tmp_path: Path) -> None:
     finished(grid_file(tmp_path, {}, [1]), tmp_path)
-    with pytest.raises(UserError, match="was made from another configuration than the grid file gives it now"):
+    with pytest.raises(UserError, match="was made from another configuration than the grid file has now"):
         finished(grid_file(tmp_path, {}, [1], **{"ppo.epochs": 1}), tmp_path)
 
 

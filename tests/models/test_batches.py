@@ -114,7 +114,7 @@ def rollout_of(sequences: list[tuple[list[int], list[int]]]) -> Rollout:
         is_forced=nothing.bool(),
         finish_reasons=words,
         responses=words,
-        places=(),
+        spans=(),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ppo_repro.buffers import ReturnStatistics
 from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef
-from ppo_repro.ppo.schedules import SCHEDULES, rate_factor
+from ppo_repro.ppo.schedules import rate_factor
 
 positive = st.floats(1e-6, 1e6)
 
@@ -99,7 +99,7 @@ def test_schedules_by_hand() -> None:
     assert [rate_factor("linear", i, 6, 2) for i in range(6)] == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25])
 
 
-@given(st.sampled_from(SCHEDULES), st.integers(2, 50), st.data())
+@given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(2, 50), st.data())
 def test_rates_rise_then_never_rise_again(schedule: str, iterations: int, data) -> None:
     warmup = data.draw(st.integers(0, iterations - 1))
     found = [rate_factor(schedule, i, iterations, warmup) for i in range(iterations)]

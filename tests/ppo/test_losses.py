@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -15,14 +16,16 @@ from torch import Tensor
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.losses import (
-    CLIP_FLAGS,
     Band,
+    ClipFlag,
     clip_flags,
     clipped_surrogate,
     clipped_value_loss,
+    flag_names,
     probability_ratios,
     value_clip_binds,
 )
+from ppo_repro.records.schema import UPDATES
 from tests.support.float32 import SMALLEST_NORMAL, TINIEST, bits, finite, pairs_of_categoricals, tensor
 
 EPS = 0.2
@@ -81,7 +84,7 @@ def test_surrogate_by_hand(advantage: float, ratio: float, loss: float, slope: f
     r, a = tensor([ratio]), tensor([advantage])
     assert clipped_surrogate(r, a, Band(0.25, 0.25)).item() == loss
     assert surrogate_gradient(r, a, Band(0.25, 0.25)).item() == slope
-    assert CLIP_FLAGS[clip_flags(r, a, Band(0.25, 0.25)).item()] == flag
+    assert flag_names(clip_flags(r, a, Band(0.25, 0.25))) == [flag]
 
 
 @given(tokens)
@@ -108,7 +111,7 @@ def test_flags_name_the_removed_gradients_and_all_of_the_band(rows: list[tuple[f
     r, a = columns(rows)
     flags = clip_flags(r, a, BAND)
     assert flags.dtype == torch.uint8
-    names = [CLIP_FLAGS[i] for i in flags.tolist()]
+    names = flag_names(flags)
     above, below = (r.numpy() > HIGH).tolist(), (r.numpy() < LOW).tolist()
     removed = (surrogate_gradient(r, a) == 0).tolist()
     for name, high, low, no_gradient, advantage in zip(names, above, below, removed, a.tolist(), strict=True):
@@ -122,15 +125,21 @@ def test_flags_see_the_sign_of_the_advantage_alone(rows: list[tuple[float, float
     r, a = columns([(r, a) for r, a in rows if abs(a) != TINIEST] or [(1.0, 1.0)])  # half of that one is zero
     flags = clip_flags(r, a, BAND)
     assert torch.equal(clip_flags(r, a * factor, BAND), flags)
-    mirror = {0: 0, 1: 3, 3: 1, 2: 4, 4: 2}  # clip_high <-> wrong_high, clip_low <-> wrong_low
-    assert clip_flags(r, -a, BAND).tolist() == [mirror[i] for i in flags.tolist()]
+    mirror = {
+        "none": "none",
+        "clip_high": "wrong_high",
+        "wrong_high": "clip_high",
+        "clip_low": "wrong_low",
+        "wrong_low": "clip_low",
+    }
+    assert flag_names(clip_flags(r, -a, BAND)) == [mirror[name] for name in flag_names(flags)]
 
 
 @given(tokens, st.floats(0.01, 0.98), st.floats(0.01, 0.98))
 def test_a_wider_band_removes_no_further_gradient(rows: list[tuple[float, float]], one: float, other: float) -> None:
     r, a = columns(rows)
     narrow, wide = (clip_flags(r, a, Band(eps, eps)) for eps in sorted((one, other)))
-    assert bool(((wide == 0) | (wide == narrow)).all())
+    assert bool(((wide == ClipFlag.NONE) | (wide == narrow)).all())
 
 
 @given(st.lists(finite(), min_size=1, max_size=30))
@@ -274,3 +283,10 @@ def test_mean_new_minus_old_is_a_divergence_with_the_wrong_sign(pair: tuple[list
     assert claimed == pytest.approx(-exact, abs=1e-13) and claimed <= 1e-13  # float64 roundings
     ours = math.fsum(p * x for p, x in zip(old, kl.k3(old_logprobs - new_logprobs).tolist(), strict=True))
     assert ours == pytest.approx(exact, abs=8e-7) and ours >= 0  # the float32 exponential inside k3
+
+
+def test_the_documented_columns_list_every_flag_name() -> None:
+    names = {flag.name.lower() for flag in ClipFlag}
+    (text,) = (column.description for column in UPDATES.columns if column.name == "clip_flag")
+    assert all(re.search(rf"\b{name}\b", text) for name in names)
+    assert flag_names(torch.tensor(list(ClipFlag), dtype=torch.uint8)) == [flag.name.lower() for flag in ClipFlag]

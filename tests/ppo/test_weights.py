@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.ppo.weights import AGGREGATIONS, importance_weights, loss_weights
+from ppo_repro.ppo.weights import importance_weights, loss_weights
 from tests.support.float32 import bits, finite, tensor
 
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 lengths_of = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 

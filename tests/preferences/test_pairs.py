@@ -88,7 +88,7 @@ def test_label_noise_turns_round_its_share_of_pairs_and_changes_nothing_else() -
 
 
 def test_tasks_without_numbers_are_refused() -> None:
-    with pytest.raises(UserError, match="its answer 'yes' is no number"):
+    with pytest.raises(UserError, match="its answer 'yes' is not a number"):
         by_rule(problems=[Problem("a", "a", "yes")])
     with pytest.raises(UserError, match="one digit only"):
         by_rule(problems=[Problem("a", "a", "11")])
@@ -132,7 +132,7 @@ def test_held_out_prompts_share_no_pair_with_training() -> None:
     assert not {p.prompt_key for p in held} & {p.prompt_key for p in train}
     assert {p.prompt_key for p in hold_out(pairs[::-1], 40, 1)[1]} == {p.prompt_key for p in held}
     assert {p.prompt_key for p in hold_out(pairs, 40, 2)[1]} != {p.prompt_key for p in held}
-    with pytest.raises(UserError, match="num_eval_prompts = 169: the pairs are of 169 prompts"):
+    with pytest.raises(UserError, match="num_eval_prompts = 169: the pairs have 169 prompts"):
         hold_out(pairs, 169, 1)
 
 

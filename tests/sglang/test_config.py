@@ -181,7 +181,7 @@ def test_the_interpreter_is_looked_into_before_it_is_used(tmp_path: Path) -> Non
     assert "has other numerics than this one" in refusal(tmp_path)
     with pytest.raises(UserError, match="cannot be run"):
         look_into(engine_of("rollout.engine.python=/nowhere/python"))
-    with pytest.raises(UserError, match="is no Python interpreter that answers"):
+    with pytest.raises(UserError, match="does not answer as a Python interpreter"):
         look_into(engine_of("rollout.engine.python=/bin/true"))
 
 

@@ -141,7 +141,7 @@ def test_exact_servers_prove_what_they_hold(policy: PreTrainedModel, tmp_path: P
         assert len(engine.generate(REQUESTS, PLAIN)) == 7
     with serving(exact=True) as server, engine_on([server], policy, tmp_path) as engine:
         server.faults["/get_weights_by_name"] = lambda *_: list(b"0123456789abcdef")
-        with pytest.raises(PromiseBroken, match="holds weights of digest 0123456789abcdef after an update"):
+        with pytest.raises(PromiseBroken, match="has weights of digest 0123456789abcdef after an update"):
             engine.generate(REQUESTS, PLAIN)
     with serving(exact=True) as server, engine_on([server], policy, tmp_path) as engine:
         server.faults["/get_weights_by_name"] = lambda *_: {"error": "unknown"}
@@ -180,7 +180,7 @@ def test_a_server_that_misbehaves_ends_the_rollout_in_one_line(
 def test_a_server_that_goes_and_one_that_hangs(policy: PreTrainedModel, tmp_path: Path) -> None:
     with serving() as server, engine_on([server], policy, tmp_path) as engine:
         server.faults["/generate"] = lambda *_: None
-        with pytest.raises(ServerGone, match="went away during /generate"):
+        with pytest.raises(ServerGone, match="closed the connection during /generate"):
             engine.generate(REQUESTS, PLAIN)
         assert paths(server).count("/generate") == 1, "a server that is not ours is not asked again"
     with serving() as server, engine_on([server], policy, tmp_path) as engine:

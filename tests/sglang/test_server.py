@@ -68,7 +68,7 @@ class Subject:
 
     def forget(self) -> None:
         """Somebody else has used the servers: bring weights again."""
-        self.engine._held.update({found.url: "" for found in self.engine.fleet.servers})
+        self.engine._server_digests.update({found.url: "" for found in self.engine.fleet.servers})
 
     @contextlib.contextmanager
     def told(self, **changes: object) -> Iterator[SGLangEngine]:

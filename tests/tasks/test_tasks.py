@@ -113,8 +113,8 @@ def test_jsonl_reads_any_text(tmp_path_factory: pytest.TempPathFactory, text: st
     ("line", "message"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "must be an object with prompt and answer, found list"),
-        ('"x"', "must be an object with prompt and answer, found str"),
+        ("[1]", "must be an object with prompt and answer, is list"),
+        ('"x"', "must be an object with prompt and answer, is str"),
         ('{"prompt": "x"}', "field 'answer' = None; must be a text"),
         ('{"answer": "x"}', "field 'prompt' = None; must be a text"),
         ('{"prompt": "x", "answer": 3}', "field 'answer' = 3; must be a text"),
@@ -224,7 +224,7 @@ def test_terms_are_weighted_and_recorded_unweighted() -> None:
     terms = ({"kind": "exact_match", "weight": 2.0}, {"kind": "format", "weight": 3.0})
     judge = load_judge(config_of(*terms, {"kind": "length", "weight": 10.0, "target": 4}))
     found = judged(judge, [("p", "12", "12", True)])
-    assert found.scores == [-3.0] and found.parts == [[1.0, 0.0, -0.5]]
+    assert found.scores == [-3.0] and found.term_values == [[1.0, 0.0, -0.5]]
 
 
 GOOD = "<think>7+5</think> <answer>12</answer>"
@@ -274,7 +274,7 @@ def test_responses_without_an_end_are_charged_or_given_a_score() -> None:
 def test_a_reward_model_is_one_term_among_others() -> None:
     judge = load_judge(config_of({"kind": "model", "path": "m", "weight": 0.5}, {"kind": "exact_match"}))
     found = judged(judge, [("p", "12", "12", True), ("p", "1", "12", True)], [4.0, -2.0])
-    assert found.scores == [3.0, -1.0] and found.parts == [[4.0, 1.0], [-2.0, 0.0]]
+    assert found.scores == [3.0, -1.0] and found.term_values == [[4.0, 1.0], [-2.0, 0.0]]
 
 
 def test_a_potential_sees_the_response_so_far(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_two_functions_of_one_name_are_two(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "r.py").write_text(f"def f(*_): return {value}")
     terms = [{"kind": "function", "path": f"{tmp_path}/{name}/r.py:f"} for name in ("a", "b")]
-    assert judged(load_judge(config_of(*terms)), [("p", "r", "a", True)]).parts == [[1.0, 2.0]]
+    assert judged(load_judge(config_of(*terms)), [("p", "r", "a", True)]).term_values == [[1.0, 2.0]]
 
 
 def test_a_user_file_may_hold_dataclasses_with_postponed_annotations(tmp_path: Path) -> None:

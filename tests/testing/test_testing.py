@@ -112,12 +112,12 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("not json", "line 1: is not JSON"),
-        ("[1]", "line 1: is no JSON object"),
+        ("[1]", "line 1: is not a JSON object"),
         ('{"logprobs": [1]}', "has not the log-probs of one known stack: .*verl.*prime-rl.*TRL"),
         ('{"rollout_log_probs": [1], "old_log_probs": [1]}', "has no field 'response_mask'"),
         ('{"rollout_log_probs": [1], "old_log_probs": ["x"], "response_mask": [1]}', "old_log_probs: must be a list"),
         ('{"rollout_log_probs": [1, 2], "old_log_probs": [1], "response_mask": [1]}', r"have lengths \[1, 2\]"),
-        ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [0]}', "holds no token that counts"),
+        ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [0]}', "has no token that counts"),
         ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [1], "step": "a"}', "step = 'a'"),
     ],
 )
@@ -182,7 +182,7 @@ def test_the_environment_is_named_only_where_it_differs(exact_run: Path, tmp_pat
     assert "number of iterations" in golden.first_difference(shorter, made)
     assert "final results" in golden.first_difference(made.model_copy(update={"fingerprint": "00"}), made)
     (tmp_path / "golden.json").write_text("{}")
-    with pytest.raises(UserError, match="is no golden run"):
+    with pytest.raises(UserError, match="is not a golden run"):
         assert_matches_golden(exact_run, tmp_path / "golden.json")
 
 

@@ -75,7 +75,7 @@ def test_an_unreachable_store_is_one_line(exact_run: Path, tmp_path: Path, capsy
     code = _run(["track", str(exact_run), "--uri", f"sqlite:///{tmp_path}/file/mlflow.db"])
     err = capsys.readouterr().err
     assert code == 2
-    assert err.splitlines()[-1].startswith("error: --uri") and "the records are unharmed" in err
+    assert err.splitlines()[-1].startswith("error: --uri") and "the records are not affected" in err
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -1,1 +1,1 @@
-"""Sampling with SGLang servers: the trainer's side. The servers' side of the exact numerics is `sglang_plugin`."""
+"""Sampling with SGLang servers: the trainer's side. `sglang_plugin` is the part that runs inside the servers."""

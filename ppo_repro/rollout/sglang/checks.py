@@ -1,4 +1,4 @@
-"""Is a server what the run needs? Read from what it says of itself, and kept for the records."""
+"""Does a server have the settings that the run needs? Read from the server, and kept for the records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.client import get
 from ppo_repro.rollout.sglang.command import EXACT_ARCHITECTURE, EXACT_BACKEND, SPARE_CONTEXT
 
-# what of a server is kept: anything that can change a number or explain a speed
+# recorded of a server: everything that can change a number or explain a speed
 RECORDED = (
     *("version", "launch_command", "attention_backend", "sampling_backend", "dtype", "kv_cache_dtype", "quantization"),
     *("enable_deterministic_inference", "rl_on_policy_target", "device", "tp_size", "context_length", "page_size"),
@@ -21,43 +21,43 @@ RECORDED = (
 
 
 def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, timeout: float) -> dict[str, Any]:
-    """What the server says of itself; UserError where it would not sample what the run asks for."""
-    said = get(url, "/server_info", timeout)
+    """The server's settings to record; UserError where it would not sample as the run needs it."""
+    info = get(url, "/server_info", timeout)
     model = get(url, "/model_info", timeout)
-    if "version" not in said or "is_generation" not in model:
-        raise UserError(f"{url}: does not describe itself as an SGLang server")
-    if said.get("enable_deterministic_inference") is not True:
+    if "version" not in info or "is_generation" not in model:
+        raise UserError(f"{url}: does not answer like an SGLang server")
+    if info.get("enable_deterministic_inference") is not True:
         raise UserError(
-            f"{url}: runs without --enable-deterministic-inference, where SGLang ignores every seed; start it with that"
+            f"{url}: runs without --enable-deterministic-inference, so SGLang ignores every seed; start it with that"
         )
-    wanted: dict[str, Any] = {"sampling_backend": "pytorch", "speculative_algorithm": None}
+    required: dict[str, Any] = {"sampling_backend": "pytorch", "speculative_algorithm": None}
     if engine.numerics == "exact":
-        wanted |= {"attention_backend": EXACT_BACKEND, "dtype": "float32"}
+        required |= {"attention_backend": EXACT_BACKEND, "dtype": "float32"}
         if model.get("architectures") != [EXACT_ARCHITECTURE]:
             raise UserError(
                 f"{url}: serves {model.get('architectures')}; rollout.engine.numerics = exact needs the plugin"
             )
-    for name, value in wanted.items():
-        if said.get(name) != value:
-            raise UserError(f"{url}: has {name} = {said.get(name)!r}; must be {value!r}")
+    for name, value in required.items():
+        if info.get(name) != value:
+            raise UserError(f"{url}: has {name} = {info.get(name)!r}; must be {value!r}")
     if engine.numerics == "exact":
-        _check_grids(url, said, numerics)
-    context, max_context = said.get("context_length"), numerics.max_context
+        _check_grids(url, info, numerics)
+    context, max_context = info.get("context_length"), numerics.max_context
     if isinstance(context, int) and context < max_context + SPARE_CONTEXT:
         raise UserError(
             f"{url}: has --context-length {context}; must be at least numerics.max_context + {SPARE_CONTEXT} "
-            f"= {max_context + SPARE_CONTEXT}, because SGLang keeps some of it for itself"
+            f"= {max_context + SPARE_CONTEXT}, because SGLang reserves some of it"
         )
-    return {name: said.get(name) for name in RECORDED} | {"architectures": model.get("architectures")}
+    return {name: info.get(name) for name in RECORDED} | {"architectures": model.get("architectures")}
 
 
-def _check_grids(url: str, said: dict[str, Any], numerics: NumericsConfig) -> None:
-    """The number grids of the exact numerics are constants of a run."""
+def _check_grids(url: str, info: dict[str, Any], numerics: NumericsConfig) -> None:
+    """Raise UserError unless the server has the run's number grids, which are constants of a run."""
     try:
-        settings = json.loads(said.get("json_model_override_args") or "{}").get("ppo_repro", {})
-        found = {name: settings.get(name) for name in ("max_context", "operand_bits")}
+        settings = json.loads(info.get("json_model_override_args") or "{}").get("ppo_repro", {})
+        grids = {name: settings.get(name) for name in ("max_context", "operand_bits")}
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{url}: has unreadable --json-model-override-args ({error})") from error
-    for name, value in found.items():
+    for name, value in grids.items():
         if value != getattr(numerics, name):
             raise UserError(f"{url}: computes with {name} = {value}; numerics.{name} = {getattr(numerics, name)}")

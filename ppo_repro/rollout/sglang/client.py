@@ -1,4 +1,4 @@
-"""HTTP with an SGLang server: one request, one answer; a lost and a silent server are told apart."""
+"""HTTP with an SGLang server: one request, one answer. A server that is gone and one that hangs are told apart."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class ServerGone(UserError):
 
 
 class ServerSilent(UserError):
-    """The server took the request and did not answer in time."""
+    """The server accepted the request and did not answer in time."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered."""
+    """The answer of a server."""
 
     status: int
     text: str
 
 
 class Call:
-    """A request that was sent; the answer is waited for in `reply`, so that several servers can work at once."""
+    """A request that has been sent. `reply` waits for the answer, so that several servers can work at once."""
 
     def __init__(self, url: str, method: str, path: str, body: Any, timeout: float) -> None:
         self.url, self.path, self.timeout = url, path, timeout
@@ -54,12 +54,12 @@ class Call:
         except TimeoutError as error:
             raise self._silent() from error
         except (OSError, http.client.HTTPException) as error:
-            raise ServerGone(f"{self.url}: the server went away during {self.path} ({error!r})") from error
+            raise ServerGone(f"{self.url}: the server closed the connection during {self.path} ({error!r})") from error
         finally:
             self.close()
 
     def json(self) -> Any:
-        """Wait for the answer and read it; UserError where the server refuses or does not speak JSON."""
+        """Wait for the answer and parse it; UserError where the server refuses or the answer is not JSON."""
         reply = self.reply()
         if reply.status != 200:
             reason = " ".join(reply.text.split())[:300]
@@ -70,7 +70,7 @@ class Call:
             raise UserError(f"{self.url}{self.path}: the answer is not JSON; is this an SGLang server?") from error
 
     def close(self) -> None:
-        """Give up on the answer."""
+        """Close the connection without waiting for the answer."""
         self._connection.close()
 
     def _silent(self) -> ServerSilent:
@@ -86,16 +86,16 @@ def ask(url: str, method: str, path: str, body: Any, timeout: float) -> Reply:
 
 
 def get(url: str, path: str, timeout: float) -> dict[str, Any]:
-    """The JSON object at a path; UserError where it is none."""
+    """The JSON object at a path; UserError where the answer is something else."""
     return _object(url, path, Call(url, "GET", path, None, timeout).json())
 
 
 def post(url: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
-    """What the server answers to a POST, a JSON object; UserError where it refuses."""
+    """The JSON object in the answer to a POST; UserError where the server refuses."""
     return _object(url, path, Call(url, "POST", path, body, timeout).json())
 
 
-def _object(url: str, path: str, found: Any) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise UserError(f"{url}{path}: the answer is no JSON object; is this an SGLang server?")
-    return found
+def _object(url: str, path: str, answer: Any) -> dict[str, Any]:
+    if not isinstance(answer, dict):
+        raise UserError(f"{url}{path}: the answer is not a JSON object; is this an SGLang server?")
+    return answer

@@ -1,4 +1,4 @@
-"""How a server is started: its command line, its environment, what its interpreter has. Pure but for `look_into`."""
+"""How a server is started: its command line, its environment and its interpreter. Pure, except `look_into`."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ import importlib.metadata as m, importlib.util, json, sys
 def version(name):
     try: return m.version(name)
     except m.PackageNotFoundError: return None
-found = importlib.util.find_spec("ppo_repro")
+spec = importlib.util.find_spec("ppo_repro")
 print(json.dumps({{
     "python": sys.version.split()[0],
     "packages": {{name: version(name) for name in ("sglang", "torch", "transformers", "ppo_repro")}},
     "plugins": sorted({{entry.value for entry in m.entry_points(group={PLUGINS!r})}}),
-    "ppo_repro": list(found.submodule_search_locations) if found else [],
+    "ppo_repro": list(spec.submodule_search_locations) if spec else [],
 }}))
 """
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What the interpreter of a server has."""
+    """The interpreter of the servers and its packages."""
 
     python: str
     packages: Mapping[str, str | None]
     plugins: tuple[str, ...]
-    numerics_digest: str  # of the exact numerics it would import; empty without
+    numerics_digest: str  # of the exact numerics it would import; empty without ppo_repro
 
 
 def numerics_digest(package: Path) -> str:
-    """SHA-256 over the files that decide the bits of a forward pass and of what is sampled from it."""
+    """SHA-256 over the files that decide the bits of a forward pass and the tokens sampled from it."""
     files = [path for folder in ("numerics", "sglang_plugin") for path in (package / folder).rglob("*.py")]
     files = sorted([*files, package / "rollout" / "sampler.py"])
     sums = [f"{path.relative_to(package).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
@@ -56,7 +56,7 @@ def numerics_digest(package: Path) -> str:
 
 
 def look_into(engine: SGLangServers) -> Interpreter:
-    """Ask the interpreter of the servers what it has; UserError where that cannot work."""
+    """Ask the servers' interpreter for its packages; UserError where no server can run with them."""
     python = engine.python or sys.executable
     wrong = f"rollout.engine.python = {python}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -64,27 +64,27 @@ def look_into(engine: SGLangServers) -> Interpreter:
         done = subprocess.run(
             [python, "-c", _QUESTION], capture_output=True, text=True, timeout=60, check=False, env=environment
         )
-        found = json.loads(done.stdout)
+        installed = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{wrong}: cannot be run ({error}); give the interpreter of an environment") from error
     except ValueError as error:
-        raise UserError(f"{wrong}: is no Python interpreter that answers; give the one of an environment") from error
-    if found["packages"]["sglang"] is None:
+        raise UserError(f"{wrong}: does not answer as a Python interpreter; give that of an environment") from error
+    if installed["packages"]["sglang"] is None:
         raise UserError(f"{wrong}: has no sglang; give the interpreter of an environment made by .ci/sglang.sh")
-    ours = [entry for entry in found["plugins"] if entry.startswith("ppo_repro.")]
+    ours = [entry for entry in installed["plugins"] if entry.startswith("ppo_repro.")]
     needs_plugin = engine.numerics == "exact" or engine.device == "cpu"
     if needs_plugin and not ours:
         raise UserError(f"{wrong}: has sglang but not ppo_repro's plugin; pip install --no-deps ppo_repro there")
-    digest = numerics_digest(Path(found["ppo_repro"][0])) if found["ppo_repro"] else ""
+    digest = numerics_digest(Path(installed["ppo_repro"][0])) if installed["ppo_repro"] else ""
     if engine.numerics == "exact" and digest != numerics_digest(_PACKAGE):
         raise UserError(f"{wrong}: its ppo_repro has other numerics than this one; install this one there")
-    return Interpreter(found["python"], found["packages"], tuple(found["plugins"]), digest)
+    return Interpreter(installed["python"], installed["packages"], tuple(installed["plugins"]), digest)
 
 
 def server_arguments(config: RunConfig, engine: SGLangServers, model: Path, port: int, version: str) -> list[str]:
     """The arguments of sglang.launch_server; those of the configuration come last."""
     layout, context = config.layout, config.numerics.max_context
-    given = {argument.partition("=")[0] for argument in engine.arguments}
+    configured = {argument.partition("=")[0] for argument in engine.arguments}
     pairs: list[tuple[str, str]] = [
         ("--model-path", str(model)),
         ("--host", "127.0.0.1"),
@@ -96,22 +96,22 @@ def server_arguments(config: RunConfig, engine: SGLangServers, model: Path, port
     ]
     if layout.prefill_chunk:
         pairs.append(("--chunked-prefill-size", str(layout.prefill_chunk)))
-    if engine.device == "cpu" and "--max-total-tokens" not in given:
-        # otherwise a share of all memory, and filled with zeros before the first request
+    if engine.device == "cpu" and "--max-total-tokens" not in configured:
+        # the default is a share of all memory, which SGLang fills with zeros before the first request
         pairs.append(("--max-total-tokens", str(layout.rollout_slots * (context + SPARE_CONTEXT))))
-    pairs += _numerics_arguments(config, engine, given)
-    words = ["--enable-deterministic-inference", "--skip-tokenizer-init", "--sleep-on-idle"]
+    pairs += _numerics_arguments(config, engine, configured)
+    flags = ["--enable-deterministic-inference", "--skip-tokenizer-init", "--sleep-on-idle"]
     if not layout.prefix_cache:
-        words.append("--disable-radix-cache")
-    return [*(word for pair in pairs for word in pair), *words, *engine.arguments]
+        flags.append("--disable-radix-cache")
+    return [*(word for pair in pairs for word in pair), *flags, *engine.arguments]
 
 
-def _numerics_arguments(config: RunConfig, engine: SGLangServers, given: set[str]) -> list[tuple[str, str]]:
+def _numerics_arguments(config: RunConfig, engine: SGLangServers, configured: set[str]) -> list[tuple[str, str]]:
     if engine.numerics == "stock":
-        usual = [("--dtype", "float32")]
+        defaults = [("--dtype", "float32")]
         if engine.device == "cpu":
-            usual.append(("--attention-backend", "torch_native"))
-        return [(name, value) for name, value in usual if name not in given]
+            defaults.append(("--attention-backend", "torch_native"))
+        return [(name, value) for name, value in defaults if name not in configured]
     settings = {
         "max_context": config.numerics.max_context,
         "operand_bits": config.numerics.operand_bits,
@@ -127,16 +127,16 @@ def _numerics_arguments(config: RunConfig, engine: SGLangServers, given: set[str
 
 
 def server_environment(outside: Mapping[str, str], engine: SGLangServers, threads: int) -> dict[str, str]:
-    """Environment variables of a server: those of the run, less what would change its numbers or its imports."""
+    """Environment variables of a server: those of the run, except those that would change its numbers or imports."""
     ours = {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
-        "PYTHONSAFEPATH": "1",  # nothing in the folder of the run is imported
-        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the temperature sampled at
+        "PYTHONSAFEPATH": "1",  # no import from the current folder
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_CONTEXT, which no request uses
     }
     if engine.device == "cpu":
-        # without the third, the first seeded sample costs a minute of compilation
+        # TORCHDYNAMO_DISABLE saves a minute of compilation at the first seeded sample
         ours |= {"PYTHONPATH": str(_CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     dropped = {"PYTHONPATH", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     return {**{name: value for name, value in outside.items() if name not in dropped}, **ours}

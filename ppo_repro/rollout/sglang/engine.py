@@ -1,4 +1,4 @@
-"""The engine of the loop over SGLang servers: weights in step, requests shared out, answers checked."""
+"""An engine that samples with SGLang servers: keeps their weights current, divides requests, checks answers."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from ppo_repro.shares import share_ranges
 
 
 class SGLangEngine:
-    """Samples from the live weights of `policy`, which it brings to the servers when they have changed.
+    """Samples with the current weights of `policy`, which it sends to the servers when they have changed.
 
-    Requests are cut into one run of consecutive ones per server, so that the samples of a prompt share its cache.
+    Each server gets a range of consecutive requests, so that the samples of a prompt share its cache.
     """
 
     def __init__(self, policy: PreTrainedModel, stop_ids: frozenset[int], max_context: int, fleet: Fleet) -> None:
         self.policy, self.stop_ids, self.max_context, self.fleet = policy, stop_ids, max_context, fleet
-        self._written = ""  # digest of the weights in the model folder
-        self._held: dict[str, str] = {}  # and of those that a server is known to hold, by URL
-        self._groups: dict[str, dist.ProcessGroup] = {}  # of weight_sync = distributed
+        self._folder_digest = ""  # of the weights in the model folder
+        self._server_digests: dict[str, str] = {}  # of the weights each server is known to have, by URL
+        self._groups: dict[str, dist.ProcessGroup] = {}  # with weight_sync = distributed
 
     def open(self) -> None:
-        """Start the servers, or look at those that run already."""
+        """Start the servers, or check those that run already."""
         digest = weights_digest(self.policy.named_parameters())
         if not self.fleet.engine.urls:
             self._write(digest)
         self.fleet.open(digest)
 
     def close(self) -> None:
-        """Leave process groups, end servers of the run, remove the weights written for them."""
+        """Leave process groups, end the servers started by the run, remove the weights written for them."""
         try:
             for url, group in self._groups.items():
                 weights.leave_group(url, group, self.fleet.engine.timeout_s)
@@ -54,12 +54,12 @@ class SGLangEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         digest = weights_digest(self.policy.named_parameters())
-        cuts = share_ranges(len(requests), [1] * len(self.fleet.servers))
-        shares = {index: requests[cut.start : cut.stop] for index, cut in enumerate(cuts) if cut}
-        size = self.policy.config.vocab_size
+        ranges = share_ranges(len(requests), [1] * len(self.fleet.servers))
+        shares = {index: requests[share.start : share.stop] for index, share in enumerate(ranges) if share}
+        vocab_size = self.policy.config.vocab_size
         bodies = {
-            index: generate_body(some, sampling, self.stop_ids, size, self.max_context)
-            for index, some in shares.items()
+            index: generate_body(share, sampling, self.stop_ids, vocab_size, self.max_context)
+            for index, share in shares.items()
         }
         answers, gone = self._ask(bodies, digest)
         if gone:
@@ -71,21 +71,21 @@ class SGLangEngine:
             answers |= more
         return [
             completion
-            for index, some in shares.items()
+            for index, share in shares.items()
             for completion in read_completions(
-                answers[index], some, sampling, self.stop_ids, size, digest, self.fleet.servers[index].url
+                answers[index], share, sampling, self.stop_ids, vocab_size, digest, self.fleet.servers[index].url
             )
         ]
 
     def _ask(self, bodies: Mapping[int, dict[str, Any]], digest: str) -> tuple[dict[int, Any], dict[int, ServerGone]]:
-        """The answers by server, which all work at the same time, and what became of servers that gave none."""
+        """(answers, errors of servers that are gone), each by server. All servers work at the same time."""
         calls: dict[int, Call] = {}
         answers: dict[int, Any] = {}
         gone: dict[int, ServerGone] = {}
         try:
             for index, body in bodies.items():
                 try:
-                    self._bring_weights(index, digest)
+                    self._send_weights(index, digest)
                     url = self.fleet.servers[index].url
                     calls[index] = Call(url, "POST", "/generate", body, self.fleet.engine.timeout_s)
                 except ServerGone as error:
@@ -101,42 +101,42 @@ class SGLangEngine:
         return answers, gone
 
     def _replace(self, index: int, error: ServerGone, digest: str) -> None:
-        """Another server for one that is gone, where that changes no bit: exact numerics, and the run's own server."""
+        """Replace a server that is gone, where that changes no bit: in exact numerics, if the run started it."""
         lost = self.fleet.servers[index]
         reason = self.fleet.explain(index, error)
         if self.fleet.engine.numerics != "exact" or lost.process is None:
             raise reason
         say(f"{reason}; starting another one, which changes no result")
         self._groups.pop(lost.url, None)
-        self._held.pop(lost.url, None)
+        self._server_digests.pop(lost.url, None)
         self._write(digest)
         self.fleet.replace(index, digest)
 
     def _write(self, digest: str) -> None:
-        if self._written != digest:
+        if self._folder_digest != digest:
             weights.write_folder(self.policy, self.stop_ids, self.fleet.model_folder)
-            self._written = digest
+            self._folder_digest = digest
 
-    def _bring_weights(self, index: int, digest: str) -> None:
-        found, engine = self.fleet.servers[index], self.fleet.engine
-        if self._held.get(found.url) == digest:
+    def _send_weights(self, index: int, digest: str) -> None:
+        server, engine = self.fleet.servers[index], self.fleet.engine
+        if self._server_digests.get(server.url) == digest:
             return
         timeout = engine.timeout_s
-        first = found.url not in self._held
-        self._held[found.url] = ""
-        if first and found.started_with == digest:
-            pass  # it has loaded these itself
+        first = server.url not in self._server_digests
+        self._server_digests[server.url] = ""
+        if first and server.started_with == digest:
+            pass  # the server has loaded them at its start
         elif engine.weight_sync == "disk":
             self._write(digest)
-            weights.from_disk(found.url, self.fleet.model_folder, digest, timeout)
+            weights.from_disk(server.url, self.fleet.model_folder, digest, timeout)
         elif engine.weight_sync == "tensor":
-            weights.from_tensor(found.url, self.policy, digest, timeout)
+            weights.from_tensor(server.url, self.policy, digest, timeout)
         else:
-            if found.url not in self._groups:
-                self._groups[found.url] = weights.join_group(found.url, self.policy.device.type, timeout)
-            weights.from_distributed(found.url, self.policy, self._groups[found.url], digest, timeout)
-        weights.confirm(found.url, digest, engine.numerics == "exact", timeout)
-        self._held[found.url] = digest
+            if server.url not in self._groups:
+                self._groups[server.url] = weights.join_group(server.url, self.policy.device.type, timeout)
+            weights.from_distributed(server.url, self.policy, self._groups[server.url], digest, timeout)
+        weights.confirm(server.url, digest, engine.numerics == "exact", timeout)
+        self._server_digests[server.url] = digest
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def sglang_engine(
     folder: Path,
     waiting: Waiting,
 ) -> Iterator[SGLangEngine]:
-    """The engine with its servers, which end with the block. `folder` is for logs, notes and weights."""
+    """The engine with its servers, which end with the block. Logs, notes and weights go to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     opened = SGLangEngine(policy, stop_ids, config.numerics.max_context, Fleet(config, engine, folder, waiting))
     try:

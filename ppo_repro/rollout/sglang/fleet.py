@@ -1,4 +1,4 @@
-"""The servers of one run: started or found, checked, noted in the run's folder, replaced when they die, ended."""
+"""The servers of one run: start or find them, check them, record them in the run's folder, replace and end them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ppo_repro.rollout.sglang.command import Interpreter, look_into, server_argu
 from ppo_repro.rollout.sglang.server import Process, Waiting
 
 NOTES = "servers.json"
-_DYING_SECONDS = 5.0  # between a connection that breaks and the end of the process
+_DYING_SECONDS = 5.0  # how long a process may take to end after its connection broke
 
 
 @dataclass(frozen=True)
 class Server:
-    """One server. `started_with`: digest of the weights it loaded when it started; empty for one that ran already."""
+    """One server."""
 
     url: str
-    process: Process | None
-    started_with: str
+    process: Process | None  # None for a server given by URL
+    started_with: str  # digest of the weights it loaded at its start; empty for a server given by URL
 
 
 class Fleet:
-    """The servers of a run, in the order in which requests are shared out."""
+    """The servers of a run, in the order in which they get requests."""
 
     def __init__(self, config: RunConfig, engine: SGLangServers, folder: Path, waiting: Waiting) -> None:
         self.config, self.engine, self.folder, self.waiting = config, engine, folder, waiting
@@ -45,13 +45,13 @@ class Fleet:
 
     @property
     def model_folder(self) -> Path:
-        """Where the weights for servers lie."""
+        """The folder with the weights for servers."""
         return self.folder / "model"
 
     def open(self, digest: str) -> None:
-        """Start the servers on the model folder, whose weights have this digest, or look at those that run already.
+        """Start the servers on the model folder, whose weights have this digest, or check those given by URL.
 
-        UserError where one does not start, or is not what the run needs; call `end` then too.
+        UserError where one does not start or does not have the settings that the run needs; call `end` then too.
         """
         if self.engine.urls:
             self.servers = [Server(url.rstrip("/"), None, "") for url in self.engine.urls]
@@ -59,8 +59,8 @@ class Fleet:
             self._interpreter = look_into(self.engine)
             for index in range(self.engine.servers):
                 self.servers.append(self._start(index, digest))
-        for found in self.servers:
-            self._make_sure(found)
+        for each in self.servers:
+            self._wait_and_check(each)
 
     def _start(self, index: int, digest: str) -> Server:
         reserved = server.reserve_port()
@@ -71,26 +71,31 @@ class Fleet:
         process = server.start(command, environment, self.folder / f"server-{index}.log", reserved)
         return Server(f"http://127.0.0.1:{port}", process, digest)
 
-    def _make_sure(self, found: Server) -> None:
-        """Wait for a server of ours, check any, note what it is."""
+    def _wait_and_check(self, started: Server) -> None:
+        """Wait until a server is ready if the run started it, check its settings, and record them."""
         timeout = self.engine.timeout_s
-        if found.process is not None:
-            server.wait_until_ready(found.url, found.process, timeout, self.waiting)
-            version = get(found.url, "/model_info", timeout).get("weight_version")
-            if version != found.started_with:  # it is not ours that answers
-                raise UserError(f"{found.url}: another program took this port; start the run again")
-        self._note(found, check_server(found.url, self.engine, self.config.numerics, timeout))
+        if started.process is not None:
+            server.wait_until_ready(started.url, started.process, timeout, self.waiting)
+            version = get(started.url, "/model_info", timeout).get("weight_version")
+            if version != started.started_with:  # another server answers
+                raise UserError(f"{started.url}: another program took this port; start the run again")
+        self._record(started, check_server(started.url, self.engine, self.config.numerics, timeout))
 
-    def _note(self, found: Server, said: dict[str, Any]) -> None:
+    def _record(self, checked: Server, settings: dict[str, Any]) -> None:
         path = self.folder / NOTES
         before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         interpreter = None if self._interpreter is None else asdict(self._interpreter)
-        entry = {"url": found.url, "started_with": found.started_with, "server": said, "interpreter": interpreter}
+        entry = {
+            "url": checked.url,
+            "started_with": checked.started_with,
+            "server": settings,
+            "interpreter": interpreter,
+        }
         text = json.dumps([*before, entry], indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         atomic_write(path, text.encode())
 
     def explain(self, index: int, error: ServerGone) -> UserError:
-        """What is known of a server that is gone."""
+        """The error to report for a server that is gone."""
         process = self.servers[index].process
         if process is not None:
             with suppress(subprocess.TimeoutExpired):
@@ -99,20 +104,20 @@ class Fleet:
         return error
 
     def replace(self, index: int, digest: str) -> None:
-        """Start another server in the place of one that is gone, on the model folder as it is now."""
+        """Start another server instead of one that is gone, on the current model folder."""
         process = self.servers[index].process
         assert process is not None
         server.end(process)
         self.servers[index] = self._start(index, digest)
-        self._make_sure(self.servers[index])
+        self._wait_and_check(self.servers[index])
 
     def end(self) -> None:
-        """End every server the run has started."""
-        end_all([found.process for found in self.servers if found.process is not None])
+        """End every server that the run has started."""
+        end_all([each.process for each in self.servers if each.process is not None])
 
 
 def end_all(processes: Sequence[Process]) -> None:
-    """End servers; a second Ctrl-C while that happens does not leave one behind."""
+    """End servers. A second Ctrl-C meanwhile kills them all at once."""
     try:
         for process in processes:
             server.end(process)

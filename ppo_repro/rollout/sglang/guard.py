@@ -1,8 +1,8 @@
 """A process that runs one server and ends it with the run: `python guard.py COMMAND...`.
 
-Its stdin is a pipe that nobody writes to; the kernel closes it when the run ends, however it ends. Then every process
-of the server is killed: it keeps nothing that a run needs, and SGLang tears its processes down the same way. The guard
-also ends when the server does. The first line on stdout is the server's process group. Standard library only.
+Its stdin is a pipe that nobody writes to; the kernel closes it when the run ends, however it ends. Then the guard kills
+every process of the server: a server has nothing to save, and SGLang ends its processes the same way. The guard also
+ends when the server does. The first line on stdout is the server's process group. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ REAP_SECONDS = 5.0
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of the server's orphans, so that a killed process group is seen to be gone (Linux)."""
+    """Become the parent of the server's orphans, to see when a killed process group is gone (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL to every process of a group; none is left is fine."""
+    """Send SIGKILL to every process of a group; it may be gone already."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 def _reap() -> None:
-    """Wait for all children, adopted ones too, for a few seconds at most."""
+    """Wait for all children, including adopted ones, for REAP_SECONDS at most."""
     until = time.monotonic() + REAP_SECONDS
     while time.monotonic() < until:
         try:
@@ -46,21 +46,21 @@ def _reap() -> None:
 
 
 def _kill_when_run_ends(group: int) -> None:
-    while os.read(0, 4096):  # not sys.stdin, whose lock this thread would hold when the interpreter ends
+    while os.read(0, 4096):  # not sys.stdin, because this thread would hold its lock when the interpreter ends
         pass
     kill_group(group)
 
 
-def _leave_it_to_the_run(number: int, frame: object) -> None:
-    pass
+def _ignore(number: int, frame: object) -> None:
+    """The run gets these signals too, and ends the server."""
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the command until it or the run ends; its exit code, or 128 + signal."""
+    """Run the command until it or the run ends; returns its exit code, or 128 + signal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave_it_to_the_run)  # SIG_IGN would be handed down to the server
+        signal.signal(number, _ignore)  # the server would inherit SIG_IGN
     _adopt_orphans()
-    # short, because a path of a socket has room for 107 characters
+    # a short prefix, because the path of a socket is limited to 107 characters
     with tempfile.TemporaryDirectory(prefix="ppo-sglang-", ignore_cleanup_errors=True) as folder:
         server = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, env={**os.environ, "TMPDIR": folder}, process_group=0

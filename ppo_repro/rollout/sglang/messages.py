@@ -1,7 +1,7 @@
-"""The body of `/generate` and its answer. A wrong request can kill a server, so every field is checked before.
+"""The body of `/generate` and its answer. A wrong request can kill a server, so every field is checked first.
 
-An answer is checked in every field that is used: a response of the wrong length, of other weights or with a log-prob
-that is no float32 ends the run.
+Every field of an answer that is used is checked as well: a response of the wrong length, from other weights, or with a
+log-prob that is not a float32 ends the run.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
 
-# below this SGLang takes the likeliest token instead of sampling
+# below this SGLang takes the most likely token instead of sampling
 LEAST_TEMPERATURE = 1e-6
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise UserError for a distribution whose log-probs SGLang does not give."""
+    """Raise UserError for a distribution whose log-probs SGLang cannot return."""
     if sampling.cuts:
-        raise UserError("rollout.engine.kind = sglang: top-k and top-p must cut nothing")
+        raise UserError("rollout.engine.kind = sglang: top-k and top-p must be off")
     if sampling.greedy and sampling.temperature != 1.0:
-        raise UserError("rollout.engine.kind = sglang: greedy decoding gives log-probs at temperature 1 only")
+        raise UserError("rollout.engine.kind = sglang: greedy decoding returns log-probs at temperature 1 only")
     if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
         raise UserError(
             f"rollout.temperature = {sampling.temperature}: must be at least {LEAST_TEMPERATURE} for SGLang, "
-            "which decodes greedily below"
+            "which decodes greedily below it"
         )
 
 
@@ -42,7 +42,7 @@ def generate_body(
     for request in requests:
         check_request(request, sampling, vocab_size, max_context)
         if not -(2**63) <= request.seed < 2**63:
-            raise UserError(f"seed {request.seed}: must fit into 64 bits with sign")
+            raise UserError(f"seed {request.seed}: must fit into a signed 64-bit integer")
     shared = {
         "max_new_tokens": sampling.max_response_tokens,
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
@@ -65,29 +65,29 @@ def read_completions(
     version: str,
     url: str,
 ) -> list[Completion]:
-    """The completions of a `/generate` answer, in the order of the requests; UserError names what is wrong with it."""
+    """The completions of a `/generate` answer, in the order of the requests; UserError says what is wrong with it."""
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise UserError(f"{url}: answered {_shown(answer)} to {len(requests)} requests; must be one answer each")
-    found = []
+    completions = []
     for item, request in zip(answer, requests, strict=True):
         try:
-            found.append(_completion(item, request, sampling, stop_ids, vocab_size, version))
+            completions.append(_completion(item, request, sampling, stop_ids, vocab_size, version))
         except ValueError as error:
             raise UserError(f"{url}: {error}") from error
-    return found
+    return completions
 
 
 def _completion(
     item: Any, request: Request, sampling: Sampling, stop_ids: frozenset[int], vocab_size: int, version: str
 ) -> Completion:
-    meta = _part(item, "meta_info", dict)
+    meta = _field(item, "meta_info", dict)
     _check_version(meta, version)
     if meta.get("prompt_tokens") != len(request.prompt_ids):
         raise ValueError(f"read a prompt of {len(request.prompt_ids)} tokens as {_shown(meta.get('prompt_tokens'))}")
-    tokens = [_token(token, vocab_size) for token in _part(item, "output_ids", list)]
-    rows = _part(meta, "output_token_logprobs", list)
+    tokens = [_token(token, vocab_size) for token in _field(item, "output_ids", list)]
+    rows = _field(meta, "output_token_logprobs", list)
     if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
-        raise ValueError("the log-probs it gave are of other tokens than the response")
+        raise ValueError("returned log-probs of other tokens than those of the response")
     reason = _finish_reason(meta, tokens, sampling.max_response_tokens, stop_ids)
     return Completion(
         response_ids=tuple(tokens),
@@ -100,30 +100,30 @@ def _completion(
 
 def _check_version(meta: dict[str, Any], version: str) -> None:
     spans = meta.get("weight_versions")
-    found = {str(meta.get("weight_version")), *(_spanned(spans) if isinstance(spans, list) else ())}
-    if found != {version}:
-        others = ", ".join(sorted(found - {version}))
+    versions = {str(meta.get("weight_version")), *(_versions_of(spans) if isinstance(spans, list) else ())}
+    if versions != {version}:
+        others = ", ".join(sorted(versions - {version}))
         raise ValueError(
             f"sampled with weights {others!r}, must be {version!r}: it was restarted, or somebody else updates it"
         )
 
 
-def _spanned(spans: list[Any]) -> list[str]:
+def _versions_of(spans: list[Any]) -> list[str]:
     return [str(span.get("version") if isinstance(span, dict) else span) for span in spans]
 
 
 def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_ids: frozenset[int]) -> str:
-    """`stop` where the last token is a stop token, also at the length limit, where SGLang says `length`."""
-    given = meta.get("finish_reason")
-    kind = given.get("type") if isinstance(given, dict) else None
+    """`stop` where the last token is a stop token; at the length limit too, where SGLang returns `length`."""
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in ("stop", "length"):
-        raise ValueError(f"ended a response with finish_reason {_shown(given)}; must be stop or length")
+        raise ValueError(f"ended a response with finish_reason {_shown(reason)}; must be stop or length")
     if not 1 <= len(tokens) <= longest or any(token in stop_ids for token in tokens[:-1]):
-        raise ValueError(f"gave {len(tokens)} tokens, or tokens after a stop token; the limit is {longest}")
+        raise ValueError(f"returned {len(tokens)} tokens, or tokens after a stop token; the limit is {longest}")
     stopped = tokens[-1] in stop_ids
     if not stopped and (kind == "stop" or len(tokens) < longest):
         raise ValueError(
-            f"ended a response after {len(tokens)} of {longest} tokens, on token {tokens[-1]}, which ends none: "
+            f"ended a response after {len(tokens)} of {longest} tokens with token {tokens[-1]}, which is no end token: "
             f"its context is too short, or it has other end tokens than {sorted(stop_ids)}"
         )
     return "stop" if stopped else "length"
@@ -132,21 +132,21 @@ def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_i
 def _float32(value: Any) -> float:
     sound = isinstance(value, float) and math.isfinite(value) and abs(value) <= _FLOAT32_MAX
     if not sound or float(np.float32(value)) != value:
-        raise ValueError(f"gave {_shown(value)} as a log-prob; must be a finite float32")
+        raise ValueError(f"returned {_shown(value)} as a log-prob; must be a finite float32")
     return value
 
 
 def _token(value: Any, vocab_size: int) -> int:
     if type(value) is not int or not 0 <= value < vocab_size:
-        raise ValueError(f"gave token {_shown(value)}; must be in 0..{vocab_size - 1}")
+        raise ValueError(f"returned token {_shown(value)}; must be in 0..{vocab_size - 1}")
     return value
 
 
-def _part(item: Any, name: str, kind: type) -> Any:
-    found = item.get(name) if isinstance(item, dict) else None
-    if not isinstance(found, kind):
+def _field(item: Any, name: str, kind: type) -> Any:
+    value = item.get(name) if isinstance(item, dict) else None
+    if not isinstance(value, kind):
         raise ValueError(f"its answer has no {name}; is this an SGLang server of a supported release?")
-    return found
+    return value
 
 
 def _shown(value: Any) -> str:

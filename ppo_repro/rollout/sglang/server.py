@@ -1,4 +1,4 @@
-"""Servers the run starts: a free port, a process group that ends with the run, a log, and news of their death."""
+"""Servers that the run starts: a free port, a process group that ends with the run, a log, and how they ended."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Process:
     guard: subprocess.Popen[bytes]
     group: int  # process group of the server
     log: Path
-    reserved: socket.socket  # keeps others off its port
+    reserved: socket.socket  # reserves its port
 
 
 def reserve_port() -> socket.socket:
-    """A socket on a free loopback port, which nobody else is given while it is open, but a server can listen on.
+    """Bind a free loopback port, so that no other program gets it, while a server can still listen on it.
 
-    Half a minute passes until SGLang listens. Linux lets two sockets have one address if both say SO_REUSEADDR.
+    SGLang needs half a minute until it listens. Linux lets two sockets bind one address if both set SO_REUSEADDR.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -45,7 +45,7 @@ def reserve_port() -> socket.socket:
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path, reserved: socket.socket) -> Process:
-    """Start a server; its output is added to `log`. UserError where the command cannot be run."""
+    """Start a server; its output is appended to `log`. UserError where the command cannot be run."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", guard.__file__, *command],
@@ -53,7 +53,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path, res
             stdout=subprocess.PIPE,
             stderr=output,
             env=dict(environment),
-            start_new_session=True,  # Ctrl-C in the terminal is for the run, which ends its servers itself
+            start_new_session=True,  # Ctrl-C goes to the run alone, which then ends its servers
         )
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -68,19 +68,19 @@ def end(process: Process) -> None:
     """Kill a server with everything it started, and wait until it is gone; it may be gone already."""
     for pipe in (process.guard.stdin, process.guard.stdout):
         if pipe is not None:
-            pipe.close()  # of stdin: the guard kills the server
+            pipe.close()  # once its stdin is closed, the guard kills the server
     try:
         process.guard.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         process.guard.kill()
         process.guard.wait()
     if process.group:
-        guard.kill_group(process.group)  # nobody is left of it, unless the guard was killed
+        guard.kill_group(process.group)  # needed only if the guard was killed
     process.reserved.close()
 
 
 def kill_now(process: Process) -> None:
-    """Kill a server without waiting for its end."""
+    """Kill a server without waiting until it is gone."""
     process.guard.kill()
     if process.group:
         guard.kill_group(process.group)
@@ -92,8 +92,8 @@ def is_running(process: Process) -> bool:
 
 
 def wait_until_ready(url: str, process: Process, timeout_s: int, waiting: Waiting) -> None:
-    """Wait until the server answers that it is healthy; UserError where it ends before or takes too long."""
-    started, said = time.monotonic(), 0
+    """Wait until the server is healthy; UserError where it ends before or takes too long."""
+    started, reported = time.monotonic(), 0
     while not _is_healthy(url):
         waited = time.monotonic() - started
         if not is_running(process):
@@ -105,22 +105,22 @@ def wait_until_ready(url: str, process: Process, timeout_s: int, waiting: Waitin
                 f"SGLang did not start within rollout.engine.timeout_s = {timeout_s}: see {process.log}, "
                 "or allow more time"
             )
-        if int(waited) > said:
-            said = int(waited)
-            waiting(said)
+        if int(waited) > reported:
+            reported = int(waited)
+            waiting(reported)
         time.sleep(POLL_SECONDS)
 
 
 def _is_healthy(url: str) -> bool:
     try:
-        # a healthy server takes a second for this: it generates a token
+        # a healthy server needs a second for this, because it generates a token
         return ask(url, "GET", "/health", None, timeout=5).status == 200
     except (ServerGone, ServerSilent):
         return False
 
 
 def death(process: Process) -> str:
-    """What became of a server that has ended; shows the last lines of its log."""
+    """How a server ended, in one sentence; prints the last lines of its log."""
     code = process.guard.wait(END_SECONDS)
     lines = _last_lines(process.log)
     say(f"the last lines of {process.log}:")

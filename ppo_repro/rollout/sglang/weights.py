@@ -1,8 +1,8 @@
-"""New weights for a server that runs: through a folder, inside a request, or over a process group.
+"""New weights for a running server: through a folder, inside a request, or over a process group.
 
-A server is told the digest of the weights as their version and puts it on every response. With exact numerics it also
-computes the digest of what it holds, by the trainer's own function; stock SGLang cannot, and skips a name it does not
-know without a word.
+A server gets the digest of the weights as their version and returns it with every response. With exact numerics it also
+computes the digest of its own weights, by the trainer's function. Stock SGLang cannot, and silently skips a tensor
+whose name it does not know.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ from ppo_repro.rollout.sglang.client import Call, get, post
 
 DIGEST_NAME = "ppo_repro.digest"
 LEAVE_SECONDS = 5.0
-BUCKET_BYTES = 256 * 2**20  # of weights in one request
+BUCKET_BYTES = 256 * 2**20  # weights per request
 
 
 def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
-    """The policy as a folder a server loads; the end tokens in it are those of the run. UserError where that fails."""
+    """Write the policy as a folder for a server, with the run's end tokens. UserError where that fails."""
     with whole_folder(folder) as temporary:
         policy.save_pretrained(temporary)
         path = temporary / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**config, "eos_token_id": sorted(stop_ids)}, indent=1), encoding="utf-8")
-        (temporary / "generation_config.json").unlink(missing_ok=True)  # it may name others
+        (temporary / "generation_config.json").unlink(missing_ok=True)  # it may have other end tokens
 
 
 def from_disk(url: str, folder: Path, version: str, timeout: float) -> None:
-    """Let the server load a folder, which it must see under the same path."""
+    """Let the server load a folder, which must have the same path for the server."""
     body = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
     post(url, "/update_weights_from_disk", body, timeout)
 
 
 def from_tensor(url: str, policy: PreTrainedModel, version: str, timeout: float) -> None:
-    """Send the weights themselves, some to a request.
+    """Send the weights in the requests, BUCKET_BYTES at a time.
 
-    Plain pickles: tensors in shared memory, which SGLang's own client sends, need the sender's authentication key.
+    They are plain pickles. SGLang's own client sends tensors in shared memory, which need the sender's
+    authentication key.
     """
     buckets = list(_buckets(policy))
     with _session(url, timeout):
@@ -64,7 +65,7 @@ def from_tensor(url: str, policy: PreTrainedModel, version: str, timeout: float)
 
 
 def _buckets(policy: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
-    """The weights, copied to plain tensors of their own, at least one and at most BUCKET_BYTES of several."""
+    """Copies of the weights as plain tensors, in lists of up to BUCKET_BYTES; a larger tensor alone."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, parameter in policy.named_parameters():
@@ -77,10 +78,10 @@ def _buckets(policy: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def join_group(url: str, device: str, timeout: float) -> dist.ProcessGroup:
-    """A process group of this process, rank 0, and the server, rank 1; UserError where they do not meet."""
+    """A process group of this process, rank 0, and the server, rank 1; UserError where they cannot connect."""
     backend = "nccl" if device == "cuda" else "gloo"
     address, limit, name = _address_towards(url), timedelta(seconds=timeout), _group_name(url)
-    with suppress(UserError):  # of a run that ended without a word; usually there is none, which is refused
+    with suppress(UserError):  # left by a killed run; usually there is none, and the server refuses
         post(url, "/destroy_weights_update_group", {"group_name": name}, timeout)
     store = dist.TCPStore(address, 0, 2, is_master=True, wait_for_workers=False, timeout=limit)
     body = {
@@ -114,7 +115,7 @@ def _group_name(url: str) -> str:
 
 
 def _new_group(store: dist.Store, name: str, backend: str, limit: timedelta) -> dist.ProcessGroup:
-    """What SGLang's `init_custom_process_group` makes on its side; torch has no public way to make the other half."""
+    """The counterpart of SGLang's `init_custom_process_group`; torch has no public function for it."""
     prefixed = dist.PrefixStore(name, store)
     group, _ = distributed_c10d._new_process_group_helper(
         2, 0, [], dist.Backend(backend), prefixed, group_name=distributed_c10d.GroupName(name), timeout=limit
@@ -124,14 +125,14 @@ def _new_group(store: dist.Store, name: str, backend: str, limit: timedelta) -> 
 
 
 def leave_group(url: str, group: dist.ProcessGroup, timeout: float) -> None:
-    """Take the group apart on both sides; a server that is gone, or too busy to answer soon, has no part in that."""
+    """Destroy the group on both sides, on this side alone if the server does not answer soon."""
     with suppress(UserError):
         post(url, "/destroy_weights_update_group", {"group_name": _group_name(url)}, min(timeout, LEAVE_SECONDS))
     dist.destroy_process_group(group)
 
 
 def from_distributed(url: str, policy: PreTrainedModel, group: dist.ProcessGroup, version: str, timeout: float) -> None:
-    """Broadcast the weights to the server; a server that refuses is heard before the broadcast is waited for."""
+    """Broadcast the weights to the server. Its answer is read before waiting for the broadcast, as it may refuse."""
     named = [(name, parameter.detach().contiguous()) for name, parameter in policy.named_parameters()]
     body = {
         "names": [name for name, _ in named],
@@ -156,29 +157,32 @@ def from_distributed(url: str, policy: PreTrainedModel, group: dist.ProcessGroup
 
 @contextmanager
 def _session(url: str, timeout: float) -> Iterator[None]:
-    """SGLang takes tensors only between these two requests."""
+    """SGLang accepts tensors only between these two requests."""
     post(url, "/begin_weight_update", {}, timeout)
     try:
         yield
     except BaseException:
-        with suppress(UserError):  # the first error is the one to report
+        with suppress(UserError):  # the first error is reported
             post(url, "/end_weight_update", {}, timeout)
         raise
     post(url, "/end_weight_update", {}, timeout)
 
 
 def confirm(url: str, digest: str, exact: bool, timeout: float) -> None:
-    """Raise unless the server says it holds these weights, and with exact numerics has computed so."""
-    found = get(url, "/model_info", timeout).get("weight_version")
-    if found != digest:
-        raise UserError(f"{url}: has weights {found!r} after an update to {digest!r}; somebody else updates it")
+    """Raise UserError unless the server has this weight version; with exact numerics also compare its own digest.
+
+    PromiseBroken where the server's weights have another digest.
+    """
+    version = get(url, "/model_info", timeout).get("weight_version")
+    if version != digest:
+        raise UserError(f"{url}: has weights {version!r} after an update to {digest!r}; somebody else updates it")
     if exact:
-        held = _held_digest(url, timeout)
-        if held != digest:
-            raise PromiseBroken(f"{url}: holds weights of digest {held} after an update to {digest}")
+        server_digest = _server_digest(url, timeout)
+        if server_digest != digest:
+            raise PromiseBroken(f"{url}: has weights of digest {server_digest} after an update to {digest}")
 
 
-def _held_digest(url: str, timeout: float) -> str:
+def _server_digest(url: str, timeout: float) -> str:
     answer = Call(url, "POST", "/get_weights_by_name", {"name": DIGEST_NAME}, timeout).json()
     try:
         return bytes(int(code) for code in answer).decode("ascii")

@@ -40,9 +40,8 @@ from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.checkpoints import final_folder, reference_folder, save_model
-from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.environment import check_inputs, describe_environment
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.run import check_inputs
 from ppo_repro.seeding import sample_seed
 from ppo_repro.shares import check_shares
 from ppo_repro.stages.evaluation import evaluate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from ppo_repro.config.files import load_config, read_tree
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import tree_digest
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
@@ -21,8 +21,7 @@ def check_config(run_dir: Path, recorded: Head) -> None:
     As it was written, not as it loads: fields that came later have their defaults and are in no old digest.
     """
     path = run_dir / "config.yaml"
-    text = json.dumps(read_tree(path), sort_keys=True, separators=(",", ":"), default=str)
-    if hashlib.sha256(text.encode()).hexdigest()[:12] != recorded.config_digest:
+    if tree_digest(read_tree(path)) != recorded.config_digest:
         raise UserError(f"{path}: is not the configuration the run was started with; restore it")
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
 from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
 from ppo_repro.records import control_schema, digests, iteration_log, schema
@@ -21,10 +22,7 @@ from ppo_repro.records.iteration_log import IterationEntry, next_link
 FILE_NAME = "manifest.json"
 _DAMAGED = "the manifest was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
-Kind = Literal["language", "control"]
-_TABLES: dict[Kind, tuple[schema.Table, ...]] = {"language": schema.TABLES, "control": control_schema.TABLES}
-
-
+_TABLES: dict[Kind, tuple[schema.Table, ...]] = {LANGUAGE: schema.TABLES, CONTROL: control_schema.TABLES}
 VERSION: Literal[2] = 2  # of this file; 1 held the iterations itself
 
 
@@ -38,7 +36,7 @@ class Head(BaseModel):
 
     schema_version: int
     manifest_version: Literal[1, 2] = VERSION
-    kind: Kind = "language"  # which tables there are: of responses and tokens, or of episodes and their steps
+    kind: Kind = LANGUAGE  # which tables there are: of responses and tokens, or of episodes and their steps
     status: Status
     config_digest: str
     inputs: dict[str, str]
@@ -66,8 +64,13 @@ def note_digest(content: bytes) -> str:
 
 
 def tables_of(found: Head) -> tuple[schema.Table, ...]:
-    """The tables of a run, in the order in which their data comes to be."""
+    """The tables of a run, in the order in which their data is computed."""
     return _TABLES[found.kind]
+
+
+def has_responses(found: Head) -> bool:
+    """Whether the sequences are responses of a language model; otherwise they are steps in an environment."""
+    return found.kind == LANGUAGE
 
 
 def table_path(run_dir: Path, table_name: str, iteration: int) -> Path:

@@ -44,7 +44,7 @@ def verify(run_dir: Path) -> Verified:
             raise UserError(f"{model / SUMS_NAME}: is missing; restore it")
         check_sums(model)
     whole = checkpoints.load_all(run_dir, found)
-    if found.status == "complete" and found.kind == "language" and not checkpoints.final_folder(run_dir).is_dir():
+    if found.status == "complete" and manifest.has_responses(found) and not checkpoints.final_folder(run_dir).is_dir():
         raise UserError(f"{checkpoints.final_folder(run_dir)}: is missing; restore it")
     return Verified(
         found.status, found.fingerprint, len(found.iterations), len(tables) * len(found.iterations), whole, len(models)

@@ -34,8 +34,7 @@ def band_of(config: RunConfig, clip_range: float) -> losses.Band | None:
     """The trusted ratios of the configured objective; `clip_range` is the adaptive one's. None without a clip."""
     objective = config.ppo.objective
     if isinstance(objective, ClipObjective):
-        high = objective.clip_range if objective.clip_range_high is None else objective.clip_range_high
-        return losses.Band(objective.clip_range, high, objective.dual_clip)
+        return losses.Band(objective.clip_range, objective.high, objective.dual_clip)
     return losses.Band(clip_range, clip_range) if isinstance(objective, AdaptiveClipObjective) else None
 
 

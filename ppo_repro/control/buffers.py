@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-END_REASONS = ("terminated", "truncated", "cut")  # by the environment; by its time limit; by the end of the iteration
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -25,7 +23,7 @@ class Rollout:
     rewards: Tensor  # [N] float32
     lengths: Tensor  # [B] int64, at least 1 each, sum N
     final_observations: Tensor  # [B, O] float32, after the last action of each fragment
-    end_reasons: tuple[str, ...]  # [B], of END_REASONS
+    end_reasons: tuple[str, ...]  # [B] terminated by itself, truncated by its time limit, or cut by the iteration's end
     environments: tuple[int, ...]  # [B] which copy
     episodes: tuple[int, ...]  # [B] which episode of that copy
     seeds: tuple[int, ...]  # [B] what that episode was reset with

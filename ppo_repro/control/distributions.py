@@ -46,7 +46,6 @@ class Distribution(Protocol):
     """A family of distributions over actions, one for each row of the actor's output."""
 
     outputs: int  # columns of the actor's output
-    action_size: int  # columns of an action
 
     def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
         """What decides the draws of an iteration, [steps, envs, ...]: one step and environment, one draw."""
@@ -67,8 +66,6 @@ class Distribution(Protocol):
 
 class Categorical(nn.Module):
     """softmax(outputs) over a fixed number of actions, drawn by Gumbel-max."""
-
-    action_size = 1
 
     def __init__(self, actions: int, mode: str) -> None:
         super().__init__()
@@ -125,7 +122,7 @@ class DiagonalGaussian(ExactModule):
 
     def __init__(self, size: int, initial_log_std: float, mode: str) -> None:
         super().__init__()
-        self.outputs, self.action_size, self.mode = size, size, mode
+        self.outputs, self.mode = size, mode
         self.log_std = nn.Parameter(torch.full((size,), initial_log_std))
 
     def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ppo_repro.config.control import NetworkConfig
-from ppo_repro.control.distributions import Categorical, DiagonalGaussian
+from ppo_repro.control.distributions import Categorical, DiagonalGaussian, Distribution
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.tanh import ExactTanh
@@ -60,7 +60,7 @@ class Agent(nn.Module):
         self, observation_size: int, actions: ActionSpace, network: NetworkConfig, mode: str, seed: int
     ) -> None:
         super().__init__()
-        self.distribution: Categorical | DiagonalGaussian
+        self.distribution: Distribution
         if actions.count:
             self.distribution = Categorical(actions.count, mode)
         else:

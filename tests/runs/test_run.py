@@ -150,7 +150,7 @@ def flip_bit(run_dir: Path, table: str, iteration: int, column: str, row: int) -
     values.view(np.int32)[row] ^= 1
     index = data.column_names.index(column)
     changed = data.set_column(index, data.schema.field(column), [values])
-    path.write_bytes(to_parquet(schema.table(table), changed))
+    path.write_bytes(to_parquet({t.name: t for t in schema.TABLES}[table], changed))
     return before, float(values[row])
 
 

@@ -48,7 +48,7 @@ class Distribution(Protocol):
     outputs: int  # columns of the actor's output
 
     def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
-        """What decides the draws of an iteration, [steps, envs, ...]: one step and environment, one draw."""
+        """The random numbers of an iteration, [steps, envs, ...]: for each step and environment those of one draw."""
         ...
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
@@ -139,7 +139,8 @@ class DiagonalGaussian(ExactModule):
 
     def statistics(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """log p = -sum_i [z_i^2 / 2 + log sigma_i + log(2 pi) / 2], z = (a - mean) / sigma; entropy = sum_i
-        [log sigma_i + log(2 pi e) / 2]. Raises NumericsError on means that are not finite."""
+        [log sigma_i + log(2 pi e) / 2]. Raises NumericsError on means that are not finite.
+        """
         if not torch.isfinite(outputs).all():
             raise NumericsError("the policy's means are not finite; lower the learning rate")
         if self.mode == "exact":

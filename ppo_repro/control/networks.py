@@ -32,8 +32,8 @@ def orthogonal(rows: int, columns: int, gain: float, *name: int | str) -> NDArra
         for other in basis:
             draw = draw - other * math.fsum((draw * other).tolist())
         basis.append(draw / math.sqrt(math.fsum((draw * draw).tolist())))
-    found = np.stack(basis) * gain
-    return found if rows <= columns else found.T
+    matrix = np.stack(basis) * gain
+    return matrix if rows <= columns else matrix.T
 
 
 def _mlp(sizes: Sequence[int], last_gain: float, mode: str, seed: int, name: str) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""The five tables of a control run, under the names of a language run's and with its columns where they mean the same.
+"""The five tables of a control run: those of a language run, with the same columns where they mean the same.
 
 A sequence is a fragment: the part of one episode that lies in one iteration. A token is an environment step.
 """

@@ -23,7 +23,7 @@ class Column:
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether files of an earlier version may lack it: no result, and null says that it is not there."""
+        """Whether files of an earlier version may lack it: it is no result, and null stands for a missing value."""
         return self.nullable and not self.in_fingerprint
 
 
@@ -93,7 +93,7 @@ TOKENS = Table(
         Column("ref_kl", "float32", "nats", "KL(policy || reference) over the whole distribution."),
         Column("values", "float32", "reward", "Value model before the token; null without one.", nullable=True),
         Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate, where it is charged; 0 if in no reward."),
-        Column("rewards", "float32", "reward", "What the advantages are made of: score as placed, shaping, minus kl_penalties, whitened if configured."),
+        Column("rewards", "float32", "reward", "Input of the advantages: score as placed, shaping, minus kl_penalties, whitened if configured."),
         Column("raw_advantages", "float32", "reward", "Generalized advantage estimate, or the group-relative score."),
         Column("advantages", "float32", "", "Advantage used in the loss."),
         Column("returns", "float32", "reward", "Value target, raw_advantages + values; null without a value model.", nullable=True),
@@ -188,5 +188,5 @@ ITERATIONS = Table(
     ),
 )
 
-# in the order in which the data comes to be, which is the order in which differences are reported
+# in the order in which the data is computed, in which differences are reported
 TABLES = (SEQUENCES, TOKENS, UPDATES, STEPS, ITERATIONS)

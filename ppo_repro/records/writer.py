@@ -1,4 +1,4 @@
-"""Arrow tables to files, files to the manifest: in this order, so a killed run stays readable."""
+"""Writing a run: first the tables, then the manifest that lists them, so that a killed run stays readable."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mappi
         data = tables[table.name]
         entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
         durable.atomic_write(manifest.table_path(run_dir, table.name, iteration), arrow.to_parquet(table, data))
-    # of a run that is not complete the fingerprint is the last link
+    # while a run is not complete its fingerprint is the last link
     entry = IterationEntry(iteration=iteration, tables=entries, chain=next_link(current.fingerprint, entries))
     return commit(run_dir, current, entry)
 
@@ -153,7 +153,7 @@ def _make_folder(run_dir: Path) -> Path:
 
 
 def require_current_format(run_dir: Path, current: Head) -> None:
-    """Raise UserError for a run that an earlier version began, which can be read and not gone on with."""
+    """Raise UserError for a run that an earlier version began; such a run can only be read."""
     if current.manifest_version != manifest.VERSION:
         raise UserError(
             f"{run_dir / manifest.FILE_NAME}: manifest_version = {current.manifest_version}: this ppo_repro writes "
@@ -166,11 +166,11 @@ def _require_open(run_dir: Path, current: Head) -> None:
         raise ValueError("the run is complete; nothing can be added to it")
     require_current_format(run_dir, current)
     if manifest.load_head(run_dir) != manifest.head_of(current):
-        raise UserError(f"{run_dir}: the manifest changed meanwhile; let one process at a time write a run")
+        raise UserError(f"{run_dir}: the manifest was changed by another process; let only one process write a run")
 
 
 def _save(run_dir: Path, current: Head, changes: dict[str, Any]) -> Head:
-    # built anew, not copied, so that every field is validated
+    # constructed, not copied, so that every field is validated
     changed = Head(**{**dict(manifest.head_of(current)), **changes})
     manifest.save(changed, run_dir)
     return changed

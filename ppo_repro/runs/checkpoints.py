@@ -144,7 +144,7 @@ def open_store(run_dir: Path, config: RunConfig, prepared: Prepared, start: Chec
 
 
 def _remove_old(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what processes that were killed left behind."""
+    """Remove all but the newest `keep` checkpoints, and what killed processes left behind."""
     try:
         for _, folder in _checkpoints(run_dir)[:-keep]:
             remove_folder(folder)
@@ -159,15 +159,15 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
 
     An older one is not taken instead: the user decides that, by removing what the message names.
     """
-    found = _checkpoints(run_dir)
-    if not found:
+    folders = _checkpoints(run_dir)
+    if not folders:
         return None
-    number, folder = found[-1]
+    number, folder = folders[-1]
     try:
         saved = checkpoint_format.load(folder)
         _require_of_run(saved, number, folder, recorded)
     except UserError as error:
-        otherwise = f"resume from iteration {found[-2][0]}" if len(found) > 1 else "start from the beginning"
+        otherwise = f"resume from iteration {folders[-2][0]}" if len(folders) > 1 else "start from the beginning"
         raise UserError(f"{error}; remove {folder} to {otherwise}") from error
     try:
         _require_reference(reference_folder(run_dir), saved.origin.reference)
@@ -176,14 +176,14 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
     return saved
 
 
-def load_all(run_dir: Path, recorded: Manifest) -> int:
-    """Verify every checkpoint and the reference; returns how many there are. UserError names the damaged file."""
-    found = _checkpoints(run_dir)
-    for number, folder in found:
+def check_all(run_dir: Path, recorded: Manifest) -> int:
+    """Verify every checkpoint and the reference; returns their number. UserError names the damaged file."""
+    folders = _checkpoints(run_dir)
+    for number, folder in folders:
         saved = checkpoint_format.load(folder)
         _require_of_run(saved, number, folder, recorded)
         _require_reference(reference_folder(run_dir), saved.origin.reference)
-    return len(found)
+    return len(folders)
 
 
 def _checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
@@ -210,7 +210,7 @@ def _require_of_run(saved: Checkpoint, number: int, folder: Path, recorded: Mani
 
 
 def _require_reference(folder: Path, expected: Mapping[str, str]) -> None:
-    # a file more could change what is loaded as much as another content
+    # an additional file could change what is loaded as much as a changed one
     for name in sorted(set(_files(folder)) - set(expected)):
         raise UserError(f"{folder / name}: was not there when the run started; the reference was changed")
     for name, digest in expected.items():

@@ -27,7 +27,7 @@ def _git(*arguments: str) -> str:
     """Output of a git command in the checkout of this package; empty where there is none."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return ""  # installed from a wheel: a repository further up would be somebody else's
+        return ""  # installed from a wheel: a repository further up is another project
     command = ["git", "-C", str(root), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -37,7 +37,7 @@ def _git(*arguments: str) -> str:
 
 
 def code_digest() -> str:
-    """SHA-256 over the source files of this package, whatever git says of them."""
+    """SHA-256 over the source files of this package, whether git knows them or not."""
     root = Path(__file__).resolve().parents[1]
     sums = [
         f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}"

@@ -140,8 +140,8 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda t: t.update(format=1), "format = 1, this ppo_repro has 2; resume with the version that wrote it"),
-    (lambda t: t.update(format=3), "format = 3, this ppo_repro has 2; resume with the version that wrote it"),
+    (lambda t: t.update(format=1), "format = 1, this ppo_repro has 3; resume with the version that wrote it"),
+    (lambda t: t.update(format=4), "format = 4, this ppo_repro has 3; resume with the version that wrote it"),
     (lambda t: t.update(ppo_repro="0.0.1"), "ppo_repro = '0.0.1', this ppo_repro has"),
     (lambda t: t.update(numbers="operands of 21 bits"), "numbers = 'operands of 21 bits', this ppo_repro has"),
     (lambda t: t.pop("format"), "is not the index of a checkpoint"),

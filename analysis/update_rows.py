@@ -15,6 +15,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.manifest import has_responses
 
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
@@ -54,7 +55,7 @@ class IterationRows:
 
 def recorded_config(run_dir: Path | str) -> RunConfig:
     """The configuration of a recorded language run; raises UserError where there is none."""
-    if reader.open_manifest(run_dir, allow_incomplete=True).kind != "language":
+    if not has_responses(reader.open_manifest(run_dir, allow_incomplete=True)):
         raise UserError(f"{run_dir}: is a control run; the clip analyses read runs on language models")
     return load_recorded_config(run_dir)
 
@@ -74,8 +75,7 @@ def clip_rule(
                 f"clip range = {low:g}, {high:g}: the lower one lies between 0 and 1, the upper one above 0"
             )
     elif isinstance(objective, ClipObjective):
-        low = objective.clip_range
-        high = low if objective.clip_range_high is None else objective.clip_range_high
+        low, high = objective.clip_range, objective.high
         dual = objective.dual_clip
     elif isinstance(objective, AdaptiveClipObjective):
         low = high = float(iteration["clip_range"])

@@ -1,4 +1,4 @@
-"""Who is told of every step of a run; it may show it to a person."""
+"""What is told of every step of a run, and may show it to a person."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ class Watcher(Protocol):
 
     def warm_start(self, step: int, total: int, loss: float) -> None: ...
 
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None: ...
+    def iteration(self, done: int, total: int, figures: str) -> None: ...
 
     def servers(self, waited: int, limit: int) -> None: ...
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None: ...
-    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None: ...
 
 
 class Silent:
@@ -24,14 +23,11 @@ class Silent:
     def warm_start(self, step: int, total: int, loss: float) -> None:
         pass
 
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+    def iteration(self, done: int, total: int, figures: str) -> None:
         pass
 
     def servers(self, waited: int, limit: int) -> None:
         pass
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
-        pass
-
-    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None:
         pass

@@ -41,8 +41,8 @@ def exact_config() -> RunConfig:
 @pytest.fixture(scope="session")
 def exact_run(exact_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That run, recorded once; tests must not change it."""
-    from ppo_repro.runs.run import run
     from ppo_repro.watcher import Silent
+    from tests.support.language import run
 
     return run(exact_config, tmp_path_factory.mktemp("exact"), Silent())[0]
 
@@ -50,8 +50,8 @@ def exact_run(exact_config: RunConfig, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in native numerics: the negative control."""
-    from ppo_repro.runs.run import run
     from ppo_repro.watcher import Silent
+    from tests.support.language import run
 
     config = small_config("numerics.mode=native")
     return run(config, tmp_path_factory.mktemp("native"), Silent())[0]
@@ -60,8 +60,8 @@ def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def parted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The native run with larger steps: soon it samples other tokens than the other two."""
-    from ppo_repro.runs.run import run
     from ppo_repro.watcher import Silent
+    from tests.support.language import run
 
     config = small_config("numerics.mode=native", "ppo.learning_rate=1e-2")
     return run(config, tmp_path_factory.mktemp("parted"), Silent())[0]

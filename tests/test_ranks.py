@@ -18,9 +18,9 @@ from ppo_repro.errors import UserError
 from ppo_repro.numerics.optim import optimizer
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import manifest
-from ppo_repro.runs.run import run
 from ppo_repro.shares import check_shares, share_ranges
 from ppo_repro.watcher import Silent
+from tests.support.language import run
 from tests.support.paths import TINY
 from tests.support.ranks import cli_ranks, end, start_ranks
 from tests.support.ranks_worker import QUICK, RUNS, note_tokens

@@ -15,8 +15,8 @@ import pytest
 from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
+from tests.support.language import run
 from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.ranks import cli_ranks, end, start_ranks
 from tests.support.runs import small_config

@@ -22,6 +22,7 @@ from analysis.stats.significance import Floats, one_sample, sign_flip, t_interva
 from analysis.stats.survival import hazard
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.manifest import has_responses
 
 COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 _KEY = ["sequence", "position"]
@@ -46,7 +47,7 @@ def paired_responses(
     if column not in COLUMNS:
         raise UserError(f"column = {column!r}: must be {', '.join(COLUMNS)}")
     a, b = manifests(run_a, run_b)
-    if a.kind != "language":
+    if not has_responses(a):
         raise UserError(f"{run_a}: a run on an environment has no tokens; use `ppo-repro diff`")
     counts = len(a.iterations), len(b.iterations)
     if iterations is None and counts[0] != counts[1]:

@@ -51,9 +51,9 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
     delta = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).to_numpy()
     ppo, floor = load_recorded_config(run_dir).ppo, math.nan
     if isinstance(ppo.objective, ClipObjective):
-        low, high, dual = ppo.objective.clip_range, ppo.objective.clip_range_high, ppo.objective.dual_clip
+        low, high, dual = ppo.objective.clip_range, ppo.objective.high, ppo.objective.dual_clip
         start = delta if ppo.ratio_anchor == "rollout" else np.zeros_like(delta)
-        floor = clip_floor(start, tokens["advantages"].to_numpy(), low, low if high is None else high, dual)
+        floor = clip_floor(start, tokens["advantages"].to_numpy(), low, high, dual)
     return float(np.mean(np.expm1(delta) - delta)), floor
 
 

@@ -99,8 +99,7 @@ def clip_steps(run_dir: Path | str, iterations: Sequence[int] | None = None) -> 
     for iteration, adapted in zip(recorded["iteration"], recorded["clip_range"], strict=True):
         low = high = float(adapted)
         if objective.kind == "clip":
-            low = objective.clip_range
-            high = low if objective.clip_range_high is None else objective.clip_range_high
+            low, high = objective.clip_range, objective.high
         found = _steps(run_dir, int(iteration), low, high, dual, config.ppo.ratio_anchor)
         parts += [{"iteration": int(iteration), **row} for row in found]
     return pd.DataFrame(parts)

@@ -17,7 +17,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Manifest, has_responses
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunFacts:
 def read_facts(run_dir: Path) -> RunFacts:
     """Manifest, configuration and environment of a complete language run; raises UserError on any other."""
     manifest = reader.open_manifest(run_dir)
-    if manifest.kind != "language":
+    if not has_responses(manifest):
         raise UserError(f"{run_dir}: is a {manifest.kind} run; reports are of language runs, use ppo-repro show")
     try:
         environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
@@ -58,8 +58,7 @@ def clip_bounds(config: RunConfig, iterations: pd.DataFrame) -> ClipBounds | Non
     """Where the ratio is clipped in the last iteration; None for an objective that does not clip."""
     objective = config.ppo.objective
     if isinstance(objective, ClipObjective):
-        high = objective.clip_range if objective.clip_range_high is None else objective.clip_range_high
-        return ClipBounds(1.0 - objective.clip_range, 1.0 + high, False)
+        return ClipBounds(1.0 - objective.clip_range, 1.0 + objective.high, False)
     if isinstance(objective, AdaptiveClipObjective):
         ranges = iterations["clip_range"]
         last = float(ranges.iloc[-1])

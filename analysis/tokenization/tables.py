@@ -30,6 +30,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.manifest import has_responses
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def run_drift(
 
 
 def _config(run_dir: Path | str) -> RunConfig:
-    if reader.open_manifest(run_dir).kind != "language":
+    if not has_responses(reader.open_manifest(run_dir)):
         raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
     return load_recorded_config(run_dir)
 
@@ -119,8 +120,7 @@ def _clip(
 ) -> pd.DataFrame | None:
     objective = config.ppo.objective
     if isinstance(objective, ClipObjective):
-        low = objective.clip_range
-        high = low if objective.clip_range_high is None else objective.clip_range_high
+        low, high = objective.clip_range, objective.high
     elif isinstance(objective, AdaptiveClipObjective):
         (low,) = reader.read_iterations(run_dir, iterations=[iteration], columns=["clip_range"])["clip_range"]
         high = low

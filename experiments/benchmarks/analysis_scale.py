@@ -27,6 +27,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json
 from ppo_repro.records import arrow, manifest, schema, writer
@@ -94,7 +95,7 @@ def token_columns(iteration: int, rows: int, seed: int) -> dict[str, Any]:
 
 def write_run(run_dir: Path, rows: int, seed: int = 0) -> None:
     """A complete run whose token table has `rows` rows; its other tables are empty."""
-    writer.create_run(run_dir, "{}\n", {}, "0", {})
+    writer.publish_run(writer.lay_out_run(run_dir, "{}\n", {}, "0", {}, LANGUAGE), run_dir)
     current = manifest.load_head(run_dir)
     columns = TextColumn("writing {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:

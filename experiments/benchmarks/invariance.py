@@ -21,8 +21,8 @@ from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics import backend
 from ppo_repro.records import reader
-from ppo_repro.runs.resume import resume
-from ppo_repro.runs.run import run, run_folder
+from ppo_repro.runs.language import LanguageKind
+from ppo_repro.runs.run import resume, run, run_folder
 from ppo_repro.watcher import Silent
 
 CONFIG = Path(__file__).with_name("invariance.yaml")
@@ -68,14 +68,14 @@ def _outcome(condition: str, run_dir: Path) -> Outcome:
 
 def _layout(out: Path, numerics: Sequence[str], layout: Sequence[str]) -> Outcome:
     overrides = [*numerics, *(f"layout.{part}" for part in layout)]
-    run_dir, _ = run(load_config(CONFIG, overrides), out, Silent())
+    run_dir, _ = run(LanguageKind(Silent()), load_config(CONFIG, overrides), out)
     return _outcome(" ".join(layout) or "as configured", run_dir)
 
 
 class _Interrupting(Silent):
     """Ctrl-C after the third iteration."""
 
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+    def iteration(self, done: int, total: int, figures: str) -> None:
         if done == 3:
             raise KeyboardInterrupt
 
@@ -83,11 +83,11 @@ class _Interrupting(Silent):
 def _resumed(out: Path, numerics: Sequence[str]) -> Outcome:
     config = load_config(CONFIG, [*numerics, "checkpoints.every=2"])
     with suppress(KeyboardInterrupt):
-        run(config, out, _Interrupting())
+        run(LanguageKind(_Interrupting()), config, out)
     run_dir = run_folder(config, out)
     condition = "interrupted after 3, resumed from 2, padding=left rollout_slots=7"
     try:
-        resume(run_dir, Silent(), ["layout.padding=left", "layout.rollout_slots=7"])
+        resume(LanguageKind(Silent()), run_dir, ["layout.padding=left", "layout.rollout_slots=7"])
     except PromiseBroken:  # what it computed again came out otherwise, so it was not resumed
         return Outcome(condition, "not the same", 0)
     return _outcome(condition, run_dir)

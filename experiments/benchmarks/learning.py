@@ -16,6 +16,7 @@ from scipy.stats import t as student
 
 from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
+from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
 
@@ -26,14 +27,14 @@ LAST = 10  # iterations
 def warm_started(seed: int, out: Path) -> Path:
     """Folder of the policy that the quickstart's warm start makes: both modes go on from the same weights."""
     still = ["ppo.iterations=1", "ppo.learning_rate=0", "value.learning_rate=0"]
-    run_dir, _ = run(load_config(QUICKSTART, [f"seed={seed}", *still]), out, Silent())
+    run_dir, _ = run(LanguageKind(Silent()), load_config(QUICKSTART, [f"seed={seed}", *still]), out)
     return run_dir / "checkpoints" / "final"
 
 
 def learnt(seed: int, mode: str, policy: Path, out: Path) -> tuple[float, float, float, float]:
     """(accuracy before, accuracy after, mean score of the last iterations, wall seconds) of one run."""
     overrides = [f"seed={seed}", f"numerics.mode={mode}", f"model={{kind: folder, path: '{policy}'}}"]
-    run_dir, seconds = run(load_config(QUICKSTART, overrides), out, Silent())
+    run_dir, seconds = run(LanguageKind(Silent()), load_config(QUICKSTART, overrides), out)
     iterations = reader.read_iterations(run_dir)
     after = float(reader.open_manifest(run_dir).final["eval_accuracy"])
     before = float(iterations["eval_accuracy"].iloc[0])

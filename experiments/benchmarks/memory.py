@@ -141,6 +141,7 @@ def fill_caches() -> None:
 def sample(mode: str, iterations: int, leak: int, out: Path) -> None:
     """Run in this process and print the fields of a Sample for each iteration; `leak`: bytes to keep of each."""
     from ppo_repro.config.files import load_config
+    from ppo_repro.runs.language import LanguageKind
     from ppo_repro.runs.run import run
     from ppo_repro.watcher import Silent
 
@@ -149,7 +150,7 @@ def sample(mode: str, iterations: int, leak: int, out: Path) -> None:
             self.last = time.perf_counter()
             self.kept: list[bytes] = []
 
-        def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+        def iteration(self, done: int, total: int, figures: str) -> None:
             now = time.perf_counter()
             if done == 1:
                 fill_caches()
@@ -160,7 +161,8 @@ def sample(mode: str, iterations: int, leak: int, out: Path) -> None:
                 print(resident_kib(), allocated_kib(), sys.getallocatedblocks(), now - self.last, flush=True)
             self.last = time.perf_counter()
 
-    run(load_config(CONFIG, [f"numerics.mode={mode}", f"ppo.iterations={iterations + 1}"]), out, Sampling())
+    config = load_config(CONFIG, [f"numerics.mode={mode}", f"ppo.iterations={iterations + 1}"])
+    run(LanguageKind(Sampling()), config, out)
 
 
 def measure(mode: str, iterations: int, skipped: int, leak: int = 0) -> Growth:

@@ -22,6 +22,7 @@ from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, Size
 from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import load_config
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import backend
@@ -98,7 +99,7 @@ def own(folder: Path, size: Size, name: str) -> Own:
     config = config_of(folder, size, mode, bits)
     prepared = without_stop(config, prepare(config, lambda step, total, loss: None))
     run_dir = folder / f"run-{mode}-{bits}"
-    writer.create_run(run_dir, "", {}, config.digest(), {})
+    writer.publish_run(writer.lay_out_run(run_dir, "", {}, config.digest(), {}, LANGUAGE), run_dir)
     iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
     return Own(config, iterations, run_dir, "auto" if mode == "exact" else "eager")
 

@@ -20,6 +20,7 @@ from statistics import median
 from experiments.benchmarks import timing
 from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import load_config
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import backend
@@ -72,7 +73,7 @@ def _recorder(way: str, config: RunConfig, run_dir: Path) -> Iterator[Record]:
     if way == "not recorded":
         yield lambda item: None
         return
-    writer.create_run(run_dir, "", {}, config.digest(), {})
+    writer.publish_run(writer.lay_out_run(run_dir, "", {}, config.digest(), {}, LANGUAGE), run_dir)
     with appending(run_dir, manifest.load_head(run_dir)) as appender:
 
         def record(item: Iteration) -> None:

@@ -24,6 +24,7 @@ from scipy.optimize import nnls
 from experiments.benchmarks import ppo_step, timing, workload
 from experiments.benchmarks.workload import Size
 from ppo_repro.config.files import load_config
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.disk import durable
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import backend
@@ -157,7 +158,7 @@ def committing(iterations: int) -> Committing:
     tables = {table.name: TableEntry(rows=1, digest="0" * 64) for table in schema.TABLES}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        writer.create_run(run_dir, "{}\n", {}, "", {})
+        writer.publish_run(writer.lay_out_run(run_dir, "{}\n", {}, "", {}, LANGUAGE), run_dir)
         head, lines = manifest.load_head(run_dir), []
         for index in range(iterations):
             entry = IterationEntry(index, tables, iteration_log.next_link(head.fingerprint, tables))

@@ -16,6 +16,7 @@ import numpy as np
 from experiments.benchmarks.learning import warm_started
 from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
+from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
 
@@ -43,7 +44,7 @@ def measure(policy: Path, clip_range: float, learning_rate: float, iterations: i
         f"ppo.learning_rate={learning_rate}",
         f"ppo.iterations={iterations}",
     ]
-    run_dir, _ = run(load_config(QUICKSTART, overrides), out, Silent())
+    run_dir, _ = run(LanguageKind(Silent()), load_config(QUICKSTART, overrides), out)
     updates = reader.read_updates(run_dir, columns=["ratios", "clip_flag"])
     outside = float(np.mean(np.abs(updates["ratios"] - 1.0) > clip_range))
     removed = float(updates["clip_flag"].str.startswith("clip_").mean())

@@ -29,8 +29,8 @@ from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.runs.checkpoints import reference_folder
+from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.runs.run import check_inputs
 from ppo_repro.shares import check_shares
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 from ppo_repro.stages.rollout import require_undisturbed

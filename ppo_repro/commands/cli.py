@@ -30,8 +30,6 @@ from ppo_repro.commands.runs import (
 from ppo_repro.errors import PromiseBroken, Terminated, UserError
 from ppo_repro.output import say
 
-Command = Callable[[argparse.Namespace], int]
-
 
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line as one line, like every other mistake."""
@@ -60,53 +58,40 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, command: Command) -> argparse.ArgumentParser:
-        about = command.__doc__
+    def add(command: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        name, about = command.__name__.removesuffix("_command"), command.__doc__
         added = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         added.set_defaults(command=command)
         added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         return added
 
-    for name, command in (
-        ("run", run_command),
-        ("control", control_command),
-        ("probe", probe_command),
-        ("plan", plan_command),
-        ("dpo", dpo_command),
-    ):
-        configured = add(name, command)
+    for command in (run_command, control_command, probe_command, plan_command, dpo_command):
+        configured = add(command)
         configured.add_argument("config", metavar="CONFIG", type=Path, help="YAML configuration")
         _add_set(configured, "override one field; may be repeated")
-        if name == "run":
+        if command is run_command:
             _add_track(configured)
             configured.add_argument(
                 "--profile", action="store_true", help="measure the machine first; say which share of it each phase got"
             )
-        if name in {"run", "control", "dpo"}:
+        if command in (run_command, control_command, dpo_command):
             configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go")
-    on_runs = {
-        "resume": resume_command,
-        "rerun": rerun_command,
-        "verify": verify_command,
-        "show": show_command,
-        "track": track_command,
-    }
-    for name, command in on_runs.items():
-        recorded = add(name, command)
+    for command in (resume_command, rerun_command, verify_command, show_command, track_command):
+        recorded = add(command)
         recorded.add_argument("run", metavar="RUN", type=Path, help="folder of a recorded run")
-        if name in {"resume", "rerun"}:
+        if command in (resume_command, rerun_command):
             _add_set(recorded, "another layout field or rollout engine, such as layout.threads=2; may be repeated")
-        elif name == "track":
+        elif command is track_command:
             recorded.add_argument("--uri", default="sqlite:///mlflow.db", help="MLflow tracking store")
-        elif name == "show":
+        elif command is show_command:
             recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
-    _add_grid(add("grid", grid_command))
-    parted = add("bisect", bisect_command)
-    parted.add_argument("source", metavar="CONFIG_OR_RUN", type=Path, help="YAML configuration, or folder of a run")
-    _add_set(parted, "override one field of a configuration; may be repeated")
-    parted.add_argument("--out", metavar="DIR", type=Path, default=Path("bisections"), help="where tables go")
-    _add_report(add("report", report_command))
-    compared = add("diff", diff_command)
+    _add_grid(add(grid_command))
+    bisected = add(bisect_command)
+    bisected.add_argument("source", metavar="CONFIG_OR_RUN", type=Path, help="YAML configuration, or folder of a run")
+    _add_set(bisected, "override one field of a configuration; may be repeated")
+    bisected.add_argument("--out", metavar="DIR", type=Path, default=Path("bisections"), help="where tables go")
+    _add_report(add(report_command))
+    compared = add(diff_command)
     compared.add_argument("a", metavar="A", type=Path, help="folder of a recorded run")
     compared.add_argument("b", metavar="B", type=Path, help="folder of another")
     return parser
@@ -142,7 +127,7 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """The message; what it quotes, of a user's own exception say, may have had several lines."""
+    """The message on one line; it may quote several lines, of a user's own exception for example."""
     return " ".join(str(error).splitlines())
 
 
@@ -165,7 +150,7 @@ def _run(argv: Sequence[str]) -> int:
         say("interrupted; complete iterations are kept")
         return 130
     except BrokenPipeError:
-        # the reader of our output left, as `head` does
+        # whoever reads our output has stopped, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -174,7 +159,7 @@ def main() -> None:
     """Entry point. Exit 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 130 Ctrl-C, 143 SIGTERM."""
     interrupts.install()
     code = _run(sys.argv[1:])
-    if "ppo_repro.ranks" in sys.modules:  # it imports torch, which most commands do without
+    if "ppo_repro.ranks" in sys.modules:  # only commands that imported torch have it
         from ppo_repro.ranks import end_process
 
         end_process(code)

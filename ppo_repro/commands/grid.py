@@ -33,7 +33,7 @@ def _track_grid(folder: Path, uri: str) -> None:
 
     try:
         track_grid(folder, uri)
-    except UserError as error:  # the grid is done: what it found does not hang on a server
+    except UserError as error:  # the grid is done, and its results do not depend on a server
         say(f"tracking failed: {error}; copy it later with `ppo-repro track {folder} --uri {uri}`")
 
 

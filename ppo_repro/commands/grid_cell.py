@@ -1,7 +1,7 @@
 """One cell in a process of its own: `python -m ppo_repro.commands.grid_cell FOLDER KIND`.
 
-It ends with the process that started it, however that one ends: its stdin is a pipe that nobody writes to, and
-the kernel closes it. What is committed by then stays; the rest is done at the next call.
+It ends with the process that started it, however that one ends: its stdin is a pipe to that process, which nobody
+writes to and which the kernel closes. What is committed by then stays; the rest is done at the next call.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ def main(folder: Path, kind: str) -> None:
     """Run or resume the cell in `folder` through the command line, with its errors and exit codes."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from ppo_repro.commands import cli
+    from ppo_repro.config.kinds import LANGUAGE
     from ppo_repro.grids.cell import run_of
 
-    found = run_of(folder)
-    if found is None:
-        for unborn in folder.glob("*/"):  # of a process that was killed before it had a manifest
-            shutil.rmtree(unborn)
-        command = ["control" if kind == "control" else "run", str(folder / "config.yaml"), "--out", str(folder)]
+    run_dir = run_of(folder)
+    if run_dir is None:
+        for unfinished in folder.glob("*/"):  # of a process that was killed before it had a manifest
+            shutil.rmtree(unfinished)
+        name = "run" if kind == LANGUAGE else kind  # the command of control runs has the name of the kind
+        command = [name, str(folder / "config.yaml"), "--out", str(folder)]
     else:
-        command = ["resume", str(found)]
+        command = ["resume", str(run_dir)]
     sys.argv = ["ppo-repro", *command, "--json"]
     cli.main()
 

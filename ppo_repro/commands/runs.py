@@ -16,14 +16,13 @@ from ppo_repro.output import print_json, print_result, say
 if TYPE_CHECKING:
     from ppo_repro.ranks import Ranks
     from ppo_repro.runs.diff import Difference
-    from ppo_repro.runs.summary import Summary
     from ppo_repro.watcher import Watcher
 
 
 def _environment_count(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
-        raise UserError(f"environment variable {name} = {text!r}: must be a count; torchrun sets it")
+        raise UserError(f"environment variable {name} = {text!r}: must be a count, as torchrun sets it")
     return int(text)
 
 
@@ -36,8 +35,8 @@ def processes() -> tuple[int, int]:
 @contextmanager
 def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
     """The processes of this command; the first one shows progress, the others are silent."""
+    from ppo_repro.commands.progress import ConsoleProgress
     from ppo_repro.ranks import joined
-    from ppo_repro.runs.progress import ConsoleProgress
     from ppo_repro.watcher import Silent
 
     with joined(*processes()) as ranks:
@@ -54,72 +53,79 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     with _working_together() as (ranks, watcher):
         config = load_config(arguments.config, arguments.set)
+        from ppo_repro.runs.language import LanguageKind
         from ppo_repro.runs.run import run, run_folder
-        from ppo_repro.runs.summary import summarise
         from ppo_repro.tracking.follower import followed
 
         with followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None):
-            run_dir, seconds = run(config, arguments.out, watcher, ranks, arguments.profile)
+            run_dir, seconds = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out)
     if ranks.is_first:
-        _report_run(summarise(run_dir, seconds), run_dir, arguments.json, arguments.profile)
+        _report_run(run_dir, seconds, arguments.json, arguments.profile)
     return 0
 
 
 def control_command(arguments: argparse.Namespace) -> int:
     """Run PPO on a Gymnasium environment, record every buffer, print a summary."""
-    from ppo_repro.commands import control
+    from ppo_repro.config.control import load_control_config
 
-    return control.run(arguments.config, arguments.set, arguments.out, arguments.json)
+    config = load_control_config(arguments.config, arguments.set)
+    from ppo_repro.commands.progress import ConsoleProgress
+    from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
+    from ppo_repro.runs.run import run
+
+    with ConsoleProgress() as watcher:
+        run_dir, seconds = run(ControlKind(watcher), config, arguments.out)
+    _report_run(run_dir, seconds, arguments.json)
+    return 0
 
 
 def resume_command(arguments: argparse.Namespace) -> int:
     """Continue a run that was killed, interrupted or failed; exit 1 if what it computes again differs."""
-    from ppo_repro.records.manifest import load
+    from ppo_repro.commands.kinds import kind_of
 
-    if load(arguments.run).kind == "control":
-        from ppo_repro.commands import control
-
-        return control.resume(arguments.run, arguments.set, arguments.json)
-    from ppo_repro.runs.progress import ConsoleProgress
-    from ppo_repro.runs.resume import resume
-    from ppo_repro.runs.summary import summarise
+    kind = kind_of(arguments.run)
+    from ppo_repro.commands.progress import ConsoleProgress
+    from ppo_repro.ranks import ALONE
+    from ppo_repro.runs.run import resume
 
     with ConsoleProgress() as watcher:
-        found = resume(arguments.run, watcher, arguments.set)
-    again = found.recorded - found.start
-    say(f"resumed after iteration {found.start}; {again} recorded iterations came out identical")
-    _report_run(summarise(arguments.run), arguments.run, arguments.json)
+        resumed = resume(kind.executed_by(watcher, ALONE), arguments.run, arguments.set)
+    where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
+    say(f"{where}; {resumed.recorded - resumed.start} recorded iterations came out identical")
+    _report_run(arguments.run, None, arguments.json)
     return 0
 
 
-def _report_run(summary: Summary, run_dir: Path, as_json: bool, with_profile: bool = False) -> None:
-    from ppo_repro.records.config_file import load_recorded_config
-    from ppo_repro.runs.summary import profile, profile_lines, speeds, verdicts
+def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, with_profile: bool = False) -> None:
+    """Print what a complete run did; `seconds` by phase where they are known better than from the records."""
+    from ppo_repro.commands.kinds import kind_of
+    from ppo_repro.runs.summary import profile, profile_lines, speeds
 
+    kind = kind_of(run_dir).summary
+    summary = kind.summarise(run_dir, seconds)
     if as_json:
         profiled = {"profile": dataclasses.asdict(profile(run_dir))} if with_profile else {}
         print_json({**dataclasses.asdict(summary), **profiled})
         return
-    config = load_recorded_config(run_dir)
-    said = verdicts(summary, config.ppo.ratio_anchor, config.value.kind != "none")
     measured = profile_lines(profile(run_dir)) if with_profile else []
-    print("\n".join([*said, *speeds(summary), *measured]))
+    print("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit), *measured]))
     print(f"fingerprint {summary.fingerprint}")
     print(f"records     {run_dir}")
-    print(f"policy      {run_dir / 'checkpoints' / 'final'}")
+    policy = run_dir / "checkpoints" / "final"
+    if policy.is_dir():
+        print(f"policy      {policy}")
     print(f"again       ppo-repro rerun {run_dir}")
 
 
 def rerun_command(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer; exit 1 at a difference."""
-    from ppo_repro.records.reader import open_manifest
+    from ppo_repro.commands.kinds import kind_of
 
     with _working_together() as (ranks, watcher):
-        if open_manifest(arguments.run).kind == "control":
-            from ppo_repro.commands.control import rerun_alone as rerun
-        else:
-            from ppo_repro.runs.run import rerun
-        report = rerun(arguments.run, watcher, arguments.set, ranks)
+        kind = kind_of(arguments.run)
+        from ppo_repro.runs.run import rerun
+
+        report = rerun(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
     identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"
@@ -130,14 +136,12 @@ def verify_command(arguments: argparse.Namespace) -> int:
     """Compare every file of a run folder with its recorded digest, without computing anything again."""
     from ppo_repro.runs.verify import verify
 
-    found = verify(arguments.run)
-    if arguments.json:
-        print_json(dataclasses.asdict(found))
-        return 0
-    print(
-        f"whole: {found.status}, {found.iterations} iterations in {found.tables} tables, "
-        f"{found.checkpoints} checkpoints, {found.model_folders} model folders, fingerprint {found.fingerprint}"
+    whole = verify(arguments.run)
+    line = (
+        f"whole: {whole.status}, {whole.iterations} iterations in {whole.tables} tables, "
+        f"{whole.checkpoints} checkpoints, {whole.model_folders} model folders, fingerprint {whole.fingerprint}"
     )
+    print_result(arguments.json, dataclasses.asdict(whole), [line])
     return 0
 
 
@@ -149,38 +153,33 @@ def diff_command(arguments: argparse.Namespace) -> int:
 
 
 def _report_difference(difference: Difference | None, as_json: bool, identical: str) -> int:
-    if as_json:
-        found = None if difference is None else dataclasses.asdict(difference)
-        print_json({"identical": difference is None, "first_difference": found})
-    else:
-        print(identical if difference is None else f"different: {difference.describe()}")
+    fields = None if difference is None else dataclasses.asdict(difference)
+    line = identical if difference is None else f"different: {difference.describe()}"
+    print_result(as_json, {"identical": difference is None, "first_difference": fields}, [line])
     return 0 if difference is None else 1
 
 
 def show_command(arguments: argparse.Namespace) -> int:
     """Print what a recorded run did."""
-    from ppo_repro.records import reader
-    from ppo_repro.records.config_file import load_recorded_config
-    from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds, summarise, verdicts
+    from ppo_repro.commands.kinds import kind_of
+    from ppo_repro.records import manifest, reader
+    from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds
 
     run_dir = arguments.run
-    manifest = reader.open_manifest(run_dir, allow_incomplete=not arguments.json)
-    if manifest.kind == "control":
-        from ppo_repro.commands import control
-
-        return control.show(run_dir, manifest, arguments.json)
+    recorded = reader.open_manifest(run_dir, allow_incomplete=not arguments.json)
+    kind = kind_of(run_dir).summary
     if arguments.json:
-        print_json(dataclasses.asdict(summarise(run_dir)))
+        print_json(dataclasses.asdict(kind.summarise(run_dir, None)))
         return 0
-    print(f"{run_dir}: {manifest.status}, {len(manifest.iterations)} iterations, fingerprint {manifest.fingerprint}")
-    if manifest.iterations:
-        print(iteration_lines(run_dir, 12).to_string(index=False, float_format=lambda x: f"{x:.4g}"))
-        print("\n".join(sample_lines(run_dir, len(manifest.iterations) - 1, arguments.samples)))
-    if manifest.status == "complete":
-        summary = summarise(run_dir)
-        config = load_recorded_config(run_dir)
-        said = verdicts(summary, config.ppo.ratio_anchor, config.value.kind != "none")
-        print("\n".join([*said, *speeds(summary)]))
+    print(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
+    if recorded.iterations:
+        lines = iteration_lines(run_dir, kind.columns, 12)
+        print(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+    if recorded.iterations and manifest.has_responses(recorded):
+        print("\n".join(sample_lines(run_dir, len(recorded.iterations) - 1, arguments.samples)))
+    if recorded.status == "complete":
+        summary = kind.summarise(run_dir, None)
+        print("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit)]))
     return 0
 
 
@@ -202,13 +201,13 @@ def probe_command(arguments: argparse.Namespace) -> int:
 
 
 def bisect_command(arguments: argparse.Namespace) -> int:
-    """Find the module and the condition at which sampler and trainer part."""
+    """Find the module and the condition from which sampler and trainer differ."""
     from ppo_repro.checks.bisect import bisect, lines
 
-    found = bisect(arguments.source, arguments.set, arguments.out)
-    print_result(arguments.json, dataclasses.asdict(found), lines(found))
+    bisection = bisect(arguments.source, arguments.set, arguments.out)
+    print_result(arguments.json, dataclasses.asdict(bisection), lines(bisection))
     # exact numerics promise that no op differs; native ones promise nothing
-    return 1 if found.first_divergent_op["exact"] else 0
+    return 1 if bisection.first_divergent_op["exact"] else 0
 
 
 def dpo_command(arguments: argparse.Namespace) -> int:
@@ -216,8 +215,8 @@ def dpo_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.files import load_dpo_config
 
     config = load_dpo_config(arguments.config, arguments.set)
+    from ppo_repro.commands.progress import ConsoleProgress
     from ppo_repro.dpo.run import lines, train_dpo
-    from ppo_repro.runs.progress import ConsoleProgress
 
     with ConsoleProgress() as watcher:
         result = train_dpo(config, arguments.out, watcher)
@@ -240,7 +239,6 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
-
     from ppo_repro.commands import grid
 
     return grid.run(arguments)

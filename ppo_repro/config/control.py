@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -11,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from ppo_repro.config.files import read_tree, validated
-from ppo_repro.config.section import Count, Fraction, Index, NonNegative, Positive, Section
+from ppo_repro.config.section import Count, Experiment, Fraction, Index, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -92,13 +90,9 @@ class ControlLayoutConfig(Section):
     )
 
 
-class ControlConfig(Section):
+class ControlConfig(Experiment):
     """One control run."""
 
-    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        description="Name of the experiment; the folder its runs share."
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
     environment: EnvironmentConfig
     network: NetworkConfig = NetworkConfig()
     ppo: ControlPPOConfig
@@ -120,14 +114,6 @@ class ControlConfig(Section):
         if self.numerics.mode == "native" and self.layout.backend != "auto":
             raise ValueError("layout.backend needs numerics.mode = exact")
         return self
-
-    def canonical_json(self) -> str:
-        """Sorted, compact JSON: equal configurations give equal text."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-
-    def digest(self) -> str:
-        """First 12 hex digits of the SHA-256 of the canonical JSON."""
-        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
 
 
 def load_control_config(path: Path, overrides: Sequence[str] = ()) -> ControlConfig:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Annotated
 
 from pydantic import Field
 
 from ppo_repro.config.run import LayoutConfig, NumericsConfig
-from ppo_repro.config.section import Count, Index, NonNegative, Positive, Section
+from ppo_repro.config.section import Count, Experiment, Index, NonNegative, Positive, Section
 
 
 class DPOUpdate(Section):
@@ -28,24 +26,15 @@ class DPOUpdate(Section):
     max_grad_norm: Positive = Field(1.0, description="Gradients are scaled down to this global norm.")
 
 
-class DPOConfig(Section):
+class DPOConfig(Experiment):
     """DPO of the policy that a recorded run started from, on pairs of that run's responses.
 
     Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
     """
 
-    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        description="Name of the experiment; the folder its results share."
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
     run: str = Field(min_length=1, description="Folder of the recorded run.")
     run_iterations: Index = Field(0, description="Pairs come from the first n iterations of the run; 0 for all.")
     num_eval_prompts: Count = Field(description="Prompts whose pairs are held out, to measure the margins on.")
     dpo: DPOUpdate
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
-
-    def digest(self) -> str:
-        """First 12 hex digits of the SHA-256 of the canonical JSON."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]

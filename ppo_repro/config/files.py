@@ -1,4 +1,4 @@
-"""A configuration from YAML and to YAML: numbers parse as numbers, every mistake is one line."""
+"""Configurations from YAML and to YAML: numbers parse as numbers, every mistake is one line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars: `1e-3` is a number, `no` and `on` are words, a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise UserError(f"line {key.start_mark.line + 1}: a field name must be a word, not a list or group")
-            if key.value in seen:
+            if key.value in names:
                 raise UserError(f"line {key.start_mark.line + 1}: field '{key.value}' is given twice; keep one")
-            seen.add(key.value)
+            names.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -53,7 +53,7 @@ for _tag, _pattern, _first in (
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that a YAML 1.1 reader or `_Loader` would take for something else."""
+    """Quotes every text that a YAML 1.1 reader or `_Loader` would read as something else."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         # PyYAML's other styles lose line breaks such as U+0085
@@ -76,7 +76,7 @@ def parse_yaml(text: str) -> Any:
         where = f"line {mark.line + 1}: " if mark is not None else ""
         reason = " ".join(str(getattr(error, "problem", error)).split())
         raise UserError(f"{where}not valid YAML: {reason}") from error
-    except ValueError as error:  # a value that does not fit its explicit tag, such as `!!int x`
+    except ValueError as error:  # the value does not fit its tag, as in `!!int x`
         raise UserError(f"not valid YAML: {error}") from error
 
 
@@ -87,7 +87,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         value = parse_yaml(text)
         if path == ENGINE_KIND:
-            # the fields of one engine say nothing to another, and a recorded run may be repeated with both
+            # another engine has other fields, and a recorded run may be repeated with either
             path, value = path.removesuffix(".kind"), _of_kind(tree, value)
         set_field(tree, path, value)
     except UserError as error:
@@ -113,7 +113,7 @@ def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
-    """Relative paths start at the current directory; recorded ones must not depend on it."""
+    """The configuration with absolute paths: a recorded one must not depend on the current directory."""
 
     def absolute(path: str) -> str:
         return str(Path(path).absolute())
@@ -131,12 +131,12 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     )
     potential = None if reward.potential is None else absolute(reward.potential)
     reward = reward.model_copy(update={"terms": terms, "potential": potential})
-    parts = {"model": model, "task": task, "reward": reward, "rollout": _absolute_python(config.rollout)}
-    return config.model_copy(update=parts)
+    changes = {"model": model, "task": task, "reward": reward, "rollout": _absolute_python(config.rollout)}
+    return config.model_copy(update=changes)
 
 
 def _absolute_python(rollout: RolloutConfig) -> RolloutConfig:
-    """The interpreter of SGLang's environment by its absolute path; a name without a folder is looked up on PATH."""
+    """SGLang's interpreter as an absolute path; a name without a folder is looked up on PATH."""
     engine = rollout.engine
     if not isinstance(engine, SGLangServers) or engine.python is None or "/" not in engine.python:
         return rollout
@@ -145,7 +145,7 @@ def _absolute_python(rollout: RolloutConfig) -> RolloutConfig:
 
 
 ENGINE_KIND = "rollout.engine.kind"
-# the words by which the variants of a field are chosen
+# the words that choose the variant of a field
 VARIANTS = {
     "engine": ("torch", "sglang"),
     "model": ("tiny", "folder"),
@@ -160,7 +160,7 @@ VARIANTS = {
 
 
 def _field(steps: list[str]) -> str:
-    """The last name of a path; places in a list do not count."""
+    """The last name of a path; indices of lists are skipped."""
     return next((step for step in reversed(steps) if not step.isdigit()), "")
 
 
@@ -169,7 +169,7 @@ def _chooser(error: ErrorDetails) -> str:
 
 
 def describe(error: ValidationError, source: str) -> str:
-    """One line: field path, the value found, what is allowed, what to do."""
+    """One line: field path, its value, what is allowed, what to do."""
     first, *rest = error.errors(include_url=False)
     steps = [str(step) for step in first["loc"]]
     # pydantic names the chosen variant of a union in the path; users do not write it
@@ -232,7 +232,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
-    """The same for a DPO configuration."""
+    """`load_config` for a DPO configuration."""
     config = validated(DPOConfig, read_tree(path, overrides), str(path))
     return config.model_copy(update={"run": str(Path(config.run).absolute())})
 

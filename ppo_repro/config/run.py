@@ -1,12 +1,7 @@
-"""The whole configuration of a run: frozen, strict, one sentence per field.
-
-Canonical JSON and its digest go out; `config_yaml` reads it from a file. Nothing changes a config after it is made.
-"""
+"""The whole configuration of a language run: frozen, strict, one sentence per field. `config.files` reads it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -25,7 +20,7 @@ from ppo_repro.config.algorithm import (
 )
 from ppo_repro.config.engine import BuiltInEngine, SGLangServers
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
-from ppo_repro.config.section import Count, Fraction, Index, Positive, Section, with_usual
+from ppo_repro.config.section import Count, Experiment, Fraction, Index, Positive, Section, with_usual
 
 # what a group of fields is when it does not say: (group, field, value)
 USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
@@ -175,13 +170,9 @@ class CheckpointConfig(Section):
     keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
 
 
-class RunConfig(Section):
+class RunConfig(Experiment):
     """One run."""
 
-    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        description="Name of the experiment; the folder its runs share."
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
     model: TinyModel | ModelFolder = Field(discriminator="kind")
     task: ArithmeticTask | JsonlTask = Field(discriminator="kind")
     rollout: RolloutConfig
@@ -214,14 +205,6 @@ class RunConfig(Section):
         if isinstance(self.model, TinyModel) and isinstance(self.task, JsonlTask) and self.task.chat_template:
             raise ValueError("task.chat_template needs model.kind = folder: the tiny tokenizer has no template")
         return self
-
-    def canonical_json(self) -> str:
-        """Sorted, compact JSON: equal configurations give equal text."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-
-    def digest(self) -> str:
-        """First 12 hex digits of the SHA-256 of the canonical JSON."""
-        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
 
 
 def _sizes(config: RunConfig) -> None:

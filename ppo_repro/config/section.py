@@ -1,7 +1,9 @@
-"""What every group of configuration fields is made of."""
+"""The base of every group of configuration fields, and of a whole configuration with its digest."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -22,8 +24,35 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+class Experiment(Section):
+    """A whole configuration: what it is called, its seed, and a digest of all its fields."""
+
+    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
+        description="Name of the experiment; the folder its results share."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
+
+    def canonical_json(self) -> str:
+        """Sorted, compact JSON: equal configurations give equal text."""
+        return canonical_json(self.model_dump(mode="json"))
+
+    def digest(self) -> str:
+        """First 12 hex digits of the SHA-256 of the canonical JSON."""
+        return tree_digest(self.model_dump(mode="json"))
+
+
+def canonical_json(tree: Any) -> str:
+    """Sorted, compact JSON of a parsed configuration; what JSON does not know becomes text."""
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def tree_digest(tree: Any) -> str:
+    """First 12 hex digits of the SHA-256 of the canonical JSON."""
+    return hashlib.sha256(canonical_json(tree).encode()).hexdigest()[:12]
+
+
 def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:
-    """A tree of fields in which each (group, field, value) holds where the group is there and leaves the field out."""
+    """The tree with default fields filled in: for each (group, field, value), where the group leaves the field out."""
     if not isinstance(tree, dict):
         return tree
     tree = dict(tree)

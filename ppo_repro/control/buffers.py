@@ -1,9 +1,9 @@
 """One frozen type per stage of a control iteration.
 
-A fragment is the part of one episode that lies in one iteration: it begins with the episode or the iteration
-and ends with the first of them to end. Fragments take the place of responses, environment steps that of
-tokens. Letters: B fragments, N = num_envs x steps_per_env steps of all fragments one after the other, ordered
-by environment and time, O observation size, A action size, M steps of a minibatch. Nothing is ever None.
+A fragment is the part of one episode that lies in one iteration: it begins where the later of the two begins and ends
+where the first of them ends. Fragments stand for responses, environment steps for tokens. Letters: B fragments, N =
+num_envs x steps_per_env steps of all fragments one after the other, ordered by environment and time, O observation
+size, A action size, M steps of a minibatch. Nothing is ever None.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-END_REASONS = ("terminated", "truncated", "cut")  # by the environment; by its time limit; by the end of the iteration
-
 
 @dataclass(frozen=True)
 class Rollout:
-    """What was seen and done."""
+    """What was observed and done."""
 
     observations: Tensor  # [N, O] float32, before each action
     actions: Tensor  # [N, A] float32, as drawn: an index, or a real action before it is clipped to its space
@@ -25,7 +23,7 @@ class Rollout:
     rewards: Tensor  # [N] float32
     lengths: Tensor  # [B] int64, at least 1 each, sum N
     final_observations: Tensor  # [B, O] float32, after the last action of each fragment
-    end_reasons: tuple[str, ...]  # [B], of END_REASONS
+    end_reasons: tuple[str, ...]  # [B] terminated by itself, truncated by its time limit, or cut by the iteration's end
     environments: tuple[int, ...]  # [B] which copy
     episodes: tuple[int, ...]  # [B] which episode of that copy
     seeds: tuple[int, ...]  # [B] what that episode was reset with
@@ -41,7 +39,7 @@ class ForwardPass:
     old_logprobs: Tensor  # [N] float32
     entropies: Tensor  # [N] float32
     values: Tensor  # [N] float32, expected return before the action
-    final_values: Tensor  # [B] float32, what the return goes on with after the fragment; 0 where nothing follows
+    final_values: Tensor  # [B] float32, value of what follows the fragment; 0 where nothing follows
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class MinibatchUpdate:
-    """One optimizer step and what it saw. M steps in the minibatch."""
+    """One optimizer step and its inputs, M steps in the minibatch."""
 
     epoch: int
     minibatch: int

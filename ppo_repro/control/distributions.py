@@ -46,10 +46,9 @@ class Distribution(Protocol):
     """A family of distributions over actions, one for each row of the actor's output."""
 
     outputs: int  # columns of the actor's output
-    action_size: int  # columns of an action
 
     def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
-        """What decides the draws of an iteration, [steps, envs, ...]: one step and environment, one draw."""
+        """The random numbers of an iteration, [steps, envs, ...]: for each step and environment those of one draw."""
         ...
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
@@ -67,8 +66,6 @@ class Distribution(Protocol):
 
 class Categorical(nn.Module):
     """softmax(outputs) over a fixed number of actions, drawn by Gumbel-max."""
-
-    action_size = 1
 
     def __init__(self, actions: int, mode: str) -> None:
         super().__init__()
@@ -125,7 +122,7 @@ class DiagonalGaussian(ExactModule):
 
     def __init__(self, size: int, initial_log_std: float, mode: str) -> None:
         super().__init__()
-        self.outputs, self.action_size, self.mode = size, size, mode
+        self.outputs, self.mode = size, mode
         self.log_std = nn.Parameter(torch.full((size,), initial_log_std))
 
     def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
@@ -142,7 +139,8 @@ class DiagonalGaussian(ExactModule):
 
     def statistics(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """log p = -sum_i [z_i^2 / 2 + log sigma_i + log(2 pi) / 2], z = (a - mean) / sigma; entropy = sum_i
-        [log sigma_i + log(2 pi e) / 2]. Raises NumericsError on means that are not finite."""
+        [log sigma_i + log(2 pi e) / 2]. Raises NumericsError on means that are not finite.
+        """
         if not torch.isfinite(outputs).all():
             raise NumericsError("the policy's means are not finite; lower the learning rate")
         if self.mode == "exact":

@@ -1,8 +1,8 @@
 """Seeded copies of a Gymnasium environment, stepped side by side.
 
-Every episode is reset with a seed of its own, a function of (run seed, copy, episode), so that an episode of
-the records can be played again alone. An environment's physics is its own code: classic control takes sines
-and cosines from the C library, whose last bits may differ between processors.
+Every episode is reset with a seed of its own, a function of (run seed, copy, episode), so that a recorded episode
+can be played again alone. The physics is the environment's own code: classic control takes sines and cosines from
+the C library, whose last bits may differ between processors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class ActionSpace:
 
 @dataclass(frozen=True)
 class Transition:
-    """One step of all E copies. `observations` is what the action led to, the last one of an ended episode too."""
+    """One step of all E copies. `observations` follow the action, also the last one of an episode that ended."""
 
     observations: NDArray[np.float32]  # [E, O]
     rewards: NDArray[np.float32]  # [E]
-    terminated: NDArray[np.bool_]  # [E], the episode reached an end of its own: nothing follows
-    truncated: NDArray[np.bool_]  # [E], a time limit cut it: more would have followed
+    terminated: NDArray[np.bool_]  # [E], the episode ended by itself: nothing follows
+    truncated: NDArray[np.bool_]  # [E], a time limit ended it: more would have followed
     episode_returns: NDArray[np.float64]  # [E], sum of the rewards of the episode so far
 
 
@@ -65,9 +65,9 @@ class Environments:
     slots: list[_Slot] = field(default_factory=list)
 
     def step(self, actions: NDArray[np.float32]) -> Transition:
-        """Take actions [E, A]; copies whose episode ended are reset and stand at the start of the next one."""
+        """Take actions [E, A]; a copy whose episode ended is reset to the start of the next one."""
         count = len(self.slots)
-        found = Transition(
+        transition = Transition(
             np.empty_like(self.observations),
             np.empty(count, np.float32),
             np.empty(count, bool),
@@ -78,13 +78,13 @@ class Environments:
             observation, reward, terminated, truncated, _ = slot.env.step(action)
             slot.steps += 1
             slot.total += float(reward)
-            found.observations[i], found.rewards[i] = observation, reward
-            found.terminated[i], found.truncated[i] = terminated, truncated and not terminated
-            found.episode_returns[i] = slot.total
+            transition.observations[i], transition.rewards[i] = observation, reward
+            transition.terminated[i], transition.truncated[i] = terminated, truncated and not terminated
+            transition.episode_returns[i] = slot.total
             if terminated or truncated:
                 observation = self._reset(i)
             self.observations[i] = observation
-        return found
+        return transition
 
     def _reset(self, index: int) -> Any:
         slot = self.slots[index]
@@ -126,11 +126,13 @@ def make_environments(identifier: str, count: int, *name: int | str) -> Environm
     envs = [_make(identifier) for _ in range(count)]
     space = envs[0].observation_space
     if not isinstance(space, Box) or len(space.shape) != 1:
-        raise UserError(f"environment.id = {identifier!r}: it shows {space}; must be a Box of one axis")
+        raise UserError(f"environment.id = {identifier!r}: its observations are {space}; must be a Box of one axis")
     if envs[0].spec.max_episode_steps is None:
         raise UserError(f"environment.id = {identifier!r}: has no time limit; an evaluation might never end")
     actions = _action_space(identifier, envs[0].action_space)
-    found = Environments(actions, np.empty((count, *space.shape), np.float32), name, [_Slot(env) for env in envs])
+    environments = Environments(
+        actions, np.empty((count, *space.shape), np.float32), name, [_Slot(env) for env in envs]
+    )
     for i in range(count):
-        found.observations[i] = found._reset(i)
-    return found
+        environments.observations[i] = environments._reset(i)
+    return environments

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ppo_repro.config.control import NetworkConfig
-from ppo_repro.control.distributions import Categorical, DiagonalGaussian
+from ppo_repro.control.distributions import Categorical, DiagonalGaussian, Distribution
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.numerics.layers.activations import ExactTanh
 from ppo_repro.numerics.layers.linear import ExactLinear
@@ -32,8 +32,8 @@ def orthogonal(rows: int, columns: int, gain: float, *name: int | str) -> NDArra
         for other in basis:
             draw = draw - other * math.fsum((draw * other).tolist())
         basis.append(draw / math.sqrt(math.fsum((draw * draw).tolist())))
-    found = np.stack(basis) * gain
-    return found if rows <= columns else found.T
+    matrix = np.stack(basis) * gain
+    return matrix if rows <= columns else matrix.T
 
 
 def _mlp(sizes: Sequence[int], last_gain: float, mode: str, seed: int, name: str) -> nn.Sequential:
@@ -60,7 +60,7 @@ class Agent(nn.Module):
         self, observation_size: int, actions: ActionSpace, network: NetworkConfig, mode: str, seed: int
     ) -> None:
         super().__init__()
-        self.distribution: Categorical | DiagonalGaussian
+        self.distribution: Distribution
         if actions.count:
             self.distribution = Categorical(actions.count, mode)
         else:

@@ -18,7 +18,7 @@ from ppo_repro.ppo.advantages import gae
 
 @dataclass(frozen=True)
 class _Steps:
-    """Everything the copies went through, step by step: lists of [E, ...]."""
+    """What happened to the E copies, step by step: lists of [E, ...]."""
 
     observations: list[Tensor]
     actions: list[Tensor]
@@ -29,8 +29,9 @@ class _Steps:
 def _act(agent: Agent, observations: Tensor, noise: Tensor, at_once: int) -> tuple[Tensor, Tensor]:
     """Actions and their log-probs for all copies, `at_once` of them in a forward pass (0: all)."""
     actions, logprobs = [], []
-    for part, drawn in zip(observations.split(at_once or len(noise)), noise.split(at_once or len(noise)), strict=True):
-        outputs = agent.policy(part)
+    size = at_once or len(noise)
+    for some, drawn in zip(observations.split(size), noise.split(size), strict=True):
+        outputs = agent.policy(some)
         actions.append(agent.distribution.sample(outputs, drawn))
         logprobs.append(agent.distribution.statistics(outputs, actions[-1])[0])
     return torch.cat(actions), torch.cat(logprobs)
@@ -50,18 +51,21 @@ class _Fragment:
 
 
 def _fragments(environment: int, start: tuple[int, int, int], seeds: list[int], ends: list[str]) -> list[_Fragment]:
-    """Cut one copy's steps where episodes ended. `start`: (episode, seed, step) at which the iteration begins;
-    `seeds` of the episodes that begin in it; `ends` per step, "" where the episode went on."""
-    found, first = [], 0
+    """Cut one copy's steps where episodes ended.
+
+    `start`: (episode, seed, step) at which the iteration begins; `seeds`: of the episodes that begin in it;
+    `ends`: for each step why the episode ended, "" where it went on.
+    """
+    fragments, first = [], 0
     episode, seed, step = start
     following = iter(seeds)
     for t, end in enumerate(ends):
         if not end and t < len(ends) - 1:
             continue
-        found.append(_Fragment(environment, episode, seed, first, t, step, end or "cut"))
+        fragments.append(_Fragment(environment, episode, seed, first, t, step, end or "cut"))
         if end:
             episode, seed, step, first = episode + 1, next(following), 0, t + 1
-    return found
+    return fragments
 
 
 @torch.no_grad()
@@ -90,8 +94,8 @@ def roll_out(config: ControlConfig, agent: Agent, environments: Environments, it
 
 
 def _in_order(steps: _Steps, fragments: list[_Fragment]) -> Rollout:
-    def by_environment(parts: list[Tensor]) -> Tensor:
-        return torch.stack(parts, 1).flatten(0, 1)
+    def by_environment(steps: list[Tensor]) -> Tensor:
+        return torch.stack(steps, 1).flatten(0, 1)
 
     transitions = steps.transitions
     return Rollout(
@@ -115,10 +119,10 @@ def _in_order(steps: _Steps, fragments: list[_Fragment]) -> Rollout:
 
 @torch.no_grad()
 def forward_pass(config: ControlConfig, agent: Agent, rollout: Rollout) -> ForwardPass:
-    """Log-probs, entropies and values of the whole rollout, and what each fragment's return goes on with.
+    """Log-probs, entropies and values of the whole rollout, and the value that follows each fragment.
 
-    The value after a fragment is 0 where the episode terminated, the critic's of the last observation where the
-    fragment was cut, and for a time limit whichever `bootstrap_truncated` says.
+    That is 0 where the episode terminated, the critic's value of the last observation where the fragment was cut, and
+    at a time limit one of the two, as `bootstrap_truncated` says.
     """
     size = config.layout.forward_micro_batch or len(rollout.rewards)
     statistics, values = [], []
@@ -127,7 +131,7 @@ def forward_pass(config: ControlConfig, agent: Agent, rollout: Rollout) -> Forwa
         values.append(agent.values(observations))
     goes_on = {"terminated": 0.0, "truncated": float(config.ppo.bootstrap_truncated), "cut": 1.0}
     follows = torch.tensor([goes_on[reason] for reason in rollout.end_reasons]) > 0
-    after = torch.cat([agent.values(part) for part in rollout.final_observations.split(size)])
+    after = torch.cat([agent.values(some) for some in rollout.final_observations.split(size)])
     return ForwardPass(
         old_logprobs=torch.cat([logprobs for logprobs, _ in statistics]),
         entropies=torch.cat([entropies for _, entropies in statistics]),

@@ -47,7 +47,7 @@ def _int32(values: Any) -> np.ndarray:
     return np.asarray(values, dtype=np.int32)
 
 
-def _places(lengths: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _positions(lengths: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """(fragment, position in it) of every step."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     starts = torch.cumsum(lengths, 0) - lengths
@@ -76,7 +76,7 @@ def _sequences(item: ControlIteration) -> Columns:
 
 def _tokens(item: ControlIteration) -> Columns:
     rollout, forward, advantages = item.rollout, item.forward, item.advantages
-    sequence, position = _places(rollout.lengths)
+    sequence, position = _positions(rollout.lengths)
     return {
         "iteration": np.full(len(sequence), item.index, np.int32),
         "sequence": sequence,
@@ -94,7 +94,7 @@ def _tokens(item: ControlIteration) -> Columns:
 
 
 def _updates(item: ControlIteration) -> Columns:
-    sequence, position = _places(item.rollout.lengths)
+    sequence, position = _positions(item.rollout.lengths)
 
     def cat(column: Callable[[MinibatchUpdate], Tensor]) -> np.ndarray:
         return torch.cat([column(u) for u in item.updates]).numpy()

@@ -1,7 +1,7 @@
 """The only place that takes optimizer steps of a control run: minibatches of steps, one loss for both networks.
 
-Actor and critic share no parameter, so one optimizer over both differs from two only in the gradient norm that
-is clipped: it is taken over all parameters together, as CleanRL and Stable-Baselines3 do.
+Actor and critic share no parameter, so one optimizer over both differs from two only in the gradient norm that is
+clipped, which is over all parameters together, as in CleanRL and Stable-Baselines3.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ControlState:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the schedules make of an iteration."""
+    """Learning rate and clip range of an iteration, after their schedules."""
 
     learning_rate: float
     clip_range: float
@@ -64,8 +64,8 @@ class _Minibatch:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What the backward pass over a minibatch saw before the step, [M] each."""
+class _Evaluated:
+    """What the losses of a minibatch are computed from before the step, [M] each."""
 
     policy_losses: Tensor
     value_losses: Tensor
@@ -84,8 +84,8 @@ def update(
     state.optimizer.settings = replace(state.optimizer.settings, learning_rate=current.learning_rate)
     whole = whiten(raw) if ppo.whiten_advantages == "iteration" else raw
     for epoch in range(ppo.epochs):
-        parts = minibatches(len(raw), ppo.minibatch_size, config.seed, state.iteration, epoch)
-        for index, rows in enumerate(parts):
+        batches = minibatches(len(raw), ppo.minibatch_size, config.seed, state.iteration, epoch)
+        for index, rows in enumerate(batches):
             batch = _Minibatch(
                 rows=rows,
                 observations=rollout.observations[rows],
@@ -95,36 +95,36 @@ def update(
                 old_values=forward.values[rows],
                 returns=advantages.returns[rows],
             )
-            report, seen = _optimizer_step(state, batch, current, config)
-            yield _record(state, epoch, index, batch, report, seen, current, ppo)
+            report, evaluated = _optimizer_step(state, batch, current, config)
+            yield _record(state, epoch, index, batch, report, evaluated, current, ppo)
 
 
 def _optimizer_step(
     state: ControlState, batch: _Minibatch, current: Rates, config: ControlConfig
-) -> tuple[StepReport, _Seen]:
+) -> tuple[StepReport, _Evaluated]:
     """One step on surrogate - entropy_coef entropy + value_coef value loss, mean over the minibatch."""
     ppo, agent, total = config.ppo, state.agent, len(batch.rows)
     band = losses.Band(current.clip_range, current.clip_range)
-    seen: list[tuple[Tensor, ...]] = []
+    micro_batches: list[tuple[Tensor, ...]] = []
 
     def backward() -> None:
-        seen.clear()
-        for part in torch.arange(total).split(config.layout.update_micro_batch or total):
-            observations = batch.observations[part]
-            logprobs, entropies = agent.distribution.statistics(agent.policy(observations), batch.actions[part])
-            ratios = losses.probability_ratios(logprobs, batch.anchor_logprobs[part])
-            surrogate = losses.clipped_surrogate(ratios, batch.advantages[part], band)
+        micro_batches.clear()
+        for rows in torch.arange(total).split(config.layout.update_micro_batch or total):
+            observations = batch.observations[rows]
+            logprobs, entropies = agent.distribution.statistics(agent.policy(observations), batch.actions[rows])
+            ratios = losses.probability_ratios(logprobs, batch.anchor_logprobs[rows])
+            surrogate = losses.clipped_surrogate(ratios, batch.advantages[rows], band)
             policy_loss = surrogate - entropies * ppo.entropy_coef
             values = agent.values(observations)
-            value_loss = _value_loss(values, batch.old_values[part], batch.returns[part], ppo.value_clip_range)
-            # never reduced in autograd: each step is seeded with its share of the mean
+            value_loss = _value_loss(values, batch.old_values[rows], batch.returns[rows], ppo.value_clip_range)
+            # autograd never reduces: each step begins with its share of the mean as its gradient
             share = torch.full_like(values, 1.0 / total)
             torch.autograd.backward([policy_loss, value_loss], [share, share * ppo.value_coef])
             columns = (policy_loss, value_loss, logprobs, ratios, entropies, values)
-            seen.append(tuple(column.detach() for column in columns))
+            micro_batches.append(tuple(column.detach() for column in columns))
 
     report = state.optimizer.step(backward, total)
-    return report, _Seen(*(torch.cat(column) for column in zip(*seen, strict=True)))
+    return report, _Evaluated(*(torch.cat(column) for column in zip(*micro_batches, strict=True)))
 
 
 def _value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None) -> Tensor:
@@ -139,28 +139,30 @@ def _record(
     minibatch: int,
     batch: _Minibatch,
     report: StepReport,
-    seen: _Seen,
+    evaluated: _Evaluated,
     current: Rates,
     ppo: ControlPPOConfig,
 ) -> MinibatchUpdate:
     value_clipped = torch.zeros(len(batch.rows), dtype=torch.bool)
     if ppo.value_clip_range is not None:
-        value_clipped = losses.value_clip_binds(seen.new_values, batch.old_values, batch.returns, ppo.value_clip_range)
+        value_clipped = losses.value_clip_binds(
+            evaluated.new_values, batch.old_values, batch.returns, ppo.value_clip_range
+        )
     band = losses.Band(current.clip_range, current.clip_range)
     return MinibatchUpdate(
         epoch=epoch,
         minibatch=minibatch,
         tokens=batch.rows,
         advantages=batch.advantages,
-        new_logprobs=seen.new_logprobs,
-        ratios=seen.ratios,
-        clip_flags=losses.clip_flags(seen.ratios, batch.advantages, band),
-        new_values=seen.new_values,
+        new_logprobs=evaluated.new_logprobs,
+        ratios=evaluated.ratios,
+        clip_flags=losses.clip_flags(evaluated.ratios, batch.advantages, band),
+        new_values=evaluated.new_values,
         value_clipped=value_clipped,
-        new_entropies=seen.new_entropies,
-        policy_loss=exact_mean(seen.policy_losses),
-        value_loss=exact_mean(seen.value_losses),
-        approx_kl=exact_mean(kl.k3(batch.anchor_logprobs - seen.new_logprobs)),
+        new_entropies=evaluated.new_entropies,
+        policy_loss=exact_mean(evaluated.policy_losses),
+        value_loss=exact_mean(evaluated.value_losses),
+        approx_kl=exact_mean(kl.k3(batch.anchor_logprobs - evaluated.new_logprobs)),
         learning_rate=current.learning_rate,
         clip_range=current.clip_range,
         joint_grad_norm=report.grad_norm,

@@ -110,14 +110,14 @@ def load(folder: Path) -> DPOManifest:
     """The manifest of a DPO folder; UserError where it is missing, damaged or of another format."""
     path = folder / manifest.FILE_NAME
     try:
-        found = DPOManifest.model_validate_json(path.read_text(encoding="utf-8"))
+        recorded = DPOManifest.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise UserError(f"{path}: is not the manifest of a DPO training; give the folder of one") from error
-    if found.format != FORMAT:
-        raise UserError(f"{path}: format = {found.format}; this ppo_repro reads {FORMAT}")
-    if found.fingerprint != _fingerprint(found.tables, found.final):
+    if recorded.format != FORMAT:
+        raise UserError(f"{path}: format = {recorded.format}; this ppo_repro reads {FORMAT}")
+    if recorded.fingerprint != _fingerprint(recorded.tables, recorded.final):
         raise UserError(f"{path}: fingerprint does not follow from the digests; the manifest was changed or damaged")
-    return found
+    return recorded
 
 
 def read_table(folder: Path, name: str) -> pd.DataFrame:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -38,11 +37,10 @@ from ppo_repro.preferences.training import (
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Manifest, note_content
 from ppo_repro.runs.checkpoints import final_folder, reference_folder, save_model
-from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.environment import check_inputs, describe_environment
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.run import check_inputs
 from ppo_repro.seeding import sample_seed
 from ppo_repro.shares import check_shares
 from ppo_repro.stages.evaluation import evaluate
@@ -53,9 +51,9 @@ from ppo_repro.watcher import Watcher
 
 @dataclass(frozen=True)
 class Measured:
-    """What a DPO training changed; all of it is in the fingerprint."""
+    """The effect of a DPO training; all of it is in the fingerprint."""
 
-    margin_accuracy_before: float  # on held-out pairs; 0.5 where policy and reference are one: all margins are 0
+    margin_accuracy_before: float  # on held-out pairs; 0.5 while policy and reference are equal: all margins are 0
     margin_accuracy_after: float
     accuracy_before: float  # greedy, on the held-out prompts of the run
     accuracy_after: float
@@ -82,11 +80,11 @@ class _Pairs:
     """Training pairs first, then held-out ones."""
 
     train: list[Preference]
-    held: list[Preference]
+    held_out: list[Preference]
 
     @property
     def all(self) -> list[Preference]:
-        return [*self.train, *self.held]
+        return [*self.train, *self.held_out]
 
 
 def dpo_folder(config: DPOConfig, out: Path) -> Path:
@@ -101,7 +99,9 @@ def _recorded(config: DPOConfig) -> tuple[Manifest, RunConfig]:
     of_run = load_recorded_config(run_dir).model_dump(mode="json")
     check_inputs(recorded.inputs)
     ours = {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
-    built_in = {"rollout": {**of_run["rollout"], "engine": {"kind": "torch"}}}  # another one may not go with `ours`
+    built_in = {
+        "rollout": {**of_run["rollout"], "engine": {"kind": "torch"}}
+    }  # the recorded engine may not allow `ours`
     source = f"{run_dir / 'config.yaml'} with numerics and layout of DPO"
     return recorded, build_config({**of_run, **ours, **built_in}, source)
 
@@ -109,10 +109,10 @@ def _recorded(config: DPOConfig) -> tuple[Manifest, RunConfig]:
 def _start(config: DPOConfig, recorded: Manifest, run_config: RunConfig, watcher: Watcher) -> Prepared:
     """Policy and reference as the run had them before its first step, made again or from its checkpoints.
 
-    The digest in the manifest says whether they are.
+    Checked against the digest in the manifest.
     """
-    kept = reference_folder(Path(config.run))
-    prepared = prepare(run_config, watcher.warm_start, kept if kept.is_dir() else None)
+    reference = reference_folder(Path(config.run))
+    prepared = prepare(run_config, watcher.warm_start, reference if reference.is_dir() else None)
     digest = weights_digest(prepared.state.reference.named_parameters())
     expected = recorded.final["initial_policy_digest"]
     if digest != expected:
@@ -129,7 +129,7 @@ def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
     """KL(policy || reference) per response, nats, on one sampled response to every held-out prompt.
 
     At every position the divergence over the whole distribution sampled from, exactly; summed over a response,
-    mean over responses. Without bias for the divergence of the two distributions over responses.
+    mean over responses. An unbiased estimate of the divergence of the two distributions over responses.
     """
     problems, ids = prepared.task.problems.held_out, prepared.task.prompt_ids
     prompts = Prompts(
@@ -160,13 +160,13 @@ def _train(
     )
     optimizer = make_optimizer(policy, adamw, mode, config.numerics.operand_bits)
     schedule = Schedule(dpo.epochs, dpo.minibatch_size, pairs_at_once(config.layout.update_micro_batch), config.seed)
-    total, done = schedule.steps(len(pairs)), []
+    total, steps = schedule.steps(len(pairs)), []
     for step in dpo_steps(
         policy, optimizer, pairs, reference, dpo.beta, temperature, schedule, mode, config.layout.padding
     ):
-        done.append(step)
-        watcher.preferences("DPO", len(done), total, step.loss)
-    return done
+        steps.append(step)
+        watcher.preferences("DPO", len(steps), total, step.loss)
+    return steps
 
 
 def _pair_columns(pairs: _Pairs, reference: PairLogprobs, policy: PairLogprobs, margins: Tensor) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
 
     Log-probs are those of the whole distribution at the run's temperature; the reference's are computed once.
     UserError where the run is damaged, incomplete or has no pairs, or the folder exists; PromiseBroken where
-    the policy the run started from comes out otherwise than it was recorded.
+    the policy that the run started from is not the recorded one.
     """
     started = time.perf_counter()
     folder = dpo_folder(config, out)
@@ -240,11 +240,11 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
     prepared = _start(config, recorded, run_config, watcher)
     check_pairs(pairs.all, prepared.state.policy.config.vocab_size, config.numerics.max_context)
     measured, steps, pair_columns = _measure(config, run_config, prepared, pairs, watcher)
-    environment = json.dumps(describe_environment(run_config, ALONE.size), indent=1, sort_keys=True) + "\n"
+    environment = note_content(describe_environment(run_config, ALONE.size))
     columns = {"dpo_pairs": pair_columns, "dpo_steps": _step_columns(steps)}
     with whole_folder(folder) as temporary:
         (temporary / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        (temporary / "environment.json").write_text(environment, encoding="utf-8")
+        (temporary / "environment.json").write_bytes(environment)
         save_model(prepared.state.policy, prepared.task.tokenizer, final_folder(temporary))
         made = records.write(temporary, config.digest(), recorded.fingerprint, columns, asdict(measured))
     return DPOResult(
@@ -252,7 +252,7 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
         run_dir=str(folder),
         fingerprint=made.fingerprint,
         pairs=len(pairs.train),
-        eval_pairs=len(pairs.held),
+        eval_pairs=len(pairs.held_out),
         steps=len(steps),
         loss_first=steps[0].loss,
         loss_last=steps[-1].loss,

@@ -10,7 +10,6 @@ from typing import Literal
 
 import pandas as pd
 
-from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.disk import durable
 from ppo_repro.disk.folder import only_writer, remove_folder
@@ -92,8 +91,7 @@ def _orders(grid: Grid, grid_dir: Path) -> list[Order]:
     for cell in grid.cells:
         folder = grid_dir / "cells" / cell.name
         if state_of(folder) != "complete":
-            kind = "control" if isinstance(cell.config, ControlConfig) else "language"
-            orders.append(Order(cell.name, str(folder.absolute()), kind, cell.config.layout.threads))
+            orders.append(Order(cell.name, str(folder.absolute()), grid.file.kind, cell.config.layout.threads))
     return orders
 
 

@@ -8,19 +8,19 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import absolute_paths, describe_value, read_tree, set_field, validated
+from ppo_repro.config.files import describe_value, read_tree, set_field, validated
+from ppo_repro.config.kinds import LANGUAGE, Kind, build_config_of
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import Section
 from ppo_repro.errors import UserError
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 Config = RunConfig | ControlConfig
-Kind = Literal["language", "control"]
 
 
 class GridFile(Section):
@@ -28,7 +28,7 @@ class GridFile(Section):
 
     question: str = Field(min_length=1, description="What the grid is to answer.")
     expectation: str = Field(min_length=1, description="The answer expected before anything ran.")
-    kind: Kind = Field("language", description="`language`: cells of `run`; `control`: of `control`.")
+    kind: Kind = Field(LANGUAGE, description="`language`: cells of `run`; `control`: of `control`.")
     base: str = Field(min_length=1, description="Configuration every cell starts from, relative to this file.")
     set: dict[str, Any] = Field({}, description="Fields that differ from the base in every cell, by dotted path.")
     axes: dict[str, Any] = Field(
@@ -93,12 +93,6 @@ def _cell_name(choices: tuple[Choice, ...], seed: int) -> str:
     return re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join([*labels, f"seed={seed}"]))[:200]
 
 
-def _config(kind: Kind, tree: dict[str, Any], source: str) -> Config:
-    if kind == "control":
-        return validated(ControlConfig, tree, source)
-    return absolute_paths(validated(RunConfig, tree, source))
-
-
 def _set(tree: dict[str, Any], fields: Mapping[str, Any], source: str) -> None:
     for path, value in fields.items():
         try:
@@ -116,7 +110,7 @@ def _cells(path: Path, file: GridFile, axes: Mapping[str, list[Choice]], base: d
             for fields in (file.set, *(choice.fields for choice in choices), {"seed": seed}):
                 _set(tree, fields, source)
             labels = {choice.axis: choice.label for choice in choices}
-            yield Cell(name, labels, seed, _config(file.kind, tree, source))
+            yield Cell(name, labels, seed, build_config_of(file.kind, tree, source))
 
 
 def _check_fields(path: Path, file: GridFile, axes: Mapping[str, list[Choice]]) -> None:
@@ -133,12 +127,12 @@ def _check_fields(path: Path, file: GridFile, axes: Mapping[str, list[Choice]]) 
 
 def _check_effects(path: Path, file: GridFile, base: dict[str, Any], cells: tuple[Cell, ...]) -> None:
     """Raise UserError for a `set` that changes nothing, and for two cells that are equal."""
-    before = _config(file.kind, base, str(path))
+    before = build_config_of(file.kind, base, str(path))
     for field, value in file.set.items():
         tree = copy.deepcopy(base)
         _set(tree, {field: value}, str(path))
         try:
-            same = _config(file.kind, tree, str(path)) == before
+            same = build_config_of(file.kind, tree, str(path)) == before
         except UserError:  # valid only together with other fields
             same = False
         if same:

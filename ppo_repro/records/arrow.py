@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from ppo_repro.records import digests, schema
 
-# a Python float is no float32: storing it would round it in silence
+# a Python float would be rounded silently to float32
 _SCALARS: dict[str, tuple[type, ...]] = {
     "int32": (int, np.int32),
     "int64": (int, np.int64),
@@ -26,7 +26,7 @@ _SCALARS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class WithNulls:
-    """An array of a nullable column: its values, and where they are there."""
+    """An array of a nullable column: its values, and which of them are present."""
 
     values: npt.NDArray[Any]
     present: npt.NDArray[np.bool_]
@@ -82,7 +82,7 @@ def to_parquet(table: schema.Table, data: pa.Table) -> memoryview:
         data,
         sink,
         compression="zstd",
-        # dictionaries and statistics compare floats by value, where NaNs are one and zeros have no sign
+        # dictionaries and statistics compare floats by value: all NaNs are one, and zeros have no sign
         use_dictionary=[column.name for column in table.columns if column.kind == "string"],
         write_statistics=[column.name for column in table.columns if column.kind in ("int32", "int64")],
         write_page_checksum=True,
@@ -107,10 +107,10 @@ def _to_array(column: schema.Column, values: Any) -> pa.Array | pa.ChunkedArray:
 
 def _from_numpy(column: schema.Column, values: npt.NDArray[Any]) -> pa.Array:
     dtype = np.dtype(column.kind)
-    # a masked array is an ndarray too, and would lose its mask
+    # a masked array is an ndarray too and would lose its mask
     if type(values) is not np.ndarray or values.dtype != dtype or values.ndim != 1:
-        found = f"{type(values).__name__} of {values.dtype} with shape {values.shape}"
-        raise ValueError(f"is a {found}, expected a one-dimensional array of {column.kind}")
+        actual = f"{type(values).__name__} of {values.dtype} with shape {values.shape}"
+        raise ValueError(f"is a {actual}, expected a one-dimensional array of {column.kind}")
     # Arrow would share the memory, and later writes to the array would change the record
     copied = np.array(values, order="C", copy=True)
     return pa.array(copied, digests.ARROW_TYPES[column.kind], from_pandas=False)
@@ -120,7 +120,9 @@ def _with_nulls(column: schema.Column, values: WithNulls) -> pa.Array:
     if not column.nullable:
         raise ValueError("is not nullable")
     if values.present.dtype != np.bool_ or values.present.shape != values.values.shape:
-        raise ValueError(f"says of {values.present.shape} values whether they are there, and has {values.values.shape}")
+        raise ValueError(
+            f"has {values.values.shape} values and says of {values.present.shape} whether they are present"
+        )
     plain = _from_numpy(column, values.values)
     validity = pa.array(values.present, pa.bool_()).buffers()[1]
     return pa.Array.from_buffers(plain.type, len(plain), [validity, plain.buffers()[1]])

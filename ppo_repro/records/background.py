@@ -14,7 +14,7 @@ from ppo_repro.records.manifest import Head
 
 
 class Appender:
-    """Appends to one run. At most one iteration waits for the disk: bounded memory, and no more for a kill to lose."""
+    """Appends to one run. At most one iteration waits for the disk: memory is bounded, and a kill loses no more."""
 
     def __init__(self, run_dir: Path, current: Head, thread: ThreadPoolExecutor) -> None:
         self._run_dir, self._current, self._thread = run_dir, current, thread
@@ -28,19 +28,19 @@ class Appender:
         return self._current
 
     def start(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
-        """Begin to write an iteration, after the one before; the tables must not change now. Raises as `settle`."""
+        """Begin to write an iteration after the one before; its tables must not change. Raises like `settle`."""
         current = self.settle()
         self._writing = self._thread.submit(writer.append_iteration, self._run_dir, current, iteration, tables)
 
     def leave(self) -> None:
-        """Wait for what is being written, whatever comes of it."""
+        """Wait for what is being written, whether it fails or not."""
         if self._writing is not None:
             wait([self._writing])
 
 
 @contextmanager
 def appending(run_dir: Path, current: Head) -> Iterator[Appender]:
-    """An appender whose thread has ended when the block has; where an error ends the block, that is the one raised."""
+    """An appender whose thread ends with the block. Where an error ends the block, that error is raised."""
     with ThreadPoolExecutor(1, "records") as thread:
         appender = Appender(run_dir, current, thread)
         try:

@@ -1,4 +1,4 @@
-"""What `ppo-repro bisect` leaves on disk: where two paths through one model part, and what each condition changes."""
+"""The tables of `ppo-repro bisect`: where two paths through one model differ, and what each condition changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPS = Table(
     ("mode", "order"),
     (
         _MODE,
-        Column("order", "int32", "index", "When the module's output is there, from 0."),
+        Column("order", "int32", "index", "Position in the order of execution, from 0."),
         Column("layer", "int32", "index", "Decoder layer, -1 outside of them."),
         Column("op", "string", "", "Module within the layer; log_probs is what follows the head."),
         Column("tokens", "int32", "tokens", "Positions compared."),
@@ -71,7 +71,7 @@ def write(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read_table(folder: Path | str, name: str) -> pd.DataFrame:
-    """`mismatch_op` or `mismatch_ladder`; UserError where it is missing or not as it was written."""
+    """`mismatch_op` or `mismatch_ladder`; UserError where it is missing or was changed."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -84,5 +84,5 @@ def read_table(folder: Path | str, name: str) -> pd.DataFrame:
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); run `ppo-repro bisect`") from error
     if data.schema != arrow.arrow_schema(tables[name]):
-        raise UserError(f"{path}: has columns {', '.join(data.column_names)}; write it anew with `ppo-repro bisect`")
+        raise UserError(f"{path}: has columns {', '.join(data.column_names)}; write it again with `ppo-repro bisect`")
     return reader.to_frame(tables[name].columns, [data])

@@ -1,8 +1,7 @@
-"""What a run folder says beside its manifest: the configuration, checked against it, and the environment."""
+"""The configuration and the environment in a run folder, checked against the manifest."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from ppo_repro.config.files import load_config, read_tree
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import tree_digest
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
@@ -18,11 +18,10 @@ from ppo_repro.records.manifest import Head
 def check_config(run_dir: Path, recorded: Head) -> None:
     """Raise UserError unless config.yaml says what it said when the run was started.
 
-    As it was written, not as it loads: fields that came later have their defaults and are in no old digest.
+    The text is compared, not the loaded configuration: fields added later are in no old digest.
     """
     path = run_dir / "config.yaml"
-    text = json.dumps(read_tree(path), sort_keys=True, separators=(",", ":"), default=str)
-    if hashlib.sha256(text.encode()).hexdigest()[:12] != recorded.config_digest:
+    if tree_digest(read_tree(path)) != recorded.config_digest:
         raise UserError(f"{path}: is not the configuration the run was started with; restore it")
 
 
@@ -36,21 +35,21 @@ def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> 
 def read_environment(path: Path) -> dict[str, Any]:
     """environment.json or resumed-NNN.json of a run folder; UserError where it is missing or no JSON object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); restore it") from error
-    if not isinstance(found, dict):
+    if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold one JSON object; restore it")
-    return found
+    return tree
 
 
 def check_notes(run_dir: Path, recorded: Head) -> None:
-    """Raise UserError where environment.json or a resumed-NNN.json is damaged, or gone though the manifest has it.
+    """Raise UserError where environment.json or a resumed-NNN.json is damaged, or missing though the manifest lists it.
 
-    A note that a kill kept out of the manifest, and those of runs from before it had digests of them, are only parsed.
+    A note that the manifest does not list, because of a kill or an older version, is only parsed.
     """
-    found = {path.name for path in run_dir.glob("resumed-*.json")}
-    for name in sorted({"environment.json", *found, *recorded.notes}):
+    resumed = {path.name for path in run_dir.glob("resumed-*.json")}
+    for name in sorted({"environment.json", *resumed, *recorded.notes}):
         read_environment(run_dir / name)
         digest = manifest.note_digest((run_dir / name).read_bytes())
         if digest != recorded.notes.get(name, digest):

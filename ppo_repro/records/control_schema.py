@@ -1,24 +1,21 @@
-"""The five tables of a control run, under the names of a language run's and with its columns where they mean the same.
+"""The five tables of a control run: those of a language run, with the same columns where they mean the same.
 
 A sequence is a fragment: the part of one episode that lies in one iteration. A token is an environment step.
 """
 
 from __future__ import annotations
 
-from ppo_repro.records.schema import Column, Table
+from ppo_repro.records.schema import EPOCH, ITERATION, MINIBATCH, Column, Table
 
-_ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
 _SEQUENCE = Column("sequence", "int32", "index", "Fragment within the iteration, from 0, by environment and time.")
 _POSITION = Column("position", "int32", "index", "Step within the fragment, from 0.")
-_EPOCH = Column("epoch", "int32", "index", "Pass over the rollout, from 0.")
-_MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
 
 SEQUENCES = Table(
     "sequences",
     "one row per fragment of an episode",
     ("iteration", "sequence"),
     (
-        _ITERATION,
+        ITERATION,
         _SEQUENCE,
         Column("environment", "int32", "index", "Which copy of the environment."),
         Column("episode", "int32", "index", "Which episode of that copy, from 0."),
@@ -39,7 +36,7 @@ TOKENS = Table(
     "one row per environment step",
     ("iteration", "sequence", "position"),
     (
-        _ITERATION,
+        ITERATION,
         _SEQUENCE,
         _POSITION,
         Column("observations", "list<float32>", "", "What the policy saw."),
@@ -59,9 +56,9 @@ UPDATES = Table(
     "one row per step, epoch and minibatch",
     ("iteration", "epoch", "minibatch", "sequence", "position"),
     (
-        _ITERATION,
-        _EPOCH,
-        _MINIBATCH,
+        ITERATION,
+        EPOCH,
+        MINIBATCH,
         _SEQUENCE,
         _POSITION,
         Column("advantages", "float32", "", "Advantage used in the loss; whitening by minibatch gives each epoch its own."),
@@ -79,9 +76,9 @@ STEPS = Table(
     "one row per optimizer step",
     ("iteration", "epoch", "minibatch"),
     (
-        _ITERATION,
-        _EPOCH,
-        _MINIBATCH,
+        ITERATION,
+        EPOCH,
+        MINIBATCH,
         Column("tokens", "int32", "steps", "Environment steps in the minibatch."),
         Column("policy_loss", "float64", "", "Clipped surrogate minus the entropy bonus, mean."),
         Column("value_loss", "float64", "", "Squared error times one half, clipped if configured, before value_coef, mean."),
@@ -103,7 +100,7 @@ ITERATIONS = Table(
     "one row per iteration",
     ("iteration",),
     (
-        _ITERATION,
+        ITERATION,
         Column("sequences", "int32", "count", "Fragments."),
         Column("tokens", "int32", "steps", "Environment steps."),
         Column("episodes", "int32", "count", "Episodes that ended."),

@@ -33,7 +33,7 @@ ARROW_TYPES: dict[str, pa.DataType] = {
 # what the lists of a kind hold
 ELEMENTS = {"list<int32>": "int32", "list<float32>": "float32", "list<float64>": "float64"}
 
-# part of every digest: a new way to digest, or another schema, starts a new family of fingerprints
+# in every digest: another way to digest, or another schema, gives other fingerprints
 _FORMAT = f"ppo_repro digests 1, schema {schema.SCHEMA_VERSION}"
 FINGERPRINT_SEED: str = hashlib.sha256(_FORMAT.encode()).hexdigest()
 
@@ -118,17 +118,17 @@ def chain(previous: str, digests: Mapping[str, str]) -> str:
 
 
 def _framed(*texts: str) -> bytes:
-    # lengths in front, so that no two different sequences of texts run together into the same bytes
+    # each with its length, so that different sequences of texts give different bytes
     encoded = [text.encode() for text in texts]
     return b"".join(struct.pack("<q", len(item)) + item for item in encoded)
 
 
-def _other_encoding(kind: str, found: pa.DataType) -> bool:
+def _other_encoding(kind: str, stored: pa.DataType) -> bool:
     if kind == "string":
-        return bool(pa.types.is_large_string(found) or pa.types.is_string_view(found))
+        return bool(pa.types.is_large_string(stored) or pa.types.is_string_view(stored))
     if kind in ELEMENTS:
         checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-        return any(check(found) for check in checks) and bool(found.value_type == ARROW_TYPES[ELEMENTS[kind]])
+        return any(check(stored) for check in checks) and bool(stored.value_type == ARROW_TYPES[ELEMENTS[kind]])
     return False
 
 
@@ -148,7 +148,7 @@ def _bits(chunk: pa.Array) -> npt.NDArray[Any]:
 
 def _value_bytes(kind: str, column: pa.ChunkedArray) -> Iterator[Any]:
     if kind == "string":
-        # all lengths before all text, so that the chunk borders leave no trace
+        # all lengths before all text, so that borders of chunks do not matter
         for chunk in column.chunks:
             yield np.diff(_string_offsets(chunk)[0]).astype("<i8")
         for chunk in column.chunks:

@@ -1,7 +1,7 @@
 """The recorded iterations of a run: one line of iterations.jsonl each, appended and never changed.
 
-The manifest says how many lines, and how many bytes, belong to the run. What follows them was being written by a
-process that was killed, and is written over.
+The manifest says how many lines, and how many bytes, belong to the run. What follows them was written by a process
+that was killed; it is ignored and overwritten.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
 
 
 def to_line(entry: IterationEntry) -> bytes:
-    """The line of an iteration: JSON whose last field is the SHA-256 of the same JSON without that field."""
+    """The line of an iteration: JSON whose last field is the SHA-256 of the JSON without that field."""
     return _signed(_ENTRY.dump_json(entry)) + b"\n"
 
 
@@ -58,15 +58,15 @@ def _signed(content: bytes) -> bytes:
 
 
 def from_line(line: bytes) -> IterationEntry:
-    """The iteration of a line, which ends without a line break; ValueError unless `to_line` wrote it so."""
+    """The iteration of a line without its line break; ValueError unless `to_line` wrote it."""
     content = line.rpartition(b',"sha256":')[0] + b"}"
     if _signed(content) != line:
-        raise ValueError("does not have the SHA-256 that it ends with")
+        raise ValueError("does not have the SHA-256 at its end")
     return _ENTRY.validate_json(content)
 
 
 def append(run_dir: Path, size: int, entry: IterationEntry) -> int:
-    """Write an iteration behind the first `size` bytes and flush it; returns the new size, which is still to be noted.
+    """Write an iteration after the first `size` bytes and flush it; returns the new size, for the manifest.
 
     UserError where writing fails.
     """
@@ -83,11 +83,11 @@ def read(run_dir: Path, count: int, size: int) -> tuple[IterationEntry, ...]:
             content = file.read(size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
-    # an end in the middle of a line is none of ours, so the last piece is empty
+    # the last line is complete too, so the last piece is empty
     lines = content.split(b"\n")
     if len(content) != size or lines.pop() or len(lines) != count:
-        found = f"{len(lines)} iterations in {len(content)} bytes"
-        raise UserError(f"{path}: holds {found}, the manifest says {count} in {size}; {DAMAGED}")
+        content_counts = f"{len(lines)} iterations in {len(content)} bytes"
+        raise UserError(f"{path}: holds {content_counts}, the manifest says {count} in {size}; {DAMAGED}")
     return tuple(_entry(path, number, line) for number, line in enumerate(lines))
 
 

@@ -1,4 +1,4 @@
-"""What a run folder says about itself: status, rows and digests per table and iteration, fingerprint.
+"""The manifest of a run folder: status, rows and digests per table and iteration, fingerprint.
 
 manifest.json is small and replaced as a whole after every iteration; it says how much of iterations.jsonl counts.
 """
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
 from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
 from ppo_repro.records import control_schema, digests, iteration_log, schema
@@ -21,30 +22,27 @@ from ppo_repro.records.iteration_log import IterationEntry, next_link
 FILE_NAME = "manifest.json"
 _DAMAGED = "the manifest was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
-Kind = Literal["language", "control"]
-_TABLES: dict[Kind, tuple[schema.Table, ...]] = {"language": schema.TABLES, "control": control_schema.TABLES}
-
-
+_TABLES: dict[Kind, tuple[schema.Table, ...]] = {LANGUAGE: schema.TABLES, CONTROL: control_schema.TABLES}
 VERSION: Literal[2] = 2  # of this file; 1 held the iterations itself
 
 
 class Head(BaseModel):
-    """What manifest.json says; all that a running process keeps in memory, however long the run.
+    """The content of manifest.json; all that a running process keeps in memory, however long the run.
 
-    `fingerprint` is the last chain link, once complete the one over `final` too.
+    `fingerprint` is the last link of the chain; of a complete run the link over `final` that follows it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants", frozen=True)
 
     schema_version: int
     manifest_version: Literal[1, 2] = VERSION
-    kind: Kind = "language"  # which tables there are: of responses and tokens, or of episodes and their steps
+    kind: Kind = LANGUAGE  # which tables there are: of responses and tokens, or of episodes and their steps
     status: Status
     config_digest: str
     inputs: dict[str, str]
     notes: dict[str, str] = Field(default_factory=dict)  # SHA-256 of environment.json and of each resumed-NNN.json
     num_iterations: Annotated[int, Field(ge=0)]
-    log_bytes: Annotated[int, Field(ge=0)]  # of iterations.jsonl: what follows does not count
+    log_bytes: Annotated[int, Field(ge=0)]  # of iterations.jsonl; what follows them does not count
     final: dict[str, float | int | str]
     fingerprint: str
 
@@ -65,23 +63,28 @@ def note_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def tables_of(found: Head) -> tuple[schema.Table, ...]:
-    """The tables of a run, in the order in which their data comes to be."""
-    return _TABLES[found.kind]
+def tables_of(head: Head) -> tuple[schema.Table, ...]:
+    """The tables of a run, in the order in which their data is computed."""
+    return _TABLES[head.kind]
+
+
+def has_responses(head: Head) -> bool:
+    """Whether the sequences are responses of a language model; otherwise they are steps in an environment."""
+    return head.kind == LANGUAGE
 
 
 def table_path(run_dir: Path, table_name: str, iteration: int) -> Path:
-    """Where one table of one iteration lies."""
+    """The file of one table of one iteration."""
     return run_dir / "records" / table_name / f"iteration={iteration:06d}.parquet"
 
 
-def head_of(found: Head) -> Head:
+def head_of(head: Head) -> Head:
     """The manifest without its iterations."""
-    return Head(**{name: getattr(found, name) for name in Head.model_fields})
+    return Head(**{name: getattr(head, name) for name in Head.model_fields})
 
 
 def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str]) -> str:
-    """The fingerprint of a complete run: the link after the last one, over the final results."""
+    """The fingerprint of a complete run: one more link, over the final results."""
     return digests.chain(last_link, {name: digests.scalar_digest(value) for name, value in final.items()})
 
 
@@ -92,7 +95,7 @@ def expected_fingerprint(manifest: Manifest) -> str:
 
 
 def to_json(head: Head) -> str:
-    """The text of the file; final results keep their type, floats their bits (NaN its being NaN)."""
+    """The text of the file; final results keep their type, floats their bits (a NaN stays a NaN)."""
     return head_of(head).model_dump_json(indent=1) + "\n"
 
 
@@ -175,7 +178,7 @@ def _read_json(run_dir: Path, path: Path) -> Any:
 
 
 def _require_consistent(log: Path, path: Path, manifest: Manifest) -> None:
-    """`log`: where the iterations stand."""
+    """Raise UserError where the manifest contradicts itself. `log`: the file that holds the iterations."""
     problem = _log_inconsistency(manifest)
     if problem:
         raise UserError(f"{log}: {problem}; {iteration_log.DAMAGED}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,101 +24,74 @@ Verification = Literal["contents", "pages"]
 
 def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manifest:
     """The manifest of a run; raises UserError where it is damaged, or incomplete and that is not allowed."""
-    found = manifest.load(Path(run_dir))
-    if found.status != "complete" and not allow_incomplete:
+    recorded = manifest.load(Path(run_dir))
+    if recorded.status != "complete" and not allow_incomplete:
         raise UserError(
-            f"{run_dir}: the run is {found.status} after {len(found.iterations)} recorded iterations; "
+            f"{run_dir}: the run is {recorded.status} after {len(recorded.iterations)} recorded iterations; "
             f"finish it with `ppo-repro resume {run_dir}`, or allow incomplete runs"
         )
-    return found
+    return recorded
 
 
 def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: bool = True) -> pa.Table:
     """One recorded table in the schema's plain types; raises UserError where it is missing or damaged."""
     folder = Path(run_dir)
-    found = manifest.load(folder)
-    table = _table(folder, found, table_name)
-    _checked_iterations(folder, found, (iteration,))
-    return read_recorded(folder, found, table, iteration, verify)
+    recorded = manifest.load(folder)
+    table = _table(folder, recorded, table_name)
+    _checked_iterations(folder, recorded, (iteration,))
+    return read_recorded(folder, recorded, table, iteration, verify)
 
 
-def read_recorded(run_dir: Path, found: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
+def read_recorded(run_dir: Path, recorded: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
     """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
     path = manifest.table_path(run_dir, table.name, iteration)
     data = _to_plain(path, table.columns, _load_parquet(path, verify))
     if not verify:
         return data
-    entry = found.iterations[iteration].tables[table.name]
+    entry = recorded.iterations[iteration].tables[table.name]
     if data.num_rows != entry.rows or digests.table_digest(table, data) != entry.digest:
         raise UserError(f"{path}: {_DAMAGED}")
     return data
 
 
-def to_frame(columns: Sequence[schema.Column], parts: Sequence[pa.Table]) -> pd.DataFrame:
-    """The tables one after the other, bits kept; null becomes NaN or None; raises ValueError where there is none."""
-    rows = sum(part.num_rows for part in parts)
-    series = {column.name: _to_series(column, parts) for column in columns}
+def to_frame(columns: Sequence[schema.Column], tables: Sequence[pa.Table]) -> pd.DataFrame:
+    """The tables one after the other, bit for bit; null becomes NaN or None. ValueError where pandas has no null."""
+    rows = sum(table.num_rows for table in tables)
+    series = {column.name: _to_series(column, tables) for column in columns}
     return pd.DataFrame(series, index=pd.RangeIndex(rows), columns=[column.name for column in columns])
 
 
-def read_sequences(
-    run_dir: Path | str,
-    *,
-    iterations: Sequence[int] | None = None,
-    columns: Sequence[str] | None = None,
-    verify: bool = True,
-    allow_incomplete: bool = False,
-) -> pd.DataFrame:
-    """One row per response; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, "sequences", iterations, columns, verify, allow_incomplete)
+@dataclass(frozen=True)
+class TableReader:
+    """Reads one table of a run; raises UserError on anything missing, unknown or damaged."""
+
+    table_name: str
+
+    def __call__(
+        self,
+        run_dir: Path | str,
+        *,
+        iterations: Sequence[int] | None = None,
+        columns: Sequence[str] | None = None,
+        verify: bool = True,
+        allow_incomplete: bool = False,
+    ) -> pd.DataFrame:
+        """The rows of some iterations, of all by default; `verify` compares them with the digests of the manifest."""
+        folder = Path(run_dir)
+        recorded = open_manifest(folder, allow_incomplete)
+        table = _table(folder, recorded, self.table_name)
+        chosen_columns = _checked_columns(folder, table, columns)
+        chosen = _checked_iterations(folder, recorded, iterations)
+        names = [column.name for column in chosen_columns]
+        tables = [read_recorded(folder, recorded, table, iteration, verify).select(names) for iteration in chosen]
+        return to_frame(chosen_columns, tables)
 
 
-def read_tokens(
-    run_dir: Path | str,
-    *,
-    iterations: Sequence[int] | None = None,
-    columns: Sequence[str] | None = None,
-    verify: bool = True,
-    allow_incomplete: bool = False,
-) -> pd.DataFrame:
-    """One row per response token; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, "tokens", iterations, columns, verify, allow_incomplete)
-
-
-def read_updates(
-    run_dir: Path | str,
-    *,
-    iterations: Sequence[int] | None = None,
-    columns: Sequence[str] | None = None,
-    verify: bool = True,
-    allow_incomplete: bool = False,
-) -> pd.DataFrame:
-    """One row per token, epoch and minibatch; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, "updates", iterations, columns, verify, allow_incomplete)
-
-
-def read_steps(
-    run_dir: Path | str,
-    *,
-    iterations: Sequence[int] | None = None,
-    columns: Sequence[str] | None = None,
-    verify: bool = True,
-    allow_incomplete: bool = False,
-) -> pd.DataFrame:
-    """One row per optimizer step; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, "steps", iterations, columns, verify, allow_incomplete)
-
-
-def read_iterations(
-    run_dir: Path | str,
-    *,
-    iterations: Sequence[int] | None = None,
-    columns: Sequence[str] | None = None,
-    verify: bool = True,
-    allow_incomplete: bool = False,
-) -> pd.DataFrame:
-    """One row per iteration; raises UserError on anything missing, unknown or damaged."""
-    return _read(run_dir, "iterations", iterations, columns, verify, allow_incomplete)
+read_sequences = TableReader("sequences")  # one row per response or fragment of an episode
+read_tokens = TableReader("tokens")  # one row per response token or environment step
+read_updates = TableReader("updates")  # one row per token, epoch and minibatch
+read_steps = TableReader("steps")  # one row per optimizer step
+read_iterations = TableReader("iterations")  # one row per iteration
 
 
 def stream(
@@ -136,25 +110,25 @@ def stream(
 
     - "contents": the digest of the manifest. All columns are read for it, and one iteration is held in memory.
     - "pages": the checksum of every page that is read, the column types, the row count and the nulls. Only `columns`
-      leave the disk, and memory is bounded by one batch however large the file is. Another valid file in its
-      place goes unnoticed, so may damage outside the pages (the footer has no checksum), and what is damaged
-      further down is reported when it is reached, after earlier rows were handed out.
+      are read from the disk, and memory is bounded by one batch however large the file is. Another valid file in its
+      place goes unnoticed, and so may damage outside the pages (the footer has no checksum). Damage further down is
+      reported when it is reached, after earlier rows were handed out.
 
-    Raises UserError on anything missing, unknown or damaged; what needs no row is checked before the first one.
+    Raises UserError on anything missing, unknown or damaged. What needs no row is checked before the first one.
     """
     folder = Path(run_dir)
     if rows < 1 or verify not in ("contents", "pages"):
         raise UserError(f"{run_dir}: rows = {rows}, verify = {verify!r}: rows is at least 1, verify contents or pages")
-    found = open_manifest(folder, allow_incomplete)
-    table = _table(folder, found, table_name)
+    recorded = open_manifest(folder, allow_incomplete)
+    table = _table(folder, recorded, table_name)
     chosen = _checked_columns(folder, table, columns)
-    wanted = _checked_iterations(folder, found, range(len(found.iterations)) if iterations is None else iterations)
-    return _batches(folder, found, table, chosen, wanted, rows, verify)
+    wanted = _checked_iterations(folder, recorded, iterations)
+    return _batches(folder, recorded, table, chosen, wanted, rows, verify)
 
 
 def _batches(
     run_dir: Path,
-    found: Manifest,
+    recorded: Manifest,
     table: schema.Table,
     columns: tuple[schema.Column, ...],
     iterations: tuple[int, ...],
@@ -164,15 +138,22 @@ def _batches(
     names = [column.name for column in columns]
     for iteration in iterations:
         if verify == "contents":
-            data = read_recorded(run_dir, found, table, iteration, True).select(names)
+            data = read_recorded(run_dir, recorded, table, iteration, True).select(names)
             for start in range(0, data.num_rows, rows):
                 yield to_frame(columns, [data.slice(start, rows)])
         else:
-            yield from (to_frame(columns, [part]) for part in _pages(run_dir, found, table, columns, iteration, rows))
+            yield from (
+                to_frame(columns, [page]) for page in _pages(run_dir, recorded, table, columns, iteration, rows)
+            )
 
 
 def _pages(
-    run_dir: Path, found: Manifest, table: schema.Table, columns: tuple[schema.Column, ...], iteration: int, rows: int
+    run_dir: Path,
+    recorded: Manifest,
+    table: schema.Table,
+    columns: tuple[schema.Column, ...],
+    iteration: int,
+    rows: int,
 ) -> Iterator[pa.Table]:
     path = manifest.table_path(run_dir, table.name, iteration)
     try:
@@ -184,50 +165,32 @@ def _pages(
     _to_plain(path, table.columns, layout)
     names = [column.name for column in columns if column.name in layout.column_names]
     with file:
-        missing = found.iterations[iteration].tables[table.name].rows
-        if file.metadata.num_rows != missing:
+        remaining = recorded.iterations[iteration].tables[table.name].rows
+        if file.metadata.num_rows != remaining:
             raise UserError(f"{path}: {_DAMAGED}")
         batches = file.iter_batches(batch_size=rows, columns=names)
-        while missing:
+        while remaining:
             try:
                 # a damaged page header ends a column early
                 if (batch := next(batches, None)) is None:
                     raise UserError(f"{path}: {_DAMAGED}")
                 batch.validate(full=True)
-                missing -= batch.num_rows
+                remaining -= batch.num_rows
             except _READ_ERRORS as error:
                 raise _unreadable(path, error) from error
-            # Arrow hands the columns out in the order of the file
+            # Arrow returns the columns in the order of the file
             yield _to_plain(path, columns, pa.Table.from_batches([batch]).select(names))
 
 
-def _table(run_dir: Path, found: Manifest, table_name: str) -> schema.Table:
-    tables = {table.name: table for table in manifest.tables_of(found)}
+def _table(run_dir: Path, recorded: Manifest, table_name: str) -> schema.Table:
+    tables = {table.name: table for table in manifest.tables_of(recorded)}
     if table_name not in tables:
         raise UserError(f"{run_dir}: no table '{table_name}'; there are {', '.join(tables)}")
     return tables[table_name]
 
 
-def _read(
-    run_dir: Path | str,
-    table_name: str,
-    iterations: Sequence[int] | None,
-    columns: Sequence[str] | None,
-    verify: bool,
-    allow_incomplete: bool,
-) -> pd.DataFrame:
-    folder = Path(run_dir)
-    found = open_manifest(folder, allow_incomplete)
-    table = next(table for table in manifest.tables_of(found) if table.name == table_name)
-    chosen_columns = _checked_columns(folder, table, columns)
-    chosen = _checked_iterations(folder, found, range(len(found.iterations)) if iterations is None else iterations)
-    names = [column.name for column in chosen_columns]
-    parts = [read_recorded(folder, found, table, iteration, verify).select(names) for iteration in chosen]
-    return to_frame(chosen_columns, parts)
-
-
-def _to_series(column: schema.Column, parts: Sequence[pa.Table]) -> Any:
-    chunks = [chunk for part in parts for chunk in part.column(column.name).chunks]
+def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:
+    chunks = [chunk for table in tables for chunk in table.column(column.name).chunks]
     joined = pa.chunked_array(chunks, digests.ARROW_TYPES[column.kind])
     if column.kind == "string" or column.kind in digests.ELEMENTS:
         return joined.to_pandas()
@@ -250,13 +213,15 @@ def _checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] 
     return tuple(by_name[name] for name in columns)
 
 
-def _checked_iterations(run_dir: Path, found: Manifest, iterations: Sequence[int]) -> tuple[int, ...]:
-    recorded = len(found.iterations)
+def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[int] | None) -> tuple[int, ...]:
+    count = len(recorded.iterations)
+    if iterations is None:
+        return tuple(range(count))
     for index, iteration in enumerate(iterations):
-        # 1.0 and True are in the range too, and are no iterations
-        if isinstance(iteration, bool | float) or iteration not in range(recorded):
-            there = f"0 to {recorded - 1}" if recorded else "none"
-            raise UserError(f"{run_dir}: no iteration {iteration}; recorded are {there}")
+        # 1.0 and True are equal to a number in the range
+        if isinstance(iteration, bool | float) or iteration not in range(count):
+            indices = f"0 to {count - 1}" if count else "none"
+            raise UserError(f"{run_dir}: no iteration {iteration}; recorded are {indices}")
         if iteration in iterations[:index]:
             raise UserError(f"{run_dir}: iteration {iteration} is asked for twice; name it once")
     return tuple(int(iteration) for iteration in iterations)
@@ -264,7 +229,7 @@ def _checked_iterations(run_dir: Path, found: Manifest, iterations: Sequence[int
 
 def _load_parquet(path: Path, verify: bool) -> pa.Table:
     try:
-        # opened as a file, not as a data set, which would make columns out of folder names like seed=1
+        # as a file: a data set would make columns of folder names such as seed=1
         with open(path, "rb") as file:
             source = pa.py_buffer(file.read(os.fstat(file.fileno()).st_size))
         # checksums cover the timings too, which no digest does

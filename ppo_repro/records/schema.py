@@ -23,7 +23,7 @@ class Column:
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether files of an earlier version may lack it: no result, and null says that it is not there."""
+        """Whether files of an earlier version may lack it: it is no result, and null stands for a missing value."""
         return self.nullable and not self.in_fingerprint
 
 
@@ -37,18 +37,18 @@ class Table:
     columns: tuple[Column, ...]
 
 
-_ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
+ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
 _SEQUENCE = Column("sequence", "int32", "index", "Response within the iteration, from 0.")
 _POSITION = Column("position", "int32", "index", "Token within the response, from 0.")
-_EPOCH = Column("epoch", "int32", "index", "Pass over the rollout, from 0.")
-_MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
+EPOCH = Column("epoch", "int32", "index", "Pass over the rollout, from 0.")
+MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
 
 SEQUENCES = Table(
     "sequences",
     "one row per response",
     ("iteration", "sequence"),
     (
-        _ITERATION,
+        ITERATION,
         _SEQUENCE,
         Column("prompt_key", "string", "", "Stable name of the prompt in its task."),
         Column("sample_index", "int32", "index", "Which sample of that prompt."),
@@ -74,7 +74,7 @@ TOKENS = Table(
     "one row per response token",
     ("iteration", "sequence", "position"),
     (
-        _ITERATION,
+        ITERATION,
         _SEQUENCE,
         _POSITION,
         Column("token_id", "int32", "token id", "The sampled token."),
@@ -93,7 +93,7 @@ TOKENS = Table(
         Column("ref_kl", "float32", "nats", "KL(policy || reference) over the whole distribution."),
         Column("values", "float32", "reward", "Value model before the token; null without one.", nullable=True),
         Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate, where it is charged; 0 if in no reward."),
-        Column("rewards", "float32", "reward", "What the advantages are made of: score as placed, shaping, minus kl_penalties, whitened if configured."),
+        Column("rewards", "float32", "reward", "Input of the advantages: score as placed, shaping, minus kl_penalties, whitened if configured."),
         Column("raw_advantages", "float32", "reward", "Generalized advantage estimate, or the group-relative score."),
         Column("advantages", "float32", "", "Advantage used in the loss."),
         Column("returns", "float32", "reward", "Value target, raw_advantages + values; null without a value model.", nullable=True),
@@ -106,9 +106,9 @@ UPDATES = Table(
     "one row per token, epoch and minibatch",
     ("iteration", "epoch", "minibatch", "sequence", "position"),
     (
-        _ITERATION,
-        _EPOCH,
-        _MINIBATCH,
+        ITERATION,
+        EPOCH,
+        MINIBATCH,
         _SEQUENCE,
         _POSITION,
         Column("new_logprobs", "float32", "nats", "Log-prob under the policy before this step; null where it takes none.", nullable=True),
@@ -125,9 +125,9 @@ STEPS = Table(
     "one row per optimizer step",
     ("iteration", "epoch", "minibatch"),
     (
-        _ITERATION,
-        _EPOCH,
-        _MINIBATCH,
+        ITERATION,
+        EPOCH,
+        MINIBATCH,
         Column("tokens", "int32", "tokens", "Response tokens in the minibatch."),
         Column("policy_loss", "float64", "", "All terms of the policy's loss, aggregated as configured; null where the policy takes no step.", nullable=True),
         Column("value_loss", "float64", "", "Squared error times one half, clipped if configured, aggregated likewise; null without a step.", nullable=True),
@@ -151,7 +151,7 @@ ITERATIONS = Table(
     "one row per iteration",
     ("iteration",),
     (
-        _ITERATION,
+        ITERATION,
         Column("sequences", "int32", "count", "Responses sampled."),
         Column("tokens", "int32", "tokens", "Response tokens sampled."),
         Column("score_mean", "float64", "", "Mean score."),
@@ -188,13 +188,5 @@ ITERATIONS = Table(
     ),
 )
 
-# in the order in which the data comes to be, which is the order in which differences are reported
+# in the order in which the data is computed, in which differences are reported
 TABLES = (SEQUENCES, TOKENS, UPDATES, STEPS, ITERATIONS)
-
-
-def table(name: str) -> Table:
-    """The table called `name`; KeyError lists the names there are."""
-    for candidate in TABLES:
-        if candidate.name == name:
-            return candidate
-    raise KeyError(f"no table '{name}'; there are {', '.join(t.name for t in TABLES)}")

@@ -1,4 +1,4 @@
-"""Arrow tables to files, files to the manifest: in this order, so a killed run stays readable."""
+"""Writing a run: first the tables, then the manifest that lists them, so that a killed run stays readable."""
 
 from __future__ import annotations
 
@@ -11,28 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ppo_repro.config.kinds import Kind
 from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
 from ppo_repro.records import arrow, digests, iteration_log, manifest, schema
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
-from ppo_repro.records.manifest import Head, Kind, Status
-
-
-def create_run(
-    run_dir: Path,
-    config_yaml: str,
-    environment: Mapping[str, Any],
-    config_digest: str,
-    inputs: Mapping[str, str],
-    kind: Kind = "language",
-) -> None:
-    """Make the run folder with an empty manifest; it appears whole or not at all, with UserError."""
-    temporary = lay_out_run(run_dir, config_yaml, environment, config_digest, inputs, kind)
-    try:
-        publish_run(temporary, run_dir)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+from ppo_repro.records.manifest import Head, Status
 
 
 def lay_out_run(
@@ -41,9 +25,12 @@ def lay_out_run(
     environment: Mapping[str, Any],
     config_digest: str,
     inputs: Mapping[str, str],
-    kind: Kind = "language",
+    kind: Kind,
 ) -> Path:
-    """The folder, durable and complete, that `publish_run` makes the run folder; UserError where that cannot be."""
+    """Make a run folder with an empty manifest under a temporary name, which is returned. UserError where it cannot.
+
+    `publish_run` gives it its name, so that it appears whole or not at all.
+    """
     note = manifest.note_content(environment)
     start = Head(
         schema_version=schema.SCHEMA_VERSION,
@@ -70,20 +57,20 @@ def lay_out_run(
         shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        raise _no_place(run_dir, error) from error
+        raise _cannot_write(run_dir, error) from error
     return temporary
 
 
 def publish_run(temporary: Path, run_dir: Path) -> None:
-    """Let what `lay_out_run` made appear as the run folder; UserError where it cannot."""
+    """Rename what `lay_out_run` made to the run folder; UserError where that fails."""
     try:
         os.rename(temporary, run_dir)
         durable.sync_folder(run_dir.parent)
     except OSError as error:
-        raise _no_place(run_dir, error) from error
+        raise _cannot_write(run_dir, error) from error
 
 
-def _no_place(run_dir: Path, error: OSError) -> UserError:
+def _cannot_write(run_dir: Path, error: OSError) -> UserError:
     return UserError(f"{run_dir}: cannot be written ({error.strerror}); choose another --out")
 
 
@@ -107,7 +94,7 @@ def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mappi
         data = tables[table.name]
         entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
         durable.atomic_write(manifest.table_path(run_dir, table.name, iteration), arrow.to_parquet(table, data))
-    # of a run that is not complete the fingerprint is the last link
+    # while a run is not complete its fingerprint is the last link
     entry = IterationEntry(iteration=iteration, tables=entries, chain=next_link(current.fingerprint, entries))
     return commit(run_dir, current, entry)
 
@@ -166,7 +153,7 @@ def _make_folder(run_dir: Path) -> Path:
 
 
 def require_current_format(run_dir: Path, current: Head) -> None:
-    """Raise UserError for a run that an earlier version began, which can be read and not gone on with."""
+    """Raise UserError for a run that an earlier version began; such a run can only be read."""
     if current.manifest_version != manifest.VERSION:
         raise UserError(
             f"{run_dir / manifest.FILE_NAME}: manifest_version = {current.manifest_version}: this ppo_repro writes "
@@ -179,11 +166,11 @@ def _require_open(run_dir: Path, current: Head) -> None:
         raise ValueError("the run is complete; nothing can be added to it")
     require_current_format(run_dir, current)
     if manifest.load_head(run_dir) != manifest.head_of(current):
-        raise UserError(f"{run_dir}: the manifest changed meanwhile; let one process at a time write a run")
+        raise UserError(f"{run_dir}: the manifest was changed by another process; let only one process write a run")
 
 
 def _save(run_dir: Path, current: Head, changes: dict[str, Any]) -> Head:
-    # built anew, not copied, so that every field is validated
+    # constructed, not copied, so that every field is validated
     changed = Head(**{**dict(manifest.head_of(current)), **changes})
     manifest.save(changed, run_dir)
     return changed

@@ -1,12 +1,15 @@
-"""The checkpoints of one run: when due, where they lie, which are kept, where a run goes on, what it ends with."""
+"""The checkpoints of one run: when they are due, where they are, which stay, and the models at the end."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,17 +19,16 @@ from ppo_repro.disk.folder import remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter
 from ppo_repro.models.reward_model import save_reward_model
-from ppo_repro.models.state import TrainState
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs import checkpoint
-from ppo_repro.runs.checkpoint import Checkpoint, Origin
+from ppo_repro.runs import checkpoint_format
+from ppo_repro.runs.checkpoint_format import Checkpoint, Origin
 from ppo_repro.runs.prepare import Prepared
 
 _NAME = re.compile(r"iteration-(\d{6,})")
 
 
 def checkpoints_folder(run_dir: Path) -> Path:
-    """Where the checkpoints, the reference and at the end the trained models lie."""
+    """The folder of the checkpoints, the reference and at the end the trained models."""
     return run_dir / "checkpoints"
 
 
@@ -45,14 +47,22 @@ def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
     return checkpoints_folder(run_dir) / f"iteration-{iteration:06d}"
 
 
-def is_due(config: RunConfig, iteration: int) -> bool:
-    """Whether a checkpoint is written after `iteration` iterations."""
-    every = config.checkpoints.every
-    return every > 0 and iteration % every == 0
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Hide the objects that exist now from the garbage collector, so that `gc.collect` is quick inside the block.
+
+    safetensors and json leave cycles of objects behind with every checkpoint. The collector looks at all objects only
+    when there are a quarter more of them, or 70,000: thousands of iterations, over which memory would grow.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def task_digest(prepared: Prepared) -> str:
-    """SHA-256 of everything asked: problems in order, token ids of the prompts, the tokens that end a response."""
+    """SHA-256 of the whole task: problems in order, token ids of the prompts, the tokens that end a response."""
     task = prepared.task
     splits = task.problems.train, task.problems.held_out
     asked = [[(p.key, p.prompt, p.answer, task.prompt_ids[p.key]) for p in problems] for problems in splits]
@@ -68,57 +78,73 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         write_sums(temporary)
 
 
-def save_final(run_dir: Path, config: RunConfig, prepared: Prepared) -> None:
-    """The trained policy, beside it its adapter in peft's format and a reward model that was made here."""
-    folder, tokenizer = final_folder(run_dir), prepared.task.tokenizer
-    save_model(prepared.state.policy, tokenizer, folder)
-    if prepared.lora is not None:
-        base = folder.with_name("base")
-        if isinstance(config.model, ModelFolder):
-            base = Path(config.model.path)
-        else:
-            save_model(prepared.state.reference, tokenizer, base)
-        with whole_folder(folder.with_name("adapter")) as temporary:
-            save_adapter(prepared.lora, temporary, str(base))
-            write_sums(temporary)
-    if prepared.reward_training is not None and prepared.task.reward_model is not None:
-        save_reward_model(prepared.task.reward_model, tokenizer, folder.with_name("reward_model"))
-
-
 def save_reference(run_dir: Path, prepared: Prepared) -> dict[str, str]:
-    """Keep the reference, which no step changes, once for all checkpoints; returns SHA-256 by file name."""
+    """Save the reference, which no step changes, once for all checkpoints; returns SHA-256 by file name."""
     folder = reference_folder(run_dir)
     save_model(prepared.state.reference, prepared.task.tokenizer, folder)
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in _files(folder).items()}
 
 
-def begin(run_dir: Path, config: RunConfig, prepared: Prepared, start: Checkpoint | None) -> Origin:
-    """Bring a prepared run to where it starts, and return what all its checkpoints will name.
+@dataclass(frozen=True)
+class ModelStore:
+    """What a language run keeps beside its records: checkpoints on the way, and the trained models."""
+
+    run_dir: Path
+    config: RunConfig
+    prepared: Prepared
+    origin: Origin
+
+    def is_due(self, iteration: int) -> bool:
+        every = self.config.checkpoints.every
+        return every > 0 and iteration % every == 0
+
+    def save(self, link: str) -> None:
+        """Write a checkpoint, then remove all but the newest ones; UserError where that fails."""
+        saved = checkpoint_format.take(self.prepared.state, link, self.origin)
+        checkpoint_format.save(saved, checkpoint_folder(self.run_dir, saved.iteration))
+        _remove_old(self.run_dir, self.config.checkpoints.keep)
+        del saved
+        gc.collect()  # see quick_collections
+
+    def finish(self) -> None:
+        """The trained policy, beside it its adapter in peft's format and a reward model that was made here."""
+        prepared, folder = self.prepared, final_folder(self.run_dir)
+        tokenizer = prepared.task.tokenizer
+        save_model(prepared.state.policy, tokenizer, folder)
+        if prepared.lora is not None:
+            base = folder.with_name("base")
+            if isinstance(self.config.model, ModelFolder):
+                base = Path(self.config.model.path)
+            else:
+                save_model(prepared.state.reference, tokenizer, base)
+            with whole_folder(folder.with_name("adapter")) as temporary:
+                save_adapter(prepared.lora, temporary, str(base))
+                write_sums(temporary)
+        if prepared.reward_training is not None and prepared.task.reward_model is not None:
+            save_reward_model(prepared.task.reward_model, tokenizer, folder.with_name("reward_model"))
+
+
+def open_store(run_dir: Path, config: RunConfig, prepared: Prepared, start: Checkpoint | None) -> ModelStore:
+    """The store of a prepared run, whose state is brought to where `start` is.
 
     `start` needs a run prepared from the reference folder. UserError where it does not fit.
     """
     task = task_digest(prepared)
     if start is None:
-        return Origin(task, save_reference(run_dir, prepared) if config.checkpoints.every else {})
+        reference = save_reference(run_dir, prepared) if config.checkpoints.every else {}
+        return ModelStore(run_dir, config, prepared, Origin(task, reference))
     if task != start.origin.task:
         raise UserError("prompts, answers or end tokens are not what they were when the run started; restore them")
     try:
-        checkpoint.restore(start, prepared.state)
+        checkpoint_format.restore(start, prepared.state)
     except ValueError as error:
         raise UserError(f"the checkpoint of iteration {start.iteration} does not fit the model: {error}") from error
     _remove_old(run_dir, config.checkpoints.keep)
-    return start.origin
-
-
-def write(run_dir: Path, config: RunConfig, state: TrainState, chain: str, origin: Origin) -> None:
-    """Write a checkpoint of the state as it is, then remove all but the newest ones; UserError where that fails."""
-    saved = checkpoint.take(state, chain, origin)
-    checkpoint.save(saved, checkpoint_folder(run_dir, saved.iteration))
-    _remove_old(run_dir, config.checkpoints.keep)
+    return ModelStore(run_dir, config, prepared, start.origin)
 
 
 def _remove_old(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what processes that were killed left behind."""
+    """Remove all but the newest `keep` checkpoints, and what killed processes left behind."""
     try:
         for _, folder in _checkpoints(run_dir)[:-keep]:
             remove_folder(folder)
@@ -133,15 +159,15 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
 
     An older one is not taken instead: the user decides that, by removing what the message names.
     """
-    found = _checkpoints(run_dir)
-    if not found:
+    folders = _checkpoints(run_dir)
+    if not folders:
         return None
-    number, folder = found[-1]
+    number, folder = folders[-1]
     try:
-        saved = checkpoint.load(folder)
+        saved = checkpoint_format.load(folder)
         _require_of_run(saved, number, folder, recorded)
     except UserError as error:
-        otherwise = f"resume from iteration {found[-2][0]}" if len(found) > 1 else "start from the beginning"
+        otherwise = f"resume from iteration {folders[-2][0]}" if len(folders) > 1 else "start from the beginning"
         raise UserError(f"{error}; remove {folder} to {otherwise}") from error
     try:
         _require_reference(reference_folder(run_dir), saved.origin.reference)
@@ -150,14 +176,14 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
     return saved
 
 
-def load_all(run_dir: Path, recorded: Manifest) -> int:
-    """Verify every checkpoint and the reference; returns how many there are. UserError names the damaged file."""
-    found = _checkpoints(run_dir)
-    for number, folder in found:
-        saved = checkpoint.load(folder)
+def check_all(run_dir: Path, recorded: Manifest) -> int:
+    """Verify every checkpoint and the reference; returns their number. UserError names the damaged file."""
+    folders = _checkpoints(run_dir)
+    for number, folder in folders:
+        saved = checkpoint_format.load(folder)
         _require_of_run(saved, number, folder, recorded)
         _require_reference(reference_folder(run_dir), saved.origin.reference)
-    return len(found)
+    return len(folders)
 
 
 def _checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
@@ -184,8 +210,8 @@ def _require_of_run(saved: Checkpoint, number: int, folder: Path, recorded: Mani
 
 
 def _require_reference(folder: Path, expected: Mapping[str, str]) -> None:
-    # a file more could change what is loaded as much as another content
+    # an additional file could change what is loaded as much as a changed one
     for name in sorted(set(_files(folder)) - set(expected)):
         raise UserError(f"{folder / name}: was not there when the run started; the reference was changed")
     for name, digest in expected.items():
-        checkpoint.verified_bytes(folder / name, digest)
+        checkpoint_format.verified_bytes(folder / name, digest)

@@ -67,7 +67,7 @@ class Difference:
 
 
 def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference | None:
-    """Compare two runs, complete or not, in the order in which the data came to be.
+    """Compare two runs, complete or not, in the order in which the data was computed.
 
     Digests are not verified, so that a changed cell is named; raises UserError where a file is missing
     or unreadable.
@@ -79,21 +79,21 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
     counts = len(left.iterations), len(right.iterations)
     for iteration in range(min(counts)):
         for table in manifest.tables_of(left):
-            found = first_table_difference(
+            difference = first_table_difference(
                 table,
                 reader.read_recorded(left_root, left, table, iteration, verify=False),
                 reader.read_recorded(right_root, right, table, iteration, verify=False),
                 iteration,
             )
-            if found is not None:
-                return found
+            if difference is not None:
+                return difference
     if counts[0] != counts[1]:
         return _count_difference(RUN, min(counts), ITERATIONS, counts)
     return first_final_difference(left.final, right.final)
 
 
 def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table, iteration: int) -> Difference | None:
-    """The lowest row of the first column whose bits differ; raises ValueError on values of another kind."""
+    """The lowest row of the first column whose bits differ; raises ValueError on values of another type."""
     if left.num_rows != right.num_rows:
         return _count_difference(table.name, iteration, ROWS, (left.num_rows, right.num_rows))
     for column in table.columns:
@@ -215,7 +215,7 @@ def _is_other(left: Any, right: Any) -> bool:
 
 
 def _around_difference(left: str | list[Any], right: str | list[Any]) -> tuple[str, str]:
-    # the whole of two long texts would hide the one place where they differ
+    # two long texts in full would hide the one position at which they differ
     pairs = enumerate(zip(left, right, strict=False))
     first = next((index for index, (a, b) in pairs if _is_other(a, b)), min(len(left), len(right)))
     start = max(0, first - _CONTEXT)

@@ -1,4 +1,4 @@
-"""What a run ran on and from: versions, processor, threads, code, input files. Never part of the fingerprint."""
+"""What a run was computed with and from: versions, processor, threads, code, input files. Not in the fingerprint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def _git(*arguments: str) -> str:
     """Output of a git command in the checkout of this package; empty where there is none."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return ""  # installed from a wheel: a repository further up would be somebody else's
+        return ""  # installed from a wheel: a repository further up is another project
     command = ["git", "-C", str(root), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -37,7 +37,7 @@ def _git(*arguments: str) -> str:
 
 
 def code_digest() -> str:
-    """SHA-256 over the source files of this package, whatever git says of them."""
+    """SHA-256 over the source files of this package, whether git knows them or not."""
     root = Path(__file__).resolve().parents[1]
     sums = [
         f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}"
@@ -79,3 +79,10 @@ def file_digests(paths: Iterable[Path]) -> dict[str, str]:
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     return digests
+
+
+def check_inputs(inputs: Mapping[str, str]) -> None:
+    """Raise UserError if an input file of a run is gone or has changed; SHA-256 by path."""
+    for path, digest in inputs.items():
+        if file_digests([Path(path)])[str(Path(path).resolve())] != digest:
+            raise UserError(f"{path}: changed since the run was recorded; restore it")

@@ -1,4 +1,4 @@
-"""How a run begins and ends on disk, whatever ends its process and whenever."""
+"""How a run begins and ends on disk, however and whenever its process ends."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ppo_repro.records.manifest import Status
 
 @contextmanager
 def new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
-    """What `writer.lay_out_run` made appears as the run folder, with this process as its only writer.
+    """Give the folder that `writer.lay_out_run` made its name; this process is its only writer until the block ends.
 
-    What ends the block is noted in the manifest; a run that has no iteration by then is removed. An exception may
-    come at any instant, as Ctrl-C does: no folder stays that says "running". UserError as `writer.publish_run`.
+    An exception that ends the block is noted in the manifest; a run without a complete iteration is removed.
+    The exception may come at any instant, as Ctrl-C does: no folder is left that says "running". UserError as
+    `writer.publish_run`.
     """
-    with only_writer(temporary):  # the lock is of the file, whatever folder it is in later
+    with only_writer(temporary):  # the lock belongs to the file, whichever folder it is in later
         try:
             writer.publish_run(temporary, run_dir)
             yield
         except BaseException as error:
-            if temporary.exists():  # not ours yet
+            if temporary.exists():  # it has not been renamed yet
                 shutil.rmtree(temporary, ignore_errors=True)
             elif manifest.load_head(run_dir).num_iterations:
                 mark_ended(run_dir, error)
@@ -37,11 +38,11 @@ def new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
 def mark_ended(run_dir: Path, error: BaseException) -> None:
     """Note in the manifest that `error` ended the run; what is recorded stays.
 
-    Where the note cannot be written either, the manifest goes on saying "running": `error` is the one to report.
+    Where the note cannot be written either, the manifest keeps saying "running", and `error` is what is reported.
     """
     ended: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     with suppress(UserError):
-        # as it is on disk: the error may have come between the file and our copy of it
+        # from the disk: the error may have come after the file was written and before our copy was updated
         current = manifest.load_head(run_dir)
         if current.status != "complete":
             writer.mark(run_dir, current, ended)

@@ -1,4 +1,4 @@
-"""The engine a configuration asks for."""
+"""The engine that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppo_repro.watcher import Watcher
 
 
 def check_engine(config: RunConfig, ranks: int) -> None:
-    """Raise UserError where several processes ask for an engine that serves one."""
+    """Raise UserError where several processes ask for an engine that works in one."""
     if ranks > 1 and config.rollout.engine.kind == "sglang":
         raise UserError(
             f"rollout.engine.kind = sglang: works in one process, and here are {ranks}; start it without torchrun, "
@@ -27,8 +27,8 @@ def check_engine(config: RunConfig, ranks: int) -> None:
 def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
     """Raise UserError where the engine of `config` would sample other bits than the one of `recorded`.
 
-    Exact numerics give one set of bits in either program. Beside them a program, what it computes on, its arguments
-    and over how many servers its batches are spread may each change a bit; addresses, transport and waits do not.
+    In exact numerics both programs give the same bits. In others the program, its device, its arguments and the number
+    of servers that share its batches may each change a bit; addresses, transport and timeouts do not.
     """
     before, now = _sampler(recorded), _sampler(config)
     if before != now:
@@ -39,7 +39,7 @@ def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
 
 
 def _sampler(config: RunConfig) -> str:
-    """What decides over the bits that are sampled, in words."""
+    """What decides which bits are sampled, in words."""
     engine = config.rollout.engine
     if not isinstance(engine, SGLangServers):
         return f"{config.numerics.mode} numerics"

@@ -65,7 +65,7 @@ def run_inputs(config: RunConfig) -> list[Path]:
 
 
 def task_inputs(config: RunConfig) -> list[Path]:
-    """Those of them that are not of the model: prompts and reward, a reward model's folder included."""
+    """The input files that are not the model's: prompts and reward, a reward model's folder included."""
     files = [Path(config.task.path)] if isinstance(config.task, JsonlTask) else []
     model = config.reward.model
     folder = input_files(Path(model.path)) if isinstance(model, RewardModelFolder) else []
@@ -75,7 +75,7 @@ def task_inputs(config: RunConfig) -> list[Path]:
 def _source(
     config: RunConfig, problems: Split, progress: WarmStartProgress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that policy, value model and reference start as, and its tokenizer."""
+    """The model that policy, value model and reference are copies of at the start, and its tokenizer."""
     if isinstance(config.model, ModelFolder):
         return load_folder(Path(config.model.path))
     assert isinstance(config.model, TinyModel)
@@ -94,7 +94,7 @@ def prepare_task(
     judge: Judge,
     progress: WarmStartProgress,
 ) -> tuple[Task, RewardTraining | None]:
-    """Encode and check every prompt; load the reward model, or make it and say how that went."""
+    """Encode and check every prompt; load the reward model, or train it and return how that went."""
     chat = isinstance(config.task, JsonlTask) and config.task.chat_template
     vocab_size = source.config.vocab_size
     ids = encode_all([*problems.train, *problems.held_out], encoder(tokenizer, chat), config, vocab_size)
@@ -139,7 +139,7 @@ def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
 
 
 def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[TrainState, Lora | None]:
-    """Policy, value model and reference as they start, with their optimizers; the policy's adapter if it has one."""
+    """Policy, value model and reference before the first step, their optimizers, and the policy's adapter if any."""
     mode, max_context, bits = config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits
     policy = make_policy(source, mode, max_context, bits)
     reference = freeze(make_policy(source, mode, max_context, bits))
@@ -190,7 +190,7 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
     """Load or make everything; UserError names whatever the user has to correct.
 
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of
-    this run left it; it takes the place of the model of the configuration and its warm start.
+    this run left it; it replaces the model of the configuration and its warm start.
     """
     backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
     disable_progress_bar()  # the run shows its own

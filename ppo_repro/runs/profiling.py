@@ -1,4 +1,4 @@
-"""How fast an iteration was beside what this machine can do: multiply-accumulates per second over a measured peak."""
+"""How fast an iteration was compared with this machine: multiply-accumulates per second over a measured peak."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BACKWARD = 3  # products of a forward and backward pass over those of a forward
 
 @dataclass(frozen=True)
 class Peak:
-    """A large product in the run's numerics and on its threads, and the products that a token needs."""
+    """The rate of a large product in the run's numerics and on its threads, and the products that a token needs."""
 
     rate: float  # multiply-accumulates per second
     policy: int  # multiply-accumulates of one token in the weight matrices; attention is not counted
@@ -78,8 +78,8 @@ def measure_peak(config: RunConfig, state: TrainState) -> Peak:
 def fractions(item: Iteration, peak: Peak) -> dict[str, float]:
     """Achieved share of the peak by phase: useful multiply-accumulates over seconds and rate.
 
-    Useful are the products of every input token once per pass that the algorithm asks for, backward passes counted
-    as two forward ones; recomputation and padding are not. NaN for a phase that took no time.
+    The products of every input token are useful, once per pass that the algorithm asks for; a backward pass counts
+    as two forward passes. Recomputation and padding are not useful. NaN for a phase that took no time.
     """
     rollout = item.rollout
     inputs = torch.tensor([len(ids) for ids in rollout.prompts.prompt_ids]) + rollout.lengths - 1
@@ -88,8 +88,8 @@ def fractions(item: Iteration, peak: Peak) -> dict[str, float]:
     work = {"rollout": once * peak.policy, "forward": once * (2 * peak.policy + peak.value), "update": 0}
     for step in item.updates:
         tokens = int(inputs[sequence_of[step.tokens].unique()].sum())
-        moved = (peak.policy if step.policy is not None else 0) + (peak.value if step.value is not None else 0)
-        work["update"] += BACKWARD * tokens * moved
+        products = (peak.policy if step.policy is not None else 0) + (peak.value if step.value is not None else 0)
+        work["update"] += BACKWARD * tokens * products
     return {
         phase: work[phase] / (item.seconds[phase] * peak.rate) if item.seconds[phase] else float("nan")
         for phase in PHASES
@@ -97,6 +97,6 @@ def fractions(item: Iteration, peak: Peak) -> dict[str, float]:
 
 
 def memory_peak() -> int:
-    """Most bytes of memory that this process has held at once, its high-water mark."""
+    """The largest number of bytes of memory that this process has used at once."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

@@ -1,186 +1,120 @@
-"""Running a configuration, and running a recorded one again to compare every bit."""
+"""The runner: executes a run of any kind, resumes it, and executes it again to compare every bit."""
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
-from ppo_repro.buffers import Iteration
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.run import RunConfig
+from ppo_repro.disk import durable
+from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.loop import Clock, ppo_iterations
-from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.loop import Clock
+from ppo_repro.ranks import Ranks
 from ppo_repro.records import digests, manifest, reader, writer
 from ppo_repro.records.background import appending
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs import checkpoints
-from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
-from ppo_repro.runs.environment import describe_environment, file_digests
-from ppo_repro.runs.garbage import quick_collections
-from ppo_repro.runs.lifetime import new_run
-from ppo_repro.runs.open_engine import check_engine, rollout_engine
-from ppo_repro.runs.prepare import Prepared, prepare, run_inputs
-from ppo_repro.runs.profiling import measure_peak
-from ppo_repro.runs.tables import iteration_tables
-from ppo_repro.shares import check_shares
-from ppo_repro.stages.coefficients import last_kl
-from ppo_repro.stages.evaluation import evaluate
-from ppo_repro.watcher import Watcher
-
-Final = dict[str, float | int | str]
+from ppo_repro.runs.environment import check_inputs, file_digests
+from ppo_repro.runs.kind import Config, Execution, Item, RunKind
+from ppo_repro.runs.lifetime import mark_ended, new_run
 
 
-def run_folder(config: RunConfig, out: Path) -> Path:
+def run_folder(config: RunConfig | ControlConfig, out: Path) -> Path:
     """OUT/<experiment>/seed<seed>-<config digest>."""
     return out / config.experiment / f"seed{config.seed}-{config.digest()}"
 
 
-def _tell(watcher: Watcher, config: RunConfig, item: Iteration) -> None:
-    rewards = item.rewards
-    watcher.iteration(
-        item.index + 1,
-        config.ppo.iterations,
-        exact_mean(rewards.scores),
-        exact_mean(rewards.is_correct),
-        last_kl(item.updates),
-    )
-
-
-def _iterations(config: RunConfig, prepared: Prepared, engine: Engine, ranks: Ranks) -> Iterator[Iteration]:
-    return ppo_iterations(config, prepared.task, prepared.state, engine, ranks)
-
-
-def _prepare(
-    config: RunConfig, inputs: Mapping[str, str], watcher: Watcher, ranks: Ranks, start_folder: Path | None
-) -> Prepared:
-    """The run before its first iteration; PromiseBroken where a rank has other weights than the first one."""
-
-    def warm_start(step: int, total: int, loss: float) -> None:
-        ranks.check()  # every rank computes the whole warm start by itself
-        watcher.warm_start(step, total, loss)
-
-    ranks.require_same("configuration", config.digest())
-    ranks.require_same("input files", sorted(inputs.values()))
-    prepared = prepare(config, warm_start, start_folder)
-    weights = prepared.state.policy.named_parameters(), prepared.state.value_parameters().items()
-    ranks.require_same("initial weights", [weights_digest(parameters) for parameters in weights])
-    return prepared
-
-
-def _final_results(config: RunConfig, prepared: Prepared, engine: Engine, ranks: Ranks) -> Final:
-    evaluation = evaluate(config, prepared.task, engine, ranks)
-    training = prepared.reward_training
-    judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
-    return {
-        **judged,
-        "eval_accuracy": evaluation.accuracy,
-        "eval_score": evaluation.score,
-        # the reference is what the policy was before the first step
-        "initial_policy_digest": weights_digest(prepared.state.reference.named_parameters()),
-        "policy_digest": weights_digest(prepared.state.policy.named_parameters()),
-        "value_digest": weights_digest(prepared.state.value_parameters().items()),
-    }
-
-
-def run(
-    config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE, profile: bool = False
-) -> tuple[Path, dict[str, float]]:
+def run(kind: RunKind[Config, Item], config: Config, out: Path) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; returns the run folder and wall seconds by phase.
 
-    `profile`: measure what the machine can do first, and record which share of it every iteration reached.
     UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
     Of several ranks the first one records.
     """
-    check_shares(config.layout.rank_shares, ranks.size)
-    check_engine(config, ranks.size)
-    run_dir = run_folder(config, out)
-    inputs = file_digests(run_inputs(config))
+    run_dir, ranks = run_folder(config, out), kind.ranks
+    execution = kind.begin(config, run_dir if ranks.is_first else None)
+    inputs = file_digests(kind.input_files(config))
     if not ranks.is_first:
-        return run_dir, _work_along(config, inputs, watcher, ranks)
-    environment = describe_environment(config, ranks.size)
-    temporary = writer.lay_out_run(run_dir, dump_yaml(config), environment, config.digest(), inputs)
+        _require_same_start(ranks, config, inputs)
+        _work_along(execution)
+        return run_dir, {}
+    environment = kind.environment(config)
+    temporary = writer.lay_out_run(run_dir, dump_yaml(config), environment, config.digest(), inputs, kind.name)
     with new_run(temporary, run_dir):
-        seconds = execute(run_dir, config, watcher, None, ranks, profile)
+        _require_same_start(ranks, config, inputs)
+        seconds = execute(kind, config, run_dir, execution)
     return run_dir, seconds
 
 
-def _work_along(config: RunConfig, inputs: Mapping[str, str], watcher: Watcher, ranks: Ranks) -> dict[str, float]:
+def _require_same_start(ranks: Ranks, config: RunConfig | ControlConfig, inputs: Mapping[str, str]) -> None:
+    ranks.require_same("configuration", config.digest())
+    ranks.require_same("input files", sorted(inputs.values()))
+
+
+def _work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
     """What a rank does that does not record: everything else."""
-    prepared = _prepare(config, inputs, watcher, ranks, None)
-    for item in _iterations(config, prepared, prepared.engine, ranks):
-        _tell(watcher, config, item)
-    _final_results(config, prepared, prepared.engine, ranks)
-    return {}
+    with opened as execution:
+        for _ in execution.iterations():
+            pass
+        execution.final_results()
 
 
 def execute(
-    run_dir: Path,
-    config: RunConfig,
-    watcher: Watcher,
-    start: Checkpoint | None,
-    ranks: Ranks = ALONE,
-    profile: bool = False,
+    kind: RunKind[Config, Item], config: Config, run_dir: Path, opened: AbstractContextManager[Execution[Item]]
 ) -> dict[str, float]:
-    """Do what is left of a run, from a checkpoint or from the beginning; returns wall seconds by phase.
+    """Record an execution in its run folder until it is complete; returns wall seconds by phase.
 
     An iteration that is recorded already is compared instead: PromiseBroken names the first cell that differs.
     """
     started = time.perf_counter()
-    recorded = manifest.load(run_dir)
-    current = manifest.head_of(recorded)
-    start_folder = None if start is None else checkpoints.reference_folder(run_dir)
-    prepared = _prepare(config, current.inputs, watcher, ranks, start_folder)
-    origin = checkpoints.begin(run_dir, config, prepared, start)
-    peak = measure_peak(config, prepared.state) if profile else None
-    seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
-    with (
-        quick_collections(),
-        rollout_engine(config, prepared.engine, run_dir / "sglang", watcher) as engine,
-        appending(run_dir, current) as appender,
-    ):
-        written: Iteration | None = None
-        for item in _iterations(config, prepared, engine, ranks):
+    recorded, total = manifest.load(run_dir), config.ppo.iterations
+    with opened as execution, appending(run_dir, manifest.head_of(recorded)) as appender:
+        seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
+        written: tuple[int, str] | None = None
+        for item in execution.iterations():
             clock = Clock()
-            tables = iteration_tables(item, config, peak)
+            done = item.index + 1
+            tables = execution.tables(item)
             current = appender.settle()
             if written is not None:
-                _tell(watcher, config, written)  # only of what is on disk
-            if item.index < recorded.num_iterations:
-                require_same(run_dir, recorded, item.index, tables)
+                kind.watcher.iteration(written[0], total, written[1])  # only of what is on disk
+            is_recorded = item.index < recorded.num_iterations
+            if is_recorded:
+                _require_same(run_dir, recorded, item.index, tables)
             else:
                 appender.start(item.index, tables)
-            written = item
+            written = done, execution.progress(item)
             clock.lap("records")
-            if checkpoints.is_due(config, item.index + 1):
+            if execution.store is not None and execution.store.is_due(done):
                 current = appender.settle()  # a checkpoint names the chain it follows
                 clock.lap("records")
                 # while the run is not complete its fingerprint is the last link
-                again = item.index < recorded.num_iterations
-                link = recorded.iterations[item.index].chain if again else current.fingerprint
-                checkpoints.write(run_dir, config, prepared.state, link, origin)
-                gc.collect()  # see runs.garbage
+                execution.store.save(recorded.iterations[item.index].chain if is_recorded else current.fingerprint)
                 clock.lap("checkpoints")
-            for phase, spent in [*clock.seconds.items(), *item.seconds.items()]:
-                seconds[phase] = seconds.get(phase, 0.0) + spent
+            _add_up(seconds, clock.seconds)
+            _add_up(seconds, item.seconds)
         current = appender.settle()
         if written is not None:
-            _tell(watcher, config, written)
-        final = _final_results(config, prepared, engine, ranks)
-    checkpoints.save_final(run_dir, config, prepared)
+            kind.watcher.iteration(written[0], total, written[1])
+        final = execution.final_results()
+        if execution.store is not None:
+            execution.store.finish()
     writer.finish(run_dir, current, final)
     seconds["total"] = time.perf_counter() - started
     return seconds
+
+
+def _add_up(seconds: dict[str, float], more: Mapping[str, float]) -> None:
+    for phase, spent in more.items():
+        seconds[phase] = seconds.get(phase, 0.0) + spent
 
 
 def _iteration_difference(
@@ -195,8 +129,8 @@ def _iteration_difference(
     return None
 
 
-def require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> None:
-    """Raise PromiseBroken naming the first cell of a recorded iteration that `tables` has otherwise."""
+def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> None:
+    """Raise PromiseBroken naming the first cell in which `tables` differ from a recorded iteration."""
     difference = _iteration_difference(run_dir, recorded, iteration, tables)
     if difference is not None:
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
@@ -205,6 +139,62 @@ def require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Mapp
         if digests.table_digest(table, tables[table.name]) != entry.digest:
             path = manifest.table_path(run_dir, table.name, iteration)
             raise UserError(f"{path}: does not match the manifest; the file was changed or damaged")
+
+
+def _recorded_config(
+    kind: RunKind[Config, Item], run_dir: Path, recorded: Manifest, overrides: Sequence[str]
+) -> Config:
+    """The configuration of a recorded run with `overrides`; UserError for one that could change a result."""
+    for override in overrides:
+        if not override.startswith(tuple(f"{group}{end}" for group in kind.changeable for end in ".=")):
+            raise UserError(
+                f"--set {override}: a recorded run may change fields of {' and '.join(kind.changeable)} only; "
+                "for another field start a run of its own"
+            )
+    check_config(run_dir, recorded)
+    return kind.load_config(run_dir / "config.yaml", overrides)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was there when a run was resumed."""
+
+    start: int  # iterations of the checkpoint, 0 without one
+    recorded: int  # iterations recorded by then; those from `start` on were computed again and compared
+
+
+def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = ()) -> Resumed:
+    """Continue a run from where its kind can, or from the beginning, until it is complete.
+
+    `overrides` may change what must not change a bit. UserError if another process writes the run, it is finished,
+    its checkpoint is damaged, its inputs have changed or an override could change a result; then nothing has changed.
+    PromiseBroken if an iteration computed again differs from its record.
+    """
+    manifest.load(run_dir)  # before a lock is put into a folder that is no run
+    check_links(run_dir)
+    with only_writer(run_dir):
+        recorded = manifest.load(run_dir)
+        if recorded.status == "complete":
+            raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
+        writer.require_current_format(run_dir, recorded)
+        config = _recorded_config(kind, run_dir, recorded, overrides)
+        resumption = kind.resume(config, run_dir, recorded)
+        tree = {"iteration": resumption.start, "overrides": list(overrides), "environment": kind.environment(config)}
+        notes = _write_note(run_dir, manifest.note_content(tree))
+        try:
+            writer.mark(run_dir, recorded, "running", notes)
+            execute(kind, config, run_dir, resumption.execution)
+        except BaseException as error:
+            mark_ended(run_dir, error)
+            raise
+    return Resumed(resumption.start, recorded.num_iterations)
+
+
+def _write_note(run_dir: Path, content: bytes) -> dict[str, str]:
+    """Write the next resumed-NNN.json; returns its digest by file name."""
+    name = f"resumed-{len(list(run_dir.glob('resumed-*.json'))) + 1:03d}.json"
+    durable.atomic_write(run_dir / name, content)
+    return {name: manifest.note_digest(content)}
 
 
 @dataclass(frozen=True)
@@ -216,53 +206,34 @@ class Rerun:
     iterations: int
 
 
-def check_inputs(inputs: Mapping[str, str]) -> None:
-    """Raise UserError if a file that the run was made from is gone or has changed; SHA-256 by path."""
-    for path, digest in inputs.items():
-        if file_digests([Path(path)])[str(Path(path).resolve())] != digest:
-            raise UserError(f"{path}: changed since the run was recorded; restore it")
+def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = ()) -> Rerun:
+    """Execute a recorded configuration again, in memory, and compare every buffer with the files as they are.
+
+    `overrides` may change what must not change a bit. Stops at the first difference. UserError if the run is
+    incomplete, its configuration or inputs have changed or an override could change a result. Of several ranks the
+    first one compares; all return the same.
+    """
+    recorded = reader.open_manifest(run_dir)
+    config = _recorded_config(kind, run_dir, recorded, overrides)
+    opened = kind.begin(config, None)
+    check_inputs(recorded.inputs)
+    _require_same_start(kind.ranks, config, recorded.inputs)
+    fingerprint = digests.FINGERPRINT_SEED
+    with opened as execution:
+        for item in execution.iterations():
+            tables = execution.tables(item)
+            fingerprint, difference = kind.ranks.first(_compare, run_dir, recorded, item.index, tables, fingerprint)
+            if difference is not None:
+                return Rerun(difference, fingerprint, item.index + 1)
+            kind.watcher.iteration(item.index + 1, config.ppo.iterations, execution.progress(item))
+        final = execution.final_results()
+    difference = first_final_difference(recorded.final, final)
+    return Rerun(difference, manifest.finished_fingerprint(fingerprint, final), config.ppo.iterations)
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise UserError for an override that could change a result of a recorded run."""
-    for override in overrides:
-        if not override.startswith(("layout.", "rollout.engine.", "rollout.engine=")):
-            raise UserError(
-                f"--set {override}: a recorded run may change layout fields only (of language models rollout.engine "
-                "too); use `ppo-repro run` instead"
-            )
-
-
-def compared(
+def _compare(
     run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table], fingerprint: str
 ) -> tuple[str, Difference | None]:
     """The fingerprint with this iteration added, and the first difference from the recorded one."""
     links = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
     return digests.chain(fingerprint, links), _iteration_difference(run_dir, recorded, iteration, tables)
-
-
-def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> Rerun:
-    """Execute a recorded configuration again, in memory, and compare every buffer with the files as they are.
-
-    `overrides` may change layout and rollout engine, which must not change a bit. Stops at the first difference.
-    UserError if the run is incomplete, its inputs have changed or an override is of anything else. Of several
-    ranks the first one compares; all return what it found.
-    """
-    recorded = reader.open_manifest(run_dir)
-    check_overrides(overrides)
-    config = load_recorded_config(run_dir, overrides)
-    check_shares(config.layout.rank_shares, ranks.size)
-    check_engine(config, ranks.size)
-    check_inputs(recorded.inputs)
-    prepared = _prepare(config, recorded.inputs, watcher, ranks, None)
-    fingerprint = digests.FINGERPRINT_SEED
-    with rollout_engine(config, prepared.engine, None, watcher) as engine:
-        for item in _iterations(config, prepared, engine, ranks):
-            tables = iteration_tables(item, config)
-            fingerprint, difference = ranks.first(compared, run_dir, recorded, item.index, tables, fingerprint)
-            if difference is not None:
-                return Rerun(difference, fingerprint, item.index + 1)
-            _tell(watcher, config, item)
-        final = _final_results(config, prepared, engine, ranks)
-    fingerprint = digests.chain(fingerprint, {k: digests.scalar_digest(v) for k, v in final.items()})
-    return Rerun(first_final_difference(recorded.final, final), fingerprint, config.ppo.iterations)

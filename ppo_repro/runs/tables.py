@@ -31,7 +31,7 @@ def unequal_bits(a: Tensor, b: Tensor) -> int:
 
 
 def iteration_tables(item: Iteration, config: RunConfig, peak: Peak | None = None) -> dict[str, pa.Table]:
-    """All five tables of one iteration; without `peak` the fractions of it are null."""
+    """All five tables of one iteration; without `peak` its fractions are null."""
     columns = {
         "sequences": _sequences(item),
         "tokens": _tokens(item),
@@ -69,7 +69,7 @@ def _sequences(item: Iteration) -> Columns:
         "response": list(rollout.responses),
         "answer": list(prompts.answers),
         "prompt_ids": [_int32(ids) for ids in prompts.prompt_ids],
-        "response_ids": [_int32(part) for part in torch.split(rollout.response_ids, lengths.tolist())],
+        "response_ids": [_int32(ids) for ids in torch.split(rollout.response_ids, lengths.tolist())],
         "prompt_length": _int32([len(ids) for ids in prompts.prompt_ids]),
         "response_length": _int32(lengths),
         "finish_reason": list(rollout.finish_reasons),
@@ -114,9 +114,9 @@ def _updates(item: Iteration) -> Columns:
     def of_minibatch(name: str) -> np.ndarray:
         return np.concatenate([np.full(len(u.tokens), getattr(u, name), np.int32) for u in item.updates])
 
-    def of_step(part: str, name: str) -> WithNulls:
+    def per_token(model: str, name: str) -> WithNulls:
         """A per-token column of the policy's or the value model's steps; null where there was none."""
-        columns = [_seen(u, part, name) for u in item.updates]
+        columns = [_of_step(u, model, name) for u in item.updates]
         values = [torch.zeros(len(u.tokens)) if c is None else c for u, c in zip(item.updates, columns, strict=True)]
         present = [np.full(len(u.tokens), c is not None) for u, c in zip(item.updates, columns, strict=True)]
         return WithNulls(torch.cat(values).numpy(), np.concatenate(present))
@@ -133,24 +133,24 @@ def _updates(item: Iteration) -> Columns:
         "minibatch": of_minibatch("minibatch"),
         "sequence": _int32(sequence[tokens]),
         "position": _int32(position[tokens]),
-        "new_logprobs": of_step("policy", "new_logprobs"),
-        "ratios": of_step("policy", "ratios"),
+        "new_logprobs": per_token("policy", "new_logprobs"),
+        "ratios": per_token("policy", "ratios"),
         "clip_flag": flags,
-        "new_values": of_step("value", "new_values"),
+        "new_values": per_token("value", "new_values"),
         "value_clipped": torch.cat(clipped).numpy(),
-        "new_entropies": of_step("policy", "new_entropies"),
+        "new_entropies": per_token("policy", "new_entropies"),
     }
 
 
-def _seen(update: MinibatchUpdate, part: str, name: str) -> Any:
+def _of_step(update: MinibatchUpdate, model: str, name: str) -> Any:
     """A field of the policy's or the value model's step; None without a step."""
-    step = getattr(update, part)
+    step = getattr(update, model)
     return None if step is None else getattr(step, name)
 
 
 def _steps(item: Iteration, config: RunConfig) -> Columns:
-    def of(part: str, name: str) -> list[Any]:
-        return [_seen(u, part, name) for u in item.updates]
+    def of(model: str, name: str) -> list[Any]:
+        return [_of_step(u, model, name) for u in item.updates]
 
     count = len(item.updates)
     learning_rate, value_learning_rate = learning_rates(config, item.index)
@@ -174,7 +174,7 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
 
 
 def _coefficients(item: Iteration, config: RunConfig) -> dict[str, Any]:
-    """The coefficients in force; None where the configuration has no such thing."""
+    """The coefficients in force; None where the configuration has none."""
     coefficients, objective = item.coefficients, config.ppo.objective
     normalised = not isinstance(config.value, NoValue) and config.value.normalize_returns
     returns = coefficients.returns
@@ -188,7 +188,7 @@ def _coefficients(item: Iteration, config: RunConfig) -> dict[str, Any]:
 
 
 def _first_minibatch(item: Iteration) -> dict[str, Any]:
-    """What is seen before any optimizer step of the iteration: nothing may differ from the forward pass."""
+    """Counts from the minibatch before any optimizer step, where nothing may differ from the forward pass."""
     first = item.updates[0]
     assert first.policy is not None
     old_values = item.forward.values
@@ -203,7 +203,7 @@ def _first_minibatch(item: Iteration) -> dict[str, Any]:
 
 
 def _speed(item: Iteration, peak: Peak | None) -> dict[str, Any]:
-    """No results: what this machine made of the iteration."""
+    """The speed of this machine, which is no result."""
     fractions = dict.fromkeys(profiling.PHASES) if peak is None else profiling.fractions(item, peak)
     spent = math.fsum(item.seconds[phase] for phase in profiling.PHASES)
     return {

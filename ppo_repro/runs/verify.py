@@ -1,4 +1,4 @@
-"""Looking at every file of a run folder: is it what was written?"""
+"""Whether every file of a run folder is what was written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppo_repro.runs import checkpoints
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found to be whole."""
+    """What a run folder holds, all of it undamaged."""
 
     status: str
     fingerprint: str
@@ -25,29 +25,38 @@ class Verified:
 
 
 def verify(run_dir: Path) -> Verified:
-    """Compare every file of a run folder with the digests kept of it; UserError names the first damaged one.
+    """Compare every file of a run folder with its recorded digests; UserError names the first damaged one.
 
     Nothing is computed again; `rerun` does that.
     """
-    found = manifest.load(run_dir)
+    recorded = manifest.load(run_dir)
     check_links(run_dir)
-    check_config(run_dir, found)
-    check_notes(run_dir, found)
-    tables = manifest.tables_of(found)
-    for entry in found.iterations:
+    check_config(run_dir, recorded)
+    check_notes(run_dir, recorded)
+    tables = manifest.tables_of(recorded)
+    for entry in recorded.iterations:
         for table in tables:
-            reader.read_recorded(run_dir, found, table, entry.iteration, verify=True)
+            reader.read_recorded(run_dir, recorded, table, entry.iteration, verify=True)
     folder = checkpoints.checkpoints_folder(run_dir)
     models = sorted(path for path in folder.iterdir() if _is_model(path)) if folder.is_dir() else []
     for model in models:
         if not (model / SUMS_NAME).is_file():
             raise UserError(f"{model / SUMS_NAME}: is missing; restore it")
         check_sums(model)
-    whole = checkpoints.load_all(run_dir, found)
-    if found.status == "complete" and found.kind == "language" and not checkpoints.final_folder(run_dir).is_dir():
+    whole = checkpoints.check_all(run_dir, recorded)
+    if (
+        recorded.status == "complete"
+        and manifest.has_responses(recorded)
+        and not checkpoints.final_folder(run_dir).is_dir()
+    ):
         raise UserError(f"{checkpoints.final_folder(run_dir)}: is missing; restore it")
     return Verified(
-        found.status, found.fingerprint, len(found.iterations), len(tables) * len(found.iterations), whole, len(models)
+        recorded.status,
+        recorded.fingerprint,
+        len(recorded.iterations),
+        len(tables) * len(recorded.iterations),
+        whole,
+        len(models),
     )
 
 

@@ -35,8 +35,7 @@ def band_of(config: RunConfig, clip_range: float) -> losses.Band | None:
     """The band of the configured objective, None if it has no clip; `clip_range` is that of an adaptive clip."""
     objective = config.ppo.objective
     if isinstance(objective, ClipObjective):
-        high = objective.clip_range if objective.clip_range_high is None else objective.clip_range_high
-        return losses.Band(objective.clip_range, high, objective.dual_clip)
+        return losses.Band(objective.clip_range, objective.high, objective.dual_clip)
     return losses.Band(clip_range, clip_range) if isinstance(objective, AdaptiveClipObjective) else None
 
 

@@ -19,8 +19,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
-from ppo_repro.config.control import load_control_config
-from ppo_repro.config.files import load_config, read_tree
+from ppo_repro.config.files import read_tree
+from ppo_repro.config.kinds import load_config_of
 from ppo_repro.errors import UserError
 from ppo_repro.records import iteration_log, manifest, reader
 from ppo_repro.records.config_file import check_config, read_environment
@@ -95,8 +95,7 @@ def _begin(
 
 def _begin_run(client: MlflowClient, run_dir: Path, recorded: Head, parent: str | None) -> Copied:
     check_config(run_dir, recorded)
-    load = load_control_config if recorded.kind == "control" else load_config
-    config = load(run_dir / "config.yaml")
+    config = load_config_of(recorded.kind, run_dir / "config.yaml")
     environment: dict[str, Any] = read_environment(run_dir / "environment.json")
     tags = {name: str(environment[name]) for name in ("code_digest", "git_commit", "git_dirty", "python", "platform")}
     tags |= {"config_digest": recorded.config_digest, "numerics": str(environment["numerics_backend"])}

@@ -9,8 +9,8 @@ import pytest
 from analysis.mismatch.parity import parity
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
+from tests.support.language import run
 from tests.support.paths import ROOT
 
 EXPERIMENTS = ROOT / "experiments"

@@ -21,6 +21,10 @@ MODES = ["exact", "native"]
 sizes = st.integers(1, 4)
 
 
+def action_size(family: Categorical | DiagonalGaussian) -> int:
+    return 1 if isinstance(family, Categorical) else family.outputs
+
+
 def gaussian(log_std: list[float], mode: str = "exact") -> DiagonalGaussian:
     found = DiagonalGaussian(len(log_std), 0.0, mode)
     with torch.no_grad():
@@ -170,7 +174,7 @@ def test_a_draw_depends_on_its_own_row_and_noise_alone(family: Categorical | Dia
     noise = family.noise(1, 9, "rows", 5)[0]
     whole = family.sample(outputs, noise)
     alone = torch.cat([family.sample(outputs[i : i + 1], noise[i : i + 1]) for i in range(9)])
-    assert whole.shape == (9, family.action_size) and bits(whole) == bits(alone)
+    assert whole.shape == (9, action_size(family)) and bits(whole) == bits(alone)
     assert bits(family.noise(1, 9, "rows", 5)[0]) == bits(noise) != bits(family.noise(1, 9, "rows", 6)[0])
 
 
@@ -187,7 +191,7 @@ def test_what_is_not_finite_is_refused(family: Categorical | DiagonalGaussian, b
     for attempt in (
         lambda: family.sample(outputs, family.noise(1, 1, "x")[0]),
         lambda: family.likeliest(outputs),
-        lambda: family.statistics(outputs, torch.zeros(1, family.action_size)),
+        lambda: family.statistics(outputs, torch.zeros(1, action_size(family))),
     ):
         with pytest.raises(NumericsError, match="not finite"):
             attempt()

@@ -17,16 +17,16 @@ import pytest
 
 from analysis.mismatch.parity import parity
 from ppo_repro.control.loop import control_iterations, prepare
-from ppo_repro.control.run import rerun, resume, run
 from ppo_repro.control.summary import summarise
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import control_schema, manifest, reader
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs.diff import first_difference, first_table_difference
+from ppo_repro.runs.run import Resumed
 from ppo_repro.watcher import Silent
 from tests.commands.test_cli import Cli, cli, one_line
 from tests.support import synthetic_run
-from tests.support.control import small_control
+from tests.support.control import rerun, resume, run, small_control
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 from tests.support.row_dependent import row_dependent_linear
 from tests.test_machines import CAPS
@@ -264,8 +264,10 @@ def test_a_killed_run_is_completed_and_compared(copy: Path, exact: Path) -> None
     manifest.save(synthetic_run.head_at(complete, 2, "interrupted"), copy)
     with pytest.raises(UserError, match="the run is interrupted"):
         rerun(copy, Silent())
-    assert resume(copy, Silent(), ["layout.envs_per_forward=1"]) == 2
-    assert manifest.load(copy) == complete
+    assert resume(copy, Silent(), ["layout.envs_per_forward=1"]) == Resumed(0, 2)
+    resumed = manifest.load(copy)
+    assert resumed == complete.model_copy(update={"notes": resumed.notes})
+    assert set(resumed.notes) == {"environment.json", "resumed-001.json"}
     with pytest.raises(UserError, match="the run is finished"):
         resume(copy, Silent())
 
@@ -301,7 +303,7 @@ def test_commands(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("control", SMALL_CONTROL, "--set", "ppo.iterations=2", "--out", tmp_path)
     assert code == 2 and "exists already" in one_line(err)
     code, _, err = cli("rerun", run_dir, "--set", "seed=3")
-    assert code == 2 and "layout fields only" in one_line(err)
+    assert code == 2 and "may change fields of layout only" in one_line(err)
     code, _, err = cli("resume", run_dir)
     assert code == 2 and "the run is finished" in one_line(err)
     code, _, err = cli("control", SMALL_CONTROL, "--set", "environment.id=Nothing-v0", "--out", tmp_path)

@@ -16,17 +16,17 @@ import pytest
 from ppo_repro.config.files import load_config, read_tree
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import digests, manifest, reader
-from ppo_repro.runs.resume import resume
-from ppo_repro.runs.run import run, run_folder
+from ppo_repro.runs.run import run_folder
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
+from tests.support.language import resume, run
 from tests.support.paths import TINY
 
 
 class Interrupted(Silent):
     """Ends a run after its second iteration."""
 
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+    def iteration(self, done: int, total: int, figures: str) -> None:
         if done == 2:
             raise KeyboardInterrupt
 

@@ -17,11 +17,11 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.runs.resume import resume
-from ppo_repro.runs.run import rerun, run, run_folder
+from ppo_repro.runs.run import run_folder
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
 from tests.support import synthetic_run
+from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY
 from tests.support.resume import require_as_uninterrupted
 
@@ -67,7 +67,7 @@ class Filling(Silent):
     def __init__(self, ballast: Path, free: int) -> None:
         self.ballast, self.free = ballast, free
 
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+    def iteration(self, done: int, total: int, figures: str) -> None:
         if done == 1:
             fill(self.ballast, self.free)
 
@@ -189,7 +189,7 @@ def test_a_clock_that_runs_backwards_changes_nothing(config: RunConfig, whole: P
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True)
 
     class Interrupted(Silent):
-        def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+        def iteration(self, done: int, total: int, figures: str) -> None:
             if done == 2:
                 raise KeyboardInterrupt
 

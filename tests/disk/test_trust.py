@@ -19,9 +19,10 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.reward_model import load_reward_model
 from ppo_repro.records import manifest
-from ppo_repro.runs.run import run, run_folder
+from ppo_repro.runs.run import run_folder
 from ppo_repro.watcher import Silent
 from tests.commands.test_cli import folder_config
+from tests.support.language import run
 from tests.support.paths import ROOT, TINY
 
 SOURCES = [path for top in ("ppo_repro", "analysis", "experiments") for path in sorted((ROOT / top).rglob("*.py"))]

@@ -23,12 +23,12 @@ from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.records import manifest
 from ppo_repro.rollout.engine import Request
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.runs.run import run
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import sampling_of
 from ppo_repro.watcher import Silent
 from tests.commands.test_cli import Cli, cli, one_line  # noqa: F401 (a fixture)
 from tests.config.test_fields import leaf_fields
+from tests.support.language import run
 from tests.support.paths import ROOT
 from tests.support.runs import small_config
 

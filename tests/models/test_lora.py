@@ -25,7 +25,7 @@ from ppo_repro.numerics.optim.adamw import AdamWSettings, OptimizerState
 from ppo_repro.numerics.optim.optimizer import Optimizer, make_optimizer, weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs import checkpoint
+from ppo_repro.runs import checkpoint_format
 from tests.support.models import ARCHITECTURES, CONTEXT, ragged, scored, seeded, source_model, unequal
 
 SETTINGS = AdamWSettings(2e-2, 0.9, 0.95, 1e-8, 0.01, 1.0)
@@ -265,9 +265,11 @@ def test_a_checkpoint_holds_all_of_an_adapter(mode: str, tmp_path: Path) -> None
     state, lora = fresh()
     learn(state.policy, state.policy_optimizer, mode, 2)
     state.iteration = 1
-    checkpoint.save(checkpoint.take(state, "chain", checkpoint.Origin("task", {})), tmp_path / "saved")
+    checkpoint_format.save(
+        checkpoint_format.take(state, "chain", checkpoint_format.Origin("task", {})), tmp_path / "saved"
+    )
     other, other_lora = fresh()
-    checkpoint.restore(checkpoint.load(tmp_path / "saved"), other)
+    checkpoint_format.restore(checkpoint_format.load(tmp_path / "saved"), other)
     assert weights_digest(other_lora.factors().items()) == weights_digest(lora.factors().items())
     for s in (state, other):
         learn(s.policy, s.policy_optimizer, mode, 1)

@@ -114,8 +114,8 @@ def test_pairs_of_a_run_are_all_two_responses_of_different_score(exact_run: Path
 
 
 def test_runs_without_pairs_are_refused(exact_run: Path, tmp_path: Path) -> None:
-    from ppo_repro.runs.run import run
     from ppo_repro.watcher import Silent
+    from tests.support.language import run
 
     with pytest.raises(UserError, match=r"iterations = 4: .* has 3; choose at most that many"):
         pairs_from_run(exact_run, 4)

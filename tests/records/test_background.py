@@ -16,14 +16,14 @@ from tests.support import synthetic_run
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    writer.create_run(tmp_path / "run", "seed: 1\n", {}, "0123456789ab", {})
+    synthetic_run.create_run(tmp_path / "run")
     return tmp_path / "run"
 
 
 def test_iterations_come_out_as_if_appended_one_by_one(run_dir: Path, tmp_path: Path) -> None:
     tables = [synthetic_run.random_tables(i, 7) for i in range(4)]
     other = tmp_path / "other"
-    writer.create_run(other, "seed: 1\n", {}, "0123456789ab", {})
+    synthetic_run.create_run(other)
     expected = manifest.load_head(other)
     with appending(run_dir, manifest.load(run_dir)) as appender:
         for i, one in enumerate(tables):

@@ -29,7 +29,7 @@ def fresh(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
 
 def test_the_second_layer_takes_what_the_first_one_prepared(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    for module, name in ((products.operands, "quantise_rows"), (products.dense, "prepare_rows")):
+    for module, name in ((products.operands, "quantise_rows"), (products.dgemm, "prepare_rows")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda x, p, original=original: made.append(len(x)) or original(x, p))
     x, first, second = numbers(5, 70, 0), numbers(6, 70, 1), numbers(33, 70, 2)

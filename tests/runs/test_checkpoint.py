@@ -22,8 +22,8 @@ from ppo_repro.disk.folder import only_writer, whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
-from ppo_repro.runs import checkpoint
-from ppo_repro.runs.checkpoint import INDEX_NAME, Checkpoint, Origin
+from ppo_repro.runs import checkpoint_format
+from ppo_repro.runs.checkpoint_format import INDEX_NAME, Checkpoint, Origin
 from tests.support.models import seeded, unequal
 from tests.support.synthetic_run import FLOAT32_BITS
 
@@ -77,8 +77,8 @@ def bits_of(value: Any) -> Any:
 @given(checkpoints)
 def test_a_round_trip_keeps_every_bit(tmp_path_factory: pytest.TempPathFactory, saved: Checkpoint) -> None:
     folder = tmp_path_factory.mktemp("c") / "iteration-000001"
-    checkpoint.save(saved, folder)
-    assert bits_of(checkpoint.load(folder)) == bits_of(saved)
+    checkpoint_format.save(saved, folder)
+    assert bits_of(checkpoint_format.load(folder)) == bits_of(saved)
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
 
 
@@ -92,13 +92,13 @@ def small_checkpoint() -> Checkpoint:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    checkpoint.save(small_checkpoint(), tmp_path / "iteration-000003")
+    checkpoint_format.save(small_checkpoint(), tmp_path / "iteration-000003")
     return tmp_path / "iteration-000003"
 
 
 def refusal(folder: Path) -> str:
     with pytest.raises(UserError) as caught:
-        checkpoint.load(folder)
+        checkpoint_format.load(folder)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -113,7 +113,7 @@ def test_any_flipped_bit_is_refused_by_name(folder: Path, name: str) -> None:
         path.write_bytes(damaged)
         assert str(path) in refusal(folder)
     path.write_bytes(whole)
-    assert bits_of(checkpoint.load(folder)) == bits_of(small_checkpoint())
+    assert bits_of(checkpoint_format.load(folder)) == bits_of(small_checkpoint())
 
 
 @pytest.mark.parametrize("name", [*FILES, INDEX_NAME])
@@ -140,8 +140,8 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda t: t.update(format=1), "format = 1, this ppo_repro has 2; resume with the version that wrote it"),
-    (lambda t: t.update(format=3), "format = 3, this ppo_repro has 2; resume with the version that wrote it"),
+    (lambda t: t.update(format=1), "format = 1, this ppo_repro has 3; resume with the version that wrote it"),
+    (lambda t: t.update(format=4), "format = 4, this ppo_repro has 3; resume with the version that wrote it"),
     (lambda t: t.update(ppo_repro="0.0.1"), "ppo_repro = '0.0.1', this ppo_repro has"),
     (lambda t: t.update(numbers="operands of 21 bits"), "numbers = 'operands of 21 bits', this ppo_repro has"),
     (lambda t: t.pop("format"), "is not the index of a checkpoint"),
@@ -162,7 +162,7 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), EDITS, ids=[message for _, message in EDITS])
 def test_another_index_is_refused(folder: Path, change: Callable[[dict[str, Any]], Any], message: str) -> None:
     reseal(folder, lambda tree: None)
-    checkpoint.load(folder)
+    checkpoint_format.load(folder)
     reseal(folder, change)
     assert message in refusal(folder)
 
@@ -180,11 +180,11 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(folder: Path) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         with pytest.raises(UserError, match=r"iteration-000004: cannot be written \(File too large\); make room there"):
-            checkpoint.save(large, folder.with_name("iteration-000004"))
+            checkpoint_format.save(large, folder.with_name("iteration-000004"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-    assert bits_of(checkpoint.load(folder)) == bits_of(small_checkpoint())
+    assert bits_of(checkpoint_format.load(folder)) == bits_of(small_checkpoint())
 
 
 def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
@@ -257,11 +257,11 @@ def test_an_optimizer_goes_on_from_its_state_and_needs_all_of_it(mode: str, tmp_
     train(straight, optimizer, range(3))
     weights = {name: p.detach().clone() for name, p in straight.named_parameters()}
     saved = dataclasses.replace(small_checkpoint(), policy=weights, policy_optimizer=optimizer.state())
-    checkpoint.save(saved, tmp_path / "c")
+    checkpoint_format.save(saved, tmp_path / "c")
     train(straight, optimizer, range(3, 6))
 
     def after(change: Callable[[OptimizerState], OptimizerState]) -> int:
-        loaded = checkpoint.load(tmp_path / "c")
+        loaded = checkpoint_format.load(tmp_path / "c")
         module, other = trained(mode)
         with torch.no_grad():
             for name, p in module.named_parameters():
@@ -299,7 +299,7 @@ def test_saving_changes_nothing(folder: Path) -> None:
     module, optimizer = trained("exact")
     train(module, optimizer, range(2))
     before = bits_of(optimizer.state())
-    checkpoint.save(dataclasses.replace(small_checkpoint(), policy_optimizer=optimizer.state()), folder)
+    checkpoint_format.save(dataclasses.replace(small_checkpoint(), policy_optimizer=optimizer.state()), folder)
     assert bits_of(optimizer.state()) == before
     shutil.copytree(folder, folder.with_name("copy"))
-    assert bits_of(checkpoint.load(folder.with_name("copy")).policy_optimizer) == before
+    assert bits_of(checkpoint_format.load(folder.with_name("copy")).policy_optimizer) == before

@@ -6,8 +6,8 @@ import gc
 from pathlib import Path
 
 from ppo_repro.config.files import load_config
-from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
+from tests.support.language import run
 from tests.support.paths import TINY
 
 
@@ -18,7 +18,7 @@ class _Counting(Silent):
         self.found: list[int] = []
         self.frozen: list[int] = []
 
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+    def iteration(self, done: int, total: int, figures: str) -> None:
         self.found.append(gc.collect())
         self.frozen.append(gc.get_freeze_count())
 

@@ -11,21 +11,24 @@ import pytest
 
 from ppo_repro.config.control import load_control_config
 from ppo_repro.config.files import load_config
-from ppo_repro.control import run as control_module
+from ppo_repro.config.kinds import LANGUAGE
+from ppo_repro.control.kind import ControlKind
 from ppo_repro.disk.folder import only_writer
 from ppo_repro.grids.cell import Order, finish_cell, run_of, start_cell, state_of
 from ppo_repro.records import manifest, writer
-from ppo_repro.runs import run as run_module
+from ppo_repro.runs import run as runner
+from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.lifetime import new_run
 from ppo_repro.watcher import Silent
-from tests.support.paths import ROOT, TINY
+from tests.support.paths import SMALL_CONTROL, TINY
+from tests.support.synthetic_run import create_run
 
 # an interrupt may come between a file's opening and the block that closes it
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-WATCHED = ("records/writer.py", "records/durable.py", "runs/folder.py", "runs/lifetime.py", "contextlib.py")
+WATCHED = ("records/writer.py", "disk/durable.py", "disk/folder.py", "runs/lifetime.py", "contextlib.py")
 
 
 class _Begun(Exception):
@@ -65,21 +68,20 @@ def interrupted_at(line: int, begin: Callable[[], object]) -> bool:
 
 
 def _begin_language(out: Path) -> object:
-    return run_module.run(load_config(TINY), out, Silent())
+    return runner.run(LanguageKind(Silent()), load_config(TINY), out)
 
 
 def _begin_control(out: Path) -> object:
-    return control_module.run(load_control_config(ROOT / "tests/small_control.yaml"), out, Silent())
+    return runner.run(ControlKind(Silent()), load_control_config(SMALL_CONTROL), out)
 
 
 @pytest.mark.parametrize("begin", [_begin_language, _begin_control])
 def test_an_interrupt_at_any_line_leaves_no_run(
     begin: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "describe_environment", lambda *_: {})
-    monkeypatch.setattr(control_module, "_environment", lambda *_: {})
-    monkeypatch.setattr(run_module, "execute", _begun)
-    monkeypatch.setattr(control_module, "_execute", _begun)
+    for kind in (LanguageKind, ControlKind):
+        monkeypatch.setattr(kind, "environment", lambda *_: {})
+    monkeypatch.setattr(runner, "execute", _begun)
     line, folders = 1, 0
     while interrupted_at(line, lambda: begin(tmp_path)):
         folders += any(tmp_path.iterdir())
@@ -92,7 +94,7 @@ def test_the_check_finds_a_folder_that_stays(tmp_path: Path) -> None:
     """The order that this replaced: first the folder, then its lock, then the block that cleans up."""
 
     def begin() -> None:
-        writer.create_run(tmp_path / "e" / "run", "seed: 1\n", {}, "0123456789ab", {})
+        create_run(tmp_path / "e" / "run")
         with only_writer(tmp_path / "e" / "run"):
             _begun()
 
@@ -111,7 +113,7 @@ def test_the_lock_is_held_from_the_first_instant(tmp_path: Path, monkeypatch: py
 
     real = writer.publish_run
     monkeypatch.setattr(writer, "publish_run", publish)
-    laid_out = writer.lay_out_run(tmp_path / "run", "seed: 1\n", {}, "0123456789ab", {})
+    laid_out = writer.lay_out_run(tmp_path / "run", "seed: 1\n", {}, "0123456789ab", {}, LANGUAGE)
     with pytest.raises(_Begun), new_run(laid_out, tmp_path / "run"):
         with pytest.raises(Exception, match="another process is writing this run"), only_writer(tmp_path / "run"):
             pass
@@ -127,16 +129,16 @@ def test_a_folder_that_came_meanwhile_is_another_ones(tmp_path: Path, monkeypatc
 
     real = writer.publish_run
     monkeypatch.setattr(writer, "publish_run", publish)
-    laid_out = writer.lay_out_run(tmp_path / "run", "", {}, "0123456789ab", {})
+    laid_out = writer.lay_out_run(tmp_path / "run", "", {}, "0123456789ab", {}, LANGUAGE)
     with pytest.raises(Exception, match="cannot be written"), new_run(laid_out, tmp_path / "run"):
         raise AssertionError("began in a folder of another process")
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "theirs"]
 
 
 def test_a_killed_cell_is_not_said_to_be_running(tmp_path: Path) -> None:
-    order = Order("c", str(tmp_path), "language", 1)
+    order = Order("c", str(tmp_path), LANGUAGE, 1)
     assert state_of(tmp_path) == "missing"
-    writer.create_run(tmp_path / "e" / "run", "seed: 1\n", {}, "0123456789ab", {})
+    create_run(tmp_path / "e" / "run")
     assert state_of(tmp_path) == "running"
     (tmp_path / "log.txt").write_text("")
     finish_cell(order, -9, 1.0)

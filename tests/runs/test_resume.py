@@ -18,11 +18,12 @@ from ppo_repro.disk.folder import only_writer
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optim.optimizer import OptimizerState
 from ppo_repro.records import manifest
-from ppo_repro.runs import checkpoint
-from ppo_repro.runs.checkpoint import Checkpoint
-from ppo_repro.runs.resume import Resumed, resume
+from ppo_repro.runs import checkpoint_format
+from ppo_repro.runs.checkpoint_format import Checkpoint
+from ppo_repro.runs.run import Resumed
 from ppo_repro.watcher import Silent
 from tests.commands.test_cli import PROMPTS, Cli, folder_config, one_line, write_prompts
+from tests.support.language import resume
 from tests.support.resume import OTHER_LAYOUT, THREADS, Recorded, kill, launch_run, newest, record, wait_until
 from tests.support.runs import small_config
 from tests.support.synthetic_run import rewrite_cell
@@ -108,9 +109,9 @@ def grid(by: int, name: str) -> Callable[[OptimizerState], OptimizerState]:
 
 def altered(run_dir: Path, optimizer: str, change: Callable[[OptimizerState], OptimizerState]) -> None:
     """Change an optimizer's state in the newest checkpoint, all checksums right."""
-    saved: Checkpoint = checkpoint.load(newest(run_dir))
+    saved: Checkpoint = checkpoint_format.load(newest(run_dir))
     changed = dataclasses.replace(saved, **{optimizer: change(getattr(saved, optimizer))})
-    checkpoint.save(changed, newest(run_dir))
+    checkpoint_format.save(changed, newest(run_dir))
 
 
 ALTERATIONS = [
@@ -137,9 +138,9 @@ def test_every_part_of_the_optimizer_state_is_needed(
 
 def test_the_controls_are_needed(exact: Recorded, tmp_path: Path) -> None:
     run_dir = exact.copy(3, tmp_path)
-    saved = checkpoint.load(newest(run_dir))
+    saved = checkpoint_format.load(newest(run_dir))
     other = dataclasses.replace(saved.coefficients, kl_coef=saved.coefficients.kl_coef * (1 + 2.0**-20))
-    checkpoint.save(dataclasses.replace(saved, coefficients=other), newest(run_dir))
+    checkpoint_format.save(dataclasses.replace(saved, coefficients=other), newest(run_dir))
     with pytest.raises(PromiseBroken, match=r"table sequences, iteration 2, column kl_penalty_sum"):
         resume(run_dir, Silent())
 
@@ -202,9 +203,9 @@ def test_a_checkpoint_of_another_run_or_place_is_refused(exact: Recorded, native
     shutil.copytree(newest(exact.parts / "4"), run_dir / "checkpoints" / "iteration-000004")
     with pytest.raises(UserError, match="the run has 3 recorded iterations; the checkpoint is not of this run"):
         resume(run_dir, Silent())
-    saved = checkpoint.load(newest(exact.parts / "3"))
+    saved = checkpoint_format.load(newest(exact.parts / "3"))
     shutil.rmtree(newest(run_dir))
-    checkpoint.save(dataclasses.replace(saved, origin=dataclasses.replace(saved.origin, task="00")), folder)
+    checkpoint_format.save(dataclasses.replace(saved, origin=dataclasses.replace(saved.origin, task="00")), folder)
     with pytest.raises(UserError, match="prompts, answers or end tokens are not what they were"):
         resume(run_dir, Silent())
 
@@ -247,7 +248,7 @@ def test_what_cannot_be_resumed_is_one_line_and_changes_nothing(cli: Cli, exact:
         ([tmp_path / "edited"], "config.yaml: is not the configuration the run was started with"),
         ([tmp_path / "nowhere"], "no such folder"),
         ([tmp_path / "empty"], "holds no manifest.json"),
-        ([run_dir, "--set", "ppo.objective.clip_range=0.1"], "may change layout fields only"),
+        ([run_dir, "--set", "ppo.objective.clip_range=0.1"], "may change fields of layout and rollout.engine only"),
         ([run_dir, "--set", "layout.threads=none"], "layout.threads = 'none'"),
         (
             [run_dir, "--set", "rollout.engine={kind: sglang, numerics: stock}"],

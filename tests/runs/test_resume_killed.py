@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.records import manifest
-from ppo_repro.runs.resume import resume
-from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
 from tests.commands.test_cli import Cli
+from tests.support.language import resume, run
 from tests.support.paths import SMALL
 from tests.support.resume import (
     OTHER_LAYOUT,

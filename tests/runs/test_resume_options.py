@@ -9,9 +9,9 @@ import pytest
 
 from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
-from ppo_repro.runs.resume import resume
-from ppo_repro.runs.run import run, run_folder
+from ppo_repro.runs.run import run_folder
 from ppo_repro.watcher import Silent
+from tests.support.language import resume, run
 from tests.support.paths import TINY
 
 STATES = {
@@ -30,7 +30,7 @@ STATES = {
 
 
 class Interrupting(Silent):
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+    def iteration(self, done: int, total: int, figures: str) -> None:
         if done == 2:
             raise KeyboardInterrupt
 

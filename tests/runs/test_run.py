@@ -18,9 +18,9 @@ from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.arrow import to_parquet
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.run import rerun, run
 from ppo_repro.runs.summary import summarise
 from ppo_repro.watcher import Silent
+from tests.support.language import rerun, run
 from tests.support.runs import small_config
 
 
@@ -88,7 +88,7 @@ def test_a_native_rerun_under_another_layout_is_not(native_run: Path) -> None:
 
 
 def test_a_rerun_refuses_to_change_anything_but_the_layout(exact_run: Path) -> None:
-    with pytest.raises(UserError, match="layout fields only"):
+    with pytest.raises(UserError, match=r"may change fields of layout and rollout\.engine only"):
         rerun(exact_run, Silent(), ["ppo.objective.clip_range=0.1"])
 
 
@@ -150,7 +150,7 @@ def flip_bit(run_dir: Path, table: str, iteration: int, column: str, row: int) -
     values.view(np.int32)[row] ^= 1
     index = data.column_names.index(column)
     changed = data.set_column(index, data.schema.field(column), [values])
-    path.write_bytes(to_parquet(schema.table(table), changed))
+    path.write_bytes(to_parquet({t.name: t for t in schema.TABLES}[table], changed))
     return before, float(values[row])
 
 

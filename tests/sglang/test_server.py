@@ -29,8 +29,8 @@ from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.client import ServerSilent, post
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.run import rerun, run
 from ppo_repro.watcher import Silent
+from tests.support.language import rerun, run
 from tests.support.models import unequal
 from tests.support.paths import ROOT, SMALL
 from tests.support.runs import small_config

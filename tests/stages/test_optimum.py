@@ -14,8 +14,8 @@ from torch import Tensor
 from experiments.optimum.exact import Distance, all_responses, distances, objective, optimum, read, response_logprobs
 from ppo_repro.config.files import load_config
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
+from tests.support.language import run
 from tests.support.models import seeded
 from tests.support.paths import ROOT
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -9,6 +11,9 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 
 from ppo_repro.config.control import ControlConfig, load_control_config
+from ppo_repro.control.kind import ControlKind
+from ppo_repro.runs import run as runner
+from ppo_repro.watcher import Watcher
 from tests.support.paths import ROOT, SMALL_CONTROL
 
 PRESETS = sorted((ROOT / "experiments" / "control").glob("*.yaml"))
@@ -43,6 +48,18 @@ for _name, _length, _limit in (
     ("Endless-v0", 9, None),
 ):
     gymnasium.register(f"tests/{_name}", Corridor, max_episode_steps=_limit, kwargs={"length": _length})
+
+
+def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[str, float]]:
+    return runner.run(ControlKind(watcher), config, out)
+
+
+def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> runner.Rerun:
+    return runner.rerun(ControlKind(watcher), run_dir, overrides)
+
+
+def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> runner.Resumed:
+    return runner.resume(ControlKind(watcher), run_dir, overrides)
 
 
 def small_control(*overrides: str) -> ControlConfig:

@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.records import arrow, manifest, schema, writer
 from ppo_repro.records.arrow import WithNulls
 from tests.support.runs import small_config
+from tests.support.synthetic_run import create_run
 
 END = 1  # the token id of the end token
 LONG = 10_000
@@ -106,7 +108,7 @@ def make_hostile_run(run_dir: Path, *, broken: bool = False) -> Path:
     """
     config = small_config("experiment=hostile")
     environment = {"numerics_mode": "native", "platform": "</code><script>window.hacked=1</script>"}
-    writer.create_run(run_dir, dump_yaml(config), environment, config.digest(), {}, "language")
+    create_run(run_dir, LANGUAGE, dump_yaml(config), config.digest(), environment)
     current, generator = manifest.load(run_dir), np.random.default_rng(7)
     for iteration, responses in enumerate((list(HOSTILE), [*HOSTILE, LONG_RESPONSE])):
         tables = iteration_tables(iteration, responses, generator, broken)

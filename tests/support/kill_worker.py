@@ -17,9 +17,8 @@ from pathlib import Path
 
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
-from ppo_repro.runs.resume import resume
-from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
+from tests.support.language import resume, run
 
 
 def work(line: str) -> int:

@@ -19,8 +19,8 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optim import optimizer
 from ppo_repro.ranks import Ranks, end_process, joined
 from ppo_repro.records import manifest
-from ppo_repro.runs.run import rerun, run
 from ppo_repro.watcher import Silent
+from tests.support.language import rerun, run
 from tests.support.paths import TINY
 
 QUICK = ["model.warm_start_steps=4"]  # each process computes all of the warm start

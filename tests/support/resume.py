@@ -13,8 +13,9 @@ from pathlib import Path
 
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
-from ppo_repro.runs.run import run, run_folder
+from ppo_repro.runs.run import run_folder
 from ppo_repro.watcher import Silent
+from tests.support.language import run
 from tests.support.paths import SMALL
 from tests.support.runs import small_config
 
@@ -28,7 +29,7 @@ class Snapshots(Silent):
     def __init__(self, run_dir: Path, folder: Path) -> None:
         self.run_dir, self.folder = run_dir, folder
 
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
+    def iteration(self, done: int, total: int, figures: str) -> None:
         shutil.copytree(self.run_dir, self.folder / str(done))
 
 

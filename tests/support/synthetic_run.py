@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
+from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
 from ppo_repro.records import arrow, control_schema, digests, iteration_log, manifest, schema, writer
 
-TABLES = {"language": schema.TABLES, "control": control_schema.TABLES}
+TABLES = {LANGUAGE: schema.TABLES, CONTROL: control_schema.TABLES}
+PYTHON = {"python": "3"}
 FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
 
 TEXTS = [
@@ -123,21 +125,31 @@ def random_table(table: schema.Table, iteration: int, rows: int, generator: np.r
     return arrow.to_arrow(table, columns)
 
 
-def random_tables(iteration: int, rows: int, seed: int = 0, kind: manifest.Kind = "language") -> dict[str, pa.Table]:
+def random_tables(iteration: int, rows: int, seed: int = 0, kind: Kind = LANGUAGE) -> dict[str, pa.Table]:
     """All five tables; the same arguments give the same values."""
     generator = np.random.default_rng([seed, iteration])
     return {table.name: random_table(table, iteration, rows, generator) for table in TABLES[kind]}
 
 
-def start_run(run_dir: Path, kind: manifest.Kind = "language") -> manifest.Head:
+def create_run(
+    run_dir: Path,
+    kind: Kind = LANGUAGE,
+    config_yaml: str = "seed: 1\n",
+    digest: str = "0123456789ab",
+    environment: Mapping[str, str] = PYTHON,
+) -> None:
     """A run folder without iterations."""
-    writer.create_run(run_dir, "seed: 1\n", {"python": "3"}, "0123456789ab", {"data.jsonl": "00"}, kind)
+    laid_out = writer.lay_out_run(run_dir, config_yaml, environment, digest, {"data.jsonl": "00"}, kind)
+    writer.publish_run(laid_out, run_dir)
+
+
+def start_run(run_dir: Path, kind: Kind = LANGUAGE) -> manifest.Head:
+    """A run folder without iterations, and its manifest."""
+    create_run(run_dir, kind)
     return manifest.load_head(run_dir)
 
 
-def make_run(
-    run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0, kind: manifest.Kind = "language"
-) -> Path:
+def make_run(run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0, kind: Kind = LANGUAGE) -> Path:
     """A complete run."""
     current = start_run(run_dir, kind)
     for iteration in range(iterations):

@@ -15,10 +15,10 @@ from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import check_spelling, make_tokenizer
 from ppo_repro.records import reader
-from ppo_repro.runs.run import run
 from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.tokenizer import decode, spans, train_tokenizer
 from ppo_repro.watcher import Silent
+from tests.support.language import run
 from tests.support.paths import TINY
 from tests.support.runs import small_config
 

@@ -80,9 +80,8 @@ def test_an_unreachable_store_is_one_line(exact_run: Path, tmp_path: Path, capsy
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_track_copies_a_control_run_too(store: str, tmp_path: Path) -> None:
-    from ppo_repro.control.run import run
     from ppo_repro.watcher import Silent
-    from tests.support.control import small_control
+    from tests.support.control import run, small_control
 
     run_dir = run(small_control("ppo.iterations=2"), tmp_path, Silent())[0]
     assert _run(["track", str(run_dir), "--uri", store]) == 0

@@ -23,9 +23,9 @@ from analysis.update_rows import ClipRule, IterationRows, clip_rule, joined, loa
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
 from tests.support.clip_rows import RULE, items, make_item, rules, single
+from tests.support.language import run
 from tests.support.runs import small_config
 
 UP, DOWN, INSIDE = np.log(1.5), np.log(0.5), np.log(1.1)

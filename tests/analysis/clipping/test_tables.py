@@ -18,9 +18,9 @@ from analysis.clipping.weights import logit_step, loss_weights, masses
 from analysis.dialects.report import long_table
 from analysis.update_rows import IterationRows, load_iterations
 from ppo_repro.records import reader
-from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
 from tests.support.clip_rows import RULE, items, make_item, single
+from tests.support.language import run
 from tests.support.runs import small_config
 
 CONFIG = small_config()

@@ -45,14 +45,11 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
     def warm_start(self, step: int, total: int, loss: float) -> None:
         self._show("warm start", step, total, f"loss {loss:.3f} nats/token")
 
-    def iteration(self, done: int, total: int, score: float, accuracy: float, approx_kl: float) -> None:
-        self._show("PPO", done, total, f"score {score:.3f}  accuracy {accuracy:.3f}  KL {approx_kl:.4f}")
+    def iteration(self, done: int, total: int, figures: str) -> None:
+        self._show("PPO", done, total, figures)
 
     def servers(self, waited: int, limit: int) -> None:
         self._show("SGLang", waited, limit, "seconds of the longest wait for a server to start")
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
         self._show(what, step, total, f"loss {loss:.3f} nats/pair")
-
-    def control(self, done: int, total: int, episode_return: float, approx_kl: float) -> None:
-        self._show("PPO", done, total, f"return {episode_return:.2f}  KL {approx_kl:.4f}")

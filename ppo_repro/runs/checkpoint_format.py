@@ -1,7 +1,7 @@
-"""Checkpoints: everything that decides the rest of a run, to the bit, and a refusal of anything that is not that.
+"""The files of one checkpoint: everything that decides the rest of a run, to the bit. Anything else is refused.
 
-A folder holds safetensors files and `checkpoint.json`, which lists their SHA-256 and ends in its own. Random
-streams are functions of seed and iteration, so the iteration number is all they need.
+A folder holds safetensors files and `checkpoint.json`, which lists their SHA-256 and contains its own. Random
+streams are functions of seed and iteration, so the iteration number is enough for them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ppo_repro.numerics.gradients import GRADIENT_BITS, HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
 
 FORMAT = 3
-# what a gradient grid means: a checkpoint of other numbers would continue as another run
+# the meaning of a gradient grid: with other numbers a checkpoint would continue as another run
 NUMBERS = f"operands of {OPERAND_BITS} bits, gradients of {GRADIENT_BITS}, headroom {HEADROOM}"
 INDEX_NAME = "checkpoint.json"
 _DAMAGED = "the checkpoint was changed or damaged"
@@ -40,9 +40,9 @@ NOTHING = OptimizerState({}, {}, {}, {}, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run started from; the same in all its checkpoints."""
+    """What a run started from; equal in all its checkpoints."""
 
-    task: str  # digest of what is asked
+    task: str  # digest of prompts, answers and end tokens
     reference: Mapping[str, str]  # SHA-256 of every file of the reference folder
 
 
@@ -53,7 +53,7 @@ class Checkpoint:
     iteration: int
     chain: str  # of the recorded iterations up to here
     policy: Mapping[str, Tensor]
-    value_model: Mapping[str, Tensor]  # of a head on the policy's trunk the head alone; empty without a value model
+    value_model: Mapping[str, Tensor]  # only the head if it is on the policy's trunk; empty without a value model
     policy_optimizer: OptimizerState
     value_optimizer: OptimizerState  # empty without a value model of its own
     coefficients: Coefficients
@@ -117,14 +117,14 @@ def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
 
 
 def restore(saved: Checkpoint, state: TrainState) -> None:
-    """Make `state`, fresh from the same configuration, the one the checkpoint was taken of; ValueError if it cannot."""
+    """Load a checkpoint into `state`, which was made from the same configuration; ValueError where it does not fit."""
     copy_named(_weights(state.policy), saved.policy)
     copy_named({name: parameter.detach() for name, parameter in state.value_parameters().items()}, saved.value_model)
     state.policy_optimizer.load(saved.policy_optimizer)
     if state.value_optimizer is not None:
         state.value_optimizer.load(saved.value_optimizer)
     elif saved.value_optimizer != NOTHING:
-        raise ValueError("it has an optimizer of a value model, which the configuration has not")
+        raise ValueError("it has an optimizer of a value model; the configuration has none")
     state.coefficients = saved.coefficients
     state.iteration = saved.iteration
 
@@ -140,7 +140,7 @@ def save(saved: Checkpoint, folder: Path) -> None:
     files = {}
     with whole_folder(folder) as temporary:
         for name, content in tensors.items():
-            # digested before it is written, so that a fault of the disk shows
+            # digested before it is written, so that an error of the disk shows
             data = safetensors.torch.save({key: tensor.contiguous() for key, tensor in content.items()})
             files[name] = hashlib.sha256(data).hexdigest()
             (temporary / name).write_bytes(data)
@@ -187,7 +187,7 @@ def _assemble(index: _Index, tensors: Mapping[str, Mapping[str, Tensor]]) -> Che
 
 
 def verified_bytes(path: Path, digest: str) -> bytes:
-    """Content of a file of this SHA-256; UserError where it is missing, unreadable or another."""
+    """The content of a file with this SHA-256; UserError where it is missing, unreadable or has another one."""
     content = _read(path)
     if hashlib.sha256(content).hexdigest() != digest:
         raise UserError(f"{path}: has another SHA-256 than when it was written; {_DAMAGED}")
@@ -202,7 +202,7 @@ def _read(path: Path) -> bytes:
 
 
 def _sealed(tree: dict[str, Any]) -> str:
-    """The text of checkpoint.json: one text per content, its SHA-256 in it."""
+    """The text of checkpoint.json: a function of its content, with the SHA-256 of the text without it."""
 
     def text(content: dict[str, Any]) -> str:
         return json.dumps(content, indent=1, sort_keys=True) + "\n"

@@ -1,0 +1,105 @@
+"""Control runs, for the runner.
+
+There are no checkpoints: the state inside an environment cannot be saved in general. A run that was ended is
+computed again from its beginning, which takes minutes, and compared as far as it is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+
+from ppo_repro.config.control import ControlConfig, load_control_config
+from ppo_repro.config.kinds import CONTROL, Kind
+from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
+from ppo_repro.control.stages import evaluate
+from ppo_repro.control.tables import finished_returns, iteration_tables
+from ppo_repro.control.update import ControlState
+from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.records.manifest import Manifest
+from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.kind import Execution, Final, Resumption
+from ppo_repro.watcher import Watcher
+
+LAST = 100  # training episodes in the mean that CleanRL reports
+
+
+@dataclass(frozen=True)
+class ControlExecution:
+    """A control run that is prepared, and the returns of its episodes so far, in the order in which they ended."""
+
+    config: ControlConfig
+    state: ControlState
+    initial_digest: str
+    returns: list[float] = field(default_factory=list)
+    store: ClassVar[None] = None
+
+    def iterations(self) -> Iterator[ControlIteration]:
+        for item in control_iterations(self.config, self.state):
+            self.returns.extend(finished_returns(item))
+            yield item
+
+    def tables(self, item: ControlIteration) -> dict[str, pa.Table]:
+        return iteration_tables(item)
+
+    def progress(self, item: ControlIteration) -> str:
+        return f"return {self._last_mean():.2f}  KL {item.updates[-1].approx_kl:.4f}"
+
+    def _last_mean(self) -> float:
+        last = self.returns[-LAST:]
+        return math.fsum(last) / len(last) if last else math.nan
+
+    def final_results(self) -> Final:
+        agent = self.state.agent
+        return {
+            "episodes": len(self.returns),
+            "last_100_return": self._last_mean(),
+            "eval_return": evaluate(self.config, agent),
+            "initial_policy_digest": self.initial_digest,
+            "policy_digest": weights_digest(agent.policy_parameters()),
+            "value_digest": weights_digest(agent.value_parameters()),
+        }
+
+
+@contextmanager
+def _open(config: ControlConfig) -> Iterator[ControlExecution]:
+    state = prepare(config)
+    try:
+        yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
+    finally:
+        state.environments.close()
+
+
+@dataclass(frozen=True)
+class ControlKind:
+    """Control runs: one process, no input files."""
+
+    watcher: Watcher
+    ranks: ClassVar[Ranks] = ALONE
+    name: ClassVar[Kind] = CONTROL
+    changeable: ClassVar[Sequence[str]] = ("layout",)
+
+    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
+        return load_control_config(path, overrides)
+
+    def input_files(self, config: ControlConfig) -> Sequence[Path]:
+        return ()
+
+    def environment(self, config: ControlConfig) -> dict[str, Any]:
+        environment = describe_environment(config, self.ranks.size)
+        return {**environment, "packages": {**environment["packages"], "gymnasium": metadata.version("gymnasium")}}
+
+    def begin(self, config: ControlConfig, run_dir: Path | None) -> AbstractContextManager[Execution[ControlIteration]]:
+        return _open(config)
+
+    def resume(self, config: ControlConfig, run_dir: Path, recorded: Manifest) -> Resumption[ControlIteration]:
+        """From the beginning."""
+        return Resumption(0, _open(config))

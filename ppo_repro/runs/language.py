@@ -1,0 +1,135 @@
+"""Language runs: PPO on a language model, on one or several processes, with checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+
+from ppo_repro.buffers import Iteration
+from ppo_repro.config.files import load_config
+from ppo_repro.config.kinds import LANGUAGE, Kind
+from ppo_repro.config.run import RunConfig
+from ppo_repro.loop import ppo_iterations
+from ppo_repro.numerics.arithmetic.grid import exact_mean
+from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.records.manifest import Manifest
+from ppo_repro.rollout.engine import Engine
+from ppo_repro.runs.checkpoint_format import Checkpoint
+from ppo_repro.runs.checkpoints import ModelStore, load_newest, open_store, quick_collections, reference_folder
+from ppo_repro.runs.environment import check_inputs, describe_environment
+from ppo_repro.runs.kind import Execution, Final, Resumption
+from ppo_repro.runs.open_engine import check_engine, require_same_sampler, rollout_engine
+from ppo_repro.runs.prepare import Prepared, prepare, run_inputs, task_inputs
+from ppo_repro.runs.profiling import Peak, measure_peak
+from ppo_repro.runs.tables import iteration_tables
+from ppo_repro.shares import check_shares
+from ppo_repro.stages.coefficients import last_kl
+from ppo_repro.stages.evaluation import evaluate
+from ppo_repro.watcher import Watcher
+
+
+@dataclass(frozen=True)
+class LanguageExecution:
+    """A language run that is prepared."""
+
+    config: RunConfig
+    prepared: Prepared
+    engine: Engine
+    ranks: Ranks
+    store: ModelStore | None
+    peak: Peak | None
+
+    def iterations(self) -> Iterator[Iteration]:
+        return ppo_iterations(self.config, self.prepared.task, self.prepared.state, self.engine, self.ranks)
+
+    def tables(self, item: Iteration) -> dict[str, pa.Table]:
+        return iteration_tables(item, self.config, self.peak)
+
+    def progress(self, item: Iteration) -> str:
+        score, accuracy = exact_mean(item.rewards.scores), exact_mean(item.rewards.is_correct)
+        return f"score {score:.3f}  accuracy {accuracy:.3f}  KL {last_kl(item.updates):.4f}"
+
+    def final_results(self) -> Final:
+        evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)
+        state, training = self.prepared.state, self.prepared.reward_training
+        judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
+        return {
+            **judged,
+            "eval_accuracy": evaluation.accuracy,
+            "eval_score": evaluation.score,
+            # the reference is what the policy was before the first step
+            "initial_policy_digest": weights_digest(state.reference.named_parameters()),
+            "policy_digest": weights_digest(state.policy.named_parameters()),
+            "value_digest": weights_digest(state.value_parameters().items()),
+        }
+
+
+@dataclass(frozen=True)
+class LanguageKind:
+    """Language runs as this process, one of `ranks`, computes them.
+
+    `profile`: measure what the machine can do first, and record which share of it every iteration reached.
+    """
+
+    watcher: Watcher
+    ranks: Ranks = ALONE
+    profile: bool = False
+    name: ClassVar[Kind] = LANGUAGE
+    changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine")
+
+    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+        return load_config(path, overrides)
+
+    def input_files(self, config: RunConfig) -> Sequence[Path]:
+        return run_inputs(config)
+
+    def environment(self, config: RunConfig) -> dict[str, Any]:
+        return describe_environment(config, self.ranks.size)
+
+    def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
+        check_shares(config.layout.rank_shares, self.ranks.size)
+        check_engine(config, self.ranks.size)
+        return self._open(config, run_dir, None)
+
+    def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
+        """From the newest checkpoint, or from the beginning where there is none."""
+        check_shares(config.layout.rank_shares, self.ranks.size)
+        require_same_sampler(load_config(run_dir / "config.yaml"), config)
+        start = load_newest(run_dir, recorded)
+        _check_inputs(recorded, config, start)
+        return Resumption(0 if start is None else start.iteration, self._open(config, run_dir, start))
+
+    @contextmanager
+    def _open(self, config: RunConfig, run_dir: Path | None, start: Checkpoint | None) -> Iterator[LanguageExecution]:
+        """PromiseBroken where a rank begins with other weights than the first one."""
+        prepared = self._prepare(config, None if run_dir is None or start is None else reference_folder(run_dir))
+        store = None if run_dir is None else open_store(run_dir, config, prepared, start)
+        peak = measure_peak(config, prepared.state) if self.profile and run_dir is not None else None
+        logs = None if run_dir is None else run_dir / "sglang"
+        with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher) as engine:
+            yield LanguageExecution(config, prepared, engine, self.ranks, store, peak)
+
+    def _prepare(self, config: RunConfig, start_folder: Path | None) -> Prepared:
+        def warm_start(step: int, total: int, loss: float) -> None:
+            self.ranks.check()  # every rank computes the whole warm start by itself
+            self.watcher.warm_start(step, total, loss)
+
+        prepared = prepare(config, warm_start, start_folder)
+        weights = prepared.state.policy.named_parameters(), prepared.state.value_parameters().items()
+        self.ranks.require_same("initial weights", [weights_digest(parameters) for parameters in weights])
+        return prepared
+
+
+def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | None) -> None:
+    """The model's files are needed only where there is no checkpoint, which has its own."""
+    if start is None:
+        check_inputs(recorded.inputs)
+    else:
+        needed = {str(path.resolve()) for path in task_inputs(config)}
+        check_inputs({path: digest for path, digest in recorded.inputs.items() if path in needed})

@@ -1,0 +1,24 @@
+"""Language runs by the runner, with what most tests do not care about left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ppo_repro.config.run import RunConfig
+from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.runs import run as runner
+from ppo_repro.runs.language import LanguageKind
+from ppo_repro.watcher import Watcher
+
+
+def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) -> tuple[Path, dict[str, float]]:
+    return runner.run(LanguageKind(watcher, ranks), config, out)
+
+
+def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> runner.Rerun:
+    return runner.rerun(LanguageKind(watcher, ranks), run_dir, overrides)
+
+
+def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> runner.Resumed:
+    return runner.resume(LanguageKind(watcher), run_dir, overrides)

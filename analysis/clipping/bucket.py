@@ -8,8 +8,8 @@ import pandas as pd
 
 from analysis.clipping.flags import DISJOINT, token_flags
 from analysis.clipping.step import share
+from analysis.clipping.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
 from analysis.clipping.weights import logit_step, masses
-from analysis.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
 from ppo_repro.config.run import RunConfig
 
 Codes = npt.NDArray[np.int64]
@@ -87,9 +87,9 @@ def _within(values: Float64, edges: Float64) -> tuple[Codes, Float64, Float64]:
     return np.searchsorted(inner, values, side="right").astype(np.int64), edges[:-1], edges[1:]
 
 
-def _quantile_edges(values: Float64, parts: int) -> Float64:
+def _quantile_edges(values: Float64, count: int) -> Float64:
     """Edges of quantile bins; fewer where values are tied; two equal ones where all are."""
-    edges = np.unique(np.quantile(values, np.linspace(0.0, 1.0, parts + 1)))
+    edges = np.unique(np.quantile(values, np.linspace(0.0, 1.0, count + 1)))
     return edges if len(edges) > 1 else np.repeat(edges, 2)
 
 
@@ -101,11 +101,11 @@ def _position_edges(longest: int) -> Float64:
 
 def buckets(rows: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, tuple[Codes, Float64, Float64]]:
     """kind -> bin of each row, lower and upper limits. Quantiles are those of the iteration's tokens."""
-    counted: dict[str, tuple[Codes, Float64, Float64]] = {}
+    by_count: dict[str, tuple[Codes, Float64, Float64]] = {}
     for name in ("epoch", "minibatch"):
         values = rows[name].to_numpy(np.int64)
         limits = np.arange(values.max() + 1, dtype=np.float64)
-        counted[name] = (values, limits, limits + 1.0)
+        by_count[name] = (values, limits, limits + 1.0)
     positions = column(rows, "position")
     return {
         "p_anchor": _within(np.exp(column(rows, "anchor_logprobs")), P_EDGES),
@@ -114,7 +114,7 @@ def buckets(rows: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, tuple[Codes, 
             np.abs(column(rows, "advantages")), _quantile_edges(np.abs(column(tokens, "advantages")), 4)
         ),
         "position": _within(positions, _position_edges(int(positions.max()))),
-        **counted,
+        **by_count,
     }
 
 
@@ -162,11 +162,11 @@ def clip_bucket(item: IterationRows, config: RunConfig) -> pd.DataFrame:
     flags = token_flags(rows, item.rule).join(masses(rows, config))
     advantages = column(rows, "advantages")
     scopes = {"all": np.ones(len(rows), dtype=bool), "pos": advantages > 0, "neg": advantages < 0}
-    found = []
+    frames = []
     for kind, (codes, lower, upper) in buckets(rows, item.tokens).items():
         for sign, where in scopes.items():
             table = _kind_table(rows[where], flags[where], (codes[where], lower, upper), item.rule)
-            found.append(table.assign(iteration=item.iteration, kind=kind, adv_sign=sign))
-    result = pd.concat(found, ignore_index=True)
+            frames.append(table.assign(iteration=item.iteration, kind=kind, adv_sign=sign))
+    result = pd.concat(frames, ignore_index=True)
     first = ["iteration", "kind", "adv_sign"]
     return result[[*first, *(name for name in result.columns if name not in first)]]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
+from analysis.clipping.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
 
 # the five that cannot overlap and make up band_out
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "out_without_advantage")

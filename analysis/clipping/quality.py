@@ -9,8 +9,8 @@ import pandas as pd
 
 from analysis.clipping.dynamics import overshoot_shares
 from analysis.clipping.flags import ratios_of
+from analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows
 from analysis.clipping.weights import loss_weights
-from analysis.update_rows import ClipRule, Float64, IterationRows, column, policy_rows
 from ppo_repro.config.run import RunConfig
 
 
@@ -49,19 +49,19 @@ def update_numbers(item: IterationRows, config: RunConfig) -> dict[str, float]:
     }
 
 
-def update_quality(parts: Sequence[dict[str, float]]) -> pd.DataFrame:
+def update_quality(rows: Sequence[dict[str, float]]) -> pd.DataFrame:
     """One row per iteration: what the surrogate promised, and the next iteration's mean score minus this one's.
 
     score_gain compares sampled scores on other prompts, so its standard error, score_gain_se, is that of two
     independent means; NaN in the last iteration and where the next one is not there. improved: score_gain > 0.
     """
-    found = pd.DataFrame(parts)
-    following = found.set_index("iteration").reindex(found["iteration"] + 1)
-    found["score_gain"] = following["score_mean"].to_numpy() - found["score_mean"]
-    variance = following["score_variance_of_mean"].to_numpy() + found.pop("score_variance_of_mean")
-    found["score_gain_se"] = np.sqrt(variance)
-    found["improved"] = (found["score_gain"] > 0).where(found["score_gain"].notna())
-    return found
+    table = pd.DataFrame(rows)
+    following = table.set_index("iteration").reindex(table["iteration"] + 1)
+    table["score_gain"] = following["score_mean"].to_numpy() - table["score_mean"]
+    variance = following["score_variance_of_mean"].to_numpy() + table.pop("score_variance_of_mean")
+    table["score_gain_se"] = np.sqrt(variance)
+    table["improved"] = (table["score_gain"] > 0).where(table["score_gain"].notna())
+    return table
 
 
 def evaluation_gains(
@@ -74,17 +74,17 @@ def evaluation_gains(
     two independent shares, larger than that of the paired difference unless the answers are negatively related.
     worse: accuracy fell.
     """
-    seen = iterations[iterations["eval_accuracy"].notna()]
-    where = [*seen["iteration"].astype(int), int(iterations["iteration"].max()) + 1]
-    accuracy = np.array([*seen["eval_accuracy"], float(final["eval_accuracy"])])
+    evaluations = iterations[iterations["eval_accuracy"].notna()]
+    before_iteration = [*evaluations["iteration"].astype(int), int(iterations["iteration"].max()) + 1]
+    accuracy = np.array([*evaluations["eval_accuracy"], float(final["eval_accuracy"])])
     variance = accuracy * (1.0 - accuracy) / eval_prompts
     gain = np.diff(accuracy)
     error = np.sqrt(variance[:-1] + variance[1:])
     return pd.DataFrame(
         {
-            "from_iteration": where[:-1],
-            "to_iteration": where[1:],
-            "updates": np.diff(where),
+            "from_iteration": before_iteration[:-1],
+            "to_iteration": before_iteration[1:],
+            "updates": np.diff(before_iteration),
             "accuracy_before": accuracy[:-1],
             "accuracy_after": accuracy[1:],
             "gain": gain,

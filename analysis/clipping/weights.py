@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.clipping.flags import ratios_of
-from analysis.update_rows import Float64, column
+from analysis.clipping.update_rows import Float64, column
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 
@@ -38,21 +38,21 @@ def loss_weights(rows: pd.DataFrame, config: RunConfig) -> Float64:
         "sequence_sum": 1.0 / sequences,
     }
     if config.ppo.aggregation not in by_kind:
-        known = ", ".join(by_kind)
-        raise UserError(f"ppo.aggregation = {config.ppo.aggregation}: the clip analyses know {known}")
+        kinds = ", ".join(by_kind)
+        raise UserError(f"ppo.aggregation = {config.ppo.aggregation}: the clip analyses know {kinds}")
     weights = by_kind[config.ppo.aggregation]
-    chosen = config.ppo.importance_weights
-    if chosen is None:
+    correction = config.ppo.importance_weights
+    if correction is None:
         return weights
     delta = column(rows, "old_logprobs") - column(rows, "rollout_logprobs")
-    if chosen.level == "sequence":
+    if correction.level == "sequence":
         codes = sequence.ngroup().to_numpy()
         delta = np.asarray(np.bincount(codes, delta)[codes], dtype=np.float64)
     importance = ratios_of(delta)
-    if chosen.kind == "truncated":
-        return weights * np.minimum(importance, chosen.cap)
-    kept = (importance >= 1.0 / chosen.cap) & (importance <= chosen.cap)
-    return weights * np.where(kept, importance, 0.0)
+    if correction.kind == "truncated":
+        return weights * np.minimum(importance, correction.cap)
+    inside = (importance >= 1.0 / correction.cap) & (importance <= correction.cap)
+    return weights * np.where(inside, importance, 0.0)
 
 
 def masses(rows: pd.DataFrame, config: RunConfig) -> pd.DataFrame:

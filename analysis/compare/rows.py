@@ -43,9 +43,9 @@ def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd
     """
     corrected = [math.nan] * len(rows)
     for level in {row.level for row in rows}:
-        places = [i for i, row in enumerate(rows) if row.level == level and row.claim == "difference"]
-        for place, p_holm in zip(places, holm([rows[i].p_value for i in places]), strict=True):
-            corrected[place] = float(p_holm)
+        tested = [i for i, row in enumerate(rows) if row.level == level and row.claim == "difference"]
+        for row_index, p_holm in zip(tested, holm([rows[i].p_value for i in tested]), strict=True):
+            corrected[row_index] = float(p_holm)
     columns = {
         "run_a": [run_a] * len(rows),
         "run_b": [run_b] * len(rows),

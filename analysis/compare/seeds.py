@@ -79,23 +79,23 @@ def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairi
             raise UserError(f"axis {axis}: no cell has label {name!r}; there are {', '.join(sorted(set(labels)))}")
     if a == b:
         raise UserError(f"axis {axis}: a and b are both {a!r}; name two labels")
-    chosen = frame[labels.isin([a, b])]
-    if "state" in frame.columns and (chosen["state"] != "complete").any():
-        missing = chosen[chosen["state"] != "complete"]["cell"].tolist()
+    cells = frame[labels.isin([a, b])]
+    if "state" in frame.columns and (cells["state"] != "complete").any():
+        missing = cells[cells["state"] != "complete"]["cell"].tolist()
         raise UserError(f"cells not complete: {', '.join(map(str, missing))}; finish them with `ppo-repro grid`")
     others = [f"axis.{name}" for name in axes if name != axis]
-    values = _by_cell(chosen, [f"axis.{axis}", *others, "seed"], metric)
-    found = [_strata(values[values[f"axis.{axis}"].astype(str) == name], others, metric) for name in (a, b)]
-    _check_strata(found[0], found[1], pairing, (a, b))
-    return Groups(*([np.asarray(one[key][1]) for key in sorted(one)] for one in found))
+    values = _by_cell(cells, [f"axis.{axis}", *others, "seed"], metric)
+    strata = [_strata(values[values[f"axis.{axis}"].astype(str) == name], others, metric) for name in (a, b)]
+    _check_strata(strata[0], strata[1], pairing, (a, b))
+    return Groups(*([np.asarray(stratum[key][1]) for key in sorted(stratum)] for stratum in strata))
 
 
-def _by_cell(chosen: pd.DataFrame, keys: list[str], metric: str) -> pd.DataFrame:
-    if "iteration" in chosen.columns:
+def _by_cell(cells: pd.DataFrame, keys: list[str], metric: str) -> pd.DataFrame:
+    if "iteration" in cells.columns:
         # columns that are null in some iterations, such as evaluations, are averaged over the others
-        values = pd.DataFrame(chosen.groupby(keys)[metric].mean()).reset_index()
+        values = pd.DataFrame(cells.groupby(keys)[metric].mean()).reset_index()
     else:
-        values = chosen[[*keys, metric]]
+        values = cells[[*keys, metric]]
     repeated = values[values.duplicated(keys)]
     if len(repeated):
         raise UserError(f"seed {repeated['seed'].iloc[0]} is there twice; give the table of one grid")
@@ -107,12 +107,12 @@ def _by_cell(chosen: pd.DataFrame, keys: list[str], metric: str) -> pd.DataFrame
 def _strata(
     values: pd.DataFrame, others: list[str], metric: str
 ) -> dict[tuple[str, ...], tuple[list[int], list[float]]]:
-    found: dict[tuple[str, ...], tuple[list[int], list[float]]] = {}
+    strata: dict[tuple[str, ...], tuple[list[int], list[float]]] = {}
     for row in values.sort_values("seed").to_dict("records"):
-        seeds, numbers = found.setdefault(tuple(str(row[name]) for name in others), ([], []))
+        seeds, numbers = strata.setdefault(tuple(str(row[name]) for name in others), ([], []))
         seeds.append(int(row["seed"]))
         numbers.append(float(row[metric]))
-    return found
+    return strata
 
 
 def _check_strata(

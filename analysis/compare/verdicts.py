@@ -69,10 +69,10 @@ def _final_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
     a, b = (found.final for found in manifests(run_a, run_b))
     rows = []
     for name in a:
-        one, other = a[name], b.get(name)
-        if not isinstance(one, str) and other is not None and not isinstance(other, str):
+        value_a, value_b = a[name], b.get(name)
+        if not isinstance(value_a, str) and value_b is not None and not isinstance(value_b, str):
             how = "difference b - a of one run each: seeds decide, see --axis"
-            rows.append(Row("outcome", f"final.{name}", float(other) - float(one), 1, how, verdict="one seed"))
+            rows.append(Row("outcome", f"final.{name}", float(value_b) - float(value_a), 1, how, verdict="one seed"))
     return rows
 
 
@@ -80,10 +80,10 @@ def calibrated_margin(pairs: Sequence[tuple[Path | str, Path | str]], column: st
     """The margin for `compare_runs` from pairs of runs that should be equal; see `margin_from_aa`, UserError too."""
     means = []
     for a, b in pairs:
-        found = mean_abs(paired_responses(a, b, column=column))
-        if not len(found):
+        deltas = mean_abs(paired_responses(a, b, column=column))
+        if not len(deltas):
             raise UserError(f"{a} and {b}: have no response with the same tokens; they are no A/A pair")
-        means.append(found.mean())
+        means.append(deltas.mean())
     return margin_from_aa(np.array(means, np.float64))
 
 
@@ -120,7 +120,7 @@ def lines(table: pd.DataFrame) -> list[str]:
     return [f"a  {table['run_a'].iloc[0]}", f"b  {table['run_b'].iloc[0]}", shown]
 
 
-def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m analysis.compare", description="are two runs the same?")
     parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
     parser.add_argument("--seed", type=int, required=True, help="of the permutations and bootstraps")
@@ -138,36 +138,43 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     grid.add_argument("--b", help="label of the second")
     grid.add_argument("--metric", action="append", help=f"column ({', '.join(USUAL_METRICS)}); may be repeated")
     grid.add_argument("--unpaired", action="store_true", help="do not pair by seed")
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
-def _chosen(found: argparse.Namespace) -> pd.DataFrame:
-    rng = np.random.default_rng(found.seed)
-    if found.axis is not None:
-        if len(found.paths) != 1 or found.a is None or found.b is None or found.aa or found.column or found.iterations:
+def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
+    rng = np.random.default_rng(arguments.seed)
+    if arguments.axis is not None:
+        if (
+            len(arguments.paths) != 1
+            or arguments.a is None
+            or arguments.b is None
+            or arguments.aa
+            or arguments.column
+            or arguments.iterations
+        ):
             raise UserError("--axis: goes with one grid, --a and --b, and without --aa, --column and --iterations")
-        metrics = found.metric or USUAL_METRICS
+        metrics = arguments.metric or USUAL_METRICS
         return compare_grid(
-            *(found.paths[0], found.axis, found.a, found.b, metrics, rng),
-            **{"paired": not found.unpaired, "margin": found.margin, "alpha": found.alpha},
+            *(arguments.paths[0], arguments.axis, arguments.a, arguments.b, metrics, rng),
+            **{"paired": not arguments.unpaired, "margin": arguments.margin, "alpha": arguments.alpha},
         )
-    if len(found.paths) != 2 or found.a or found.b or found.metric or found.unpaired:
+    if len(arguments.paths) != 2 or arguments.a or arguments.b or arguments.metric or arguments.unpaired:
         raise UserError("two runs, or a grid with --axis; --a, --b, --metric and --unpaired are for grids")
-    if found.aa and found.margin is not None:
+    if arguments.aa and arguments.margin is not None:
         raise UserError("--margin and --aa: choose one")
-    column = found.column or COLUMNS[0]
-    margin = DIVERGENCE_TAU if found.margin is None else found.margin
-    if found.aa:
-        margin = calibrated_margin([tuple(pair) for pair in found.aa], column)
-    chosen = None if found.iterations is None else range(found.iterations[0], found.iterations[1] + 1)
-    a, b = found.paths
-    return compare_runs(a, b, rng, margin=margin, column=column, iterations=chosen, alpha=found.alpha)
+    column = arguments.column or COLUMNS[0]
+    margin = DIVERGENCE_TAU if arguments.margin is None else arguments.margin
+    if arguments.aa:
+        margin = calibrated_margin([tuple(pair) for pair in arguments.aa], column)
+    iterations = None if arguments.iterations is None else range(arguments.iterations[0], arguments.iterations[1] + 1)
+    a, b = arguments.paths
+    return compare_runs(a, b, rng, margin=margin, column=column, iterations=iterations, alpha=arguments.alpha)
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; exit code 2 and one line where what the user wrote is wrong."""
     try:
-        table = _chosen(_arguments(given))
+        table = _comparison(_arguments(argv))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

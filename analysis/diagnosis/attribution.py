@@ -33,10 +33,10 @@ def read_ladder(folder: Path | str, mode: str) -> pd.DataFrame:
 
 
 def _of_mode(table: pd.DataFrame, folder: Path | str, mode: str) -> pd.DataFrame:
-    found = table[table["mode"] == mode]
-    if found.empty:
+    rows = table[table["mode"] == mode]
+    if rows.empty:
         raise UserError(f"{folder}: mode = {mode!r}: there are {', '.join(sorted(set(table['mode'])))}")
-    return found
+    return rows
 
 
 def origin(ops: pd.DataFrame) -> Origin | None:

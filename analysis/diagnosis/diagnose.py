@@ -72,11 +72,11 @@ def diagnose(pairs: pd.DataFrame, *, tiers: tuple[Tier, ...] = TIERS) -> Diagnos
 
 def diagnose_chunks(chunks: Iterable[pd.DataFrame], *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
     """`diagnose` over chunks of whole sequences, held one at a time."""
-    parts = [measure(part) for chunk in chunks for _, part in chunk.groupby("iteration", sort=True)]
-    if not sum(part.tokens for part in parts):
+    sums = [measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)]
+    if not sum(frame.tokens for frame in sums):
         raise UserError("pairs hold no token with two finite log-probs; there is nothing to compare")
-    m = added(parts)
-    evidence = _evidence(m, parts)
+    m = added(sums)
+    evidence = _evidence(m, sums)
     tier = _tier(m, tiers)
     causes = _causes(m, evidence, tier)
     needed = "; ".join(INPUTS[cause] for cause in causes if cause in INPUTS) if len(causes) > 1 else ""
@@ -100,8 +100,8 @@ def _tier(m: Measured, tiers: tuple[Tier, ...]) -> str:
     return f"beyond {tiers[-1].name}"
 
 
-def _evidence(m: Measured, parts: list[Measured]) -> dict[str, float]:
-    n, growth = m.tokens, _growth(parts)
+def _evidence(m: Measured, by_iteration: list[Measured]) -> dict[str, float]:
+    n, growth = m.tokens, _growth(by_iteration)
     mean = m.delta / n
     clusters = m.sequences / (m.sequences - 1) if m.sequences > 1 else math.nan
     variance = (m.ss - 2 * mean * m.sn + mean**2 * m.nn) / n**2 * clusters
@@ -155,13 +155,13 @@ def _temperature(m: Measured) -> tuple[float, float]:
     return float(best), float(residual(best)) / m.delta_sq
 
 
-def _growth(parts: list[Measured]) -> tuple[float, float]:
+def _growth(by_iteration: list[Measured]) -> tuple[float, float]:
     """(ratio, difference in standard errors) of the highest and lowest level of |delta| among iterations.
 
     The level is sum |delta| / sum (1 - p): an error of the logits reaches the log-prob of a token with weight 1 - p.
     """
     levels = []
-    for m in parts:
+    for m in by_iteration:
         if m.uncertainty > 0 and m.sequences > 1:
             level = m.delta_abs / m.uncertainty
             square = m.abs_abs - 2 * level * m.abs_u + level**2 * m.u_u
@@ -243,19 +243,19 @@ def _unstructured(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, .
     can_be_stale = not (m.has_steps and not m.behind)
     if min(m.clean_sequences, m.dirty_sequences) >= 2:
         ruled_out = {"padding_leak": m.has_padding, "retokenization": m.has_ids, "stale_weights": not can_be_stale}
-        left: tuple[Cause, ...] = ("padding_leak", "retokenization", "stale_weights")
-        return tuple(cause for cause in left if not ruled_out[cause]) or ("unknown",)
+        candidates: tuple[Cause, ...] = ("padding_leak", "retokenization", "stale_weights")
+        return tuple(cause for cause in candidates if not ruled_out[cause]) or ("unknown",)
     coarse = tier != "beyond T4"
     # a float32 value is a bfloat16 one with chance 2^-16, a float16 one with chance 2^-13
     if coarse and max(e["frac_bfloat16"], e["frac_float16"]) >= 0.99:
         return ("reduced_precision",)
     if can_be_stale and e["growth"] >= GROWTH and e["growth_z"] >= CLEAR:
         return ("stale_weights",)
-    found: tuple[Cause, ...] = (
+    causes: tuple[Cause, ...] = (
         *(("reduced_precision",) if coarse else ()),
         *(("stale_weights",) if can_be_stale else ()),
         *(() if m.has_again else ("dropout",)),
         # no line in b shows a temperature: at 1/2 a line was seen to explain between 6 % and 47 %
         *(() if m.has_entropies else ("temperature",)),
     )
-    return found or ("unknown",)
+    return causes or ("unknown",)

@@ -20,7 +20,6 @@ KEY = ("iteration", "sequence", "position")
 NEEDED = (*KEY, "token_id", "logprobs_a", "logprobs_b")
 
 Floats = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,12 @@ class Measured:
     as_float16: float = 0.0
 
 
-def added(parts: Sequence[Measured]) -> Measured:
+def added(measured: Sequence[Measured]) -> Measured:
     """The sums of several iterations together."""
-    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(Measured)}
+    columns = {f.name: [getattr(one, f.name) for one in measured] for f in fields(Measured)}
     # has_* as the minimum: what only some iterations have is not there
-    joined = {"largest": max, "has": min}
-    return Measured(**{name: float(joined.get(name.partition("_")[0], sum)(v)) for name, v in columns.items()})
+    combine = {"largest": max, "has": min}
+    return Measured(**{name: float(combine.get(name.partition("_")[0], sum)(v)) for name, v in columns.items()})
 
 
 def measure(pairs: pd.DataFrame) -> Measured:
@@ -113,18 +112,18 @@ def measure(pairs: pd.DataFrame) -> Measured:
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
     counts = {"nonfinite": float(np.count_nonzero(~finite)), **_ids(pairs)}
-    kept = pairs[finite]
-    a32, b32 = kept["logprobs_a"].to_numpy(), kept["logprobs_b"].to_numpy()
+    tokens = pairs[finite]
+    a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b = a32.astype(np.float64), b32.astype(np.float64)
     delta = b - a
-    owner = np.unique(kept["sequence"].to_numpy(), return_inverse=True)[1]
+    owner = np.unique(tokens["sequence"].to_numpy(), return_inverse=True)[1]
     return Measured(
         **counts,
         **_plain(a32, b32, delta),
         **_clusters(delta, b, owner),
-        **_places(kept, a, b, delta, owner),
-        **_optional(kept, b, delta),
-        **_groups(kept, delta, owner),
+        **_places(tokens, a, b, delta, owner),
+        **_optional(tokens, b, delta),
+        **_groups(tokens, delta, owner),
         **_formats(a32, b32),
     )
 
@@ -201,8 +200,8 @@ def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[st
 def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]) -> tuple[float, float]:
     """Sequences below and above the widest gap in sum |delta| / sum (1 - p), if it is a factor of 10; else none."""
     # that four normal numbers are all within a tenth of sigma has chance 4e-5; near p = 1 there is nothing to see
-    told = (n >= 4) & (u >= 0.01 * n)
-    levels = np.sort(absolute[told] / u[told])
+    usable = (n >= 4) & (u >= 0.01 * n)
+    levels = np.sort(absolute[usable] / u[usable])
     if len(levels) < 2 or levels[-1] == 0.0:
         return 0.0, 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -211,12 +210,14 @@ def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]
     return (float(below), float(len(levels) - below)) if gaps[below - 1] >= 10.0 else (0.0, 0.0)
 
 
-def _places(kept: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
+def _places(
+    tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]
+) -> dict[str, float]:
     zero = (a == 0.0) != (b == 0.0)
     same = owner[1:] == owner[:-1]
     last = np.append(~same, True)[: len(owner)]
     # neighbours in the response, not only in the frame
-    same &= np.diff(kept["position"].to_numpy()) == 1
+    same &= np.diff(tokens["position"].to_numpy()) == 1
     return {
         "zeros": _total(zero),
         "at_zeros": _total(delta[zero] ** 2),
@@ -229,40 +230,40 @@ def _places(kept: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.
     }
 
 
-def _optional(kept: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float]:
+    evidence: dict[str, float] = {}
 
     def column(name: str) -> Floats:
-        return kept[name].to_numpy().astype(np.float64)
+        return tokens[name].to_numpy().astype(np.float64)
 
-    if "entropies" in kept and "prob_sq_sums" in kept:
+    if "entropies" in tokens and "prob_sq_sums" in tokens:
         entropy = column("entropies")
         x, k = b + entropy, entropy + np.log(column("prob_sq_sums"))
-        sums = {"dx": delta * x, "xx": x * x, "dk": delta * k, "xk": x * k, "kk": k * k}
-        found |= {"has_entropies": 1.0, **{name: _total(values) for name, values in sums.items()}}
-    if "log_kept_mass" in kept:
-        found |= {"has_mass": 1.0, "mass_sq": _total((delta - column("log_kept_mass")) ** 2)}
-    if "logprobs_b_again" in kept:
-        found |= {"has_again": 1.0, "again_sq": _total((column("logprobs_b_again") - b) ** 2)}
-    return found
+        products = {"dx": delta * x, "xx": x * x, "dk": delta * k, "xk": x * k, "kk": k * k}
+        evidence |= {"has_entropies": 1.0, **{name: _total(values) for name, values in products.items()}}
+    if "log_kept_mass" in tokens:
+        evidence |= {"has_mass": 1.0, "mass_sq": _total((delta - column("log_kept_mass")) ** 2)}
+    if "logprobs_b_again" in tokens:
+        evidence |= {"has_again": 1.0, "again_sq": _total((column("logprobs_b_again") - b) ** 2)}
+    return evidence
 
 
-def _groups(kept: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
+def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
     """Number, sum and sum of squares of the sequences' mean |delta|, where a column is 0 and where it is not."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
     for column, has, without, with_ in (
         ("pad_length", "has_padding", "unpadded", "padded"),
         ("steps_since_sync", "has_steps", "fresh", "behind"),
     ):
-        if column not in kept:
+        if column not in tokens:
             continue
-        found[has] = 1.0
+        sums[has] = 1.0
         largest = np.zeros(len(means))
-        np.maximum.at(largest, owner, kept[column].to_numpy().astype(np.float64))
+        np.maximum.at(largest, owner, tokens[column].to_numpy().astype(np.float64))
         for name, group in ((without, means[largest == 0]), (with_, means[largest > 0])):
-            found |= {name: float(len(group)), f"{name}_abs": _total(group), f"{name}_abs_sq": _total(group**2)}
-    return found
+            sums |= {name: float(len(group)), f"{name}_abs": _total(group), f"{name}_abs_sq": _total(group**2)}
+    return sums
 
 
 def _formats(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> dict[str, float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows, column
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import exp, mean, one_row, policy_steps
-from analysis.update_rows import IterationRows, column
 
 _PPO = Source("vwxyzjn/cleanrl", "cleanrl/ppo.py", "020cf0e53305793c8e39f4b68f9ac1ae9099f004")
 _LAST = "token mean; only the iteration's last minibatch is logged"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import Float64, exp, policy_steps, step_rows
-from analysis.update_rows import IterationRows
 
 _LOSS = Source("NVIDIA-NeMo/RL", "nemo_rl/algorithms/loss_functions.py", "005a098a5fc04317a0ceb792e66a8b8076804618")
 _PAIR, _MEAN = "old and rollout", "token mean of a step"
@@ -57,7 +57,7 @@ def masked_mean(values: Float64) -> float:
 
 def metrics(item: IterationRows) -> pd.DataFrame:
     """One row per policy step: NeMo-RL's keys."""
-    found = []
+    rows = []
     for step in policy_steps(item):
         ratio, x = exp(step.new - step.old), step.old - step.rollout
         bounded = np.clip(ratio, 1.0 - item.rule.low, 1.0 + item.rule.high)
@@ -80,5 +80,5 @@ def metrics(item: IterationRows) -> pd.DataFrame:
             "sampling_importance_ratio": masked_mean(np.where(np.isfinite(weights), weights, 0.0)),
             "approx_entropy": -masked_mean(exp(step.new - step.rollout) * step.new),
         }
-        found.append((step, numbers))
-    return step_rows(item, found)
+        rows.append((step, numbers))
+    return step_rows(item, rows)

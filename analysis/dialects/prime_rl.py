@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import exp, policy_steps, step_rows
-from analysis.update_rows import IterationRows
 from ppo_repro.errors import UserError
 
 _EXPORT = Source(
@@ -46,7 +46,7 @@ def metrics(item: IterationRows, mask_low: float = 0.2, mask_high: float = 0.2) 
     """One row per policy step: prime-rl's keys. Raises UserError for a negative bound."""
     if not (mask_low >= 0 and mask_high >= 0):
         raise UserError(f"mask_low = {mask_low:g}, mask_high = {mask_high:g}: bounds on probabilities, 0 or more")
-    found = []
+    rows = []
     for step in policy_steps(item):
         x, delta = step.new - step.rollout, np.exp(step.new) - np.exp(step.rollout)
         up, high, low = step.advantages > 0, delta > mask_high, delta < -mask_low
@@ -58,5 +58,5 @@ def metrics(item: IterationRows, mask_low: float = 0.2, mask_high: float = 0.2) 
             "is_masked_high": float((up & high).mean()),
             "is_masked_low": float(((step.advantages < 0) & low).mean()),
         }
-        found.append((step, numbers))
-    return step_rows(item, found)
+        rows.append((step, numbers))
+    return step_rows(item, rows)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.update_rows import Float64, IterationRows, column, policy_rows, steps_of
+from analysis.clipping.update_rows import Float64, IterationRows, column, policy_rows, steps_of
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ def one_row(item: IterationRows, numbers: dict[str, float]) -> pd.DataFrame:
     return pd.DataFrame([{"iteration": item.iteration, **numbers}])
 
 
-def step_rows(item: IterationRows, found: list[tuple[Step, dict[str, float]]]) -> pd.DataFrame:
+def step_rows(item: IterationRows, numbers_of_steps: list[tuple[Step, dict[str, float]]]) -> pd.DataFrame:
     """A row per policy step."""
     keyed = [
-        {"iteration": item.iteration, "epoch": s.epoch, "minibatch": s.minibatch, **numbers} for s, numbers in found
+        {"iteration": item.iteration, "epoch": s.epoch, "minibatch": s.minibatch, **numbers}
+        for s, numbers in numbers_of_steps
     ]
     return pd.DataFrame(keyed)

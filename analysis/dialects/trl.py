@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import by_response, exp, mean, one_row, policy_steps, responses, step_rows
-from analysis.update_rows import IterationRows
 from ppo_repro.errors import UserError
 
 INVALID_LOGPROB = 1.0  # what TRL writes at padding, in old and new log-probs alike
@@ -149,7 +149,7 @@ def grpo_metrics(item: IterationRows, cispo_epsilon_high: float = 5.0) -> pd.Dat
     """One row per policy step: the GRPO trainer's clip keys. Raises UserError for a bound that is not positive."""
     if not cispo_epsilon_high > 0:
         raise UserError(f"cispo_epsilon_high = {cispo_epsilon_high:g}: is a bound on the ratio; must be positive")
-    found = []
+    rows = []
     for step in policy_steps(item):
         ratio = exp(step.new - step.old)
         low = (ratio < 1.0 - item.rule.low) & (step.advantages < 0)
@@ -162,8 +162,8 @@ def grpo_metrics(item: IterationRows, cispo_epsilon_high: float = 5.0) -> pd.Dat
             "clip_ratio/region_mean": float((low | high).mean()),
             "cispo_clip_ratio": float(((ratio > cispo_epsilon_high) & (step.advantages > 0)).mean()),
         }
-        found.append((step, numbers))
-    return step_rows(item, found)
+        rows.append((step, numbers))
+    return step_rows(item, rows)
 
 
 def sampling_metrics(item: IterationRows, cap: float = 2.0) -> pd.DataFrame:

@@ -86,7 +86,7 @@ def outcomes(grid: Path) -> pd.DataFrame:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
     axes = [name for name in table.columns if name.startswith("axis.")]
     points = [", ".join(map(str, labels)) for labels in table[axes].itertuples(index=False)]
-    found = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in table["run_dir"]])
-    found.insert(0, "accuracy", table["final.eval_accuracy"])
+    cells = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in table["run_dir"]])
+    cells.insert(0, "accuracy", table["final.eval_accuracy"])
     about = table[[*axes, "seed", "fingerprint"]]
-    return pd.concat([pd.Series(points, name="point"), about, found], axis=1)
+    return pd.concat([pd.Series(points, name="point"), about, cells], axis=1)

@@ -78,27 +78,27 @@ def imported_pairs(
         raise UserError(f"columns = {columns!r}: the presets are {', '.join(PRESETS)}; or {_ADVICE}")
     if rows < 1:
         raise UserError(f"rows = {rows}: a chunk holds at least 1 token")
-    chosen = PRESETS[columns] if isinstance(columns, str) else columns
+    names = PRESETS[columns] if isinstance(columns, str) else columns
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    return _unmasked(whole_sequences(_gathered(_frames(files, chosen, rows), rows)))
+    return _unmasked(whole_sequences(_gathered(_frames(files, names, rows), rows)))
 
 
 def _unmasked(chunks: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
     for chunk in chunks:
-        kept = chunk["mask"].to_numpy() != 0
-        frame = chunk.loc[kept].drop(columns="mask").reset_index(drop=True)
+        unmasked = chunk["mask"].to_numpy() != 0
+        frame = chunk.loc[unmasked].drop(columns="mask").reset_index(drop=True)
         frame.attrs.update(masked=len(chunk) - len(frame), iteration=int(chunk["iteration"].iloc[0]))
         yield frame
 
 
 def _gathered(frames: Iterator[pd.DataFrame], rows: int) -> Iterator[pd.DataFrame]:
-    held: list[pd.DataFrame] = []
+    waiting: list[pd.DataFrame] = []
     for frame in frames:
-        held.append(frame)
-        if sum(map(len, held)) >= rows:
-            yield pd.concat(held, ignore_index=True)
-            held = []
-    yield from [pd.concat(held, ignore_index=True)] if held else []
+        waiting.append(frame)
+        if sum(map(len, waiting)) >= rows:
+            yield pd.concat(waiting, ignore_index=True)
+            waiting = []
+    yield from [pd.concat(waiting, ignore_index=True)] if waiting else []
 
 
 def _frames(files: Sequence[Path], columns: Columns, rows: int) -> Iterator[pd.DataFrame]:
@@ -119,21 +119,21 @@ def _frames(files: Sequence[Path], columns: Columns, rows: int) -> Iterator[pd.D
             yield frame
 
 
-def _check_type(named: str, columns: Columns, name: str, found: pa.DataType, is_list: bool) -> None:
-    inner = found.value_type if _is_list(found) else found
-    of_response = name in _PER_RESPONSE or (name == "advantages" and not _is_list(found))
+def _check_type(named: str, columns: Columns, name: str, data_type: pa.DataType, is_list: bool) -> None:
+    inner = data_type.value_type if _is_list(data_type) else data_type
+    of_response = name in _PER_RESPONSE or (name == "advantages" and not _is_list(data_type))
     numeric = pa.types.is_integer(inner) or pa.types.is_boolean(inner) or pa.types.is_null(inner)
     good = numeric or (pa.types.is_floating(inner) and name in _FLOATS)
-    if not good or _is_list(found) != (is_list and not of_response):
-        wanted = f"{'integers' if name in _INTEGERS else 'numbers'}{', one list a row' if is_list else ''}"
-        raise UserError(f"{named}: column {getattr(columns, name)} holds {found}, expected {wanted}; {_ADVICE}")
+    if not good or _is_list(data_type) != (is_list and not of_response):
+        expected = f"{'integers' if name in _INTEGERS else 'numbers'}{', one list a row' if is_list else ''}"
+        raise UserError(f"{named}: column {getattr(columns, name)} holds {data_type}, expected {expected}; {_ADVICE}")
     if is_list and name in ("sequence", "position"):
         raise UserError(f"{named}: rows are whole responses, which are counted; {name} must be None")
 
 
-def _is_list(found: pa.DataType) -> bool:
+def _is_list(data_type: pa.DataType) -> bool:
     checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(check(found) for check in checks)
+    return any(check(data_type) for check in checks)
 
 
 def _exploded(path: Path, first: int, columns: Columns, batch: pa.Table, sequence: int) -> pd.DataFrame:
@@ -146,19 +146,19 @@ def _exploded(path: Path, first: int, columns: Columns, batch: pa.Table, sequenc
     lists = [name for name in batch.column_names if _is_list(batch.schema.field(name).type)]
     lengths = {}
     for name in lists:
-        found = batch.column(name)
-        refuse(found.is_null().to_numpy(), f"column {getattr(columns, name)} is null")
-        lengths[name] = pc.list_value_length(found).to_numpy().astype(np.int64)
+        lists_of_column = batch.column(name)
+        refuse(lists_of_column.is_null().to_numpy(), f"column {getattr(columns, name)} is null")
+        lengths[name] = pc.list_value_length(lists_of_column).to_numpy().astype(np.int64)
     count = lengths["logprobs_a"]
     for name in lists:
         if name == "token_ids" and columns.response_length is not None:
-            given = _numbers(f"{path}: row {first}", columns, batch, "response_length").astype(np.int64)
-            refuse(given != count, f"{columns.response_length} is not the length of {columns.logprobs_a}")
+            declared = _numbers(f"{path}: row {first}", columns, batch, "response_length").astype(np.int64)
+            refuse(declared != count, f"{columns.response_length} is not the length of {columns.logprobs_a}")
             refuse(lengths[name] < count, f"{columns.token_ids} is shorter than the response")
         else:
             refuse(lengths[name] != count, f"{getattr(columns, name)} and {columns.logprobs_a} have different lengths")
-    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    frame = {"position": place}
+    position = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    frame = {"position": position}
     for name in batch.column_names:
         if name not in lists:
             if name != "response_length":
@@ -175,7 +175,7 @@ def _exploded(path: Path, first: int, columns: Columns, batch: pa.Table, sequenc
             refuse(np.isin(np.arange(batch.num_rows), owner[nulls]), f"column {getattr(columns, name)} holds null")
         # the last `count` of each list
         ends = np.cumsum(lengths[name])
-        frame[name] = _plain(name, flat)[np.repeat(ends - count, count) + place]
+        frame[name] = _plain(name, flat)[np.repeat(ends - count, count) + position]
     frame["sequence"] = np.repeat(np.arange(sequence, sequence + batch.num_rows), count)
     return _shaped(frame)
 
@@ -188,15 +188,15 @@ def _scalars(named: str, columns: Columns, batch: pa.Table) -> pd.DataFrame:
 
 
 def _numbers(named: str, columns: Columns, batch: pa.Table, name: str) -> npt.NDArray[Any]:
-    found = batch.column(name)
-    if found.null_count and name in _INTEGERS:
+    values = batch.column(name)
+    if values.null_count and name in _INTEGERS:
         raise UserError(f"{named}: column {getattr(columns, name)} holds null")
-    return _plain(name, found)
+    return _plain(name, values)
 
 
-def _plain(name: str, found: pa.ChunkedArray) -> npt.NDArray[Any]:
+def _plain(name: str, column: pa.ChunkedArray) -> npt.NDArray[Any]:
     # false and true are 0 and 1
-    numbers = found.cast(pa.int64() if name in _INTEGERS else pa.float64())
+    numbers = column.cast(pa.int64() if name in _INTEGERS else pa.float64())
     values = numbers.to_numpy(zero_copy_only=False) if isinstance(numbers, pa.Array) else numbers.to_numpy()
     # numbers beyond float32 are infinite in it, and counted as such
     with np.errstate(over="ignore"):
@@ -207,8 +207,8 @@ def _shaped(frame: dict[str, npt.NDArray[Any]]) -> pd.DataFrame:
     rows = len(frame["logprobs_a"])
     usual = {"iteration": np.zeros(rows, np.int64), "mask": np.ones(rows, np.int64), "position": np.full(rows, -1)}
     order = ["iteration", "sequence", "position", "token_id", *_FLOATS, "mask"]
-    shown = {"token_id": frame["token_ids"], **usual, **frame}
-    return pd.DataFrame({name: shown[name] for name in order if name in shown})
+    columns = {"token_id": frame["token_ids"], **usual, **frame}
+    return pd.DataFrame({name: columns[name] for name in order if name in columns})
 
 
 def _in_order(named: str, frame: pd.DataFrame, last: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -247,10 +247,10 @@ def _batches(path: Path, columns: Columns, rows: int) -> Iterator[tuple[int, pa.
 def _parquet(path: Path, wanted: dict[str, str], rows: int) -> Iterator[pa.Table]:
     try:
         with pq.ParquetFile(path, buffer_size=1 << 16) as file:
-            there = file.schema_arrow.names
+            available = file.schema_arrow.names
             for column in wanted.values():
-                if column not in there:
-                    raise UserError(f"{path}: no column {column!r}; there are {', '.join(there)}; {_ADVICE}")
+                if column not in available:
+                    raise UserError(f"{path}: no column {column!r}; there are {', '.join(available)}; {_ADVICE}")
             is_list = _is_list(file.schema_arrow.field(wanted["token_ids"]).type)
             size = _RESPONSES if is_list else rows
             for batch in file.iter_batches(batch_size=size, columns=list(wanted.values())):

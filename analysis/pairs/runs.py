@@ -54,18 +54,22 @@ def run_pairs(
     if pair == "old_vs_first_new":
         return _first_new(run_dir, iterations)
     columns = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL]
-    found = reader.stream(run_dir, "tokens", columns=columns, iterations=iterations, rows=rows, verify=verify)
+    chunks = reader.stream(run_dir, "tokens", columns=columns, iterations=iterations, rows=rows, verify=verify)
     names = {"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"}
-    return whole_sequences(chunk.rename(columns=names) for chunk in found)
+    return whole_sequences(chunk.rename(columns=names) for chunk in chunks)
 
 
 def _first_new(run_dir: Path | str, iterations: Sequence[int] | None) -> Iterator[pd.DataFrame]:
     recorded = range(len(reader.open_manifest(run_dir).iterations))
     for iteration in recorded if iterations is None else iterations:
-        one = [iteration]
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=[*KEY, "token_id", "old_logprobs", *OPTIONAL])
+        iterations_read = [iteration]
+        tokens = reader.read_tokens(
+            run_dir, iterations=iterations_read, columns=[*KEY, "token_id", "old_logprobs", *OPTIONAL]
+        )
         # clip_flag is null exactly where the policy takes no step; new_logprobs would also be NaN where it is NaN
-        updates = reader.read_updates(run_dir, iterations=one, columns=[*KEY, "epoch", "new_logprobs", "clip_flag"])
+        updates = reader.read_updates(
+            run_dir, iterations=iterations_read, columns=[*KEY, "epoch", "new_logprobs", "clip_flag"]
+        )
         first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*KEY, "new_logprobs"]]
         joined = tokens.merge(first, on=KEY, how="inner", validate="one_to_one").sort_values(KEY, ignore_index=True)
         names = {"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"}
@@ -111,8 +115,8 @@ def _side_by_side(
         ids = [frame[identity].to_numpy()[:rows] for frame in (a, b)]
         different = np.flatnonzero((ids[0] != ids[1]).any(axis=1))
         if different.size:
-            one, other = ids[0][different[0]], ids[1][different[0]]
-            raise UserError(f"{runs}: the first differing token is {_named(one)} against {_named(other)}")
+            row_a, row_b = ids[0][different[0]], ids[1][different[0]]
+            raise UserError(f"{runs}: the first differing token is {_named(row_a)} against {_named(row_b)}")
         if len(a) != len(b):
             longer = a if len(a) > len(b) else b
             raise UserError(f"{runs}: only one of them has {_named(longer[identity].to_numpy()[rows])}")
@@ -128,29 +132,29 @@ def whole_sequences(chunks: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
 
     Raises ValueError where rows are not in the order of (iteration, sequence).
     """
-    held: list[pd.DataFrame] = []
+    waiting: list[pd.DataFrame] = []
     for chunk in chunks:
         if not len(chunk):
             continue
         keys = chunk[["iteration", "sequence"]].to_numpy()
-        before = np.concatenate([held[-1][["iteration", "sequence"]].to_numpy()[-1:], keys]) if held else keys
+        before = np.concatenate([waiting[-1][["iteration", "sequence"]].to_numpy()[-1:], keys]) if waiting else keys
         step = np.diff(before, axis=0)
         if ((step[:, 0] < 0) | ((step[:, 0] == 0) & (step[:, 1] < 0))).any():
             raise ValueError("rows are not in the order of iteration and sequence")
         # the first row of every sequence that begins in this chunk
-        starts = np.flatnonzero(step.any(axis=1)) + (0 if held else 1)
+        starts = np.flatnonzero(step.any(axis=1)) + (0 if waiting else 1)
         if not starts.size:
-            held.append(chunk)
+            waiting.append(chunk)
             continue
-        yield from _by_iteration(_joined([*held, chunk.iloc[: starts[-1]]]))
-        held = [chunk.iloc[starts[-1] :]]
-    if held:
-        yield from _by_iteration(_joined(held))
+        yield from _by_iteration(_joined([*waiting, chunk.iloc[: starts[-1]]]))
+        waiting = [chunk.iloc[starts[-1] :]]
+    if waiting:
+        yield from _by_iteration(_joined(waiting))
 
 
-def _joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    kept = [part for part in parts if len(part)]
-    joined = kept[0] if len(kept) == 1 else pd.concat(kept)
+def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    filled = [frame for frame in frames if len(frame)]
+    joined = filled[0] if len(filled) == 1 else pd.concat(filled)
     return joined.reset_index(drop=True)
 
 

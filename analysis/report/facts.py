@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pandas as pd
 
 from analysis.mismatch.parity import Parity
-from analysis.report.clipping_figures import ClipBounds
-from analysis.report.markup import number, share
+from analysis.report.drawing.markup import number, share
+from analysis.report.figures.clipping import ClipBounds
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -67,34 +67,36 @@ def clip_bounds(config: RunConfig, iterations: pd.DataFrame) -> ClipBounds | Non
     return None
 
 
-def parity_verdicts(found: Parity, config: RunConfig) -> tuple[Verdict, ...]:
+def parity_verdicts(counted: Parity, config: RunConfig) -> tuple[Verdict, ...]:
     """Do sampler and trainer agree, in words; nothing is said of ratios or values that do not exist."""
-    unequal, tokens = found.unequal_old_rollout_logprobs, found.tokens
+    unequal, tokens = counted.unequal_old_rollout_logprobs, counted.tokens
     if unequal == 0:
-        said = [Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens.")]
+        verdicts = [Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens.")]
     else:
         text = (
             f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} "
-            f"tokens, largest difference {number(found.max_abs_old_rollout, 2)} nats)."
+            f"tokens, largest difference {number(counted.max_abs_old_rollout, 2)} nats)."
         )
-        said = [Verdict("differs", text)]
+        verdicts = [Verdict("differs", text)]
     sigma = config.rollout.mismatch_sigma
     if sigma is not None:
-        said.insert(0, Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}."))
-    first, rows = found.unequal_first_ratios, found.first_minibatch_tokens
+        verdicts.insert(
+            0, Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}.")
+        )
+    first, rows = counted.unequal_first_ratios, counted.first_minibatch_tokens
     anchor = config.ppo.ratio_anchor
     if rows and config.ppo.objective.kind != "policy_gradient":
         text = f"Every ratio of the first minibatches is exactly 1 ({rows:,} tokens, anchor {anchor})."
         if first:
             text = f"{share(first, rows)} of first ratios are not exactly 1 ({first:,} of {rows:,}, anchor {anchor})."
-        said.append(Verdict("differs" if first else "holds", text))
+        verdicts.append(Verdict("differs" if first else "holds", text))
     if rows and config.value.kind != "none":
-        unequal = found.unequal_values
+        unequal = counted.unequal_values
         text = f"Values computed again in the first minibatches agree on every bit ({rows:,} tokens)."
         if unequal:
             text = f"{share(unequal, rows)} of values differ when computed again ({unequal:,} of {rows:,})."
-        said.append(Verdict("differs" if unequal else "holds", text))
-    return tuple(said)
+        verdicts.append(Verdict("differs" if unequal else "holds", text))
+    return tuple(verdicts)
 
 
 def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdict, ...]:
@@ -157,8 +159,8 @@ def first_and_last_numbers(iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.
     by_step = steps.groupby("iteration")[[column for _, column, _ in of_steps]].mean()
     rows = [
         (name, float(frame[column].iloc[0]), float(frame[column].iloc[-1]), unit)
-        for frame, chosen in ((iterations, columns), (by_step, of_steps))
-        for name, column, unit in chosen
+        for frame, named in ((iterations, columns), (by_step, of_steps))
+        for name, column, unit in named
     ]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.report.drawing.figure import Section, section_html
+from analysis.report.drawing.markup import element, escape, table
 from analysis.report.facts import Verdict
-from analysis.report.figure import Section, section_html
-from analysis.report.markup import element, escape, table
 from analysis.report.token_view import token_section
 
 _HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def summary_html(
     config: str,
 ) -> str:
     """Verdicts in words, what the run is, its key numbers, its configuration."""
-    said = "".join(
+    sentences = "".join(
         element(
             "li",
             element("span", _MARKS[v.kind], class_="mark", aria_hidden="true")
@@ -61,16 +61,16 @@ def summary_html(
         )
         for v in verdicts
     )
-    known = "".join(element("dt", escape(n)) + element("dd", element("code", escape(v))) for n, v in facts)
+    about = "".join(element("dt", escape(n)) + element("dd", element("code", escape(v))) for n, v in facts)
     folded = element("details", element("summary", "Configuration") + element("pre", _lines(config), tabindex="0"))
     numbers = [element("div", table(frame, name), class_="scroll", tabindex="0") for name, frame in tables]
     return element(
         "section",
         element("h2", "Summary", id="summary-title")
-        + element("ul", said, class_="verdicts")
+        + element("ul", sentences, class_="verdicts")
         + element(
             "div",
-            element("div", element("dl", known) + (folded if config else ""), class_="facts") + "".join(numbers),
+            element("div", element("dl", about) + (folded if config else ""), class_="facts") + "".join(numbers),
             class_="three" if len(tables) > 1 else "stacked",
         ),
         id="summary",

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report.counts import special_tokens
+from analysis.report.figures.counts import special_tokens
 from analysis.report.load import IterationRecords, token_rows
 from ppo_repro.records import reader
 
@@ -75,11 +75,11 @@ def response_summary(records: IterationRecords) -> pd.DataFrame:
     # NaN would win every comparison; what is not finite is reported elsewhere
     np.maximum.at(largest, owner, np.where(np.isfinite(delta), np.abs(delta), 0.0))
     clipped = updates["clip_flag"].str.startswith("clip_").fillna(False).to_numpy(np.bool_)
-    counted = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
+    clip_counts = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
     return pd.DataFrame(
         {
             "iteration": records.iteration, "sequence": sequences["sequence"], "tokens": sequences["response_length"],
-            "score": sequences["scores"], "max_abs_delta": largest, "clipped": counted,
+            "score": sequences["scores"], "max_abs_delta": largest, "clipped": clip_counts,
         }
     )  # fmt: skip
 
@@ -101,32 +101,32 @@ def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> p
         "last": rows[rows["iteration"] == last],
     }
     sizes = rows["tokens"].to_numpy(np.int64)
-    chosen: dict[int, list[str]] = {}
+    reasons: dict[int, list[str]] = {}
     used = 0
     for index, reason in _in_turn({name: frame.index.to_numpy()[:count] for name, frame in ranked.items()}):
-        size = 0 if index in chosen else int(sizes[index])
-        full = index not in chosen and len(chosen) == count
+        size = 0 if index in reasons else int(sizes[index])
+        full = index not in reasons and len(reasons) == count
         # one response there is always, however long
-        if full or (chosen and used + size > max_tokens):
+        if full or (reasons and used + size > max_tokens):
             continue
         used += size
-        chosen.setdefault(index, []).append(reason)
-    found = rows.iloc[sorted(chosen)].copy()
-    found["why"] = pd.Series([chosen[index] for index in sorted(chosen)], index=found.index, dtype=object)
-    return found
+        reasons.setdefault(index, []).append(reason)
+    selected = rows.iloc[sorted(reasons)].copy()
+    selected["why"] = pd.Series([reasons[index] for index in sorted(reasons)], index=selected.index, dtype=object)
+    return selected
 
 
 def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, str]]:
-    for place in range(max(len(order) for order in ranked.values())):
+    for rank in range(max(len(order) for order in ranked.values())):
         for reason, order in ranked.items():
-            if place < len(order):
-                yield int(order[place]), reason
+            if rank < len(order):
+                yield int(order[rank]), reason
 
 
-def token_data(run_dir: Path, chosen: pd.DataFrame) -> dict[str, Any]:
+def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
     """What the page embeds: columns with their scales, and the chosen responses token by token."""
     responses: list[dict[str, Any]] = []
-    for iteration, rows in chosen.groupby("iteration", sort=True):
+    for iteration, rows in selected.groupby("iteration", sort=True):
         responses += _of_iteration(run_dir, int(str(iteration)), rows)
     epochs = max((response.pop("epochs") for response in responses), default=0)
     columns = [*TOKEN_COLUMNS]
@@ -143,36 +143,36 @@ def token_data(run_dir: Path, chosen: pd.DataFrame) -> dict[str, Any]:
 
 
 def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dict[str, Any]]:
-    one = [iteration]
-    sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES)
+    only = [iteration]
+    sequences = reader.read_sequences(run_dir, iterations=only, columns=_READ_SEQUENCES)
     about = {row["sequence"]: row for row in sequences[sequences["sequence"].isin(rows["sequence"])].to_dict("records")}
-    tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ)
+    tokens = reader.read_tokens(run_dir, iterations=only, columns=_READ)
     names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
-    updates = reader.read_updates(run_dir, iterations=one, columns=names)
+    updates = reader.read_updates(run_dir, iterations=only, columns=names)
     tokens = tokens.join(_by_epoch(tokens, updates, f"{run_dir}: iteration {iteration}"))
     delta = tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
     tokens = tokens.assign(delta=delta, special=special_tokens(tokens))
     epochs = int(updates["epoch"].max()) + 1 if len(updates) else 0
-    wanted = dict(zip(rows["sequence"], rows.to_dict("records"), strict=True))
+    reasons = dict(zip(rows["sequence"], rows.to_dict("records"), strict=True))
     groups = tokens[tokens["sequence"].isin(rows["sequence"])].groupby("sequence", sort=True)
     return [
-        {**_response({**about[key], **wanted[key]}, mine.sort_values("position")), "epochs": epochs}
-        for key, mine in groups
+        {**_response({**about[key], **reasons[key]}, own.sort_values("position")), "epochs": epochs}
+        for key, own in groups
     ]
 
 
 def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.DataFrame:
     """ratio_e and flag_e per token; empty where the epoch did not reach the token."""
     rows = token_rows(tokens, updates, where)
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for epoch in np.unique(updates["epoch"].to_numpy()).tolist():
-        mine = (updates["epoch"] == epoch).to_numpy()
+        in_epoch = (updates["epoch"] == epoch).to_numpy()
         ratios = np.full(len(tokens), np.nan)
-        ratios[rows[mine]] = updates["ratios"].to_numpy(np.float64)[mine]
+        ratios[rows[in_epoch]] = updates["ratios"].to_numpy(np.float64)[in_epoch]
         flags = np.full(len(tokens), None, dtype=object)
-        flags[rows[mine]] = updates["clip_flag"].to_numpy(object)[mine]
-        found |= {f"ratio_{epoch}": ratios, f"flag_{epoch}": flags}
-    return pd.DataFrame(found, index=tokens.index)
+        flags[rows[in_epoch]] = updates["clip_flag"].to_numpy(object)[in_epoch]
+        columns |= {f"ratio_{epoch}": ratios, f"flag_{epoch}": flags}
+    return pd.DataFrame(columns, index=tokens.index)
 
 
 def _response(row: dict[Hashable, Any], tokens: pd.DataFrame) -> dict[str, Any]:

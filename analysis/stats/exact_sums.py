@@ -43,14 +43,14 @@ def exact_sums(values: Floats) -> tuple[ExactSum, ...]:
     mantissas = np.ldexp(fractions, 53).astype(np.int64)
     low = int(exponents.min(initial=0))
     span = int(exponents.max(initial=0)) - low + 1
-    places = (exponents - low + np.arange(rows)[:, None] * span).ravel()
+    bins = (exponents - low + np.arange(rows)[:, None] * span).ravel()
     # halves of 26 and 27 bits, both of which a float64 adds without rounding
-    upper = np.bincount(places, (mantissas >> 26).ravel(), rows * span).reshape(rows, span)
-    lower = np.bincount(places, (mantissas & ((1 << 26) - 1)).ravel(), rows * span).reshape(rows, span)
+    upper = np.bincount(bins, (mantissas >> 26).ravel(), rows * span).reshape(rows, span)
+    lower = np.bincount(bins, (mantissas & ((1 << 26) - 1)).ravel(), rows * span).reshape(rows, span)
     totals = [0] * rows
-    for row, place in zip(*np.nonzero((upper != 0.0) | (lower != 0.0)), strict=True):
-        mantissa = (int(upper[row, place]) << 26) + int(lower[row, place])
-        totals[row] += mantissa << (low + int(place) - _LOWEST_EXPONENT)
+    for row, index in zip(*np.nonzero((upper != 0.0) | (lower != 0.0)), strict=True):
+        mantissa = (int(upper[row, index]) << 26) + int(lower[row, index])
+        totals[row] += mantissa << (low + int(index) - _LOWEST_EXPONENT)
     return tuple(ExactSum(total, extra) for total, extra in zip(totals, special, strict=True))
 
 
@@ -100,14 +100,16 @@ def cluster_sums(values: Mapping[str, Floats], counts: Ints) -> ClusterSums:
     # beyond float64 a product is infinite, and so is the sum, which is reported as that
     with np.errstate(over="ignore"):
         stacked = [row for name, y in values.items() for row in (y, y * y, y * n, means[name], means[name] ** 2)]
-    found = exact_sums(np.array(stacked).reshape(5 * len(values), len(counts)))
-    sums = {name: found[5 * index : 5 * index + 5] for index, name in enumerate(values)}
+    totals = exact_sums(np.array(stacked).reshape(5 * len(values), len(counts)))
+    sums = {name: totals[5 * index : 5 * index + 5] for index, name in enumerate(values)}
     return ClusterSums(len(counts), int(counts.sum()), int((counts.astype(object) ** 2).sum()), sums)
 
 
 def merge_clusters(a: ClusterSums, b: ClusterSums) -> ClusterSums:
     """The sums over the clusters of both; raises KeyError where they are of other quantities."""
-    sums = {name: tuple(add(x, y) for x, y in zip(found, b.sums[name], strict=True)) for name, found in a.sums.items()}
+    sums = {
+        name: tuple(add(x, y) for x, y in zip(totals, b.sums[name], strict=True)) for name, totals in a.sums.items()
+    }
     return ClusterSums(a.clusters + b.clusters, a.items + b.items, a.items_squared + b.items_squared, sums)
 
 
@@ -180,11 +182,11 @@ QUANTILE_ERROR = 2.0**-8
 
 def bins(values: Floats) -> Ints:
     """The histogram bin of each value: 0 for zero, then log-spaced; raises ValueError outside [2**-150, 2**130)."""
-    found = (values.view(np.int64) >> _BITS_DROPPED) - (_FIRST_BIN - 1)
-    found[values == 0.0] = 0
-    if found.size and (found.min() < 0 or found.max() >= BINS or (found[values != 0.0] == 0).any()):
+    index = (values.view(np.int64) >> _BITS_DROPPED) - (_FIRST_BIN - 1)
+    index[values == 0.0] = 0
+    if index.size and (index.min() < 0 or index.max() >= BINS or (index[values != 0.0] == 0).any()):
         raise ValueError("a histogram holds zeros and values from 2**-150 to 2**130")
-    return found
+    return index
 
 
 def histogram(values: Floats) -> Ints:
@@ -197,8 +199,8 @@ def quantile(counts: Ints, q: float) -> float:
     total = int(counts.sum())
     if not total:
         return math.nan
-    place = int(np.searchsorted(np.cumsum(counts), max(1, math.ceil(q * total))))
-    if not place:
+    index = int(np.searchsorted(np.cumsum(counts), max(1, math.ceil(q * total))))
+    if not index:
         return 0.0
-    edges = np.array([place, place + 1], dtype=np.int64) + (_FIRST_BIN - 1)
+    edges = np.array([index, index + 1], dtype=np.int64) + (_FIRST_BIN - 1)
     return float((edges << _BITS_DROPPED).view(np.float64).mean())

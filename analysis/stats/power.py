@@ -42,15 +42,15 @@ def minimum_detectable_effect(
         return math.nan
     noise = _noise(n, rng, paired, datasets)
 
-    def found(effect: float) -> bool:
+    def has_power(effect: float) -> bool:
         return float((_p_values(noise, effect, paired, rng) <= alpha).mean()) >= power
 
     low, high = 0.0, _LARGEST_EFFECT
-    if not found(high):
+    if not has_power(high):
         return math.inf
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if found(middle) else (middle, high)
+        low, high = (low, middle) if has_power(middle) else (middle, high)
     return high * sd
 
 

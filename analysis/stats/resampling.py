@@ -30,12 +30,12 @@ def cluster_bootstrap(
     """
     require_finite(sums)
     clusters = len(sums)
-    found, rows = np.empty(draws), max(1, _BATCH // clusters)
+    ratios, rows = np.empty(draws), max(1, _BATCH // clusters)
     for start in range(0, draws, rows):
         size = min(rows, draws - start)
-        chosen = rng.integers(0, clusters, (size, clusters))
-        found[start : start + size] = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
-    return percentiles(found, level)
+        resample = rng.integers(0, clusters, (size, clusters))
+        ratios[start : start + size] = sums[resample].sum(axis=1) / counts[resample].sum(axis=1)
+    return percentiles(ratios, level)
 
 
 def iqm(values: Floats) -> Floats:
@@ -46,8 +46,8 @@ def iqm(values: Floats) -> Floats:
 
 def mean_difference(a: Sequence[Floats], b: Sequence[Floats]) -> Floats:
     """Mean over strata of mean(b) - mean(a), of every draw."""
-    parts = [y.mean(axis=-1) - x.mean(axis=-1) for x, y in zip(a, b, strict=True)]
-    return np.asarray(np.mean(parts, axis=0))
+    differences = [y.mean(axis=-1) - x.mean(axis=-1) for x, y in zip(a, b, strict=True)]
+    return np.asarray(np.mean(differences, axis=0))
 
 
 def iqm_difference(a: Sequence[Floats], b: Sequence[Floats]) -> Floats:
@@ -57,11 +57,11 @@ def iqm_difference(a: Sequence[Floats], b: Sequence[Floats]) -> Floats:
 
 def probability_of_improvement(a: Sequence[Floats], b: Sequence[Floats]) -> Floats:
     """Mean over strata of P(b > a) + P(b = a) / 2 over all pairs of seeds, of every draw (Agarwal et al., 2021)."""
-    parts = []
+    shares = []
     for x, y in zip(a, b, strict=True):
         gaps = y[..., :, None] - x[..., None, :]
-        parts.append(((gaps > 0) + 0.5 * (gaps == 0)).mean(axis=(-1, -2)))
-    return np.asarray(np.mean(parts, axis=0))
+        shares.append(((gaps > 0) + 0.5 * (gaps == 0)).mean(axis=(-1, -2)))
+    return np.asarray(np.mean(shares, axis=0))
 
 
 def stratified_bootstrap(
@@ -85,9 +85,11 @@ def stratified_bootstrap(
         if len(sizes) != 1:
             raise ValueError(f"paired groups have the same seeds everywhere; there are {sorted(sizes)}")
         (n,) = sizes
-        chosen = rng.integers(0, n, (draws, n))
-        drawn = [[values[chosen] for values in group] for group in (a, b)]
+        resample = rng.integers(0, n, (draws, n))
+        resampled = [[values[resample] for values in group] for group in (a, b)]
     else:
-        drawn = [[values[rng.integers(0, len(values), (draws, len(values)))] for values in group] for group in (a, b)]
-    low, high = percentiles(statistic(drawn[0], drawn[1]), level)
+        resampled = [
+            [values[rng.integers(0, len(values), (draws, len(values)))] for values in group] for group in (a, b)
+        ]
+    low, high = percentiles(statistic(resampled[0], resampled[1]), level)
     return float(statistic(a, b)), low, high

@@ -159,8 +159,8 @@ def tost(estimate: Estimate, margin: float) -> float:
 def holm(p_values: Sequence[float]) -> Floats:
     """Holm's (1979) adjusted p-values, max over smaller ones of (m - rank) p, at most 1; NaN stays, uncounted."""
     p = np.asarray(p_values, np.float64)
-    there = np.flatnonzero(~np.isnan(p))
-    order = there[np.argsort(p[there], kind="stable")]
+    valid = np.flatnonzero(~np.isnan(p))
+    order = valid[np.argsort(p[valid], kind="stable")]
     adjusted = np.full(len(p), np.nan)
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)))
     return adjusted

@@ -43,11 +43,11 @@ def _weights(n_a: int, n_b: int, flips: Floats | None, rng: np.random.Generator,
     return np.vstack([observed, relabelled])
 
 
-def _permutation(found: Floats, n: int, exact: bool, scale: float) -> Permutation:
-    null = found[1:]
-    reached = int((null >= found[0] - ROUNDING * scale).sum())
+def _permutation(statistics: Floats, n: int, exact: bool, scale: float) -> Permutation:
+    null = statistics[1:]
+    reached = int((null >= statistics[0] - ROUNDING * scale).sum())
     p_value = reached / len(null) if exact else (1 + reached) / (1 + len(null))
-    return Permutation(float(found[0] - null.mean()), p_value, n, len(null), exact)
+    return Permutation(float(statistics[0] - null.mean()), p_value, n, len(null), exact)
 
 
 def mmd_hamming(
@@ -76,22 +76,22 @@ def mmd_hamming(
     if not len(usable):
         return Permutation(math.nan, math.nan, 0, 0, False)
     exact, flips = False, None
-    kept = np.isin(strata_a, usable)
-    a, strata_a = a[kept], strata_a[kept]
-    kept = np.isin(strata_b, usable)
-    b, strata_b = b[kept], strata_b[kept]
+    usable_rows = np.isin(strata_a, usable)
+    a, strata_a = a[usable_rows], strata_a[usable_rows]
+    usable_rows = np.isin(strata_b, usable)
+    b, strata_b = b[usable_rows], strata_b[usable_rows]
     if paired:
         exact, batches = signs(len(a), rng, draws)
         flips = np.vstack([batch.astype(np.int8) for batch in batches])
-    found: Floats | float = 0.0
+    statistics: Floats | float = 0.0
     for rows_a, rows_b in zip(_groups(strata_a), _groups(strata_b), strict=True):
         both = np.concatenate([a[rows_a], b[rows_b]])
         kernel = (both[:, None, :] == both[None, :, :]).mean(axis=2)
         of_stratum = None if flips is None else flips[:, rows_a].astype(np.float64)
         weights = _weights(len(rows_a), len(rows_b), of_stratum, rng, draws)
         share = (len(rows_a) + len(rows_b)) / (len(a) + len(b))
-        found = found + share * ((weights @ kernel) * weights).sum(axis=1)
-    return _permutation(np.asarray(found), len(a) + len(b), exact, 1.0)
+        statistics = statistics + share * ((weights @ kernel) * weights).sum(axis=1)
+    return _permutation(np.asarray(statistics), len(a) + len(b), exact, 1.0)
 
 
 def _usable(strata_a: npt.NDArray[np.int64], strata_b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -124,14 +124,14 @@ def energy_distance(a: Floats, b: Floats, rng: np.random.Generator, *, paired: b
     ordered = both[order]
     last = np.append(np.flatnonzero(np.diff(ordered)), len(ordered) - 1)
     gaps = np.diff(ordered[last])
-    parts = []
+    batches_of_distances = []
     exact, batches = signs(len(a), rng, draws) if paired else (False, _shuffles(len(both), draws))
     for flips in batches:
         weights = _weights(len(a), len(b), flips if paired else None, rng, len(flips))
         apart = np.cumsum(weights[:, order], axis=1)[:, last[:-1]]
-        parts.append(2 * (apart**2 @ gaps))
-    found = np.concatenate([parts[0][:1], *(part[1:] for part in parts)])
-    return _permutation(found, len(both), exact, float(gaps.sum()))
+        batches_of_distances.append(2 * (apart**2 @ gaps))
+    distances = np.concatenate([batches_of_distances[0][:1], *(part[1:] for part in batches_of_distances)])
+    return _permutation(distances, len(both), exact, float(gaps.sum()))
 
 
 def _shuffles(n: int, draws: int) -> list[Floats]:

@@ -47,18 +47,18 @@ def word_ratios(
         keys[name] = token_table[name].to_numpy()[rows]
     changed = (keys[["epoch", "sequence", "word_id"]].diff() != 0).any(axis=1).to_numpy(bool)
     starts = np.flatnonzero(changed)
-    found = keys.iloc[starts].reset_index(drop=True)
-    found["n_tok"] = np.diff(np.append(starts, len(keys)))
-    found["log_ratio"] = sums(log_ratio, starts)
-    found["max_token_ratio"] = np.exp(np.maximum.reduceat(log_ratio, starts)) if len(starts) else np.zeros(0)
-    found["n_out"] = sums(_outside(log_ratio, clip_low, clip_high).astype(np.float64), starts).astype(np.int64)
+    words = keys.iloc[starts].reset_index(drop=True)
+    words["n_tok"] = np.diff(np.append(starts, len(keys)))
+    words["log_ratio"] = sums(log_ratio, starts)
+    words["max_token_ratio"] = np.exp(np.maximum.reduceat(log_ratio, starts)) if len(starts) else np.zeros(0)
+    words["n_out"] = sums(_outside(log_ratio, clip_low, clip_high).astype(np.float64), starts).astype(np.int64)
     clipped = np.asarray(stepped["clip_flag"].str.startswith("clip_"), dtype=np.float64)
-    found["n_clipped"] = sums(clipped, starts).astype(np.int64)
-    total, n = found["log_ratio"].to_numpy(), found["n_tok"].to_numpy(np.float64)
-    found["word_out"] = _outside(total, clip_low, clip_high)
+    words["n_clipped"] = sums(clipped, starts).astype(np.int64)
+    total, n = words["log_ratio"].to_numpy(), words["n_tok"].to_numpy(np.float64)
+    words["word_out"] = _outside(total, clip_low, clip_high)
     # in logarithms, where (1 + high)^n cannot overflow
-    found["word_out_scaled"] = (total < n * np.log1p(-clip_low)) | (total > n * np.log1p(clip_high))
-    return found
+    words["word_out_scaled"] = (total < n * np.log1p(-clip_low)) | (total > n * np.log1p(clip_high))
+    return words
 
 
 def clip_table(words: pd.DataFrame) -> pd.DataFrame:
@@ -68,18 +68,18 @@ def clip_table(words: pd.DataFrame) -> pd.DataFrame:
     max_token_ratio, max_word_ratio: the largest ones.
     """
     rows = []
-    for (iteration, epoch), part in words.groupby(["iteration", "epoch"], sort=True):
-        of_text = part[~part["is_special"].to_numpy(bool)]
-        row: dict[str, object] = {"iteration": iteration, "epoch": epoch, "n_tok": int(part["n_tok"].sum())}
+    for (iteration, epoch), group in words.groupby(["iteration", "epoch"], sort=True):
+        of_text = group[~group["is_special"].to_numpy(bool)]
+        row: dict[str, object] = {"iteration": iteration, "epoch": epoch, "n_tok": int(group["n_tok"].sum())}
         row["n_word"] = len(of_text)
         for label, frame, count, unit in (
-            ("token_out", part, "n_out", "n_tok"),
-            ("token_clipped", part, "n_clipped", "n_tok"),
+            ("token_out", group, "n_out", "n_tok"),
+            ("token_clipped", group, "n_clipped", "n_tok"),
             ("word_out", of_text, "word_out", None),
             ("word_out_scaled", of_text, "word_out_scaled", None),
         ):
             row[label], row[f"{label}_se"] = _share(frame, count, unit)
-        row["max_token_ratio"] = float(part["max_token_ratio"].max())
+        row["max_token_ratio"] = float(group["max_token_ratio"].max())
         row["max_word_ratio"] = float(np.exp(of_text["log_ratio"].max())) if len(of_text) else float("nan")
         rows.append(row)
     return pd.DataFrame(rows)

@@ -53,12 +53,12 @@ def char_matched_lambda(gamma: float, gae_lambda: float, tokens_per_char: float,
     decay = decay_of(gamma, gae_lambda)
     if gamma == 0.0:
         raise UserError("gamma = 0: no lambda matters there; give a gamma above 0")
-    found = float(decay**exponent / gamma)
-    if found > 1.0:
+    matched = float(decay**exponent / gamma)
+    if matched > 1.0:
         raise UserError(
-            f"gamma = {gamma}: fades faster per character than asked for, lambda would be {found:.4g}; raise gamma"
+            f"gamma = {gamma}: fades faster per character than asked for, lambda would be {matched:.4g}; raise gamma"
         )
-    return found
+    return matched
 
 
 def _fertility(name: str, value: float) -> float:

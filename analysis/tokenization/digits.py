@@ -35,15 +35,15 @@ def digit_table(token_table: pd.DataFrame, sequences: pd.DataFrame) -> tuple[pd.
     whole = numbers[~numbers["mixed"] & (numbers["digits"] == lengths[numbers.index])].copy()
     whole = whole.reset_index(drop=True).assign(number=_texts(text, lengths)[whole.index])
     grouped = whole.groupby(["number", "cuts"], sort=False)
-    found = grouped[["n_tok", *METRICS]].mean()
-    found["n"] = grouped.size()
-    found = found.reset_index()
-    found["segmentation"] = [_cut(number, cuts) for number, cuts in zip(found["number"], found["cuts"], strict=True)]
-    found["n_digits"] = found["number"].str.len().astype(np.int64)
-    found["n_tok"] = found["n_tok"].astype(np.int64)
+    table = grouped[["n_tok", *METRICS]].mean()
+    table["n"] = grouped.size()
+    table = table.reset_index()
+    table["segmentation"] = [_cut(number, cuts) for number, cuts in zip(table["number"], table["cuts"], strict=True)]
+    table["n_digits"] = table["number"].str.len().astype(np.int64)
+    table["n_tok"] = table["n_tok"].astype(np.int64)
     for name in ("kl_k1", "kl_exact"):
-        found[f"{name}_per_digit"] = found[name] / found["n_digits"]
-    order = found.sort_values(["n", "number", "segmentation"], ascending=[False, True, True], ignore_index=True)
+        table[f"{name}_per_digit"] = table[name] / table["n_digits"]
+    order = table.sort_values(["n", "number", "segmentation"], ascending=[False, True, True], ignore_index=True)
     return order[DIGIT_COLUMNS], len(lengths) - len(whole)
 
 
@@ -68,11 +68,11 @@ def _tokens_with_digits(table: pd.DataFrame, text: Text, first_digit: Ints) -> p
     behind = np.searchsorted(digits, digits[end])
     number = np.searchsorted(first_digit, behind - 1, side="right") - 1
     begin = np.maximum(start, first_digit[number])
-    found = table.iloc[rows][METRICS].reset_index(drop=True)
-    found["number"] = number
-    found["cut"], found["digits"] = begin - first_digit[number], behind - begin
-    found["mixed"] = (behind != end) | (spaces[begin] - spaces[start] != begin - start)
-    return found
+    columns = table.iloc[rows][METRICS].reset_index(drop=True)
+    columns["number"] = number
+    columns["cut"], columns["digits"] = begin - first_digit[number], behind - begin
+    columns["mixed"] = (behind != end) | (spaces[begin] - spaces[start] != begin - start)
+    return columns
 
 
 def _cut(number: str, cuts: tuple[int, ...]) -> str:
@@ -82,5 +82,5 @@ def _cut(number: str, cuts: tuple[int, ...]) -> str:
 def _texts(text: Text, lengths: Ints) -> npt.NDArray[np.object_]:
     only_digits = text.codes[is_digit(text)].astype(np.uint8).tobytes()
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    found = pa.LargeStringArray.from_buffers(len(lengths), pa.py_buffer(offsets.tobytes()), pa.py_buffer(only_digits))
-    return np.asarray(found.to_numpy(zero_copy_only=False), dtype=object)
+    texts = pa.LargeStringArray.from_buffers(len(lengths), pa.py_buffer(offsets.tobytes()), pa.py_buffer(only_digits))
+    return np.asarray(texts.to_numpy(zero_copy_only=False), dtype=object)

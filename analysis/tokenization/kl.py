@@ -132,19 +132,21 @@ def sequence_table(table: pd.DataFrame, sequences: pd.DataFrame, decay: float) -
     """
     starts = np.flatnonzero(table["position"].to_numpy() == 0)
     text = text_of(sequences)
-    found = sequences[["iteration", "sequence", "prompt_key", "scores"]].reset_index(drop=True)
-    found["n_tok"] = np.diff(np.append(starts, len(table)))
+    by_sequence = sequences[["iteration", "sequence", "prompt_key", "scores"]].reset_index(drop=True)
+    by_sequence["n_tok"] = np.diff(np.append(starts, len(table)))
     is_word = (table["is_word_start"] & ~table["is_special"]).to_numpy()
-    found["n_word"] = sums(is_word.astype(np.float64), starts).astype(np.int64)
-    found["n_char"], found["n_byte"] = np.diff(text.starts), np.diff(text.byte_starts)
+    by_sequence["n_word"] = sums(is_word.astype(np.float64), starts).astype(np.int64)
+    by_sequence["n_char"], by_sequence["n_byte"] = np.diff(text.starts), np.diff(text.byte_starts)
     for name in METRICS:
-        found[name] = sums(table[name].to_numpy(), starts)
+        by_sequence[name] = sums(table[name].to_numpy(), starts)
         for unit in ("tok", "word", "char", "byte"):
-            found[f"{name}_per_{unit}"] = ratio(found[name].to_numpy(), found[f"n_{unit}"].to_numpy(np.float64))
-    fertility = ratio(found["n_tok"].to_numpy(np.float64), found["n_char"].to_numpy(np.float64))
+            by_sequence[f"{name}_per_{unit}"] = ratio(
+                by_sequence[name].to_numpy(), by_sequence[f"n_{unit}"].to_numpy(np.float64)
+            )
+    fertility = ratio(by_sequence["n_tok"].to_numpy(np.float64), by_sequence["n_char"].to_numpy(np.float64))
     # 1 to the power of NaN would be 1
-    found["lambda_eff_char"] = np.where(np.isnan(fertility), np.nan, decay**fertility)
-    return found
+    by_sequence["lambda_eff_char"] = np.where(np.isnan(fertility), np.nan, decay**fertility)
+    return by_sequence
 
 
 def sums(values: npt.NDArray[np.float64], starts: npt.NDArray[np.int64]) -> Floats:

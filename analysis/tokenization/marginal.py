@@ -33,8 +33,8 @@ def count_segmentations(text: bytes, token_bytes: Mapping[int, bytes]) -> int:
     """How many sequences of tokens spell `text`."""
     pieces = _pieces(text, token_bytes)
     ways = [0] * len(text) + [1]
-    for place in range(len(text) - 1, -1, -1):
-        ways[place] = sum(ways[end] for _, end in pieces[place])
+    for start in range(len(text) - 1, -1, -1):
+        ways[start] = sum(ways[end] for _, end in pieces[start])
     return ways[0]
 
 
@@ -43,11 +43,11 @@ def segmentations(text: bytes, token_bytes: Mapping[int, bytes]) -> Iterator[Ids
     pieces, reachable = _pieces(text, token_bytes), _reachable(text, token_bytes)
     stack: list[tuple[Ids, int]] = [((), 0)]
     while stack:
-        ids, place = stack.pop()
-        if place == len(text):
+        ids, start = stack.pop()
+        if start == len(text):
             yield ids
             continue
-        following = [(token, end) for token, end in pieces[place] if reachable[end]]
+        following = [(token, end) for token, end in pieces[start] if reachable[end]]
         stack += [((*ids, token), end) for token, end in reversed(following)]
 
 
@@ -76,12 +76,12 @@ def exact_marginal(
             f"max_segmentations = {max_segmentations}: the text has {count} segmentations; "
             "raise it, or estimate with importance_marginal"
         )
-    seen: dict[Ids, npt.NDArray[np.float64]] = {}
+    cache: dict[Ids, npt.NDArray[np.float64]] = {}
 
     def remembered(prefix: Ids) -> npt.NDArray[np.float64]:
-        if prefix not in seen:
-            seen[prefix] = next_logprobs(prefix)
-        return seen[prefix]
+        if prefix not in cache:
+            cache[prefix] = next_logprobs(prefix)
+        return cache[prefix]
 
     logprobs = [segmentation_logprob(ids, remembered, end_id=end_id) for ids in segmentations(text, token_bytes)]
     return Marginal(_log_sum(np.array(logprobs)), 0.0, count, float(count))
@@ -127,16 +127,16 @@ def _one_draw(
     generator: np.random.Generator,
 ) -> float:
     ids: Ids = ()
-    place, log_weight = 0, 0.0
-    while place < length:
-        following = [(token, end) for token, end in pieces[place] if reachable[end]]
+    start, log_weight = 0, 0.0
+    while start < length:
+        following = [(token, end) for token, end in pieces[start] if reachable[end]]
         logprobs = next_logprobs(ids)[[token for token, _ in following]]
         log_mass = _log_sum(logprobs)
         log_weight += log_mass
         if log_mass == -math.inf:
             return log_weight
-        chosen = int(generator.choice(len(following), p=_normalised(logprobs - log_mass)))
-        ids, place = (*ids, following[chosen][0]), following[chosen][1]
+        drawn = int(generator.choice(len(following), p=_normalised(logprobs - log_mass)))
+        ids, start = (*ids, following[drawn][0]), following[drawn][1]
     return log_weight if end_id is None else log_weight + float(next_logprobs(ids)[end_id])
 
 
@@ -155,17 +155,17 @@ def _log_sum(logprobs: npt.NDArray[np.float64]) -> float:
 def _pieces(text: bytes, token_bytes: Mapping[int, bytes]) -> list[list[tuple[int, int]]]:
     """For every place the tokens that fit there and where they end, by id."""
     tokens = sorted((token, spelled) for token, spelled in token_bytes.items() if spelled)
-    places = range(len(text))
-    return [[(i, at + len(b)) for i, b in tokens if text.startswith(b, at)] for at in places]
+    starts = range(len(text))
+    return [[(i, at + len(b)) for i, b in tokens if text.startswith(b, at)] for at in starts]
 
 
 def _reachable(text: bytes, token_bytes: Mapping[int, bytes]) -> list[bool]:
     """From which places the rest of the text can be spelled."""
     pieces = _pieces(text, token_bytes)
-    found = [False] * len(text) + [True]
-    for place in range(len(text) - 1, -1, -1):
-        found[place] = any(found[end] for _, end in pieces[place])
-    return found
+    reachable = [False] * len(text) + [True]
+    for start in range(len(text) - 1, -1, -1):
+        reachable[start] = any(reachable[end] for _, end in pieces[start])
+    return reachable
 
 
 def _checked_count(text: bytes, token_bytes: Mapping[int, bytes]) -> int:

@@ -36,14 +36,14 @@ def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tupl
     """
     ids = [list(map(int, row)) for row in sequences["response_ids"]]
     stopped = (sequences["finish_reason"] == "stop").to_numpy(bool)
-    said = [row[:-1] if stop else row for row, stop in zip(ids, stopped, strict=True)]
-    texts = tokenizer.decode(said)
+    text_ids = [row[:-1] if stop else row for row, stop in zip(ids, stopped, strict=True)]
+    texts = tokenizer.decode(text_ids)
     for text, recorded, sequence in zip(texts, sequences["response"], sequences["sequence"], strict=True):
         if text != recorded:
             raise UserError(
                 f"tokenizer: spells response {sequence} {text!r}, recorded is {recorded!r}; restore the run's"
             )
-    return said, tokenizer.encode(texts)
+    return text_ids, tokenizer.encode(texts)
 
 
 def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.DataFrame:
@@ -53,18 +53,18 @@ def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.
     it. `drifted`, `edits` (aligned operations), `first_drift_pos` (NaN without drift), `len_delta` (tokens again
     minus tokens), `n_tok`. UserError as `encoded_again`.
     """
-    said, again = encoded_again(sequences, tokenizer)
-    pairs = list(zip(said, again, strict=True))
+    text_ids, again = encoded_again(sequences, tokenizer)
+    pairs = list(zip(text_ids, again, strict=True))
     drifted = [a != b for a, b in pairs]
-    found = sequences[["iteration", "sequence"]].reset_index(drop=True)
-    found["n_tok"] = [len(a) for a in said]
-    found["drifted"] = drifted
-    found["edits"] = [edit_operations(a, b) if differ else 0 for (a, b), differ in zip(pairs, drifted, strict=True)]
-    found["first_drift_pos"] = [
+    table = sequences[["iteration", "sequence"]].reset_index(drop=True)
+    table["n_tok"] = [len(a) for a in text_ids]
+    table["drifted"] = drifted
+    table["edits"] = [edit_operations(a, b) if differ else 0 for (a, b), differ in zip(pairs, drifted, strict=True)]
+    table["first_drift_pos"] = [
         _first_difference(a, b) if differ else np.nan for (a, b), differ in zip(pairs, drifted, strict=True)
     ]
-    found["len_delta"] = [len(b) - len(a) for a, b in pairs]
-    return found
+    table["len_delta"] = [len(b) - len(a) for a, b in pairs]
+    return table
 
 
 def noncanonical_words(word_table: pd.DataFrame, token_ids: pd.Series, tokenizer: RecordedTokenizer) -> pd.Series:

@@ -65,17 +65,17 @@ def summary_table(sequence_table: pd.DataFrame, word_table: pd.DataFrame, *, clu
         _over_words(sequence_table, text_words, "single_token_words", text_words["n_tok"] == 1, codes),
         _over_words(sequence_table, text_words, "kl_abs_k1_of_words", text_words["kl_k1"].abs(), codes),
     ]
-    found = pd.DataFrame(rows, columns=SUMMARY_COLUMNS)
-    found.insert(0, "iteration", int(sequence_table["iteration"].iloc[0]))
-    return found
+    table = pd.DataFrame(rows, columns=SUMMARY_COLUMNS)
+    table.insert(0, "iteration", int(sequence_table["iteration"].iloc[0]))
+    return table
 
 
 def _row(
     label: str, unit: str, reduction: str, y: Floats, x: Floats, codes: npt.NDArray[np.int64], undefined: int
 ) -> tuple[object, ...]:
     n_units = int(x.sum()) if unit != "share" else len(y)
-    found = ratio_of_sums(y, x, codes)
-    return (label, unit, reduction, *found, n_units, len(y), undefined, int((~np.isfinite(y)).sum()))
+    estimate = ratio_of_sums(y, x, codes)
+    return (label, unit, reduction, *estimate, n_units, len(y), undefined, int((~np.isfinite(y)).sum()))
 
 
 def _in_units(table: pd.DataFrame, name: str, codes: npt.NDArray[np.int64]) -> list[tuple[object, ...]]:
@@ -83,10 +83,14 @@ def _in_units(table: pd.DataFrame, name: str, codes: npt.NDArray[np.int64]) -> l
     rows = [_row(name, "sequence", "seq_mean_token_sum", total, ones, codes, 0)]
     for unit, column in UNITS.items():
         count = table[column].to_numpy(np.float64)
-        there = count > 0
-        without = int((~there).sum())
+        present = count > 0
+        without = int((~present).sum())
         rows.append(_row(name, unit, "ratio_of_sums", total, count, codes, without))
-        own = ratio(total, count)[there], ones[there], np.unique(codes[there], return_inverse=True)[1].astype(np.int64)
+        own = (
+            ratio(total, count)[present],
+            ones[present],
+            np.unique(codes[present], return_inverse=True)[1].astype(np.int64),
+        )
         rows.append(_row(name, unit, "mean_of_ratios", *own, without))
     return rows
 
@@ -122,5 +126,5 @@ def _without(table: pd.DataFrame, words: pd.DataFrame) -> int:
 
 def _by_sequence(table: pd.DataFrame, words: pd.DataFrame, values: pd.Series) -> Floats:
     weights = values.to_numpy(np.float64)
-    found = np.bincount(words["sequence"].to_numpy(np.int64), weights=weights, minlength=len(table))
-    return np.asarray(found, dtype=np.float64)
+    sums = np.bincount(words["sequence"].to_numpy(np.int64), weights=weights, minlength=len(table))
+    return np.asarray(sums, dtype=np.float64)

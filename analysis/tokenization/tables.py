@@ -110,8 +110,8 @@ def _iterations(run_dir: Path | str, iterations: Sequence[int] | None) -> Sequen
 
 
 def _decay(config: RunConfig) -> tuple[float | None, float | None]:
-    found = config.advantages
-    return (found.gamma, found.gae_lambda) if isinstance(found, GaeAdvantages) else (None, None)
+    advantages = config.advantages
+    return (advantages.gamma, advantages.gae_lambda) if isinstance(advantages, GaeAdvantages) else (None, None)
 
 
 def _clip(
@@ -159,14 +159,14 @@ def main() -> None:
 
 def report(run_dir: Path, iteration: int | None, boundary: Boundary, cluster: Cluster) -> list[str]:
     """The lines of one iteration, the last one where None; UserError as `iteration_tables`."""
-    chosen = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
-    tables = iteration_tables(run_dir, chosen, boundary=boundary, cluster=cluster)
-    sequences = reader.read_sequences(run_dir, iterations=[chosen], columns=["prompt", "response"])
+    number = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
+    tables = iteration_tables(run_dir, number, boundary=boundary, cluster=cluster)
+    sequences = reader.read_sequences(run_dir, iterations=[number], columns=["prompt", "response"])
     tokenizer = recorded_tokenizer(run_dir)
     card = tokenizer_card(tokenizer, list(sequences["prompt"] + sequences["response"]))
-    drift = run_drift(run_dir, tokenizer, boundary=boundary, iterations=[chosen])
+    drift = run_drift(run_dir, tokenizer, boundary=boundary, iterations=[number])
     (fertility,) = tables.tok_summary.query("metric == 'tokens' and unit == 'char'")["value"]
-    lines = [f"{run_dir}: iteration {chosen}, boundary {boundary}, nats, standard errors by {cluster}"]
+    lines = [f"{run_dir}: iteration {number}, boundary {boundary}, nats, standard errors by {cluster}"]
     lines += tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g").splitlines()
     if tables.tok_clip is not None:
         lines += ["", "clip band", *tables.tok_clip.to_string(index=False, float_format="%.4g").splitlines()]

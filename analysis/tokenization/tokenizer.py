@@ -58,9 +58,9 @@ class TokenizerCard:
 def recorded_tokenizer(run_dir: Path | str) -> RecordedTokenizer:
     """The tokenizer of a recorded run; UserError where there is none or it cannot be read."""
     folder = Path(run_dir)
-    for place in PLACES:
-        if (folder / place).is_file():
-            return load_tokenizer(folder / place)
+    for path in PLACES:
+        if (folder / path).is_file():
+            return load_tokenizer(folder / path)
     raise UserError(f"{run_dir}: holds no tokenizer.json, looked for {' and '.join(PLACES)}; finish the run first")
 
 
@@ -70,18 +70,18 @@ def load_tokenizer(path: Path) -> RecordedTokenizer:
 
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        made = Tokenizer.from_str(json.dumps(tree))
+        backend = Tokenizer.from_str(json.dumps(tree))
     except Exception as error:  # `tokenizers` raises bare Exceptions
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); restore the run's") from error
-    made.no_padding()
-    made.no_truncation()
+    backend.no_padding()
+    backend.no_truncation()
     special = frozenset(entry["id"] for entry in tree.get("added_tokens", []) if entry["special"])
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [found.ids for found in made.encode_batch(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(ids: Sequence[Sequence[int]]) -> list[str]:
-        return list(made.decode_batch([list(some) for some in ids], skip_special_tokens=True))
+        return list(backend.decode_batch([list(some) for some in ids], skip_special_tokens=True))
 
     return RecordedTokenizer(encode, decode, special, tree)
 
@@ -94,11 +94,11 @@ def token_bytes(tokenizer: RecordedTokenizer) -> dict[int, bytes]:
             f"decoder = {decoder!r}: bytes of tokens are known for ByteLevel and Fuse; use such a tokenizer"
         )
     letters = byte_letters()
-    found = {}
+    bytes_of = {}
     for token, index in _vocabulary(tokenizer.tree).items():
         if index not in tokenizer.special_ids:
-            found[index] = bytes(letters[c] for c in token) if decoder == "ByteLevel" else token.encode()
-    return found
+            bytes_of[index] = bytes(letters[c] for c in token) if decoder == "ByteLevel" else token.encode()
+    return bytes_of
 
 
 def byte_letters() -> dict[str, int]:
@@ -137,7 +137,7 @@ def tokenizer_card(tokenizer: RecordedTokenizer, texts: Sequence[str]) -> Tokeni
         fertility_tok_char=tokens / characters,
         fertility_tok_word=tokens / words,
         pct_words_single=100.0 * single / len(distinct),
-        round_trip_failures=tuple(probe for probe, found in zip(probes, back, strict=True) if probe != found),
+        round_trip_failures=tuple(probe for probe, decoded in zip(probes, back, strict=True) if probe != decoded),
     )
 
 
@@ -161,14 +161,14 @@ def _vocabulary(tree: Mapping[str, Any]) -> dict[str, int]:
     return {**vocabulary, **added}
 
 
-def _described(part: Mapping[str, Any] | None) -> str:
-    if part is None:
+def _described(component: Mapping[str, Any] | None) -> str:
+    if component is None:
         return "none"
-    inside = part.get("pretokenizers")
+    inside = component.get("pretokenizers")
     if inside:
-        return "+".join(_described(one) for one in inside)
-    pattern = part.get("pattern")
-    return str(part["type"]) + (f"({next(iter(pattern.values()))})" if isinstance(pattern, dict) else "")
+        return "+".join(_described(inner) for inner in inside)
+    pattern = component.get("pattern")
+    return str(component["type"]) + (f"({next(iter(pattern.values()))})" if isinstance(pattern, dict) else "")
 
 
 def _sha256(text: str) -> str:

@@ -115,10 +115,10 @@ def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> pd.Ca
         total = np.concatenate([[0], np.cumsum(kinds == kind)])
         counts[kind] = total[end] - total[start]
     other = counts[:3].sum(axis=0)
-    found = np.where(counts[:3].max(axis=0) == other, counts[:3].argmax(axis=0), CLASSES.index("mixed"))
-    found = np.where(other == 0, CLASSES.index("space"), found)
-    found = np.where(start == end, np.where(is_special, CLASSES.index("special"), CLASSES.index("empty")), found)
-    return pd.Categorical.from_codes(np.asarray(found, dtype=np.int64), categories=pd.Index(CLASSES))
+    classes = np.where(counts[:3].max(axis=0) == other, counts[:3].argmax(axis=0), CLASSES.index("mixed"))
+    classes = np.where(other == 0, CLASSES.index("space"), classes)
+    classes = np.where(start == end, np.where(is_special, CLASSES.index("special"), CLASSES.index("empty")), classes)
+    return pd.Categorical.from_codes(np.asarray(classes, dtype=np.int64), categories=pd.Index(CLASSES))
 
 
 def span_texts(text: Text, first_bytes: Ints) -> pa.Array:
@@ -178,8 +178,8 @@ def _last_character(text: Text, start: Ints, end: Ints) -> Ints:
     space = is_space(text)
     if not len(space):
         return start
-    seen = np.maximum.accumulate(np.where(space, -1, np.arange(len(space))))
-    last = seen[np.maximum(end - 1, 0)]
+    last_text = np.maximum.accumulate(np.where(space, -1, np.arange(len(space))))
+    last = last_text[np.maximum(end - 1, 0)]
     return np.where(last >= start, last, end - 1)
 
 

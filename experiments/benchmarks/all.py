@@ -98,10 +98,10 @@ def recording_verdicts(ways: list[recording.Way], disk: recording.Disk) -> list[
     ]
 
 
-def verdict_table(found: list[Verdict]) -> str:
+def verdict_table(verdicts: list[Verdict]) -> str:
     """Markdown."""
     lines = ["| what | target | measured | |", "|---|---|---|---|"]
-    lines += [f"| {v.what} | {v.target} | {v.measured} | {'reached' if v.reached else 'missed'} |" for v in found]
+    lines += [f"| {v.what} | {v.target} | {v.measured} | {'reached' if v.reached else 'missed'} |" for v in verdicts]
     return "\n".join(lines)
 
 

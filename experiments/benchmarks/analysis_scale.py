@@ -176,30 +176,30 @@ def measure(way: str, run_dir: Path, rows: int, python: Path | str) -> Result:
     wall = time.perf_counter() - started
     if done.returncode:
         raise RuntimeError(f"{way} over {rows} rows ended with {done.returncode}")
-    said = json.loads(done.stdout)
-    return Result(way, rows, wall, said["cpu"], said["peak"], {name: said["found"][name] for name in SHARED})
+    output = json.loads(done.stdout)
+    return Result(way, rows, wall, output["cpu"], output["peak"], {name: output["found"][name] for name in SHARED})
 
 
 def disagreements(results: Sequence[Result]) -> list[str]:
     """Shared aggregates that differ by more than `SHARED` allows from the first result of the same rows."""
-    found = []
+    messages = []
     for rows in sorted({result.rows for result in results}):
         first, *others = [result for result in results if result.rows == rows]
         for other in others:
             for name, allowed in SHARED.items():
                 a, b = first.found[name], other.found[name]
                 if abs(a - b) > allowed * abs(a):
-                    found.append(f"{rows} rows, {name}: {a!r} by {first.way}, {b!r} by {other.way}")
-    return found
+                    messages.append(f"{rows} rows, {name}: {a!r} by {first.way}, {b!r} by {other.way}")
+    return messages
 
 
 def markdown(results: Sequence[Result]) -> str:
     """A table of the results."""
     lines = ["| rows | analysis | wall s | CPU s | peak MiB | rows/s |", "|---|---|---|---|---|---|"]
-    for one in results:
-        speed = f"{one.rows_per_second:,.0f}"
-        times = f"{one.wall_seconds:.1f} | {one.cpu_seconds:.1f}"
-        lines.append(f"| {one.rows:,} | {one.way} | {times} | {one.peak_mib:,.0f} | {speed} |")
+    for result in results:
+        speed = f"{result.rows_per_second:,.0f}"
+        times = f"{result.wall_seconds:.1f} | {result.cpu_seconds:.1f}"
+        lines.append(f"| {result.rows:,} | {result.way} | {times} | {result.peak_mib:,.0f} | {speed} |")
     return "\n".join(lines)
 
 
@@ -218,23 +218,23 @@ def benchmark(rows: int, folder: Path, ways: Sequence[str]) -> list[Result]:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where two analyses disagree, 2 where the arguments are wrong."""
     parser = argparse.ArgumentParser(prog="python -m experiments.benchmarks.analysis_scale", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="sizes of the token tables")
     parser.add_argument("--folder", type=Path, required=True, help="where the data is put, and deleted again")
     parser.add_argument("--no-peer", action="store_true", help="without DuckDB")
-    chosen = parser.parse_args(arguments)
-    if min(chosen.rows) < 1:
+    arguments = parser.parse_args(argv)
+    if min(arguments.rows) < 1:
         parser.error("--rows: every size is at least 1")
     try:
-        ways = WAYS[:-1] if chosen.no_peer else WAYS
-        results = [result for rows in chosen.rows for result in benchmark(rows, chosen.folder, ways)]
+        ways = WAYS[:-1] if arguments.no_peer else WAYS
+        results = [result for rows in arguments.rows for result in benchmark(rows, arguments.folder, ways)]
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     finally:
-        shutil.rmtree(chosen.folder / "duckdb-venv", ignore_errors=True)
+        shutil.rmtree(arguments.folder / "duckdb-venv", ignore_errors=True)
     print(markdown(results))
     wrong = disagreements(results)
     print_json({"results": [asdict(result) for result in results], "disagreements": wrong})

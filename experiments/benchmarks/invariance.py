@@ -67,7 +67,7 @@ def _outcome(condition: str, run_dir: Path) -> Outcome:
 
 
 def _layout(out: Path, numerics: Sequence[str], layout: Sequence[str]) -> Outcome:
-    overrides = [*numerics, *(f"layout.{part}" for part in layout)]
+    overrides = [*numerics, *(f"layout.{field}" for field in layout)]
     run_dir, _ = run(load_config(CONFIG, overrides), out, Silent())
     return _outcome(" ".join(layout) or "as configured", run_dir)
 
@@ -98,7 +98,7 @@ def _process(
 ) -> Outcome:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "ppo_repro", "run", str(CONFIG), "--out", str(out), "--json"]
-    sets = [part for setting in (*numerics, f"layout.rank_shares={shares}") for part in ("--set", setting)]
+    sets = [argument for setting in (*numerics, f"layout.rank_shares={shares}") for argument in ("--set", setting)]
     done = subprocess.run(
         [*command, *sets],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -138,16 +138,16 @@ def main() -> int:
     for mode in arguments.mode:
         bits = arguments.operand_bits if mode == "exact" else 20
         with tempfile.TemporaryDirectory() as folder:
-            found = []
+            results = []
             for outcome in outcomes(mode, Path(folder), bits):
                 print(
                     f"{mode:<8}{outcome.fingerprint[:12]}  {outcome.tokens:>8,} tokens  {outcome.condition}", flush=True
                 )
-                found.append(outcome)
-        distinct = len({outcome.fingerprint for outcome in found})
-        compared = sum(outcome.tokens for outcome in found[1:])
+                results.append(outcome)
+        distinct = len({outcome.fingerprint for outcome in results})
+        compared = sum(outcome.tokens for outcome in results[1:])
         print(
-            f"{mode}: {distinct} fingerprints in {len(found)} conditions, {compared:,} tokens compared with the first"
+            f"{mode}: {distinct} fingerprints in {len(results)} conditions, {compared:,} tokens compared with the first"
         )
         failed |= mode == "exact" and distinct > 1
     return int(failed)

@@ -51,19 +51,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="learning in exact and native numerics, paired by seed")
     parser.add_argument("--seeds", type=int, default=5)
     seeds = range(parser.parse_args().seeds)
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             policy = warm_started(seed, Path(folder))
             for mode in ("exact", "native"):
-                before, after, score, seconds = found[seed, mode] = learnt(seed, mode, policy, Path(folder))
+                before, after, score, seconds = results[seed, mode] = learnt(seed, mode, policy, Path(folder))
                 print(
                     f"seed {seed} {mode:<7} accuracy {before:.3f} -> {after:.3f}, "
                     f"score of the last {LAST} iterations {score:.3f}, {seconds:.0f} s",
                     flush=True,
                 )
     for name, column in (("accuracy after", 1), (f"score of the last {LAST}", 2)):
-        centre, low, high = interval([found[s, "exact"][column] - found[s, "native"][column] for s in seeds])
+        centre, low, high = interval([results[s, "exact"][column] - results[s, "native"][column] for s in seeds])
         print(f"{name}: exact - native = {centre:+.4f}, 95 % interval [{low:+.4f}, {high:+.4f}], {len(seeds)} seeds")
 
 

@@ -96,8 +96,8 @@ def trend(values: list[float]) -> Slope:
     What does not fill a block at the beginning is left out.
     """
     size = len(values) // BLOCKS
-    kept = np.asarray(values[len(values) - size * BLOCKS :], np.float64)
-    means = kept.reshape(BLOCKS, size).mean(1)
+    whole_blocks = np.asarray(values[len(values) - size * BLOCKS :], np.float64)
+    means = whole_blocks.reshape(BLOCKS, size).mean(1)
     centres = np.arange(BLOCKS) * size
     fit = stats.linregress(centres, means)
     half = float(stats.t.ppf(0.975, BLOCKS - 2)) * float(fit.stderr)
@@ -121,8 +121,8 @@ def allocated_kib() -> float:
     """What malloc has given out and not got back in this process, KiB; AttributeError without glibc 2.33."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _Mallinfo2
-    found = mallinfo2()
-    return float(found.uordblks + found.hblkhd) / 1024
+    info = mallinfo2()
+    return float(info.uordblks + info.hblkhd) / 1024
 
 
 def fill_caches() -> None:
@@ -193,13 +193,13 @@ def measure(mode: str, iterations: int, skipped: int, leak: int = 0) -> Growth:
     )
 
 
-def markdown(found: list[Growth]) -> str:
+def markdown(runs: list[Growth]) -> str:
     """One row per mode and quantity."""
     lines = [
         "| numerics | of each iteration | mean | change per iteration | 95 % interval | verdict |",
         "|---|---|---|---|---|---|",
     ]
-    for run in found:
+    for run in runs:
         rows = (
             ("resident memory", " KiB", run.resident, MATTERS_KIB),
             ("memory given out by malloc", " KiB", run.allocated, MATTERS_KIB),
@@ -232,10 +232,10 @@ def main() -> None:
         parser.error(f"--skip {arguments.skip}: must be at least 1 and leave at least {2 * BLOCKS} of the iterations")
     if arguments.leak < 0:
         parser.error(f"--leak {arguments.leak}: must be a number of bytes, 0 or more")
-    found = [measure(mode, arguments.iterations, arguments.skip, arguments.leak) for mode in ("exact", "native")]
-    print(markdown(found))
+    runs = [measure(mode, arguments.iterations, arguments.skip, arguments.leak) for mode in ("exact", "native")]
+    print(markdown(runs))
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(growth) for growth in found], indent=1) + "\n")
+        arguments.json.write_text(json.dumps([asdict(growth) for growth in runs], indent=1) + "\n")
 
 
 if __name__ == "__main__":

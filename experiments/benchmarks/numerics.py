@@ -184,11 +184,11 @@ def candidates(hidden: int, sequences: int) -> list[Candidate]:
     rows = ids.tolist()
     batch = lay_out([r[:PROMPT] for r in rows], [r[PROMPT:] for r in rows], "right")
     ids = ids[:, :CONTEXT]
-    found = [_stock(model, ids, batch), _lean(model, ids, batch)]
+    compared = [_stock(model, ids, batch), _lean(model, ids, batch)]
     if backend.has_amx():
-        found.append(_exact(model, ids, batch, "exact, AMX", "amx", 20))
-        found.append(_exact(model, ids, batch, "exact, AMX, 14 bits", "amx", 14))
-    return [*found, _exact(model, ids, batch, "exact, float64 BLAS", "dgemm", 20)]
+        compared.append(_exact(model, ids, batch, "exact, AMX", "amx", 20))
+        compared.append(_exact(model, ids, batch, "exact, AMX, 14 bits", "amx", 14))
+    return [*compared, _exact(model, ids, batch, "exact, float64 BLAS", "dgemm", 20)]
 
 
 def compare(hidden: int, sequences: int, threads: int, rounds: int) -> Iterator[Result]:
@@ -259,8 +259,8 @@ def main() -> None:
     ]
     print(report(results, peaks))
     if arguments.json:
-        found = {"peaks": [asdict(p) for p in peaks.values()], "results": [asdict(r) for r in results]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        tree = {"peaks": [asdict(p) for p in peaks.values()], "results": [asdict(r) for r in results]}
+        arguments.json.write_text(json.dumps(tree, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -113,11 +113,11 @@ def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
-    asked, answers = process.stdin, process.stdout
+    requests, answers = process.stdin, process.stdout
 
     def step(threads: int) -> Cost:
-        asked.write(f"step {threads}\n")
-        asked.flush()
+        requests.write(f"step {threads}\n")
+        requests.flush()
         answer = answers.readline()
         if not answer:
             raise RuntimeError("the TRL process ended: " + (folder / "trl.log").read_text()[-2000:])
@@ -126,7 +126,7 @@ def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
     try:
         yield step
     finally:
-        asked.close()
+        requests.close()
         process.wait(60)
         log.close()
 

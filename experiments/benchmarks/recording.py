@@ -102,16 +102,16 @@ def measure(config: RunConfig, folder: Path) -> tuple[list[Way], Disk]:
     prepared = {way: prepare(config, lambda step, total, loss: None) for way in WAYS}
     takes = {way: _take(config, prepared[way], way, folder / way.replace(" ", "-")) for way in WAYS}
     backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
-    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+    times: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(config.ppo.iterations // TURN):
         for way in WAYS:
-            found[way] += [next(takes[way]) for _ in range(TURN)]
+            times[way] += [next(takes[way]) for _ in range(TURN)]
     for way in WAYS:  # lets the writers end
         assert next(takes[way], None) is None
     rows = []
     for way in WAYS:
-        state, kept = prepared[way].state, found[way][TURN:]
-        wall, cpu, recording = (list(column) for column in zip(*kept, strict=True))
+        state, measured = prepared[way].state, times[way][TURN:]
+        wall, cpu, recording = (list(column) for column in zip(*measured, strict=True))
         digests = weights_digest(state.policy.named_parameters()), weights_digest(state.value_parameters().items())
         rows.append(Way(way, median(wall), median(cpu), median(recording), sum(recording) / sum(wall), *digests))
     return rows, disk_of(folder / "on-a-thread")
@@ -162,8 +162,8 @@ def main() -> int:
         ways, disk = measure(config, Path(folder))
     print(markdown(ways, disk))
     if arguments.json:
-        found = {"machine": timing.machine(), "ways": [asdict(w) for w in ways], "disk": asdict(disk)}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        tree = {"machine": timing.machine(), "ways": [asdict(w) for w in ways], "disk": asdict(disk)}
+        arguments.json.write_text(json.dumps(tree, indent=1) + "\n")
     return 0 if same_bits(ways) else 1
 
 

@@ -31,8 +31,8 @@ def engine(model: LlamaForCausalLM, size: Size, mode: str, kind: str, bits: int,
     requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, SEQUENCES))]
 
     def work() -> None:
-        found = sampler.generate(requests, SAMPLING)
-        assert sum(len(c.response_ids) for c in found) == SEQUENCES * RESPONSE
+        completions = sampler.generate(requests, SAMPLING)
+        assert sum(len(c.response_ids) for c in completions) == SEQUENCES * RESPONSE
 
     def run() -> Cost:
         backend.use(kind, threads)
@@ -71,11 +71,11 @@ def stock(model: LlamaForCausalLM, size: Size, threads: int) -> Callable[[], Cos
 def candidates(size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
     """Everything to be compared, on the same weights and prompts."""
     model = make_model(size)
-    found = {PEER: stock(model, size, threads), "exact": engine(model, size, "exact", "auto", 20, threads)}
+    compared = {PEER: stock(model, size, threads), "exact": engine(model, size, "exact", "auto", 20, threads)}
     if backend.has_amx():
-        found["exact, float64 BLAS"] = engine(model, size, "exact", "dgemm", 20, threads)
-    found["exact, 14 bits"] = engine(model, size, "exact", "auto", 14, threads)
-    return {**found, "native": engine(model, size, "native", "eager", 20, threads)}
+        compared["exact, float64 BLAS"] = engine(model, size, "exact", "dgemm", 20, threads)
+    compared["exact, 14 bits"] = engine(model, size, "exact", "auto", 14, threads)
+    return {**compared, "native": engine(model, size, "native", "eager", 20, threads)}
 
 
 def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int) -> list[Measured]:

@@ -49,7 +49,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Found:
+class CaseCost:
     """CPU seconds and sampled tokens of one iteration of a case."""
 
     case: Case
@@ -73,17 +73,17 @@ def features(case: Case) -> list[float]:
     """
     inputs = case.sequences * (PROMPT + case.response - 1)
     passes = 1 + 3 + 6 * EPOCHS
-    seen = (PROMPT + case.response) / 2
+    mean_context = (PROMPT + case.response) / 2
     size = case.size
     return [
         1.0,
         float(inputs * passes * workload.weights(size)),
-        float(inputs * passes * size.layers * 2 * size.hidden * seen),
+        float(inputs * passes * size.layers * 2 * size.hidden * mean_context),
         float(2 * workload.weights(size) * EPOCHS * MINIBATCHES),
     ]
 
 
-def measure(case: Case, rounds: int) -> Found:
+def measure(case: Case, rounds: int) -> CaseCost:
     """Median CPU seconds of an iteration, records not included, after one to warm up."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -104,7 +104,7 @@ def measure(case: Case, rounds: int) -> Found:
         backend.use("auto", 1)
         iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
         costs = [timing.cost_of(lambda: next(iterations)) for _ in range(rounds + 1)][1:]
-    return Found(case, median(c.cpu for c in costs), case.sequences * case.response)
+    return CaseCost(case, median(c.cpu for c in costs), case.sequences * case.response)
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class Fit:
     largest_error: float
 
 
-def fit(found: Sequence[Found]) -> Fit:
+def fit(results: Sequence[CaseCost]) -> Fit:
     """Least squares on relative errors, no coefficient negative."""
-    x = np.array([features(f.case) for f in found])
-    y = np.array([f.cpu for f in found])
+    x = np.array([features(f.case) for f in results])
+    y = np.array([f.cpu for f in results])
     errors = []
-    for left_out in range(len(found)):
-        kept = np.arange(len(found)) != left_out
-        errors.append(abs(float(x[left_out] @ _solve(x[kept], y[kept])) / y[left_out] - 1.0))
+    for left_out in range(len(results)):
+        others = np.arange(len(results)) != left_out
+        errors.append(abs(float(x[left_out] @ _solve(x[others], y[others])) / y[left_out] - 1.0))
     return Fit(dict(zip(TERMS, _solve(x, y).tolist(), strict=True)), median(errors), max(errors))
 
 
@@ -164,8 +164,8 @@ def committing(iterations: int) -> Committing:
             lines.append(iteration_log.to_line(entry))
             head = head.model_copy(update={"fingerprint": entry.chain})
         durable.write_at(run_dir / iteration_log.FILE_NAME, 0, b"".join(lines))
-        counted = {"num_iterations": iterations, "log_bytes": sum(map(len, lines))}
-        manifest.save(head.model_copy(update=counted), run_dir)
+        totals = {"num_iterations": iterations, "log_bytes": sum(map(len, lines))}
+        manifest.save(head.model_copy(update=totals), run_dir)
         lines.clear()
 
         def commit() -> None:
@@ -204,11 +204,11 @@ def processes(count: int) -> Processes:
 
 
 def lines(
-    found: Sequence[Found], fitted: Fit, commits: Sequence[Committing], ranks: Sequence[Processes]
+    results: Sequence[CaseCost], fitted: Fit, commits: Sequence[Committing], ranks: Sequence[Processes]
 ) -> Iterator[str]:
     """Markdown."""
     yield from ("| axis | hidden | sequences | response | tokens | CPU s | CPU ms per token |", "|" + "---|" * 7)
-    for f in found:
+    for f in results:
         c = f.case
         where = f"{c.axis} | {c.size.hidden} | {c.sequences} | {c.response}"
         yield f"| {where} | {f.tokens} | {f.cpu:.3f} | {1e3 * f.cpu / f.tokens:.3f} |"
@@ -229,15 +229,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="numbers of processes (default 1 2)")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
-    found = [measure(case, arguments.rounds) for case in cases()]
-    fitted = fit(found)
+    results = [measure(case, arguments.rounds) for case in cases()]
+    fitted = fit(results)
     commits = [committing(count) for count in (100, 1_000, 10_000, 100_000)]
     ranks = [processes(count) for count in arguments.ranks]
-    print("\n".join(lines(found, fitted, commits, ranks)))
+    print("\n".join(lines(results, fitted, commits, ranks)))
     if arguments.json:
         tree = {
             "machine": timing.machine(),
-            "cases": [asdict(f) for f in found],
+            "cases": [asdict(f) for f in results],
             "fit": asdict(fitted),
             "committing": [asdict(c) for c in commits],
             "processes": [asdict(p) for p in ranks],

@@ -72,7 +72,7 @@ def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iter
     assert isinstance(settings, SGLangServers)
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
     with sglang_engine(config, settings, policy, stops, folder, lambda seconds: None) as engine:
-        group = next(found.process.group for found in engine.fleet.servers if found.process)
+        group = next(one.process.group for one in engine.fleet.servers if one.process)
         yield lambda: turn_of(engine, requests, group)
 
 
@@ -91,11 +91,11 @@ def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
     prepared = prepare(config, lambda step, total, loss: None)
     prompts = sorted(prepared.task.prompt_ids.values())
     requests = [Request(prompts[i * 7 % len(prompts)], i) for i in range(PROMPTS)]
-    found: list[Completion] = []
+    completions: list[Completion] = []
 
     def built_in() -> Cost:
         def work() -> None:
-            found[:] = prepared.engine.generate(requests, SAMPLING)
+            completions[:] = prepared.engine.generate(requests, SAMPLING)
 
         return timing.cost_of(work)
 
@@ -106,7 +106,7 @@ def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
             turn = stack.enter_context(server(own, requests, Path(folder) / numerics))
             candidates[f"SGLang, {numerics}"] = turn
         costs = timing.interleaved(candidates, rounds)
-    tokens = sum(len(c.response_ids) for c in found)
+    tokens = sum(len(c.response_ids) for c in completions)
     return timing.compared(QUESTION, f"4 x {hidden}", 1, tokens, costs, BUILT_IN)
 
 

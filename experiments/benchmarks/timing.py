@@ -61,13 +61,13 @@ def spread(values: Sequence[float]) -> Spread:
 
 def interleaved(candidates: Mapping[str, Callable[[], Cost]], rounds: int, warm_ups: int = 1) -> dict[str, list[Cost]]:
     """Costs by candidate; every round runs each of them once, so that a slow moment of the machine meets all alike."""
-    found: dict[str, list[Cost]] = {name: [] for name in candidates}
+    costs: dict[str, list[Cost]] = {name: [] for name in candidates}
     for index in range(warm_ups + rounds):
         for name, run in candidates.items():
             cost = run()
             if index >= warm_ups:
-                found[name].append(cost)
-    return found
+                costs[name].append(cost)
+    return costs
 
 
 def compared(
@@ -120,20 +120,20 @@ def report(rows: Sequence[Measured], path: Path | None) -> None:
     """Print the table; where there is a path, write machine and rows there as JSON."""
     print(table(rows))
     if path is not None:
-        found = {"machine": machine(), "results": [asdict(r) for r in rows]}
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        tree = {"machine": machine(), "results": [asdict(r) for r in rows]}
+        path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, str | int]:
     """Processor, cores and versions, for the head of a table."""
-    found = [
+    processors = [
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if line.startswith("model name")
     ]
     return {
-        "processor": found[0] if found else platform.processor(),
-        "cores": len(found),
+        "processor": processors[0] if processors else platform.processor(),
+        "cores": len(processors),
         "amx": int(torch.cpu._is_amx_tile_supported()),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -70,9 +70,9 @@ def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, upd
             with torch.no_grad():
                 action = agent.distribution.sample(agent.policy(observation), noise[steps])
                 values.append(agent.values(observation)[:, None])
-            found = environments.step(action.numpy())
-            done = bool(found.terminated[0] or found.truncated[0])
-            total += float(found.rewards[0])
+            step = environments.step(action.numpy())
+            done = bool(step.terminated[0] or step.truncated[0])
+            total += float(step.rewards[0])
             steps += 1
             if steps % update_every == 0:
                 values_for_gae(values, values[-1])  # where an update would begin
@@ -99,14 +99,14 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         for name, path in (("its settings, loop put right", SETTINGS), ("corrected", CORRECTED)):
-            found = run_config(path, Path(folder))
+            summary = run_config(path, Path(folder))
             print(
-                f"{name}: {found.tokens:,} environment steps, mean return of the last 100 training episodes "
-                f"{found.last_100_return:.2f}, of 100 episodes with the likeliest actions {found.eval_after:.2f}",
+                f"{name}: {summary.tokens:,} environment steps, mean return of the last 100 training episodes "
+                f"{summary.last_100_return:.2f}, of 100 episodes with the likeliest actions {summary.eval_after:.2f}",
                 flush=True,
             )
     as_said = (printed.env_steps, printed.updates, printed.last_50_return, printed.learned) == (500, 0, 0.0, False)
-    sys.exit(0 if as_said and found.last_100_return >= SOLVED else 1)
+    sys.exit(0 if as_said and summary.last_100_return >= SOLVED else 1)
 
 
 if __name__ == "__main__":

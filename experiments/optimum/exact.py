@@ -54,7 +54,7 @@ def response_logprobs(
     batch = lay_out([prompt] * len(responses), responses, "right")
     logits = policy_logits(policy, batch)
     tokens, _ = token_statistics(logits, batch.targets, config.rollout.temperature, None, config.numerics.mode)
-    return torch.stack([part.sum() for part in tokens.to(torch.float64).split([len(y) for y in responses])])
+    return torch.stack([response.sum() for response in tokens.to(torch.float64).split([len(y) for y in responses])])
 
 
 def log_sum_exp(x: Tensor) -> float:
@@ -93,13 +93,15 @@ def distances(config: RunConfig, prepared: Prepared, policy: PreTrainedModel, be
     assert reward is not None, "the reward is a function of the experiment"
     responses = all_responses(policy.config.vocab_size, prepared.engine.stop_ids, config.rollout.max_response_tokens)
     texts = [decode(task.tokenizer, y) for y in responses]
-    found = []
+    results = []
     for problem in sorted(task.problems.train, key=lambda p: p.key):
         rewards = [reward(problem.prompt, text, problem.answer) for text in texts]
         ids = task.prompt_ids[problem.key]
         log_p, log_ref = (response_logprobs(m, ids, responses, config) for m in (policy, prepared.state.reference))
-        found.append(distance(problem.prompt, log_p, log_ref, torch.tensor(rewards, dtype=torch.float64), beta, texts))
-    return found
+        results.append(
+            distance(problem.prompt, log_p, log_ref, torch.tensor(rewards, dtype=torch.float64), beta, texts)
+        )
+    return results
 
 
 def distance(
@@ -133,9 +135,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="folder of a recorded run")
     parser.add_argument("--beta", type=float, help="measure for this weight of the KL instead of the run's")
     arguments = parser.parse_args()
-    found = read(arguments.run, arguments.beta)
+    results = read(arguments.run, arguments.beta)
     print("prompt  reference     policy    optimum  gap/optimum  gap/gain   reward   KL nats  likeliest at the optimum")
-    for d in found:
+    for d in results:
         gap = d.optimum - d.policy
         print(
             f"{d.prompt:<6} {d.reference:>10.5f} {d.policy:>10.5f} {d.optimum:>10.5f} {gap / d.optimum:>12.3%}"

@@ -74,11 +74,11 @@ def start_model(run_dir: Path, config: RunConfig) -> PreTrainedModel:
 
     UserError where inputs changed or the weights are not those that the manifest names.
     """
-    found = reader.open_manifest(run_dir)
-    check_inputs(found.inputs)
-    kept = reference_folder(run_dir)
-    state = prepare(config, lambda step, total, loss: None, kept if kept.is_dir() else None).state
-    digest, recorded = weights_digest(state.reference.named_parameters()), found.final.get("initial_policy_digest")
+    manifest = reader.open_manifest(run_dir)
+    check_inputs(manifest.inputs)
+    folder = reference_folder(run_dir)
+    state = prepare(config, lambda step, total, loss: None, folder if folder.is_dir() else None).state
+    digest, recorded = weights_digest(state.reference.named_parameters()), manifest.final.get("initial_policy_digest")
     if digest != recorded:
         raise UserError(
             f"{run_dir}: started from weights {recorded}, made again they are {digest}; native numerics need the "
@@ -90,21 +90,21 @@ def start_model(run_dir: Path, config: RunConfig) -> PreTrainedModel:
 @torch.no_grad()
 def logprobs_of(policy: PreTrainedModel, prompts: Ids, responses: Ids, config: RunConfig) -> list[Floats]:
     """log p(token) of each response's tokens, float32, nats, at the run's temperature, in its numerics and layout."""
-    found: list[Floats] = []
+    logprobs: list[Floats] = []
     size = config.layout.forward_micro_batch or max(1, len(prompts))
     for start in range(0, len(prompts), size):
-        asked, said = prompts[start : start + size], responses[start : start + size]
-        batch = lay_out(asked, said, config.layout.padding)
+        prompt_ids, response_ids = prompts[start : start + size], responses[start : start + size]
+        batch = lay_out(prompt_ids, response_ids, config.layout.padding)
         hidden, head = hidden_states(trunk_of(policy), batch), head_of(policy)
-        parts = [
+        chunks = [
             token_statistics(
                 head(hidden[rows]), batch.targets[rows], config.rollout.temperature, None, config.numerics.mode
             )[0]
             for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // policy.config.vocab_size))
         ]
-        ends = np.cumsum([len(row) for row in said])
-        found += np.split(torch.cat(parts).numpy(), ends[:-1])
-    return found
+        ends = np.cumsum([len(row) for row in response_ids])
+        logprobs += np.split(torch.cat(chunks).numpy(), ends[:-1])
+    return logprobs
 
 
 def kind_of_drift(ids: Sequence[int], again: Sequence[int], spelled: dict[int, bytes]) -> Drift:
@@ -161,24 +161,26 @@ def response_table(run_dir: Path, clip_range: float, control: bool) -> pd.DataFr
     tokenizer = recorded_tokenizer(run_dir)
     spelled = token_bytes(tokenizer)
     drift = retokenization(sequences, tokenizer)
-    said, texts_ids = encoded_again(sequences, tokenizer)
+    text_ids, texts_ids = encoded_again(sequences, tokenizer)
     # the end token that was sampled, which is no text, ends the new ids too
-    ends = [list(row[len(ids) :]) for row, ids in zip(sequences["response_ids"], said, strict=True)]
+    ends = [list(row[len(ids) :]) for row, ids in zip(sequences["response_ids"], text_ids, strict=True)]
     again = [[*ids, *map(int, end)] for ids, end in zip(texts_ids, ends, strict=True)]
     prompts = [list(map(int, row)) for row in sequences["prompt_ids"]]
     sampled = [rows.to_numpy(np.float32) for _, rows in tokens.groupby("sequence", sort=True)["rollout_logprobs"]]
     limit = config.numerics.max_context
     scored = [0 < len(new) <= limit - len(prompt) for prompt, new in zip(prompts, again, strict=True)]
-    chosen = [i for i, can in enumerate(scored) if can]
-    found = logprobs_of(start_model(run_dir, config), [prompts[i] for i in chosen], [again[i] for i in chosen], config)
+    scored_rows = [i for i, can in enumerate(scored) if can]
+    logprobs = logprobs_of(
+        start_model(run_dir, config), [prompts[i] for i in scored_rows], [again[i] for i in scored_rows], config
+    )
     first = drift["first_drift_pos"].to_numpy(np.float64)
     numbers = {
         i: compared(sampled[i], new, len(sampled[i]) if math.isnan(first[i]) else int(first[i]), clip_range)
-        for i, new in zip(chosen, found, strict=True)
+        for i, new in zip(scored_rows, logprobs, strict=True)
     }
     table = pd.DataFrame(
         {
-            "drift": [kind_of_drift(a, b, spelled) for a, b in zip(said, texts_ids, strict=True)],
+            "drift": [kind_of_drift(a, b, spelled) for a, b in zip(text_ids, texts_ids, strict=True)],
             "finish_reason": sequences["finish_reason"],
             "tokens": [len(row) for row in sampled],
             "scored": scored,

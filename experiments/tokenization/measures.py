@@ -64,7 +64,7 @@ def of_run(run_dir: Path) -> dict[str, float]:
     start, gains = float(rows["score_mean"].iloc[0]), rows["score_mean"] - rows["score_mean"].iloc[0]
     exact, per_word = (_value(summary, name, "word", "ratio_of_sums") for name in ("kl_exact", "tokens"))
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), boundary="leading", iterations=[0, final])
-    found = {
+    measures = {
         "start": start,
         "score": float(end["score_mean"].mean()),
         "gain": float(end["score_mean"].mean()) - start,
@@ -79,9 +79,9 @@ def of_run(run_dir: Path) -> dict[str, float]:
     }
     for boundary in BOUNDARIES:
         shares = tables[boundary].tok_summary
-        found[f"first_{boundary}"] = _value(shares, "kl_exact_first_share", "share", "ratio_of_sums")
-        found[f"entropy_{boundary}"] = _value(shares, "entropy_first_share", "share", "ratio_of_sums")
-    return found | {
+        measures[f"first_{boundary}"] = _value(shares, "kl_exact_first_share", "share", "ratio_of_sums")
+        measures[f"entropy_{boundary}"] = _value(shares, "entropy_first_share", "share", "ratio_of_sums")
+    return measures | {
         "token_out": float(clip["token_out"].iloc[-1]),
         "token_out_words": float(clip["token_out"].iloc[-1]) * per_word,
         "word_out": float(clip["word_out"].iloc[-1]),
@@ -100,15 +100,15 @@ def complete_cells(grid: Path) -> pd.DataFrame:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
     axes = [name for name in table.columns if name.startswith("axis.")]
     points = [", ".join(map(str, labels)) for labels in table[axes].itertuples(index=False)]
-    found = table[["seed", "fingerprint"]].copy()
-    found.insert(0, "point", np.array(points, dtype=object))
-    found["run_dir"] = [grid / str(run_dir) for run_dir in table["run_dir"]]
-    return found
+    cells = table[["seed", "fingerprint"]].copy()
+    cells.insert(0, "point", np.array(points, dtype=object))
+    cells["run_dir"] = [grid / str(run_dir) for run_dir in table["run_dir"]]
+    return cells
 
 
 def of_grid(grid: Path) -> pd.DataFrame:
     """One row per complete cell: point (labels of the axes), seed, fingerprint and MEASURES; UserError if none is."""
     cells = complete_cells(grid)
-    found = pd.DataFrame([of_run(run_dir) for run_dir in cells["run_dir"]])
-    found.insert(0, "point", cells["point"])
-    return pd.concat([found, cells[["seed", "fingerprint"]]], axis=1)
+    table = pd.DataFrame([of_run(run_dir) for run_dir in cells["run_dir"]])
+    table.insert(0, "point", cells["point"])
+    return pd.concat([table, cells[["seed", "fingerprint"]]], axis=1)

@@ -27,40 +27,40 @@ def bits(table: pd.DataFrame) -> dict[str, int]:
     """Counts of a `response_table`: what kind of responses there are, and tokens that should be, and are, unchanged."""
     other = table["drift"] != "none"
     scored = table["scored"].to_numpy(bool)
-    kept, moved = table[~other & scored], table[other & scored]
+    same, drifted = table[~other & scored], table[other & scored]
     return {
         "responses": len(table),
         **{name: int((table["drift"] == name).sum()) for name in DRIFTS},
         "drifted at the limit": int((other & (table["finish_reason"] == "length")).sum()),
         "not scored": int((~scored).sum()),
-        "tokens without drift": int(kept["same_tokens"].sum()),
-        "unequal": int(kept["unequal"].sum()),
-        "tokens before drift": int(moved["same_tokens"].sum()),
-        "unequal before": int(moved["unequal"].sum()),
+        "tokens without drift": int(same["same_tokens"].sum()),
+        "unequal": int(same["unequal"].sum()),
+        "tokens before drift": int(drifted["same_tokens"].sum()),
+        "unequal before": int(drifted["unequal"].sum()),
     }
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _share(count: float, whole: float) -> float:
+    return count / whole if whole else math.nan
 
 
 def ratios(table: pd.DataFrame) -> dict[str, float]:
     """First ratios of the drifted responses of a `response_table` that were scored; NaN of none. Nats."""
-    moved = table[(table["drift"] != "none") & table["scored"]]
-    logs = moved["log_ratio"].to_numpy(np.float64)
-    first = moved["first_outside"].dropna()
+    drifted = table[(table["drift"] != "none") & table["scored"]]
+    logs = drifted["log_ratio"].to_numpy(np.float64)
+    first = drifted["first_outside"].dropna()
     return {
-        "drifted": len(moved),
+        "drifted": len(drifted),
         "exactly 1": int((logs == 0).sum()),
         "above 1": int((logs > 0).sum()),
         "median": float(np.median(logs)) if len(logs) else math.nan,
         "min": float(logs.min()) if len(logs) else math.nan,
         "max": float(logs.max()) if len(logs) else math.nan,
-        "length factor": _share(float(moved["tokens_again"].sum()), float(moved["tokens"].sum())),
-        "responses outside": _share(float(moved["response_outside"].sum()), len(moved)),
+        "length factor": _share(float(drifted["tokens_again"].sum()), float(drifted["tokens"].sum())),
+        "responses outside": _share(float(drifted["response_outside"].sum()), len(drifted)),
         "first token outside": _share(float(first.sum()), len(first)),
-        "aligned tokens": int(moved["aligned"].sum()),
-        "outside": _share(float(moved["outside"].sum()), float(moved["aligned"].sum())),
+        "aligned tokens": int(drifted["aligned"].sum()),
+        "outside": _share(float(drifted["outside"].sum()), float(drifted["aligned"].sum())),
     }
 
 
@@ -87,10 +87,10 @@ def _shown(rows: Sequence[dict[str, object]]) -> str:
     return markdown(table)
 
 
-def report(found: pd.DataFrame) -> Iterator[str]:
+def report(responses: pd.DataFrame) -> Iterator[str]:
     """The tables of `response_table`s joined, with point and seed: each run, and the runs of a point together."""
-    by_run = list(found.groupby(["point", "seed"], sort=False))
-    by_point = list(found.groupby("point", sort=False))
+    by_run = list(responses.groupby(["point", "seed"], sort=False))
+    by_point = list(responses.groupby("point", sort=False))
     yield "Bits, by run\n\n" + _shown([{"point": p, "seed": s, **bits(rows)} for (p, s), rows in by_run])
     yield "Bits, all seeds\n\n" + _shown([{"point": p, **bits(rows)} for p, rows in by_point])
     yield "First ratios, by run\n\n" + _shown([{"point": p, "seed": s, **ratios(rows)} for (p, s), rows in by_run])
@@ -102,9 +102,9 @@ def report(found: pd.DataFrame) -> Iterator[str]:
     yield "First ratios, all seeds\n\n" + _shown(kinds)
 
 
-def verdict(found: pd.DataFrame, control: bool) -> tuple[str, bool]:
+def verdict(responses: pd.DataFrame, control: bool) -> tuple[str, bool]:
     """What the bits say in a line, and whether that is what they have to: none unequal, but of the control's some."""
-    counts = bits(found)
+    counts = bits(responses)
     compared_tokens = counts["tokens without drift"] + counts["tokens before drift"]
     unequal = counts["unequal"] + counts["unequal before"]
     line = f"{unequal} of {compared_tokens} tokens before any other id have another log-prob than was sampled"
@@ -115,17 +115,17 @@ def verdict(found: pd.DataFrame, control: bool) -> tuple[str, bool]:
     return f"{line}; in exact numerics there must be none", unequal == 0
 
 
-def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="first ratios when the text is encoded again before training")
     parser.add_argument("folders", metavar="FOLDER", type=Path, nargs="+", help="a recorded run, or a grid of them")
     parser.add_argument("--control", action="store_true", help="native runs: bits that are not promised must differ")
     parser.add_argument("--clip-range", type=float, default=0.2, help="a ratio is outside beyond 1 ± this")
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; exit code 1 where bits are not as promised, 2 and one line where the user has to correct."""
-    arguments = _arguments(given)
+    arguments = _arguments(argv)
     clip_range, control = arguments.clip_range, arguments.control
     try:
         if not 0 < clip_range < 1:
@@ -137,12 +137,12 @@ def main(given: Sequence[str] | None = None) -> int:
         for number, run in enumerate(runs.itertuples(), 1):
             print(f"{number}/{len(runs)} {run.point}, seed {run.seed}", file=sys.stderr, flush=True)
             tables.append(response_table(run.run_dir, clip_range, control).assign(point=run.point, seed=run.seed))
-        found = pd.concat(tables, ignore_index=True)
+        responses = pd.concat(tables, ignore_index=True)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print("\n\n".join(report(found)), end="\n\n")
-    line, held = verdict(found, control)
+    print("\n\n".join(report(responses)), end="\n\n")
+    line, held = verdict(responses, control)
     print(line)
     return 0 if held else 1
 

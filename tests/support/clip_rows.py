@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from hypothesis import strategies as st
 
-from analysis.update_rows import ClipRule, IterationRows, joined
+from analysis.clipping.update_rows import ClipRule, IterationRows, joined
 
 RULE = ClipRule("old", 0.2, 0.2, None, 0.2, True)
 

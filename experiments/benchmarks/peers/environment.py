@@ -34,13 +34,13 @@ def _run(command: list[str]) -> str:
 
 def make(folder: Path) -> Path:
     """The python of an environment with TRL in `folder`, made where it is not there yet; UserError where that fails."""
-    python, stamp, wanted = folder / "bin" / "python", folder / STAMP, "\n".join((f"torch=={TORCH}", *PINS)) + "\n"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+    python, stamp, pins = folder / "bin" / "python", folder / STAMP, "\n".join((f"torch=={TORCH}", *PINS)) + "\n"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == pins:
         return python
     _run([sys.executable, "-m", "venv", str(folder)])
     pip = [str(python), "-m", "pip"]
     torch = torch_requirement(_run([*pip, "index", "versions", "torch"]))
     _run([*pip, "install", "--quiet", *torch])
     _run([*pip, "install", "--quiet", f"torch=={TORCH}", *PINS])
-    stamp.write_text(wanted, encoding="utf-8")
+    stamp.write_text(pins, encoding="utf-8")
     return python

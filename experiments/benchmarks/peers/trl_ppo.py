@@ -56,8 +56,8 @@ class OnRequest(TrainerCallback):
         self.wait()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        found = {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
-        print(json.dumps(found), file=self.answers, flush=True)
+        cost = {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
+        print(json.dumps(cost), file=self.answers, flush=True)
         self.wait()
 
 

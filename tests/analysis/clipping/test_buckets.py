@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from analysis.clipping.bucket import clip_bucket, eligible, step_needed
 from analysis.clipping.enrichment import auroc, clip_enrichment, clip_vocab, jaccard, merged_vocab
 from analysis.clipping.flags import token_flags
-from analysis.update_rows import IterationRows
+from analysis.clipping.update_rows import IterationRows
 from tests.support.clip_rows import RULE, items, make_item
 from tests.support.runs import small_config
 

@@ -19,7 +19,7 @@ from analysis.clipping.flags import (
     value_flags,
 )
 from analysis.clipping.quality import clipped_surrogates
-from analysis.update_rows import ClipRule, IterationRows, clip_rule, joined, load_iterations, policy_rows
+from analysis.clipping.update_rows import ClipRule, IterationRows, clip_rule, joined, load_iterations, policy_rows
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader

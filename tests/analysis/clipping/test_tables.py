@@ -14,9 +14,9 @@ from analysis.clipping.flags import FLAGS, token_flags
 from analysis.clipping.ratios import histogram_bins, histogram_index, overshoot_survival, ratio_hist
 from analysis.clipping.step import clip_step, effective_samples, kl_estimates, overshoot
 from analysis.clipping.tables import clip_tables, main, overview
+from analysis.clipping.update_rows import IterationRows, load_iterations
 from analysis.clipping.weights import logit_step, loss_weights, masses
 from analysis.dialects.report import long_table
-from analysis.update_rows import IterationRows, load_iterations
 from ppo_repro.records import reader
 from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent

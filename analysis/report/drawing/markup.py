@@ -25,11 +25,11 @@ def escape(text: object) -> str:
 
 def element(tag: str, content: str = "", **attributes: str | float | bool) -> str:
     """`<tag name="value">content</tag>`, values escaped, content as it is; `for_` and `class_` lose the underscore."""
-    parts = [tag]
+    words = [tag]
     for name, value in attributes.items():
         if value is not False:
-            parts.append(f'{name.rstrip("_").replace("_", "-")}="{escape("" if value is True else value)}"')
-    return f"<{' '.join(parts)}>{content}</{tag}>"
+            words.append(f'{name.rstrip("_").replace("_", "-")}="{escape("" if value is True else value)}"')
+    return f"<{' '.join(words)}>{content}</{tag}>"
 
 
 def number(value: object, digits: int = 4) -> str:
@@ -49,11 +49,11 @@ def number(value: object, digits: int = 4) -> str:
     return fixed.rstrip("0").rstrip(".") if "." in fixed else fixed
 
 
-def share(part: int, whole: int) -> str:
+def share(count: int, whole: int) -> str:
     """`33 %`, with more digits for small shares, never a rounded 0 or 100."""
-    if whole == 0 or part in (0, whole):
-        return "100 %" if part and part == whole else "0 %"
-    percent = 100 * part / whole
+    if whole == 0 or count in (0, whole):
+        return "100 %" if count and count == whole else "0 %"
+    percent = 100 * count / whole
     if percent < 10:
         return f"{percent:.2g} %"
     return f"{percent:.0f} %" if percent < 99 else f"{min(percent, 99.99):.2f} %"
@@ -83,10 +83,10 @@ def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
 
 
 def _row(cells: Sequence[object]) -> str:
-    shown = []
+    elements = []
     for cell in cells:
         if isinstance(cell, str):
-            shown.append(element("td", element("bdi", escape(cell), dir="auto")))
+            elements.append(element("td", element("bdi", escape(cell), dir="auto")))
         else:
-            shown.append(element("td", escape(number(cell)), class_="number"))
-    return element("tr", "".join(shown))
+            elements.append(element("td", escape(number(cell)), class_="number"))
+    return element("tr", "".join(elements))

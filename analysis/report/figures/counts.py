@@ -25,9 +25,9 @@ FLAGS = ("clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low")
 
 def histogram(values: Floats, edges: Floats) -> Counts:
     """How many finite values lie in each bin [lo, hi); what is beyond the ends is in the outer bins."""
-    found = values[np.isfinite(values)]
-    place = np.clip(np.searchsorted(edges, found, side="right") - 1, 0, len(edges) - 2)
-    return np.bincount(place, minlength=len(edges) - 1).astype(np.int64)
+    finite = values[np.isfinite(values)]
+    bins = np.clip(np.searchsorted(edges, finite, side="right") - 1, 0, len(edges) - 2)
+    return np.bincount(bins, minlength=len(edges) - 1).astype(np.int64)
 
 
 def histogram_2d(x: Floats, y: Floats, x_edges: Floats, y_edges: Floats) -> Counts:
@@ -59,12 +59,12 @@ def log_ratios(updates: pd.DataFrame) -> Floats:
 def ratio_histogram(updates: pd.DataFrame) -> pd.DataFrame:
     """epoch, minibatch, bin_lo, bin_hi (log-ratio, nats), count; one row per step and bin that holds a token."""
     edges, values = LOG_RATIO_EDGES, log_ratios(updates)
-    there = np.isfinite(values)
-    place = np.clip(np.searchsorted(edges, values[there], side="right") - 1, 0, len(edges) - 2)
-    counted = updates.loc[there, ["epoch", "minibatch"]].assign(bin=place).value_counts(sort=False)
-    found = counted.rename("count").reset_index().sort_values(["epoch", "minibatch", "bin"], ignore_index=True)
-    bins = found["bin"].to_numpy(np.int64)
-    return found.drop(columns="bin").assign(bin_lo=edges[bins], bin_hi=edges[bins + 1])
+    finite = np.isfinite(values)
+    bin_of = np.clip(np.searchsorted(edges, values[finite], side="right") - 1, 0, len(edges) - 2)
+    counts = updates.loc[finite, ["epoch", "minibatch"]].assign(bin=bin_of).value_counts(sort=False)
+    table = counts.rename("count").reset_index().sort_values(["epoch", "minibatch", "bin"], ignore_index=True)
+    bins = table["bin"].to_numpy(np.int64)
+    return table.drop(columns="bin").assign(bin_lo=edges[bins], bin_hi=edges[bins + 1])
 
 
 def quadrant_grid(advantages: Floats, updates: pd.DataFrame) -> Counts:
@@ -75,29 +75,33 @@ def quadrant_grid(advantages: Floats, updates: pd.DataFrame) -> Counts:
 def overshoot_counts(updates: pd.DataFrame, lowest: float, highest: float) -> pd.DataFrame:
     """epoch, beyond, count, total: token updates whose ratio is more than `beyond` outside [lowest, highest]."""
     ratios = updates["ratios"].to_numpy(np.float64)
-    there = np.isfinite(ratios)
-    over = np.maximum(ratios - highest, lowest - ratios)[there]
-    epochs = updates["epoch"].to_numpy(np.int64)[there]
-    parts = []
+    finite = np.isfinite(ratios)
+    over = np.maximum(ratios - highest, lowest - ratios)[finite]
+    epochs = updates["epoch"].to_numpy(np.int64)[finite]
+    tables = []
     for epoch in np.unique(epochs):
-        mine = np.sort(over[epochs == epoch])
-        count = len(mine) - np.searchsorted(mine, OVERSHOOT_EDGES, side="right")
-        parts.append(pd.DataFrame({"epoch": epoch, "beyond": OVERSHOOT_EDGES, "count": count, "total": len(mine)}))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["epoch", "beyond", "count", "total"])
+        sorted_over = np.sort(over[epochs == epoch])
+        count = len(sorted_over) - np.searchsorted(sorted_over, OVERSHOOT_EDGES, side="right")
+        tables.append(
+            pd.DataFrame({"epoch": epoch, "beyond": OVERSHOOT_EDGES, "count": count, "total": len(sorted_over)})
+        )
+    return (
+        pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["epoch", "beyond", "count", "total"])
+    )
 
 
 def flag_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
     """Counts of the recorded clip flags of one iteration, and of the token updates that have one."""
-    found = updates["clip_flag"].value_counts()
-    counted = {flag: int(found.get(flag, 0)) for flag in FLAGS}
-    return {"iteration": iteration, **counted, "token_updates": int(found.sum())}
+    flags = updates["clip_flag"].value_counts()
+    counts = {flag: int(flags.get(flag, 0)) for flag in FLAGS}
+    return {"iteration": iteration, **counts, "token_updates": int(flags.sum())}
 
 
 def extremes_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
     """Smallest and largest finite ratio of one iteration, and how many recorded ones are not finite."""
     ratios = updates["ratios"].to_numpy(np.float64)
-    there = ratios[np.isfinite(ratios)]
-    least, most = (float(there.min()), float(there.max())) if len(there) else (np.nan, np.nan)
+    finite = ratios[np.isfinite(ratios)]
+    least, most = (float(finite.min()), float(finite.max())) if len(finite) else (np.nan, np.nan)
     # NaN is how null reads; the flag tells a step from a rest
     broken = int((updates["clip_flag"].notna().to_numpy() & ~np.isfinite(ratios)).sum())
     return {"iteration": iteration, "min_ratio": least, "max_ratio": most, "nonfinite_ratios": broken}
@@ -111,12 +115,12 @@ def text_row(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> d
     kl, entropy = (tokens[name].to_numpy(np.float64) for name in ("ref_kl", "entropies"))
     first = tokens["sub_idx"].to_numpy() == 0
     special = special_tokens(tokens)
-    parts = {"first": first & ~special, "continuation": ~first & ~special, "special": special}
+    kinds = {"first": first & ~special, "continuation": ~first & ~special, "special": special}
     row: dict[str, float] = {"iteration": iteration, "sequences": len(sequences), "tokens": len(tokens)}
     row["words"] = int((first & ~special).sum())
     row["characters"] = int(sequences["response"].str.len().sum())
     row["bytes"] = int(sum(len(text.encode()) for text in sequences["response"]))
-    for name, which in parts.items():
+    for name, which in kinds.items():
         row |= {f"kl_{name}": float(kl[which].sum()), f"entropy_{name}": float(entropy[which].sum())}
         row[f"tokens_{name}"] = int(which.sum())
     return row

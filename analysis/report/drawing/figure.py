@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from analysis.report.markup import element, escape, table
+from analysis.report.drawing.markup import element, escape, table
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def figure_html(figure: Figure) -> str:
 def section_html(section: Section) -> str:
     """The section as HTML."""
     notes = "".join(element("p", escape(note)) for note in section.notes)
-    drawn = "".join(figure_html(figure) for figure in section.figures)
+    charts = "".join(figure_html(figure) for figure in section.figures)
     title = element("h2", escape(section.title), id=f"{section.key}-title")
-    figures = element("div", drawn, class_="figures") if drawn else ""
+    figures = element("div", charts, class_="figures") if charts else ""
     return element("section", title + notes + figures, id=section.key, aria_labelledby=f"{section.key}-title")

@@ -1,1 +1,1 @@
-"""Analyses of recorded runs. They read records only and compute every quantity a second time; README.md is the way in."""
+"""Analyses of recorded runs: they read records only and compute every quantity a second time. Start with README.md."""

@@ -1,4 +1,4 @@
-"""From step to step: who returns to the band, when half is clipped, where an early stop would have ended."""
+"""From step to step: which tokens return to the band, when half are clipped, where an early stop would have ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from analysis.clipping.update_rows import ClipRule, IterationRows, column, polic
 from ppo_repro.errors import UserError
 
 HALF = 0.5
-# sign of the estimate, and whether it is k3; the third is what lecture code calls kl = mean(new - old)
+# name -> (column of clip_step, sign); the third is what lecture code calls kl = mean(new - old)
 ESTIMATES = {"k1": ("kl_k1", 1.0), "k3": ("kl_k3", 1.0), "mean_new_minus_old": ("kl_k1", -1.0)}
 
 
@@ -20,10 +20,10 @@ def _rate(count: int, whole: int) -> float:
 
 
 def band_transitions(item: IterationRows) -> pd.DataFrame:
-    """One row per epoch but the last: what became of each token at its next visit, one epoch later.
+    """One row per epoch except the last: where each token is at its next visit, one epoch later.
 
-    return_rate: of those outside the band, the share inside at the next visit; leave_rate: of those inside, the
-    share outside; still_clipped_rate: of grad_zero, the share in grad_zero again. NaN where there is nobody.
+    return_rate: of the tokens outside the band, the share inside at the next visit; leave_rate: of those inside, the
+    share outside; still_clipped_rate: of those in grad_zero, the share in it again. NaN where there are none.
     """
     rows = policy_rows(item)
     flags = token_flags(rows, item.rule)[["band_out", "grad_zero"]]
@@ -53,10 +53,10 @@ def band_transitions(item: IterationRows) -> pd.DataFrame:
 
 
 def overshoot_shares(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
-    """Parts of an iteration's summed overshoot; NaN where nothing overshoots.
+    """Shares of an iteration's summed overshoot; NaN where nothing overshoots.
 
-    first_step_share: seen by the second step, so made by the first one, whose gradient no clip had touched (all
-    ratios were 1). first_epoch_share: of tokens that no step had trained on yet, moved by others alone.
+    first_step_share: measured by the second step, so caused by the first one, whose gradient no clip had touched (all
+    ratios were 1). first_epoch_share: on tokens that no step had trained on yet, moved by other tokens alone.
     """
     over = overshoot(ratios_of(column(rows, "log_ratios")), rule)
     step = rows.groupby(["epoch", "minibatch"], sort=True).ngroup().to_numpy()
@@ -71,7 +71,7 @@ def overshoot_shares(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
 
 
 def epochs_to_half(clip_step: pd.DataFrame) -> pd.DataFrame:
-    """Epochs until half of all tokens are clipped, per iteration, counted from 1; NaN where they never are.
+    """Per iteration, the first epoch (counted from 1) in which half of all tokens are clipped; NaN where none is.
 
     For grad_zero and for band_out, from the rows `all` of `clip_step`.
     """
@@ -92,13 +92,13 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float, factor: float = 1.0) -
     """Where an early stop would have ended each iteration: after the first step whose estimate > factor target_kl.
 
     One row per iteration and estimate, from the rows `all` of `clip_step`: k1 = mean(old - new), k3, and
-    mean_new_minus_old, whose expectation is -KL: with it hardly anything stops. steps_taken counts the step that
-    measured it; all recorded steps where nothing stops. What a stop would have changed later is not recorded, so
-    this says when, not what would have followed. Raises UserError for a target or factor that is not positive.
+    mean_new_minus_old, whose expectation is -KL, so that it hardly ever stops. steps_taken includes the step that
+    measured the estimate; it is all recorded steps where nothing stops. The records say when a stop would have come,
+    not what would have followed. Raises UserError for a target or factor that is not positive.
     """
     for name, value in (("target_kl", target_kl), ("factor", factor)):
         if not 0.0 < value < np.inf:
-            raise UserError(f"{name} = {value:g}: must be a positive number, nats per token for target_kl")
+            raise UserError(f"{name} = {value:g}: must be a positive number (target_kl in nats per token)")
     whole = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tok"] > 0)]
     table = []
     for iteration, group in whole.sort_values("step").groupby("iteration", sort=True):

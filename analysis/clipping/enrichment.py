@@ -12,7 +12,7 @@ FORK_SHARE = 0.2  # the most uncertain fifth of tokens, "forks" (Wang et al., 20
 
 
 def auroc(scores: Float64, positive: Bool) -> float:
-    """P(score of a positive > score of a negative), ties half; NaN without one of the two. Mann and Whitney, 1947."""
+    """P(score of a positive > score of a negative), ties half; NaN without both kinds. Mann and Whitney, 1947."""
     n_positive = int(positive.sum())
     n_negative = len(positive) - n_positive
     if not n_positive or not n_negative:
@@ -36,11 +36,11 @@ def _median(values: Float64) -> float:
 
 
 def clip_enrichment(item: IterationRows) -> pd.DataFrame:
-    """One row per epoch: who is clipped. Entropies and probabilities are those before the update; NaN for nobody.
+    """One row per epoch: which tokens are clipped. Entropies and probabilities are those before the update.
 
     auroc_entropy and jaccard_forks compare clip_high with the entropy and with the most uncertain fifth of the
-    epoch's tokens. stays_clipped: share of the tokens clipped here that are clipped in every later epoch as well;
-    NaN in the last one.
+    epoch's tokens. stays_clipped: share of the tokens clipped here that are clipped in every later epoch too; NaN in
+    the last epoch. Means and medians over no token are NaN.
     """
     rows = policy_rows(item).reset_index(drop=True)
     flags = token_flags(rows, item.rule)
@@ -80,7 +80,7 @@ def clip_enrichment(item: IterationRows) -> pd.DataFrame:
 
 
 def clip_vocab(item: IterationRows) -> pd.DataFrame:
-    """Per token id: text, rows of policy steps, clipped up and down, sum of entropies. Sums, see `merged_vocab`."""
+    """Sums per token id, for `merged_vocab`: rows of policy steps, clipped up and down, entropies; and its text."""
     rows = policy_rows(item)
     flags = token_flags(rows, item.rule)
     ones = pd.DataFrame(
@@ -104,7 +104,7 @@ def clip_vocab(item: IterationRows) -> pd.DataFrame:
 def merged_vocab(tables: list[pd.DataFrame]) -> pd.DataFrame:
     """`clip_vocab` of many iterations: sums, rate, lift over all tokens, mean entropy; most clipped first.
 
-    The text is the one a token had first: bytes of a character mean something only beside their neighbours.
+    The text is that of the token's first occurrence: single bytes of a character have none without their neighbours.
     """
     together = pd.concat(tables, ignore_index=True)
     sums = together.drop(columns="text").groupby("token_id", as_index=False).sum()

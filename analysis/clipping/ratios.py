@@ -1,4 +1,4 @@
-"""How ratios are spread: a histogram that runs can be added up over, and how far outside the band they lie."""
+"""How are ratios distributed: a histogram that can be added up over runs, and how far outside the band they lie."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from analysis.clipping.update_rows import Float64, IterationRows, column, policy
 
 MAGNITUDES = np.array([0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0])
 SURVIVAL = np.array([0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0])
-_SIDE = len(MAGNITUDES)  # bins on each side of zero, the open one included
+_SIDE = len(MAGNITUDES)  # bins on each side of zero, including the open one
 
 
 def histogram_bins() -> pd.DataFrame:
-    """The fixed bins of the log-ratio, in order; the last row, of NaN, holds what is not a number.
+    """The fixed bins of the log-ratio, in order; the last row counts NaN.
 
-    (-inf, -5), ..., [-0.005, 0), exactly 0, (0, 0.005], ..., (5, inf). A bin holds its edge farther from zero.
+    (-inf, -5), ..., [-0.005, 0), exactly 0, (0, 0.005], ..., (5, inf). A bin includes its edge farther from zero.
     """
     far = np.append(MAGNITUDES[1:], np.inf)
     lower = np.concatenate([-far[::-1], [0.0], MAGNITUDES, [np.nan]])
@@ -50,7 +50,7 @@ def ratio_hist(item: IterationRows) -> pd.DataFrame:
 
 
 def overshoot_survival(item: IterationRows) -> pd.DataFrame:
-    """How many tokens lie more than `beyond` outside the band, per epoch; counts, so that iterations can be added."""
+    """Per epoch, how many tokens lie more than `beyond` outside the band; counts, so that iterations can be added."""
     rows = policy_rows(item)
     over = overshoot(ratios_of(column(rows, "log_ratios")), item.rule)
     tables = []

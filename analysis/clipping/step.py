@@ -23,18 +23,18 @@ def overshoot(ratios: Float64, rule: ClipRule) -> Float64:
 
 
 def beyond_twice(ratios: Float64, rule: ClipRule) -> Bool:
-    """Where the overshoot is larger than the clip range of its side."""
+    """Whether the overshoot is larger than the clip range on its side."""
     return (ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)
 
 
 def share(values: Float64, where: Bool) -> float:
-    """Sum where / sum; NaN where the sum is zero or not finite."""
+    """The share of the values' sum that lies at `where`; NaN where the sum is zero or not finite."""
     total = float(values.sum())
     return float(values[where].sum()) / total if total and np.isfinite(total) else float("nan")
 
 
 def effective_samples(log_weights: Float64) -> float:
-    """(sum w)^2 / (n sum w^2) in [1/n, 1] for w = exp(log_weights), shifted so that nothing overflows."""
+    """(sum w)^2 / (n sum w^2) in [1/n, 1] for w = exp(log_weights); weights are shifted so that none overflows."""
     if not len(log_weights) or not np.isfinite(log_weights).all():
         return float("nan")
     weights = np.exp(log_weights - log_weights.max())
@@ -67,7 +67,7 @@ def ratio_statistics(ratios: Float64) -> dict[str, float]:
 
 
 def mismatch(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
-    """clip_floor, clip_floor_band: grad_zero and band_out if the ratio were pi_old / anchor, no step taken at all.
+    """clip_floor, clip_floor_band: shares of grad_zero and band_out at the ratio pi_old / anchor, before any step.
 
     Both are 0 with the anchor `old`. var_share_mismatch = Var(delta) / Var(log pi_new - log pi_rollout) with
     delta = log pi_old - log pi_rollout; NaN where nothing varies.
@@ -87,7 +87,7 @@ def mismatch(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
 
 
 def _summary(rows: pd.DataFrame, flags: pd.DataFrame, mass: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
-    """The numbers of one row of the table, for the tokens given."""
+    """The numbers of one row of the table, over these tokens."""
     n, ratios, log_ratios = len(rows), column(flags, "ratio"), column(rows, "log_ratios")
     rates = {name: float(flags[name].mean()) if n else float("nan") for name in FLAGS}
     over = overshoot(ratios, rule)

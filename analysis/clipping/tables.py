@@ -1,4 +1,4 @@
-"""What the clip did in a run: all tables, one iteration in memory at a time.
+"""What did the clip do in a run? All tables, with one iteration in memory at a time.
 
 `python -m analysis.clipping RUN` prints an overview; `--out DIR` writes every table as Parquet.
 """
@@ -42,15 +42,15 @@ class ClipTables:
     epochs_to_half: pd.DataFrame  # iteration
     update_quality: pd.DataFrame  # iteration
     evaluation_gains: pd.DataFrame  # stretch between evaluations; empty where only some iterations are read
-    flag_differences: pd.DataFrame  # iteration; empty for a clip range that was not the run's own
+    flag_differences: pd.DataFrame  # iteration; empty for a clip range other than the run's own
 
 
 def clip_tables(
     run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
 ) -> ClipTables:
-    """All tables of a run; `band` (low, high) in place of the run's own clip range.
+    """All tables of a run; `band` (low, high) replaces the run's own clip range.
 
-    Raises UserError where records are missing, or where the run clips nothing and no band is given.
+    Raises UserError where records are missing, or where the run clips nothing and there is no band.
     """
     config, manifest = recorded_config(run_dir), reader.open_manifest(run_dir)
     parts: dict[str, list[pd.DataFrame]] = {field.name: [] for field in fields(ClipTables)}
@@ -128,7 +128,7 @@ def overview(tables: ClipTables, early_stop_kl: float | None) -> list[str]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="what the clip did in a recorded run")
+    parser = argparse.ArgumentParser(prog="python -m analysis.clipping", description="What did the clip do in a run?")
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
@@ -137,7 +137,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the overview; exit code 2 and one line where what the user wrote is wrong."""
+    """Print the overview; exit code 2 and one line on a user error."""
     arguments = _arguments(argv)
     try:
         band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])

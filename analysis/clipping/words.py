@@ -10,7 +10,7 @@ from analysis.clipping.update_rows import IterationRows, policy_rows
 
 
 def word_ratios(item: IterationRows) -> pd.DataFrame:
-    """One row per word and policy step: n_tok, log_ratio (sum over its tokens, nats) and what its tokens did.
+    """One row per word and policy step: n_tok, log_ratio (sum over its tokens, nats) and flags.
 
     any_token_out: a token is in band_out. token_band_out: the word's ratio is outside [1 - low, 1 + high].
     word_band_out: outside [(1 - low)^n, (1 + high)^n], compared as sums of logs.

@@ -1,4 +1,4 @@
-"""Are two runs the same to the last bit? By the digests of their manifests; files are read for the first difference."""
+"""Are two runs the same to the last bit? The digests of their manifests say so; files are read to find a difference."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ppo_repro.records.manifest import Manifest, tables_of
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where the data of two runs first part; `ppo-repro diff A B` names the row and both values."""
+    """Where the data of two runs first differ; `ppo-repro diff A B` names the row and both values."""
 
     iteration: int
     table: str
-    column: str  # "(rows)" where the numbers of rows differ
+    column: str  # "(rows)" where the number of rows differs
 
 
 def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
-    """Both manifests; raises UserError where a run is incomplete or damaged, or they are of different kinds."""
+    """Both manifests; raises UserError where a run is incomplete or damaged, or where the kinds differ."""
     a, b = reader.open_manifest(run_a), reader.open_manifest(run_b)
     if a.kind != b.kind:
         raise UserError(f"{run_a} is a {a.kind} run, {run_b} a {b.kind} run; compare runs of one kind")
@@ -29,9 +29,9 @@ def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]
 
 
 def first_difference(run_a: Path | str, run_b: Path | str) -> FirstDifference | None:
-    """The first iteration, table and column, in the order in which data come to be; None where no digest differs.
+    """The first iteration, table and column, in the order of computation; None where no digest differs.
 
-    Only iterations that both have. Raises UserError on damaged records.
+    Compares only iterations that both have. Raises UserError on damaged records.
     """
     a, b = manifests(run_a, run_b)
     for entry_a, entry_b in zip(a.iterations, b.iterations, strict=False):

@@ -25,12 +25,13 @@ def responses_of(run_dir: Path | str, iterations: Sequence[int] | None) -> pd.Da
 def distribution_rows(a: pd.DataFrame, b: pd.DataFrame, rng: np.random.Generator, draws: int) -> list[Row]:
     """MMD^2 of the responses within prompts and energy distances of scores and lengths; see `two_sample`.
 
-    Responses to one prompt at one place of one iteration are pairs, and only pairs change places: under H0
-    both runs answer alike in every iteration, however the policies move and whatever noise they share. Without common
-    places (other prompts or batches) labels are shuffled within the prompt, over all iterations.
+    Two responses to one prompt at the same place of the same iteration are a pair, and only the two of a pair are
+    swapped. H0: both runs answer alike in every iteration, however the policies move and whatever noise they share.
+    Where the runs have no such pairs (other prompts or batches), labels are shuffled within the prompt, over all
+    iterations.
 
-    A test that has nothing to go on (no prompt with two responses in both runs, scores that are not finite) has
-    p-value NaN. Raises UserError on more than 4,096 responses to one prompt.
+    The p-value is NaN where there is nothing to test: no prompt has two responses in both runs, or scores are not
+    finite. Raises UserError on more than 4,096 responses to one prompt.
     """
     keys = ["iteration", "sequence", "prompt_key", "prompt"]
     requests = [pd.MultiIndex.from_frame(frame[keys]) for frame in (a, b)]
@@ -49,7 +50,7 @@ def distribution_rows(a: pd.DataFrame, b: pd.DataFrame, rng: np.random.Generator
         values = [frame[column].to_numpy(np.float64) for frame in (a, b)]
         odd = sum(int((~np.isfinite(v)).sum()) for v in values)
         if odd:
-            # leaving them out would compare other responses than were given
+            # without them the test would compare other responses than were sampled
             what = f"{odd} values are not finite: no energy distance"
             rows.append(Row("distribution", name, math.nan, len(a) + len(b), what, "difference"))
             continue

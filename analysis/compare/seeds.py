@@ -42,14 +42,14 @@ def compare_groups(
 ) -> pd.DataFrame:
     """`run_compare` rows at level outcome: the cells with axis = b against those with axis = a; differences are b - a.
 
-    frame: a grid's cells.parquet, or results.parquet, of which each cell's mean over its iterations is taken. Units are
-    seeds: differences are averaged over the settings of the other axes first. pairing "seed": sign changes of the
+    frame: a grid's cells.parquet, or its results.parquet, averaged over the iterations of each cell. Units are seeds:
+    differences are averaged over the settings of the other axes first. pairing "seed": sign changes of the
     differences of equal seeds, Student's interval; "none": Welch's t. For each metric also the difference of
     interquartile means and the probability of improvement with bootstrap intervals over seeds, the smallest detectable
-    effect, and the rate at which this test, and one of two halves of the seeds of a, find what is not there.
+    effect, and the rates of false positives of this test and of one between random halves of the seeds of a.
     `margin`: also TOST. Holm's correction is over the metrics.
 
-    Raises UserError on unknown axes, labels and metrics, cells that are missing or not complete, and values not finite.
+    Raises UserError on unknown axes, labels and metrics, missing or incomplete cells, and values that are not finite.
     """
     if not 0 < alpha < 1:
         raise UserError(f"alpha = {alpha}: must be between 0 and 1")
@@ -72,7 +72,7 @@ def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairi
         raise UserError(f"axis = {axis!r}: the grid has {', '.join(axes) or 'no axis'}")
     if metric not in frame.columns or not pd.api.types.is_numeric_dtype(frame[metric]):
         numbers = [str(c) for c in frame.columns if pd.api.types.is_numeric_dtype(frame[c])]
-        raise UserError(f"metric = {metric!r}: is no column of numbers; there are {', '.join(numbers)}")
+        raise UserError(f"metric = {metric!r}: is not a column of numbers; there are {', '.join(numbers)}")
     labels = frame[f"axis.{axis}"].astype(str)
     for name in (a, b):
         if not (labels == name).any():
@@ -92,13 +92,13 @@ def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairi
 
 def _by_cell(cells: pd.DataFrame, keys: list[str], metric: str) -> pd.DataFrame:
     if "iteration" in cells.columns:
-        # columns that are null in some iterations, such as evaluations, are averaged over the others
+        # a column that is null in some iterations, such as an evaluation, is averaged over the others
         values = pd.DataFrame(cells.groupby(keys)[metric].mean()).reset_index()
     else:
         values = cells[[*keys, metric]]
     repeated = values[values.duplicated(keys)]
     if len(repeated):
-        raise UserError(f"seed {repeated['seed'].iloc[0]} is there twice; give the table of one grid")
+        raise UserError(f"seed {repeated['seed'].iloc[0]} occurs twice; give the table of one grid")
     if not np.isfinite(values[metric].to_numpy(np.float64)).all():
         raise UserError(f"metric {metric}: not finite in some cells; choose another, or compare other labels")
     return values
@@ -125,7 +125,7 @@ def _check_strata(
         raise UserError(f"{labels[0]} and {labels[1]} were not run with the same settings of the other axes")
     sets = {tuple(seeds) for group in (a, b) for seeds, _ in group.values()}
     if pairing == "seed" and len(sets) > 1:
-        raise UserError(f"the cells have different seeds, {sorted(sets)}; pairing none compares groups without pairs")
+        raise UserError(f"the cells have different seeds, {sorted(sets)}; compare them unpaired")
     if any(len({tuple(seeds) for seeds, _ in group.values()}) > 1 for group in (a, b)):
         raise UserError("the settings of the other axes have different seeds; select the cells of one setting")
 

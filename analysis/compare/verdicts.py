@@ -3,8 +3,8 @@
     python -m analysis.compare A B --seed 0                                    two runs
     python -m analysis.compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
 
-bitwise: every recorded bit (`compare_bitwise`); numeric: log-probs of the same tokens (`compare_paired`); distribution:
-what is answered (`compare_distribution`); outcome: what is learnt, over seeds (`compare_seeds`).
+bitwise: every recorded bit (`bitwise`); numeric: log-probs of the same tokens (`paired`); distribution: the answers
+(`distribution`); outcome: what is learnt, over seeds (`seeds`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def compare_runs(
     alpha: float = 0.05,
     draws: int = DRAWS,
 ) -> pd.DataFrame:
-    """`run_compare` of two language runs, all four levels; one run a side, so outcomes get a number and no verdict.
+    """`run_compare` of two language runs at all four levels; with one run a side, outcomes get no verdict.
 
-    iterations: of levels numeric and distribution; None is all.
-    margin: nats of mean |delta| of `column` below which log-probs count as the same (`calibrated_margin` finds one).
-    Raises UserError on a margin or alpha out of range, and on anything missing, unknown or damaged in the records.
+    iterations: for the levels numeric and distribution; None is all. margin: mean |delta| of `column` in nats below
+    which log-probs count as the same (`calibrated_margin` computes one). Raises UserError on a margin or alpha out of
+    range, and on anything missing, unknown or damaged in the records.
     """
     if not 0 < margin < math.inf or not 0 < alpha < 0.5 or draws < 1:
         raise UserError(
@@ -77,12 +77,12 @@ def _final_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
 
 
 def calibrated_margin(pairs: Sequence[tuple[Path | str, Path | str]], column: str = "old_logprobs") -> float:
-    """The margin for `compare_runs` from pairs of runs that should be equal; see `margin_from_aa`, UserError too."""
+    """The margin for `compare_runs` from pairs of runs that should be equal; UserError as `margin_from_aa`."""
     means = []
     for a, b in pairs:
         deltas = mean_abs(paired_responses(a, b, column=column))
         if not len(deltas):
-            raise UserError(f"{a} and {b}: have no response with the same tokens; they are no A/A pair")
+            raise UserError(f"{a} and {b}: no response has the same tokens; they are not an A/A pair")
         means.append(deltas.mean())
     return margin_from_aa(np.array(means, np.float64))
 
@@ -101,11 +101,11 @@ def compare_grid(
 ) -> pd.DataFrame:
     """`compare_groups` on the tables of a grid's folder; metrics `final.*` are of its cells, others of its iterations.
 
-    All metrics come from one of the two. Raises UserError as that does, and where a table is missing.
+    All metrics must come from one of the two. Raises UserError as `compare_groups`, and where a table is missing.
     """
     of_cells = {name.startswith("final.") for name in metrics}
     if len(of_cells) != 1:
-        raise UserError(f"metrics {', '.join(metrics)}: name final ones or ones of iterations, not both")
+        raise UserError(f"metrics {', '.join(metrics)}: name final metrics or metrics of iterations, not both")
     path = grid_dir / (CELLS if of_cells == {True} else RESULTS)
     if not path.is_file():
         raise UserError(f"{path}: is missing; give two runs, or the folder that `ppo-repro grid` wrote with --axis")
@@ -115,7 +115,7 @@ def compare_grid(
 
 
 def lines(table: pd.DataFrame) -> list[str]:
-    """The table for people."""
+    """The table as printed."""
     shown = table[SHOWN].to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
     return [f"a  {table['run_a'].iloc[0]}", f"b  {table['run_b'].iloc[0]}", shown]
 
@@ -123,14 +123,14 @@ def lines(table: pd.DataFrame) -> list[str]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m analysis.compare", description="are two runs the same?")
     parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
-    parser.add_argument("--seed", type=int, required=True, help="of the permutations and bootstraps")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the permutations and bootstraps")
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument(
         "--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {DIVERGENCE_TAU})"
     )
     runs = parser.add_argument_group("two runs")
     runs.add_argument("--column", choices=COLUMNS, help="which log-probs (old_logprobs)")
-    runs.add_argument("--aa", nargs=2, type=Path, action="append", help="runs that should be equal; gives the margin")
+    runs.add_argument("--aa", nargs=2, type=Path, action="append", help="two runs that should be equal, for the margin")
     runs.add_argument("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
     grid = parser.add_argument_group("a grid")
     grid.add_argument("--axis")
@@ -159,7 +159,7 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
             **{"paired": not arguments.unpaired, "margin": arguments.margin, "alpha": arguments.alpha},
         )
     if len(arguments.paths) != 2 or arguments.a or arguments.b or arguments.metric or arguments.unpaired:
-        raise UserError("two runs, or a grid with --axis; --a, --b, --metric and --unpaired are for grids")
+        raise UserError("give two runs, or a grid with --axis; --a, --b, --metric and --unpaired are for grids")
     if arguments.aa and arguments.margin is not None:
         raise UserError("--margin and --aa: choose one")
     column = arguments.column or COLUMNS[0]
@@ -172,7 +172,7 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; exit code 2 and one line where what the user wrote is wrong."""
+    """Print the table; exit code 2 and one line on a user error."""
     try:
         table = _comparison(_arguments(argv))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What the fingerprints of mismatch faults are made of: sums over the tokens of one iteration that add up over many.
+"""The evidence of a diagnosis: sums over the tokens of one iteration, which can be added over iterations.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
 """
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Measured:
-    """Sums over tokens; `largest_*` are maxima. A column that is not there counts as `has_* = 0`."""
+    """Sums over tokens; `largest_*` are maxima. `has_*` is 0 where an optional column is missing."""
 
     sequences: float = 0.0
     tokens: float = 0.0  # pairs of finite log-probs
@@ -50,9 +50,9 @@ class Measured:
     abs_abs: float = 0.0
     abs_u: float = 0.0
     u_u: float = 0.0
-    clean_sequences: float = 0.0  # in iterations where a gap of a factor 10 in |delta| parts the sequences
+    clean_sequences: float = 0.0  # below and above a gap of a factor 10 in |delta|, in iterations that have one
     dirty_sequences: float = 0.0
-    # what is left of delta_sq, or how much of it lies where
+    # the part of delta_sq at some tokens, or what remains of it after a correction
     at_zeros: float = 0.0
     zeros: float = 0.0
     at_last: float = 0.0
@@ -90,7 +90,7 @@ class Measured:
     behind: float = 0.0
     behind_abs: float = 0.0
     behind_abs_sq: float = 0.0
-    # log-probs other than 0 that are, and are not, numbers of a 16-bit format, on the side that has more of them
+    # nonzero log-probs that are numbers of a 16-bit format, on the side that has more of them
     as_bfloat16: float = 0.0
     as_float16: float = 0.0
 
@@ -98,16 +98,13 @@ class Measured:
 def added(measured: Sequence[Measured]) -> Measured:
     """The sums of several iterations together."""
     columns = {f.name: [getattr(one, f.name) for one in measured] for f in fields(Measured)}
-    # has_* as the minimum: what only some iterations have is not there
+    # a column that only some iterations have counts as missing
     combine = {"largest": max, "has": min}
     return Measured(**{name: float(combine.get(name.partition("_")[0], sum)(v)) for name, v in columns.items()})
 
 
 def measure(pairs: pd.DataFrame) -> Measured:
-    """The sums of one iteration.
-
-    UserError on missing columns, log-probs that are not float32, or a token that is there twice.
-    """
+    """The sums of one iteration; UserError on missing columns, log-probs that are not float32, or repeated tokens."""
     _check(pairs)
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
@@ -134,13 +131,11 @@ def _check(pairs: pd.DataFrame) -> None:
         raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(NEEDED)}")
     for name in ("logprobs_a", "logprobs_b"):
         if pairs[name].dtype != np.float32:
-            raise UserError(
-                f"column {name} is {pairs[name].dtype}: must be float32, as it was computed; do not round it"
-            )
+            raise UserError(f"column {name} is {pairs[name].dtype}: must be float32, as computed, without rounding")
     twice = pairs.duplicated(list(KEY))
     if twice.any():
         where = ", ".join(f"{name} {pairs.loc[twice, name].iloc[0]}" for name in KEY)
-        raise UserError(f"pairs hold the token at {where} twice; give each token one row")
+        raise UserError(f"pairs have the token at {where} twice; give each token one row")
 
 
 def _total(values: npt.ArrayLike) -> float:
@@ -156,7 +151,7 @@ def _ids(pairs: pd.DataFrame) -> dict[str, float]:
 def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Floats) -> dict[str, float]:
     a, b = a32.astype(np.float64), b32.astype(np.float64)
     size = math.sqrt(_total(delta**2) / max(1, len(delta)))
-    # float32 bit patterns of one sign are in the order of their values; near 0 units in the last place mean nothing
+    # float32 bit patterns of one sign are ordered like their values; near 0, units in the last place mean nothing
     steps = np.abs(a32.view(np.int32).astype(np.int64) - b32.view(np.int32).astype(np.int64))
     steps = steps[np.maximum(np.abs(a), np.abs(b)) > 1e-2]
     return {
@@ -198,8 +193,8 @@ def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[st
 
 
 def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]) -> tuple[float, float]:
-    """Sequences below and above the widest gap in sum |delta| / sum (1 - p), if it is a factor of 10; else none."""
-    # that four normal numbers are all within a tenth of sigma has chance 4e-5; near p = 1 there is nothing to see
+    """Sequences below and above the widest gap in sum |delta| / sum (1 - p); zeros if it is no factor of 10."""
+    # four normal numbers are all within a tenth of sigma with probability 4e-5; near p = 1 there is nothing to measure
     usable = (n >= 4) & (u >= 0.01 * n)
     levels = np.sort(absolute[usable] / u[usable])
     if len(levels) < 2 or levels[-1] == 0.0:
@@ -216,7 +211,7 @@ def _places(
     zero = (a == 0.0) != (b == 0.0)
     same = owner[1:] == owner[:-1]
     last = np.append(~same, True)[: len(owner)]
-    # neighbours in the response, not only in the frame
+    # neighbours in the response, not just in the frame
     same &= np.diff(tokens["position"].to_numpy()) == 1
     return {
         "zeros": _total(zero),
@@ -268,7 +263,7 @@ def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -
 
 def _formats(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> dict[str, float]:
     sides = [side[side != 0.0] for side in (a, b)]
-    with np.errstate(over="ignore"):  # a log-prob beyond float16 is none of its numbers
+    with np.errstate(over="ignore"):  # a log-prob beyond float16 overflows, and so does not compare equal
         halves = [np.count_nonzero(side.astype(np.float16).astype(np.float32) == side) for side in sides]
     brains = [np.count_nonzero(side.view(np.uint32) & 0xFFFF == 0) for side in sides]
     return {"as_bfloat16": float(max(brains)), "as_float16": float(max(halves))}

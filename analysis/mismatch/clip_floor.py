@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.pairs.runs import KEY
+from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
@@ -92,16 +93,14 @@ def clip_steps(run_dir: Path | str, iterations: Sequence[int] | None = None) -> 
     """
     config = load_recorded_config(run_dir)
     objective = config.ppo.objective
-    if objective.kind not in ("clip", "adaptive_clip"):
+    if not isinstance(objective, ClipObjective | AdaptiveClipObjective):
         raise UserError(f"{run_dir}: ppo.objective.kind = {objective.kind}: nothing is clipped; give a run that clips")
-    dual = objective.dual_clip if objective.kind == "clip" else None
     recorded = reader.read_iterations(run_dir, iterations=iterations, columns=["iteration", "clip_range"])
     rows = []
     for iteration, adapted in zip(recorded["iteration"], recorded["clip_range"], strict=True):
-        low = high = float(adapted)
-        if objective.kind == "clip":
-            low = objective.clip_range
-            high = low if objective.clip_range_high is None else objective.clip_range_high
+        low, high, dual = float(adapted), float(adapted), None
+        if isinstance(objective, ClipObjective):
+            low, high, dual = objective.clip_range, objective.high, objective.dual_clip
         steps = _steps(run_dir, int(iteration), low, high, dual, config.ppo.ratio_anchor)
         rows += [{"iteration": int(iteration), **row} for row in steps]
     return pd.DataFrame(rows)

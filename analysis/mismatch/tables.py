@@ -88,7 +88,7 @@ class Tables:
 
 
 def measure(pairs: Iterable[pd.DataFrame], corrections: Sequence[Correction] = USUAL) -> Iterator[Measured]:
-    """The sums of every iteration, yielded when it ends; each chunk holds whole sequences of one iteration, in order."""
+    """The sums of every iteration, yielded when it ends; a chunk holds whole sequences of one iteration, in order."""
     current: Measured | None = None
     for chunk in pairs:
         sums_of_chunk = _measure_chunk(chunk, corrections)

@@ -1,1 +1,1 @@
-"""Where do the two log-probs of each token come from? Recorded runs, or dumps of other stacks, as frames of one shape."""
+"""Where do the two log-probs of a token come from? Recorded runs or dumps of other stacks, as frames of one shape."""

@@ -58,8 +58,7 @@ def clip_bounds(config: RunConfig, iterations: pd.DataFrame) -> ClipBounds | Non
     """Where the ratio is clipped in the last iteration; None for an objective that does not clip."""
     objective = config.ppo.objective
     if isinstance(objective, ClipObjective):
-        high = objective.clip_range if objective.clip_range_high is None else objective.clip_range_high
-        return ClipBounds(1.0 - objective.clip_range, 1.0 + high, False)
+        return ClipBounds(1.0 - objective.clip_range, 1.0 + objective.high, False)
     if isinstance(objective, AdaptiveClipObjective):
         ranges = iterations["clip_range"]
         last = float(ranges.iloc[-1])

@@ -119,8 +119,7 @@ def _clip(
 ) -> pd.DataFrame | None:
     objective = config.ppo.objective
     if isinstance(objective, ClipObjective):
-        low = objective.clip_range
-        high = low if objective.clip_range_high is None else objective.clip_range_high
+        low, high = objective.clip_range, objective.high
     elif isinstance(objective, AdaptiveClipObjective):
         (low,) = reader.read_iterations(run_dir, iterations=[iteration], columns=["clip_range"])["clip_range"]
         high = low

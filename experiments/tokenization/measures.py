@@ -1,12 +1,12 @@
-"""What one run of a tokenization study came to, as numbers: its scores, KL in several units, clip shares and drift."""
+"""The numbers of one run of a tokenization study: its scores, KL in several units, clip shares and drift."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
+from analysis.grids.outcomes import complete_cells
 from analysis.tokenization.tables import iteration_tables, run_drift
 from analysis.tokenization.tokenizer import recorded_tokenizer
 from analysis.tokenization.words import BOUNDARIES
@@ -92,23 +92,9 @@ def of_run(run_dir: Path) -> dict[str, float]:
     }
 
 
-def complete_cells(grid: Path) -> pd.DataFrame:
-    """One row per complete cell: point (labels of the axes), seed, fingerprint, run_dir; UserError if none is."""
-    table = pd.read_parquet(grid / "cells.parquet")
-    table = table[table["state"] == "complete"].reset_index(drop=True)
-    if table.empty:
-        raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
-    axes = [name for name in table.columns if name.startswith("axis.")]
-    points = [", ".join(map(str, labels)) for labels in table[axes].itertuples(index=False)]
-    cells = table[["seed", "fingerprint"]].copy()
-    cells.insert(0, "point", np.array(points, dtype=object))
-    cells["run_dir"] = [grid / str(run_dir) for run_dir in table["run_dir"]]
-    return cells
-
-
 def of_grid(grid: Path) -> pd.DataFrame:
-    """One row per complete cell: point (labels of the axes), seed, fingerprint and MEASURES; UserError if none is."""
+    """One row per complete cell: point (labels of the axes), seed, fingerprint and MEASURES; UserError without any."""
     cells = complete_cells(grid)
-    table = pd.DataFrame([of_run(run_dir) for run_dir in cells["run_dir"]])
+    table = pd.DataFrame([of_run(grid / str(run_dir)) for run_dir in cells["run_dir"]])
     table.insert(0, "point", cells["point"])
     return pd.concat([table, cells[["seed", "fingerprint"]]], axis=1)

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import markdown
 from experiments.tokenization.first_ratios import DRIFTS, checked_config, response_table
-from experiments.tokenization.measures import complete_cells
 from ppo_repro.errors import UserError
 from ppo_repro.records.config_file import load_recorded_config
 
@@ -74,7 +74,9 @@ def runs_of(folder: Path) -> pd.DataFrame:
     """point, seed, run_dir of a grid's complete cells, or of a single run; UserError where it is neither."""
     if (folder / "cells.parquet").is_file():
         cells = complete_cells(folder)
-        return cells.assign(point=f"{folder.resolve().name}: " + cells["point"])[["point", "seed", "run_dir"]]
+        run_dirs = [folder / str(run_dir) for run_dir in cells["run_dir"]]
+        cells = cells.assign(point=f"{folder.resolve().name}: " + cells["point"], run_dir=run_dirs)
+        return cells[["point", "seed", "run_dir"]]
     config = load_recorded_config(folder)
     return pd.DataFrame({"point": [str(folder)], "seed": [config.seed], "run_dir": [folder]})
 

@@ -28,10 +28,14 @@ class ClipObjective(Section):
 
     @model_validator(mode="after")
     def _dual_is_outside(self) -> Self:
-        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        if self.dual_clip is not None and self.dual_clip <= 1.0 + high:
-            raise ValueError(f"dual_clip = {self.dual_clip} must be greater than 1 + the upper clip range {high}")
+        if self.dual_clip is not None and self.dual_clip <= 1.0 + self.high:
+            raise ValueError(f"dual_clip = {self.dual_clip} must be greater than 1 + the upper clip range {self.high}")
         return self
+
+    @property
+    def high(self) -> float:
+        """The upper clip range, clip_range_high or by default clip_range."""
+        return self.clip_range if self.clip_range_high is None else self.clip_range_high
 
 
 class AdaptiveClipObjective(Section):

@@ -15,7 +15,14 @@ _EPSILON = 1e-8  # added to the number of tokens
 
 DEFINITIONS = (
     Definition("probs_ratio", _LOSS, "mean(r)", "old", _MEAN, "none but 1e-8 on the count"),
-    Definition("probs_ratio_clamped", _LOSS, "mean(clip(r))", "old", _MEAN, "no clip fraction: this is all it says"),
+    Definition(
+        "probs_ratio_clamped",
+        _LOSS,
+        "mean(clip(r))",
+        "old",
+        _MEAN,
+        "instead of a clip fraction",
+    ),
     Definition("probs_ratio_min", _LOSS, "min(r)", "old", "over the tokens of a step", "none"),
     Definition("probs_ratio_max", _LOSS, "max(r)", "old", "over the tokens of a step", "none"),
     Definition("probs_ratio_clamped_min", _LOSS, "min(clip(r))", "old", "over the tokens of a step", "none"),
@@ -51,7 +58,7 @@ DEFINITIONS = (
 
 
 def masked_mean(values: Float64) -> float:
-    """sum / (tokens + 1e-8): the reduction of all its means."""
+    """sum / (tokens + 1e-8), the reduction of all means of NeMo-RL."""
     return float(values.sum()) / (len(values) + _EPSILON)
 
 
@@ -76,7 +83,7 @@ def metrics(item: IterationRows) -> pd.DataFrame:
             "gen_kl_error": masked_mean(exp(x) - 1.0 - x),
             "policy_kl_error": masked_mean(exp(-x) - 1.0 + x),
             "js_divergence_error": masked_mean(halves),
-            # as it does: what is not finite counts 0
+            # as in NeMo-RL, a weight that is not finite counts as 0
             "sampling_importance_ratio": masked_mean(np.where(np.isfinite(weights), weights, 0.0)),
             "approx_entropy": -masked_mean(exp(step.new - step.rollout) * step.new),
         }

@@ -1,4 +1,4 @@
-"""prime-rl's token export, averaged over the tokens of a step: the policy as it trains against the sampler."""
+"""prime-rl's token export, averaged over the tokens of a step: the policy being trained against the sampler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFINITIONS = (
         "mean(exp(x) - x - 1), x = n - g",
         _PAIR,
         _MEAN,
-        "k3 of KL(rollout || new): after the first step it holds the update's movement too",
+        "k3 of KL(rollout || new): after the first step it includes the update's movement",
     ),
     Definition("importance_ratio", _EXPORT, "mean(exp(n - g))", _PAIR, _MEAN, "none"),
     Definition("prob_delta", _EXPORT, "mean(exp(n) - exp(g))", _PAIR, _MEAN, "signed, so positive and negative cancel"),
@@ -45,7 +45,7 @@ DEFINITIONS = (
 def metrics(item: IterationRows, mask_low: float = 0.2, mask_high: float = 0.2) -> pd.DataFrame:
     """One row per policy step: prime-rl's keys. Raises UserError for a negative bound."""
     if not (mask_low >= 0 and mask_high >= 0):
-        raise UserError(f"mask_low = {mask_low:g}, mask_high = {mask_high:g}: bounds on probabilities, 0 or more")
+        raise UserError(f"mask_low = {mask_low:g}, mask_high = {mask_high:g}: must be 0 or more, as probabilities")
     rows = []
     for step in policy_steps(item):
         x, delta = step.new - step.rollout, np.exp(step.new) - np.exp(step.rollout)

@@ -1,4 +1,4 @@
-"""A run in the words of eight frameworks. `python -m analysis.dialects.report RUN [--definitions]`."""
+"""A run under the published keys of eight frameworks: `python -m analysis.dialects.report RUN`, or `--definitions`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = ("iteration", "epoch", "minibatch")
 
 @dataclass(frozen=True)
 class Dialect:
-    """A framework: what its keys mean and the functions that derive them from one iteration."""
+    """A framework: the definitions of its keys, and the functions that compute them from one iteration."""
 
     name: str
     definitions: tuple[Definition, ...]
@@ -66,7 +66,7 @@ def long_table(
 ) -> pd.DataFrame:
     """framework, key, iteration, epoch, minibatch, value; epoch and minibatch are null for keys of an iteration.
 
-    Raises UserError where records are missing or nothing is clipped and no band is given.
+    Raises UserError where records are missing, or where nothing is clipped and there is no band.
     """
     parts = []
     for item in load_iterations(run_dir, iterations=iterations, band=band):
@@ -83,10 +83,10 @@ def long_table(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print each key's mean over the run, or what the keys mean; exit code 2 where what the user wrote is wrong."""
-    parser = argparse.ArgumentParser(description="a run in the words of other frameworks")
+    """Print each key's mean over the run, or the definitions of the keys; exit code 2 on a user error."""
+    parser = argparse.ArgumentParser(description="a run under the published keys of other frameworks")
     parser.add_argument("run", type=Path, nargs="?", help="folder of a run")
-    parser.add_argument("--definitions", action="store_true", help="what the keys mean, and where it is written")
+    parser.add_argument("--definitions", action="store_true", help="what each key means, with its source")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     arguments = parser.parse_args(argv)
     if arguments.definitions == (arguments.run is not None):

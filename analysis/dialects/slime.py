@@ -1,4 +1,4 @@
-"""slime's `train/*`: every mean is over responses of their token means, one row per step."""
+"""slime's `train/*`: every mean is the mean over responses of their token means, one row per step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOSS = Source("THUDM/slime", "slime/backends/megatron_utils/loss.py", "00c2d6db
 _PPO = Source("THUDM/slime", "slime/utils/ppo_utils.py", "06787cf5798525d9af068135ade88dc795d75821")
 _TIS = Source("THUDM/slime", "slime/backends/megatron_utils/loss.py", "main, vanilla_tis_function read in a copy")
 _MEAN = "seq_mean_token_mean of a step"
-_UNEVEN = "responses count alike however long"
+_UNEVEN = "responses count alike, whatever their length"
 
 DEFINITIONS = (
     Definition("train/pg_clipfrac", _PPO, "mean(-clip(r) A > -r A)", "old", _MEAN, f"grad_zero; {_UNEVEN}"),
@@ -46,7 +46,7 @@ DEFINITIONS = (
 
 
 def metrics(item: IterationRows, tis_clip: float = 2.0, tis_clip_low: float = 0.0) -> pd.DataFrame:
-    """One row per policy step: slime's keys. Raises UserError where the truncation bounds are not in order."""
+    """One row per policy step: slime's keys. Raises UserError where the truncation bounds are out of order."""
     if not 0.0 <= tis_clip_low < tis_clip:
         raise UserError(f"tis_clip_low = {tis_clip_low:g}, tis_clip = {tis_clip:g}: need 0 <= tis_clip_low < tis_clip")
     rows = []

@@ -1,6 +1,6 @@
-"""tinker-cookbook's `optim/*`: the policy as it trains against the sampler, over a whole pass.
+"""tinker-cookbook's `optim/*`: the policy being trained against the sampler, over a whole pass.
 
-It takes one pass over a batch, each minibatch scored when its turn comes; here one row per epoch.
+It makes one pass over a batch and scores each minibatch when its turn comes; here a pass is an epoch, one row each.
 """
 
 from __future__ import annotations

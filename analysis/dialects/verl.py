@@ -1,6 +1,6 @@
-"""verl: the actor's, the critic's and the debugging keys. Those of `rollout_corr/` are in verl_rollout_corr.py.
+"""verl: the keys of actor, critic and debugging. Those of `rollout_corr/` are in verl_rollout_corr.py.
 
-Assumed: one process and one micro-batch per minibatch, so that the mean over logged values is that over steps.
+Assumed: one process and one micro-batch per minibatch, so that the mean over logged values is the mean over steps.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def metrics(item: IterationRows, threshold: float = 2.0) -> pd.DataFrame:
     Raises UserError for a threshold that is not above 1.
     """
     if not 1.0 < threshold < np.inf:
-        raise UserError(f"threshold = {threshold:g}: bounds importance weights from above; must be greater than 1")
+        raise UserError(f"threshold = {threshold:g}: must be greater than 1, an upper bound on importance weights")
     before = responses(item)
     numbers = {**_off_policy(before), **_weights(before, threshold)}
     return one_row(item, {f"rollout_corr/{name}": value for name, value in numbers.items()})

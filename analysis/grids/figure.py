@@ -1,7 +1,7 @@
 """A figure of a grid: `python -m analysis.grids.figure GRID FILE.svg` draws one row per point of its axes.
 
-Every run is a dot, the mean over seeds a bar with its 95 % Student interval. With `--across SHARE` it draws the
-measure against `removed` or `outside` instead, with the mean of each point, and shades the 10 to 40 % said to be good.
+Every run is a dot; the mean over seeds is a bar with its 95 % Student interval. With `--across SHARE` it draws the
+measure against `removed` or `outside` instead, with the mean of each point, and shades the 10 to 40 % called good.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def span(values: pd.Series) -> tuple[float, float]:
-    """The range of an axis: that of the values and a twentieth on both sides."""
+    """The range of an axis: the values', and a twentieth more on both sides."""
     low, high = float(values.min()), float(values.max())
     room = (high - low) / 20 or 0.5
     return low - room, high + room
@@ -60,7 +60,7 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float =
 
 
 def horizontal(axis: tuple[float, float], bottom: float, left: float, label: str) -> list[str]:
-    """Grid lines, numbers and label of the axis that runs across."""
+    """Grid lines, numbers and label of the horizontal axis."""
     elements = []
     for value in ticks(*axis):
         x = position(value, axis, left, WIDTH - RIGHT)
@@ -77,7 +77,7 @@ def svg(elements: Sequence[str], height: float, about: str) -> str:
 
 
 def by_point(cells: pd.DataFrame, measure: str) -> str:
-    """One row per point of the axes; a value that is not finite is not drawn, and said."""
+    """One row per point of the axes; values that are not finite are not drawn but counted in the label."""
     axis = span(cells[measure])
     groups = list(cells.groupby("point", sort=False))
     bottom = TOP + ROW * len(groups)
@@ -101,7 +101,7 @@ def by_point(cells: pd.DataFrame, measure: str) -> str:
 
 
 def across(cells: pd.DataFrame, share: str, measure: str) -> str:
-    """The measure of every run against its clipped share; the band that is said to be good is shaded."""
+    """The measure of every run against its clipped share; the range called good is shaded."""
     left, bottom = 70.0, 360.0
     x_axis, y_axis = span(cells[share]), span(cells[measure])
     x_axis = (min(x_axis[0], 0.0), x_axis[1])
@@ -127,7 +127,7 @@ def across(cells: pd.DataFrame, share: str, measure: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the figure; exit code 2 and one line where what the user wrote is wrong."""
+    """Write the figure; exit code 2 and one line on a user error."""
     parser = argparse.ArgumentParser(description="a figure of a grid")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("out", type=Path, help="the SVG file to write")

@@ -1,9 +1,9 @@
-"""What a grid found: `python -m analysis.grids.table GRID` prints its table over seeds, and comparisons.
+"""What did a grid find? `python -m analysis.grids.table GRID` prints its table over seeds, and comparisons.
 
 First one row per point of the axes: mean and 95 % Student interval over seeds of the measure (`--measure`, else the
-accuracy), means of the others (`outcomes.MEASURES` says what they are), and how many fingerprints there are. Then the
-measure of each point minus that of one point (`--against`, else the first), paired by seed. Then how the shares of
-clipped tokens go with the measure.
+accuracy), means of the other measures (described in `outcomes.MEASURES`), and the number of fingerprints. Then the
+measure of each point minus that of one point (`--against`, else the first), paired by seed. Then the rank correlation
+of the clipped shares and the measure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DRAWS = 2000
 
 
 def interval(values: pd.Series) -> str:
-    """Mean and half width of the 95 % Student interval; the mean alone where the values have no spread."""
+    """Mean and half width of the 95 % Student interval, or the mean alone where the values have no spread."""
     estimate = one_sample(values.to_numpy(np.float64))
     half = t_interval(estimate, 0.95)[1] - estimate.mean
     return f"{estimate.mean:.3f}" if math.isnan(half) else f"{estimate.mean:.3f} ± {half:.3f}"
@@ -57,17 +57,17 @@ def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
 def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
     """Each point minus `against`, paired by seed: mean, 95 % Student interval, p of the paired t-test, Holm's p.
 
-    Holm's correction is over all points. Raises UserError for an unknown point, or one with other seeds.
+    Holm's correction is over all points. Raises UserError for an unknown point, or where seeds differ.
     """
     by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
-        raise UserError(f"--against {against}: is no point of this grid; there are {'; '.join(by_point)}")
+        raise UserError(f"--against {against}: is not a point of this grid; there are {'; '.join(by_point)}")
     compared = []
     for point, values in by_point.items():
         if point == against:
             continue
         if set(values.index) != set(by_point[against].index):
-            raise UserError(f"{point} and {against} have other seeds; finish the grid with `ppo-repro grid`")
+            raise UserError(f"{point} and {against} have different seeds; finish the grid with `ppo-repro grid`")
         estimate = one_sample((values - by_point[against]).to_numpy(np.float64))
         low, high = t_interval(estimate, 0.95)
         compared.append({"point": point, "difference": estimate.mean, "low": low, "high": high, "p": t_test(estimate)})
@@ -81,7 +81,7 @@ def rank_correlation(
 ) -> tuple[float, float, float]:
     """Spearman's correlation over points of the mean share and the mean measure, 95 % bootstrap interval over seeds.
 
-    All points of a seed are drawn together: they start from the same policy. NaN where all shares are equal.
+    All points of a seed are drawn together, because they start from the same policy. NaN where all shares are equal.
     """
     by_seed = [cells[cells["seed"] == seed].set_index("point")[[share, measure]] for seed in cells["seed"].unique()]
 
@@ -103,7 +103,7 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 def report(cells: pd.DataFrame, measure: str, against: str) -> str:
-    """All that is printed."""
+    """The printed tables, as Markdown."""
     compared = comparisons(cells, measure, against)
     paragraphs = [markdown(rows(cells, measure))]
     if len(compared):
@@ -130,8 +130,8 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; exit code 2 and one line where what the user wrote is wrong."""
-    parser = argparse.ArgumentParser(description="what a grid found")
+    """Print the report; exit code 2 and one line on a user error."""
+    parser = argparse.ArgumentParser(description="table of a grid over seeds")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
     parser.add_argument("--against", help="the point that the others are compared with, its labels joined by ', '")

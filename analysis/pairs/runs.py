@@ -1,16 +1,15 @@
-"""Two log-probs of the same token, in one frame shape, whatever they come from.
+"""Two log-probs of the same token, from runs, in the frame shape that every source of pairs has.
 
 A source is an iterator of chunks. A chunk is a DataFrame with one row per token and the columns
 
     iteration, sequence, position, token_id   int32 or int64
     logprobs_a, logprobs_b                    float32, nats, the recorded bits
 
-and, where the source has them, `entropies` and `log_kept_mass` (float32, nats) and `advantages` (float32). `a` is what
-sampled the token, or came first; `b` is compared with it, so delta = logprobs_b - logprobs_a. Rows are in
-the order of (iteration, sequence, position). A chunk holds rows of one iteration, and whole sequences: none is split
-over two chunks, so memory is bounded by one batch plus the longest sequence. `chunk.attrs["masked"]` counts
-the tokens that a mask took out of the chunk (`masked_tokens` reads it), which may leave it without rows; runs
-have no mask.
+and, where the source has them, `entropies` and `log_kept_mass` (float32, nats) and `advantages` (float32). `a` sampled
+the token or came first, and `b` is compared with it: delta = logprobs_b - logprobs_a. Rows are in the order of
+(iteration, sequence, position). A chunk has whole sequences of one iteration, so memory is bounded by one batch plus
+the longest sequence. `chunk.attrs["masked"]` counts the tokens that a mask removed from the chunk (`masked_tokens`
+reads it), which may leave it without rows; runs have no mask.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ def run_pairs(
     """The pairs of a recorded run, with entropies, log_kept_mass and advantages.
 
     "rollout_vs_old": a = rollout_logprobs, b = old_logprobs: sampler against trainer, the same weights.
-    "old_vs_first_new": a = old_logprobs, b = new_logprobs of the first epoch, each token in its minibatch; tokens
-    of minibatches in which the policy took no step are left out. It joins two tables, so one iteration
-    is held in memory whatever `rows` and `verify` are.
+    "old_vs_first_new": a = old_logprobs, b = new_logprobs of the first epoch, without minibatches in which the policy
+    took no step. It joins two tables, so one iteration is in memory whatever `rows` and `verify` are.
 
     Raises UserError on another pair, and on anything missing, unknown or damaged in the records.
     """
@@ -66,7 +64,7 @@ def _first_new(run_dir: Path | str, iterations: Sequence[int] | None) -> Iterato
         tokens = reader.read_tokens(
             run_dir, iterations=iterations_read, columns=[*KEY, "token_id", "old_logprobs", *OPTIONAL]
         )
-        # clip_flag is null exactly where the policy takes no step; new_logprobs would also be NaN where it is NaN
+        # clip_flag is null exactly where the policy takes no step; new_logprobs can also be a recorded NaN
         updates = reader.read_updates(
             run_dir, iterations=iterations_read, columns=[*KEY, "epoch", "new_logprobs", "clip_flag"]
         )
@@ -87,8 +85,8 @@ def two_run_pairs(
 ) -> Iterator[pd.DataFrame]:
     """The same log-prob column of two runs that sampled the same tokens, with the entropies of the first.
 
-    Chunks before a difference are handed out. Raises UserError naming the first token that differs, on another
-    number of iterations unless `iterations` names some, and on anything wrong with the records.
+    Chunks before a difference are yielded. Raises UserError that names the first token that differs, on different
+    numbers of iterations unless `iterations` names some, and on anything wrong with the records.
     """
     if column not in ("rollout_logprobs", "old_logprobs", "ref_logprobs"):
         raise UserError(f"column = {column!r}: must be rollout_logprobs, old_logprobs or ref_logprobs")
@@ -110,7 +108,7 @@ def _side_by_side(
     for a, b in zip_longest(first, second):
         if a is None or b is None:
             longer = b if a is None else a
-            raise UserError(f"{runs}: only one of them has {_named(longer[identity].to_numpy()[0])}")
+            raise UserError(f"{runs}: only one has {_named(longer[identity].to_numpy()[0])}")
         rows = min(len(a), len(b))
         ids = [frame[identity].to_numpy()[:rows] for frame in (a, b)]
         different = np.flatnonzero((ids[0] != ids[1]).any(axis=1))
@@ -119,7 +117,7 @@ def _side_by_side(
             raise UserError(f"{runs}: the first differing token is {_named(row_a)} against {_named(row_b)}")
         if len(a) != len(b):
             longer = a if len(a) > len(b) else b
-            raise UserError(f"{runs}: only one of them has {_named(longer[identity].to_numpy()[rows])}")
+            raise UserError(f"{runs}: only one has {_named(longer[identity].to_numpy()[rows])}")
         yield a.rename(columns={column: "logprobs_a"}).assign(logprobs_b=b[column])[[*REQUIRED, *OPTIONAL[:2]]]
 
 
@@ -128,7 +126,7 @@ def _named(row: np.ndarray) -> str:
 
 
 def whole_sequences(chunks: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """The same rows, cut so that no sequence is split and every chunk is of one iteration.
+    """The same rows in chunks that split no sequence and belong to one iteration each.
 
     Raises ValueError where rows are not in the order of (iteration, sequence).
     """
@@ -165,10 +163,10 @@ def _by_iteration(chunk: pd.DataFrame) -> Iterator[pd.DataFrame]:
 
 
 def masked_tokens(chunk: pd.DataFrame) -> int:
-    """How many tokens a mask took out of this chunk."""
+    """How many tokens a mask removed from this chunk."""
     return int(chunk.attrs.get("masked", 0))
 
 
 def iteration_of(chunk: pd.DataFrame) -> int:
-    """The one iteration of a chunk, also where a mask left no row."""
+    """The iteration of a chunk, also where a mask left no row."""
     return int(chunk["iteration"].iloc[0] if len(chunk) else chunk.attrs["iteration"])

@@ -57,9 +57,9 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
 
 def test_what_cannot_be_compared_is_one_line() -> None:
     found = grid_of({"x": [0.0, 1.0], "y": [0.0, 1.0, 2.0]})
-    with pytest.raises(UserError, match=r"^--against q: is no point of this grid; there are x; y$"):
+    with pytest.raises(UserError, match=r"^--against q: is not a point of this grid; there are x; y$"):
         comparisons(found, "accuracy", "q")
-    with pytest.raises(UserError, match=r"^y and x have other seeds; finish the grid"):
+    with pytest.raises(UserError, match=r"^y and x have different seeds; finish the grid"):
         comparisons(found, "accuracy", "x")
 
 
@@ -154,7 +154,7 @@ def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert table_main([str(grid)]) == 0
     assert capsys.readouterr().out.startswith("| mode | seeds | accuracy |")
     assert table_main([str(grid), "--against", "q"]) == 2
-    assert capsys.readouterr().err == "--against q: is no point of this grid; there are exact; native\n"
+    assert capsys.readouterr().err == "--against q: is not a point of this grid; there are exact; native\n"
     for given in ([], ["--across", "outside"]):
         assert figure_main([str(grid), str(tmp_path / "f.svg"), *given]) == 0
         ElementTree.fromstring((tmp_path / "f.svg").read_text())

@@ -1,8 +1,8 @@
-"""Statistics of a stream, in parts that can be merged: the same result for every chunking.
+"""Statistics of a stream in chunks that can be merged, with the same result for every chunking.
 
 Counts are integers. Sums are integers too: every float64 is a multiple of 2**-1126, so the sum of any number of
-them is one integer, exact and independent of order, rounded once when it is read. Quantiles come from a
-histogram with fixed bins, so they depend on the multiset of values alone.
+them is an integer of that unit, exact and independent of order, rounded once when it is read. Quantiles come from a
+histogram with fixed bins, so they depend only on the multiset of values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 # frexp writes the smallest float64, 2**-1074, as 2**52 units of this size
 _UNITS = 1 << 1126
 _LOWEST_EXPONENT = -1073
-# of bincount, which adds 27-bit numbers as float64
+# bincount adds 27-bit numbers as float64, exact up to this many
 _LARGEST_CHUNK = 1 << 26
 
 
@@ -33,10 +33,10 @@ class ExactSum:
 
 
 def exact_sums(values: Floats) -> tuple[ExactSum, ...]:
-    """The sum of every row of a [rows, n] array, n at most 2**26; raises ValueError on more."""
+    """The sum of each row of a [rows, n] array; raises ValueError for n above 2**26."""
     rows, count = values.shape
     if count > _LARGEST_CHUNK:
-        raise ValueError(f"{count} values at once, at most {_LARGEST_CHUNK} stay exact")
+        raise ValueError(f"{count} values at once: sums are exact for at most {_LARGEST_CHUNK}")
     finite = np.isfinite(values)
     special = [float(row[~there].sum()) for row, there in zip(values, finite, strict=True)]
     fractions, exponents = np.frexp(np.where(finite, values, 0.0))
@@ -81,7 +81,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ClusterSums:
-    """Sums over items that lie in clusters (tokens in sequences): what means and their standard errors need.
+    """Sums over items in clusters (tokens in sequences), for means and their standard errors.
 
     For every name: the sums over clusters of Y, Y^2, Y n, Y / n and (Y / n)^2, where Y is the cluster's sum
     and n its number of items.
@@ -94,10 +94,10 @@ class ClusterSums:
 
 
 def cluster_sums(values: Mapping[str, Floats], counts: Ints) -> ClusterSums:
-    """From the sum of each quantity over each cluster, and the clusters' sizes, all at least 1."""
+    """From the sums of each quantity over each cluster, and the sizes of the clusters, all at least 1."""
     n = counts.astype(np.float64)
     means = {name: y / n for name, y in values.items()}
-    # beyond float64 a product is infinite, and so is the sum, which is reported as that
+    # a product beyond float64 is infinite, and its sum is reported as infinite
     with np.errstate(over="ignore"):
         stacked = [row for name, y in values.items() for row in (y, y * y, y * n, means[name], means[name] ** 2)]
     totals = exact_sums(np.array(stacked).reshape(5 * len(values), len(counts)))
@@ -106,7 +106,7 @@ def cluster_sums(values: Mapping[str, Floats], counts: Ints) -> ClusterSums:
 
 
 def merge_clusters(a: ClusterSums, b: ClusterSums) -> ClusterSums:
-    """The sums over the clusters of both; raises KeyError where they are of other quantities."""
+    """The sums over the clusters of both; raises KeyError where the quantities differ."""
     sums = {
         name: tuple(add(x, y) for x, y in zip(totals, b.sums[name], strict=True)) for name, totals in a.sums.items()
     }
@@ -116,8 +116,8 @@ def merge_clusters(a: ClusterSums, b: ClusterSums) -> ClusterSums:
 def item_mean(sums: ClusterSums, name: str) -> Estimate:
     """m = sum Y / sum n, with the standard error of a ratio whose items are dependent within a cluster.
 
-    se = sqrt(S / (S - 1) sum (Y - m n)^2) / sum n (linearised; S clusters); below 1e-8 of the rms of Y / n it is
-    rounding. NaN for fewer than two clusters.
+    se = sqrt(S / (S - 1) sum (Y - m n)^2) / sum n (linearised; S clusters); an se below 1e-8 of the rms of Y / n is
+    rounding error. NaN for fewer than two clusters.
     """
     y, yy, yn, _, _ = sums.sums[name]
     if not sums.items:
@@ -157,19 +157,19 @@ def _plain_mean(count: int, total: ExactSum, squares: ExactSum) -> Estimate:
 
 @dataclass(frozen=True)
 class Extremes:
-    """Smallest and largest value; +inf and -inf of nothing."""
+    """Smallest and largest value; +inf and -inf without values."""
 
     smallest: float = math.inf
     largest: float = -math.inf
 
 
 def extremes(values: Floats) -> Extremes:
-    """Of finite or infinite values."""
+    """The extremes of finite or infinite values."""
     return Extremes(float(values.min(initial=math.inf)), float(values.max(initial=-math.inf)))
 
 
 def merge_extremes(a: Extremes, b: Extremes) -> Extremes:
-    """Of both."""
+    """The extremes of both."""
     return Extremes(min(a.smallest, b.smallest), max(a.largest, b.largest))
 
 
@@ -190,12 +190,12 @@ def bins(values: Floats) -> Ints:
 
 
 def histogram(values: Floats) -> Ints:
-    """How many values lie in each bin; histograms of parts are added."""
+    """How many values lie in each bin; histograms can be added."""
     return np.bincount(bins(values), minlength=BINS)
 
 
 def quantile(counts: Ints, q: float) -> float:
-    """The value that ceil(q n) of n values do not exceed, within a factor 1 +- 2**-8; zeros exactly; NaN of nothing."""
+    """The value that ceil(q n) of n values do not exceed, within a factor 1 +- 2**-8; 0 is exact; NaN without values."""
     total = int(counts.sum())
     if not total:
         return math.nan

@@ -1,7 +1,7 @@
 """Do two samples come from one distribution? Permutation tests on responses, scores and lengths.
 
-`paired`: sample i of both was drawn for the same request, and only these two may change places. That is exact
-under H0 whether the two share their random numbers or not; without pairs all labels of a stratum are shuffled.
+`paired`: sample i of both was drawn for the same request, and only these two are swapped. That is exact under H0
+whether or not the two share random numbers. Without pairs all labels of a stratum are shuffled.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from analysis.stats.significance import DRAWS, ROUNDING, Floats, Permutation, re
 from ppo_repro.errors import UserError
 
 PAD = -1
-_LARGEST = 4096  # responses of both samples to one prompt: their kernel is a matrix
+_LARGEST = 4096  # responses of both samples to one prompt, since their kernel is a matrix
 _BATCH = 1 << 20
 
 Ints = npt.NDArray[np.int64]
 
 
 def padded(responses: Sequence[npt.NDArray[np.int32]], width: int) -> Ints:
-    """[responses, width] token ids, -1 after the end; ValueError where one is longer."""
+    """[responses, width] token ids, -1 after the end; ValueError where a response is longer."""
     lengths = np.array([len(ids) for ids in responses], np.int64)
     if lengths.max(initial=0) > width:
-        raise ValueError(f"a response of {lengths.max()} tokens in {width} columns")
+        raise ValueError(f"a response of {lengths.max()} tokens does not fit into {width} columns")
     table = np.full((len(responses), width), PAD, np.int64)
     if len(responses):
         table[np.arange(width) < lengths[:, None]] = np.concatenate(responses)
@@ -34,7 +34,7 @@ def padded(responses: Sequence[npt.NDArray[np.int32]], width: int) -> Ints:
 
 
 def _weights(n_a: int, n_b: int, flips: Floats | None, rng: np.random.Generator, draws: int) -> Floats:
-    """[1 + draws, n_a + n_b]: 1 / n_a and -1 / n_b on the two samples as observed, then relabelled."""
+    """[1 + draws, n_a + n_b]: weights 1 / n_a and -1 / n_b of the two samples, as observed and then relabelled."""
     observed = np.concatenate([np.full(n_a, 1 / n_a), np.full(n_b, -1 / n_b)])
     if flips is not None:
         relabelled = np.hstack([flips, -flips]) / n_a
@@ -62,16 +62,16 @@ def mmd_hamming(
 ) -> Permutation:
     """MMD^2 of responses, prompt by prompt, permuted within the prompt (Gao et al., 2024, Model Equality Testing).
 
-    a, b: `padded` ids of one width L. k(x, y) = share of the L columns that are equal. Of a stratum (prompt)
-    MMD^2 = mean k(a, a') + mean k(b, b') - 2 mean k(a, b); all strata, weighted by their samples. stat = MMD^2 minus
-    its mean over the relabellings: about 0 under H0. n_units = responses of prompts that both samples have, with
-    at least two in each: others say nothing and are left out.
+    a, b: `padded` ids of one width L. k(x, y) = share of the L columns that are equal. For a stratum (prompt)
+    MMD^2 = mean k(a, a') + mean k(b, b') - 2 mean k(a, b); strata are weighted by their number of samples. stat = MMD^2
+    minus its mean over the relabellings, about 0 under H0. n_units = responses to prompts that have at least two in
+    both samples; the others say nothing and are left out.
 
-    NaN without such a prompt. Raises ValueError where widths differ or pairs lie in different strata, UserError
-    with more than 4,096 responses to one prompt.
+    NaN without such a prompt. Raises ValueError where widths differ or pairs are in different strata, UserError for
+    more than 4,096 responses to one prompt.
     """
     if a.shape[1] != b.shape[1] or (paired and not np.array_equal(strata_a, strata_b)):
-        raise ValueError("samples must have one width, and pairs one stratum")
+        raise ValueError("samples must have the same width, and pairs the same stratum")
     usable = _usable(strata_a, strata_b)
     if not len(usable):
         return Permutation(math.nan, math.nan, 0, 0, False)
@@ -113,12 +113,12 @@ def _groups(strata: npt.NDArray[np.int64]) -> list[npt.NDArray[np.intp]]:
 def energy_distance(a: Floats, b: Floats, rng: np.random.Generator, *, paired: bool, draws: int = DRAWS) -> Permutation:
     """2 E|x - y| - E|x - x'| - E|y - y'| = 2 integral (F_a - F_b)^2, by permutation (Székely and Rizzo, 2013).
 
-    stat = the distance minus its mean over the relabellings. Raises ValueError on values that are not finite, or pairs
-    of unequal number.
+    stat = the distance minus its mean over the relabellings. Raises ValueError on values that are not finite, and on
+    paired samples of different sizes.
     """
     require_finite(a, b)
     if paired and len(a) != len(b):
-        raise ValueError(f"{len(a)} and {len(b)} values are no pairs")
+        raise ValueError(f"{len(a)} and {len(b)} values cannot be pairs")
     both = np.concatenate([a, b])
     order = np.argsort(both, kind="stable")
     ordered = both[order]
@@ -135,6 +135,6 @@ def energy_distance(a: Floats, b: Floats, rng: np.random.Generator, *, paired: b
 
 
 def _shuffles(n: int, draws: int) -> list[Floats]:
-    """Empty batches that say how many relabellings to make at once."""
+    """Empty batches whose lengths are how many relabellings to make at once."""
     rows = max(1, _BATCH // n)
     return [np.empty((min(rows, draws - start), 0)) for start in range(0, draws, rows)]

@@ -1,7 +1,7 @@
-"""The clip band in word units: what a bound on the ratio of every token says of the ratio of a word.
+"""The clip band for words: what does a band for the ratios of tokens imply for the ratio of a word?
 
-The ratio of a word is the product of those of its tokens, so a band [1 - low, 1 + high] for tokens bounds a word of n
-tokens by [(1 - low)^n, (1 + high)^n] only, and the share of tokens outside the band depends on the tokenizer.
+The ratio of a word is the product of those of its tokens. So a band [1 - low, 1 + high] for tokens bounds a word of n
+tokens only by [(1 - low)^n, (1 + high)^n], and the share of tokens outside the band depends on the tokenizer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def word_ratios(
     clip_low: float,
     clip_high: float,
 ) -> pd.DataFrame:
-    """One row per word and epoch of one iteration: log-ratio and what of the word is outside the band.
+    """One row per word and epoch of one iteration: log-ratio, and how much of the word is outside the band.
 
-    `token_table` as `tokenization_kl.token_table` gives it, `anchor_logprobs` [N] the log-probs the run's ratio is
-    over, `updates` UPDATE_COLUMNS; rows of a resting policy (null) are left out. Ratios are exp(new - anchor) in
-    float64 and strictly compared. `word_out`: ratio of the word outside [1 - low, 1 + high]; `word_out_scaled`:
-    outside [(1 - low)^n, (1 + high)^n], which needs a token outside. `n_clipped` counts recorded clip_* flags.
-    UserError where a bound is not in (0, 1) below or not above 0.
+    `token_table` is that of `analysis.tokenization.kl`, `anchor_logprobs` [N] the denominator of the run's ratio,
+    `updates` has UPDATE_COLUMNS; rows where the policy took no step (null) are left out. Ratios are exp(new - anchor)
+    in float64, compared strictly. `word_out`: the word's ratio is outside [1 - low, 1 + high]; `word_out_scaled`:
+    outside [(1 - low)^n, (1 + high)^n], which requires a token outside. `n_clipped` counts recorded clip_* flags.
+    UserError unless 0 < clip_low < 1 and clip_high > 0.
     """
     if not (0.0 < clip_low < 1.0 and clip_high > 0.0):
         raise UserError(
-            f"clip band = {clip_low}, {clip_high}: the lower must be in (0, 1), the upper above 0; take the run's"
+            f"clip band = {clip_low}, {clip_high}: the lower must be in (0, 1), the upper above 0; use the run's"
         )
     first = np.flatnonzero(token_table["position"].to_numpy() == 0)
     stepped = updates[updates["new_logprobs"].notna()].sort_values(["epoch", "sequence", "position"], kind="stable")
@@ -65,7 +65,7 @@ def clip_table(words: pd.DataFrame) -> pd.DataFrame:
     """`tok_clip`: per iteration and epoch the shares of tokens and words outside the band, se clustered by response.
 
     token_out, token_clipped: per token, special ones included. word_out, word_out_scaled: per word of text.
-    max_token_ratio, max_word_ratio: the largest ones.
+    max_token_ratio, max_word_ratio: the largest ratios.
     """
     rows = []
     for (iteration, epoch), group in words.groupby(["iteration", "epoch"], sort=True):

@@ -158,7 +158,7 @@ def test_bootstraps_by_definition() -> None:
     means = [np.mean([(y - x)[row].mean() for x, y in zip(a, b, strict=True)]) for row in seeds]
     # mean of (1 + 0 + 5) / 3 and (4 + 0 - 1) / 3
     assert (value, low, high) == pytest.approx((1.5, *np.quantile(means, [0.025, 0.975])))
-    with pytest.raises(ValueError, match="same seeds everywhere"):
+    with pytest.raises(ValueError, match="equally many seeds everywhere"):
         resampling.stratified_bootstrap([array(1)], [array(1, 2)], resampling.iqm_difference, rng(), paired=True)
 
 

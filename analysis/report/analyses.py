@@ -1,4 +1,4 @@
-"""What the other analyses of this package give the report: sentences and figures, from their own tables."""
+"""Sentences and figures that the report takes from the other analyses, computed from their tables."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DIVERGENCES = ("k1", "k2", "k3")
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     """Sentences for the summary, and figures for a section."""
 
     verdicts: tuple[Verdict, ...]
     figures: tuple[Figure, ...]
 
 
-def mismatch(run_dir: Path) -> Found:
-    """Why sampler and trainer differ, and where: by probability, by position, over the iterations."""
+def mismatch(run_dir: Path) -> Findings:
+    """Why and where sampler and trainer differ: by probability, by position, over the iterations."""
     measured = list(measure(run_pairs(run_dir), corrections=()))
     update = tables(measured).update
     is_divergence = update["metric"].isin(DIVERGENCES) & (update["reduction"] == "token_mean")
@@ -44,11 +44,11 @@ def mismatch(run_dir: Path) -> Found:
         bucket_figure(buckets, "position"),
         divergence_figure(update.loc[is_divergence, ["iteration", "metric", "value", "se"]]),
     )
-    return Found((verdict,), figures)
+    return Findings((verdict,), figures)
 
 
-def clipping(run_dir: Path, config: RunConfig) -> Found:
-    """Clip fractions by several definitions; for objectives that clip."""
+def clipping(run_dir: Path, config: RunConfig) -> Findings:
+    """Clip fractions by several definitions, for objectives that clip."""
     tables = [clip_step(item, config) for item in load_iterations(run_dir)]
     steps = pd.concat([table[table["subset"] == "all"] for table in tables], ignore_index=True)
-    return Found((), (definition_figure(steps),))
+    return Findings((), (definition_figure(steps),))

@@ -1,4 +1,4 @@
-"""From a recorded run, or a folder of runs, to the HTML file."""
+"""Builds the HTML file of a recorded run, or of a folder of runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis.mismatch.parity import Parity, parity
 from analysis.report import analyses
-from analysis.report.analyses import Found
+from analysis.report.analyses import Findings
 from analysis.report.drawing.figure import Section
 from analysis.report.drawing.markup import number
 from analysis.report.facts import (
@@ -38,7 +38,7 @@ DEFAULT_RESPONSES = 60
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass over a run's iterations adds up to; see `counts` and `responses` for each part."""
+    """The counts and rows of one pass over a run's iterations; see `figures.counts` and `responses`."""
 
     curves: pd.DataFrame
     probabilities: counts.Counts
@@ -54,7 +54,7 @@ class Scan:
 
 
 def write_report(target: Path, out: Path | None, responses: int | None) -> tuple[Path, int]:
-    """Write the report of a run or of a folder of runs; its path and its size in bytes. Raises UserError."""
+    """Write the report of a run or of a folder of runs; return its path and its size in bytes. Raises UserError."""
     if (target / manifest.FILE_NAME).exists() or not target.is_dir():
         text = run_page(target, DEFAULT_RESPONSES if responses is None else responses)
     else:
@@ -73,7 +73,7 @@ def run_page(run_dir: Path, responses: int) -> str:
     iterations, steps = reader.read_iterations(run_dir), reader.read_steps(run_dir)
     scan = scan_run(facts, iterations, steps)
     counted = parity(run_dir)
-    of_mismatch = analyses.mismatch(run_dir) if counted.unequal_old_rollout_logprobs else Found((), ())
+    of_mismatch = analyses.mismatch(run_dir) if counted.unequal_old_rollout_logprobs else Findings((), ())
     verdicts = (
         *parity_verdicts(counted, facts.config),
         *of_mismatch.verdicts,
@@ -98,7 +98,7 @@ def run_page(run_dir: Path, responses: int) -> str:
 
 
 def scan_run(facts: RunFacts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
-    """One pass over the iterations, one of them in memory at a time."""
+    """One pass over the iterations, with one in memory at a time."""
     bounds = clip_bounds(facts.config, iterations)
     rows: dict[str, list] = {name: [] for name in ("curves", "flags", "extremes", "text")}
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in ("ratios", "overshoot", "responses")}
@@ -133,8 +133,8 @@ def scan_run(facts: RunFacts, iterations: pd.DataFrame, steps: pd.DataFrame) -> 
     )
 
 
-def mismatch_section(scan: Scan, counted: Parity, analysed: Found) -> Section:
-    """The mismatch between sampler and trainer; where every bit agrees a sentence takes the place of most figures."""
+def mismatch_section(scan: Scan, counted: Parity, analysed: Findings) -> Section:
+    """The mismatch between sampler and trainer; where every bit agrees, a sentence replaces most figures."""
     grid = mismatch.probability_figure(scan.probabilities)
     if counted.unequal_old_rollout_logprobs == 0:
         note = f"All {counted.tokens:,} differences are exactly 0, so there is no distribution of them to draw."
@@ -167,7 +167,7 @@ def clipping_section(facts: RunFacts, iterations: pd.DataFrame, scan: Scan) -> S
 
 
 def text_section(scan: Scan) -> Section:
-    """KL in several units and what first and later tokens of words carry."""
+    """KL in several units, and the shares of first and later tokens of words."""
     figures = [units.unit_figure(scan.text)] if _positive(scan.text, "kl") else []
     figures += [units.share_figure(scan.text, name) for name in ("kl", "entropy") if _positive(scan.text, name)]
     notes = () if _positive(scan.text, "kl") else ("The policy is the reference throughout: KL is 0.",)
@@ -175,7 +175,7 @@ def text_section(scan: Scan) -> Section:
 
 
 def selection_words(selected: pd.DataFrame, everything: pd.DataFrame) -> str:
-    """Which responses the token view holds, of how many."""
+    """Which responses the token view shows, out of how many."""
     return (
         f"{number(len(selected))} of {number(len(everything))} responses, "
         f"{number(int(selected['tokens'].sum()))} tokens: in turn those with the largest |old - rollout| difference, "
@@ -190,7 +190,7 @@ def _advantages(records: IterationRecords) -> counts.Floats:
 
 
 def _added(frames: list[pd.DataFrame], keys: list[str]) -> pd.DataFrame:
-    """Counts of all iterations added up by key."""
+    """The counts of all iterations, added by key."""
     if not frames:
         return pd.DataFrame(columns=[*keys, "count", "total"])
     return pd.concat(frames, ignore_index=True).groupby(keys, as_index=False, sort=True).sum()

@@ -1,4 +1,4 @@
-"""What a run is: its name, configuration, digests, machine; and its verdicts and key numbers."""
+"""The facts about a run: name, configuration, digests and machine, and its verdicts and key numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ppo_repro.records.manifest import Manifest
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence; `kind` says whether a promise holds, something differs, or it just informs."""
+    """One sentence; by `kind` it says that a promise holds, that something differs, or states a fact."""
 
     kind: Literal["holds", "differs", "fact"]
     text: str
@@ -30,7 +30,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A recorded run; `name` is experiment/folder, so that no path of a machine gets into the page."""
+    """A recorded run; `name` is experiment/folder, so that no path of the machine gets into the page."""
 
     run_dir: Path
     name: str
@@ -44,7 +44,7 @@ def read_facts(run_dir: Path) -> RunFacts:
     """Manifest, configuration and environment of a complete language run; raises UserError on any other."""
     manifest = reader.open_manifest(run_dir)
     if manifest.kind != "language":
-        raise UserError(f"{run_dir}: is a {manifest.kind} run; reports are of language runs, use ppo-repro show")
+        raise UserError(f"{run_dir}: is a {manifest.kind} run; reports are for language runs, use ppo-repro show")
     try:
         environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
         text = (run_dir / "config.yaml").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def clip_bounds(config: RunConfig, iterations: pd.DataFrame) -> ClipBounds | Non
 
 
 def parity_verdicts(counted: Parity, config: RunConfig) -> tuple[Verdict, ...]:
-    """Do sampler and trainer agree, in words; nothing is said of ratios or values that do not exist."""
+    """Whether sampler and trainer agree, in words; without a sentence on ratios or values that do not exist."""
     unequal, tokens = counted.unequal_old_rollout_logprobs, counted.tokens
     if unequal == 0:
         verdicts = [Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens.")]
@@ -99,7 +99,7 @@ def parity_verdicts(counted: Parity, config: RunConfig) -> tuple[Verdict, ...]:
 
 
 def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdict, ...]:
-    """What became of accuracy, score and KL, in words."""
+    """How accuracy, score and KL changed, in words."""
     before, after = float(iterations["eval_accuracy"].iloc[0]), float(facts.manifest.final["eval_accuracy"])
     verb = "rose" if after > before else "fell" if after < before else "stayed"
     first, last = (float(iterations["score_mean"].iloc[i]) for i in (0, -1))
@@ -116,11 +116,11 @@ def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdic
 
 
 def nonfinite_verdict(extremes: pd.DataFrame, nonfinite_deltas: int) -> tuple[Verdict, ...]:
-    """A sentence only where something is not finite."""
+    """A sentence if something is not finite."""
     ratios = int(extremes["nonfinite_ratios"].sum())
     if ratios + nonfinite_deltas == 0:
         return ()
-    text = f"Not finite: {ratios:,} ratios, {nonfinite_deltas:,} log-prob differences. They are in no figure."
+    text = f"Not finite: {ratios:,} ratios, {nonfinite_deltas:,} log-prob differences. No figure includes them."
     return (Verdict("differs", text),)
 
 
@@ -165,7 +165,7 @@ def first_and_last_numbers(iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.
 
 
 def run_facts(facts: RunFacts) -> list[tuple[str, str]]:
-    """Name and value of what identifies the run and its machine."""
+    """(name, value) of everything that identifies the run and its machine."""
     environment, manifest = facts.environment, facts.manifest
     packages = environment.get("packages", {})
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)

@@ -27,7 +27,7 @@ DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
 
 @dataclass(frozen=True)
 class GridRun:
-    """One run of a grid: the figures of the summary, and its learning curves."""
+    """One run of a grid: the numbers for the summary, and its learning curves."""
 
     cell: str
     seed: int
@@ -38,16 +38,16 @@ class GridRun:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The runs in a folder, up to four levels down, by name; raises UserError where there is none."""
+    """The runs in a folder, up to four levels down, sorted; raises UserError where there is none."""
     folders = {path.parent for depth in DEPTHS for path in folder.glob(f"{depth}/{manifest.FILE_NAME}")}
     runs = sorted(path for path in folders if (path / "records").is_dir())
     if not runs:
-        raise UserError(f"{folder}: holds no run; give the folder of a run, or one with runs in it")
+        raise UserError(f"{folder}: has no run; give the folder of a run, or one with runs in it")
     return runs
 
 
 def grid_page(folder: Path, run_dirs: Sequence[Path]) -> str:
-    """The page about the complete runs of a folder, the others by name; UserError where none is, or one is damaged."""
+    """The page about the complete runs of a folder, which names the others; UserError if none is complete."""
     states = {run_dir: manifest.load(run_dir).status for run_dir in run_dirs}
     facts = [read_facts(run_dir) for run_dir, state in states.items() if state == "complete"]
     if not facts:
@@ -75,7 +75,7 @@ def grid_page(folder: Path, run_dirs: Sequence[Path]) -> str:
 
 
 def cell_labels(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """For each configuration the fields, but the seed, in which it differs from some other; `all runs` if in none."""
+    """For each configuration the fields in which it differs from some other, except the seed; else `all runs`."""
     flat = [_flat(config, "") for config in configs]
     names = sorted({name for config in flat for name in config} - {"seed"})
     differing = [name for name in names if len({json.dumps(config.get(name)) for config in flat}) > 1]

@@ -1,4 +1,4 @@
-"""What a report needs of one iteration, read from the records, the updates joined to their tokens."""
+"""One iteration as the report reads it: its tables, with updates joined to their tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "ra
 
 @dataclass(frozen=True)
 class IterationRecords:
-    """One iteration; `token_rows[i]` is the row of `tokens` that row i of `updates` is about."""
+    """One iteration; `token_rows[i]` is the row of `tokens` that belongs to row i of `updates`."""
 
     iteration: int
     sequences: pd.DataFrame
@@ -44,7 +44,7 @@ def iterations_of(run_dir: Path, count: int) -> Iterator[IterationRecords]:
 
 
 def token_rows(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> npt.NDArray[np.int64]:
-    """Row of `tokens` for every row of `updates`; raises UserError where there is none."""
+    """The row of `tokens` for every row of `updates`; raises UserError where there is none."""
     width = 1 + int(np.max(np.concatenate([tokens["position"].to_numpy(), updates["position"].to_numpy()]), initial=0))
     have = tokens["sequence"].to_numpy(np.int64) * width + tokens["position"].to_numpy(np.int64)
     want = updates["sequence"].to_numpy(np.int64) * width + updates["position"].to_numpy(np.int64)

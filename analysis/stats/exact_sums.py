@@ -195,7 +195,7 @@ def histogram(values: Floats) -> Ints:
 
 
 def quantile(counts: Ints, q: float) -> float:
-    """The value that ceil(q n) of n values do not exceed, within a factor 1 +- 2**-8; 0 is exact; NaN without values."""
+    """The value that ceil(q n) of n values do not exceed, within a factor 1 +- 2**-8 (0: exact); NaN without values."""
     total = int(counts.sum())
     if not total:
         return math.nan

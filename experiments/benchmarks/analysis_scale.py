@@ -123,17 +123,14 @@ print(json.dumps({{"cpu": used.ru_utime + used.ru_stime, "peak": peak / 1024, "f
 OURS = """
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from analysis import mismatch
+from analysis.mismatch.tables import measure, summary_of, tables, watched, whole
 from analysis.pairs.runs import run_pairs
 columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
 with Progress(*columns, console=Console(stderr=True)) as bar:
     task = bar.add_task(way, total=int(rows))
     pairs = run_pairs(run_dir, verify="contents" if "contents" in way else "pages")
-    pairs = mismatch.watched(pairs, lambda tokens: bar.advance(task, tokens))
-    if way.startswith("summary"):
-        table = mismatch.summary_of(pairs)
-    else:
-        table = mismatch.tables([mismatch.whole(mismatch.measure(pairs))]).update
+    pairs = watched(pairs, lambda tokens: bar.advance(task, tokens))
+    table = summary_of(pairs) if way.startswith("summary") else tables([whole(measure(pairs))]).update
 found = dict(zip(table["metric"][::-1], table["value"][::-1]))
 """
 

@@ -1,4 +1,4 @@
-"""Axes of a chart: ranges, ticks, places on the page, the frame around the plot, the legend above it."""
+"""Axes of a chart: ranges, ticks, positions on the page, the frame around the plot, the legend above it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Axis:
     ticks: tuple[tuple[float, str], ...] = ()
 
     def at(self, values: Floats | float) -> Floats:
-        """Where values lie between the ends, 0 at `lo` and 1 at `hi`; beyond the ends at the ends, NaN stays."""
+        """Where values lie between the ends, 0 at `lo` and 1 at `hi`, clipped to the ends; NaN stays NaN."""
         data = np.asarray(values, dtype=np.float64)
         lo, hi = self.lo, self.hi
         if self.log:
@@ -43,7 +43,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Plot:
-    """Where the plot lies inside the picture, in its units."""
+    """The position of the plot inside the picture, in its units."""
 
     x: Axis
     y: Axis
@@ -64,7 +64,7 @@ class Plot:
 
 
 def axis_for(label: str, values: Iterable[object], log: bool = False, include: Sequence[float] = ()) -> Axis:
-    """An axis that holds every finite value (positive, if log) and what is to be included, with a little room."""
+    """An axis over every finite value (positive, if log) and the values to `include`, with a little room."""
     data = np.concatenate([np.asarray(values_of, dtype=np.float64).ravel() for values_of in (*values, list(include))])
     usable = data[np.isfinite(data) & ((data > 0) | (not log))]
     lo, hi = (float(usable.min()), float(usable.max())) if len(usable) else (1.0, 10.0)
@@ -75,12 +75,12 @@ def axis_for(label: str, values: Iterable[object], log: bool = False, include: S
         room = abs(lo) * 0.1 or 1.0
     else:
         room = (hi - lo) * 0.04
-    # a quantity that is never negative keeps its zero line clean
+    # an axis of a quantity that is never negative begins at 0, not below
     return Axis(label, max(lo - room, 0.0) if lo >= 0 else lo - room, hi + room)
 
 
 def ticks(axis: Axis) -> list[tuple[float, str]]:
-    """Round values within an axis with their labels, about five."""
+    """About five round values within an axis, with their labels."""
     if axis.ticks:
         return list(axis.ticks)
     if axis.log:
@@ -100,7 +100,7 @@ def _power(power: int) -> str:
 
 
 def legend(names: Sequence[str], marks: Sequence[str]) -> tuple[str, float]:
-    """The row or rows above the plot, one mark (class of a colour) per name, and the height they take."""
+    """The rows above the plot, one mark (CSS class of a colour) per name, and the height they take."""
     if len(names) < 2:
         return "", TOP
     elements, x, y = [], LEFT, 13.0

@@ -13,13 +13,13 @@ from analysis.report.drawing.markup import element, escape
 
 COLOURS = 8
 HEAT_LEVELS = 9
-# points are drawn one by one where a line has few of them
+# a line with at most this many points also shows each point
 FEW_POINTS = 30
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line over x, and where there is one the band from `low` to `high`; NaN makes a gap."""
+    """A line over x, with an optional band from `low` to `high`; NaN makes a gap."""
 
     name: str
     x: Floats
@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Rule:
-    """A straight line across the plot at a value of y, or of x, with its label; that of y stands above or below it."""
+    """A straight line across the plot at a value of y, or of x, with a label; that of y is above or below the line."""
 
     value: float
     label: str
@@ -39,7 +39,7 @@ class Rule:
 
 
 def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = ()) -> str:
-    """Lines with their bands; colour and dashes tell them apart."""
+    """Lines with their bands, distinguished by colour and dashes."""
     names = [line.name for line in lines]
     above, top = legend(names, [f"fill{i % COLOURS}" for i in range(len(lines))])
     plot = Plot(x, y, top)
@@ -49,7 +49,7 @@ def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Seque
 
 
 def area_chart(at: Floats, layers: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str) -> str:
-    """Layers stacked on each other from the bottom, in their order."""
+    """Layers stacked from the bottom, in their order."""
     above, top = legend([name for name, _ in layers], [f"fill{i % COLOURS}" for i in range(len(layers))])
     plot = Plot(x, y, top)
     base = np.zeros(len(at))
@@ -65,7 +65,7 @@ def bar_chart(
     lo: Floats, hi: Floats, groups: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str,
     rules: Sequence[Rule] = (),
 ) -> str:  # fmt: skip
-    """Bars from the bottom of the plot, `lo` to `hi` wide; several groups stand side by side within that."""
+    """Bars from the bottom of the plot, from `lo` to `hi`; several groups share that width side by side."""
     above, top = legend([name for name, _ in groups], [f"fill{i % COLOURS}" for i in range(len(groups))])
     plot = Plot(x, y, top)
     left, right, bottom = plot.across(lo), plot.across(hi), top + PLOT_HEIGHT
@@ -104,7 +104,7 @@ def heat_map(
 
 
 def heat_levels(counts: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
-    """0 for nothing, 1 to 9 for the logarithm of what is there, 9 for the most."""
+    """0 for a count of 0, else 1 to 9 by the logarithm of the count, 9 for the largest."""
     values = np.asarray(counts, dtype=np.float64)
     filled = values > 0
     if not filled.any():
@@ -135,7 +135,7 @@ def _band(plot: Plot, line: Line, index: int) -> str:
 
 
 def _pieces(y: Floats) -> list[npt.NDArray[np.int64]]:
-    """Runs of consecutive indices where y is a number."""
+    """Runs of consecutive indices where y is finite."""
     finite = np.flatnonzero(np.isfinite(y))
     return [piece for piece in np.split(finite, np.flatnonzero(np.diff(finite) > 1) + 1) if len(piece)]
 

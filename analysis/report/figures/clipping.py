@@ -1,4 +1,4 @@
-"""Figures of what clipping did: recorded ratios = exp(new_logprobs - anchor) and recorded clip flags."""
+"""Figures of clipping: recorded ratios = exp(new_logprobs - anchor) and recorded clip flags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAG_WORDS = {
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """Where the objective clips the ratio in the last iteration; `adaptive` where other iterations had others."""
+    """The bounds of the ratio in the last iteration; `adaptive` if other iterations had other bounds."""
 
     low: float
     high: float
@@ -42,7 +42,7 @@ class ClipBounds:
 
 
 def ratio_figure(histogram: pd.DataFrame, bounds: ClipBounds | None) -> Figure:
-    """Log-ratios over the steps of an iteration, all iterations together, each step's column adding up to 1.
+    """Log-ratios by step of the iteration, all iterations together, each step's column adding up to 1.
 
     `histogram` has columns epoch, minibatch, bin_lo, bin_hi (nats), count.
     """
@@ -64,7 +64,7 @@ def ratio_figure(histogram: pd.DataFrame, bounds: ClipBounds | None) -> Figure:
     chart = heat_map(at, visible_edges, shares[:, inside], x, y, about, rules=bounds.rules(log=True) if bounds else ())
     caption = (
         "Each column is a step (epoch.minibatch), all iterations together; stronger is a larger share of its tokens "
-        f"(log scale). {outside} What is beyond ±2 nats is in the outermost bins."
+        f"(log scale). {outside} Log-ratios beyond ±2 nats are in the outermost bins."
     )
     numbers = _step_numbers(steps, grid, edges)
     return Figure("Log-ratios over the steps", chart, caption, numbers)
@@ -121,7 +121,7 @@ def definition_figure(steps: pd.DataFrame) -> Figure:
 
 
 def quadrant_figure(grid: Counts, bounds: ClipBounds | None) -> Figure:
-    """Ratio against advantage, the two regions without gradient shaded; `grid` as `counts.quadrant_grid` makes it."""
+    """Ratio against advantage, the two regions without gradient shaded; `grid` from `counts.quadrant_grid`."""
     x_edges, y_edges = counts.ADVANTAGE_EDGES, counts.RATIO_EDGES
     x = Axis("advantage", float(x_edges[0]), float(x_edges[-1]))
     marks = tuple((2.0**power, f"{2.0**power:g}") for power in (-2, -1, 0, 1, 2))
@@ -132,7 +132,7 @@ def quadrant_figure(grid: Counts, bounds: ClipBounds | None) -> Figure:
     rules = (Rule(1.0, ""), Rule(0.0, "", "x"))
     chart = heat_map(x_edges, y_edges, grid, x, y, about, rules=rules, under=under)
     shading = "Shaded: the clip removes the gradient. " if bounds else ""
-    caption = f"{shading}Stronger is more token updates (log scale); what is beyond the ends is in the outermost bins."
+    caption = f"{shading}Stronger is more token updates (log scale); values beyond the ends are in the outermost bins."
     numbers = fullest_cells(x_edges, y_edges, grid, "advantage", "ratio")
     return Figure("Ratio and advantage", chart, caption, numbers)
 
@@ -152,13 +152,13 @@ def extremes_figure(extremes: pd.DataFrame, bounds: ClipBounds | None) -> Figure
     rules = bounds.rules(log=False) if bounds else ()
     chart = line_chart(lines, axis_for("iteration", [at]), y, f"Extreme ratios by iteration. {summary}", rules)
     caption = (
-        f"{summary} Clipping takes a token's gradient away; it does not bound its ratio, which other tokens move on."
+        f"{summary} Clipping removes a token's gradient; it does not bound its ratio, which other tokens still move."
     )
     return Figure("Extreme ratios", chart, caption, extremes)
 
 
 def overshoot_figure(overshoot: pd.DataFrame) -> Figure:
-    """Share of token updates that are more than x beyond the nearer bound, one line per epoch.
+    """Share of token updates more than x beyond the nearer bound, one line per epoch.
 
     `overshoot` has columns epoch, beyond, count, total.
     """
@@ -177,7 +177,7 @@ def overshoot_figure(overshoot: pd.DataFrame) -> Figure:
 
 
 def _reach(edges: Floats, filled: Floats, bounds: ClipBounds | None) -> float:
-    """Half the height of the plot: all that holds tokens, and the bounds."""
+    """Half the height of the plot: up to the last bin with tokens, and beyond the bounds."""
     used = np.flatnonzero(filled)
     far = float(max(-edges[used[0]], edges[used[-1] + 1])) if len(used) else 0.0
     near = float(max(-np.log(bounds.low), np.log(bounds.high))) if bounds else 0.0
@@ -186,7 +186,7 @@ def _reach(edges: Floats, filled: Floats, bounds: ClipBounds | None) -> float:
 
 
 def _step_numbers(steps: pd.DataFrame, grid: Floats, edges: Floats) -> pd.DataFrame:
-    """Tokens of each step, and between which log-ratios (bins) the middle 98 % of them lie."""
+    """Tokens of each step, and the log-ratios (bin edges) between which the middle 98 % of them lie."""
     cumulative = np.cumsum(grid, axis=1) / grid.sum(axis=1, keepdims=True)
     low, high = (cumulative < 0.01).sum(axis=1), (cumulative < 0.99).sum(axis=1)
     columns = {
@@ -201,7 +201,7 @@ def _outside(grid: Floats, edges: Floats, bounds: ClipBounds | None) -> str:
     if bounds is None:
         return "The objective has no clip bounds."
     middle = (edges[:-1] + edges[1:]) / 2
-    # whole bins: the flags of the records say it exactly
+    # by whole bins; the recorded flags have the exact number
     beyond = (middle < np.log(bounds.low)) | (middle > np.log(bounds.high))
     total = float(grid.sum())
     moved = " in the last iteration (they adapt)" if bounds.adaptive else ""

@@ -1,6 +1,6 @@
-"""Histograms and sums for the figures: fixed edges, one iteration at a time, so that results simply add up.
+"""Histograms and sums for the figures, one iteration at a time, with fixed edges, so that results can be added.
 
-Everything is float64 from the recorded columns. What is not finite is counted apart and is in no histogram.
+Everything is float64 from the recorded columns. Values that are not finite are counted separately, in no histogram.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ ADVANTAGE_EDGES: Floats = np.linspace(-4.0, 4.0, 41)
 RATIO_EDGES: Floats = 2.0 ** np.linspace(-2.0, 2.0, 49)
 OVERSHOOT_EDGES: Floats = 10.0 ** np.linspace(-4.0, 2.0, 49)
 _POSITIVE = 10.0 ** np.linspace(-9.0, 1.0, 31)
-# from -10 to 10 nats, finer towards 0; the bin in the middle is |delta| < 1e-9
+# from -10 to 10 nats, finer towards 0; the middle bin is |delta| < 1e-9
 DELTA_EDGES: Floats = np.concatenate([-_POSITIVE[::-1], _POSITIVE])
 FLAGS = ("clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low")
 
 
 def histogram(values: Floats, edges: Floats) -> Counts:
-    """How many finite values lie in each bin [lo, hi); what is beyond the ends is in the outer bins."""
+    """How many finite values lie in each bin [lo, hi); values beyond the ends are in the outer bins."""
     finite = values[np.isfinite(values)]
     bins = np.clip(np.searchsorted(edges, finite, side="right") - 1, 0, len(edges) - 2)
     return np.bincount(bins, minlength=len(edges) - 1).astype(np.int64)
 
 
 def histogram_2d(x: Floats, y: Floats, x_edges: Floats, y_edges: Floats) -> Counts:
-    """The same in two dimensions, [x bins, y bins], over pairs of which both are finite."""
+    """The same in two dimensions, [x bins, y bins], over pairs that are both finite."""
     both = np.isfinite(x) & np.isfinite(y)
     columns, rows = len(x_edges) - 1, len(y_edges) - 1
     i = np.clip(np.searchsorted(x_edges, x[both], side="right") - 1, 0, columns - 1)
@@ -57,7 +57,7 @@ def log_ratios(updates: pd.DataFrame) -> Floats:
 
 
 def ratio_histogram(updates: pd.DataFrame) -> pd.DataFrame:
-    """epoch, minibatch, bin_lo, bin_hi (log-ratio, nats), count; one row per step and bin that holds a token."""
+    """epoch, minibatch, bin_lo, bin_hi (log-ratio, nats), count; one row per step and bin that has a token."""
     edges, values = LOG_RATIO_EDGES, log_ratios(updates)
     finite = np.isfinite(values)
     bin_of = np.clip(np.searchsorted(edges, values[finite], side="right") - 1, 0, len(edges) - 2)
@@ -98,17 +98,17 @@ def flag_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
 
 
 def extremes_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
-    """Smallest and largest finite ratio of one iteration, and how many recorded ones are not finite."""
+    """Smallest and largest finite ratio of one iteration, and how many recorded ratios are not finite."""
     ratios = updates["ratios"].to_numpy(np.float64)
     finite = ratios[np.isfinite(ratios)]
     least, most = (float(finite.min()), float(finite.max())) if len(finite) else (np.nan, np.nan)
-    # NaN is how null reads; the flag tells a step from a rest
+    # null reads as NaN; only the flag says whether there was a step
     broken = int((updates["clip_flag"].notna().to_numpy() & ~np.isfinite(ratios)).sum())
     return {"iteration": iteration, "min_ratio": least, "max_ratio": most, "nonfinite_ratios": broken}
 
 
 def text_row(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, float]:
-    """Sums of one iteration for the units of text: KL(policy || reference) exact and entropy in nats, and counts.
+    """Sums of one iteration for the units of text: exact KL(policy || reference) and entropy in nats, and counts.
 
     `first` is the first token of a word, `continuation` every other one, `special` a token without text of its own.
     """
@@ -127,7 +127,7 @@ def text_row(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> d
 
 
 def special_tokens(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
-    """Tokens without text that are alone in their word: end tokens and the like, not parts of a character."""
+    """Tokens without text that are alone in their word: end tokens and the like, not bytes of a character."""
     empty = (tokens["char_start"] == tokens["char_end"]).to_numpy()
     words = tokens.groupby(["iteration", "sequence", "word_id"])["position"].transform("size").to_numpy()
     return np.asarray(empty & (words == 1), dtype=np.bool_)

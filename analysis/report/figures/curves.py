@@ -15,7 +15,7 @@ from analysis.report.drawing.markup import number
 
 Floats = npt.NDArray[np.float64]
 
-# metric: title, unit, how to read it
+# metric -> title, unit, caption
 METRICS = {
     "score": ("Score", "", "Mean score of the sampled responses; band: ± one standard error over the responses."),
     "accuracy": ("Accuracy, sampled", "", "Share of correct sampled responses; band: ± one standard error."),
@@ -42,14 +42,14 @@ METRICS = {
 
 
 def mean_and_error(values: Floats) -> tuple[float, float]:
-    """Mean and standard error of independent values, s / sqrt(n) with s of n - 1; NaN error for one value."""
+    """Mean and standard error s / sqrt(n) of independent values, s with n - 1; the error of one value is NaN."""
     count = len(values)
     error = float(values.std(ddof=1) / np.sqrt(count)) if count > 1 else np.nan
     return float(values.mean()), error
 
 
 def ratio_and_error(sums: Floats, counts: Floats) -> tuple[float, float]:
-    """sum(sums) / sum(counts) with the standard error of a ratio whose units are the clusters (responses).
+    """sum(sums) / sum(counts), and the standard error of that ratio over clusters (responses).
 
     error^2 = n / (n - 1) * sum((s_i - r c_i)^2) / (sum c_i)^2.
     """
@@ -82,7 +82,7 @@ def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) 
 
 
 def recorded_rows(iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The same columns for what the iterations and steps tables hold; low and high are NaN where there is no band."""
+    """The same columns for metrics of the iterations and steps tables; low and high are NaN where there is no band."""
     tables = []
     for name in ("eval_accuracy", "explained_variance"):
         rows = iterations.loc[iterations[name].notna(), ["iteration", name]]
@@ -94,7 +94,7 @@ def recorded_rows(iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame
 
 
 def over_seeds(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Curves of several seeds as one: mean over the seeds that have the iteration, ± one standard error of them."""
+    """The curves of several seeds as one: mean over the seeds that have the iteration, ± one standard error."""
     joined = pd.concat(curves, ignore_index=True)
     grouped = joined.groupby(["metric", "iteration"], as_index=False)["value"].agg(["mean", "sem", "size"])
     means = grouped.rename(columns={"mean": "value", "size": "seeds"})
@@ -103,7 +103,7 @@ def over_seeds(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def learning_figures(curves: Sequence[tuple[str, pd.DataFrame]], band: str = "") -> tuple[Figure, ...]:
-    """One figure per metric, one line per named curve (a run, or a cell of a grid); `band` replaces what bands are."""
+    """One figure per metric, one line per named curve (a run, or a cell of a grid); `band` says what bands are."""
     figures = []
     for metric, (title, unit, caption) in METRICS.items():
         lines = [(name, frame[frame["metric"] == metric].sort_values("iteration")) for name, frame in curves]

@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def probability_figure(grid: Counts) -> Figure:
-    """Two-dimensional histogram of the probabilities; `grid` as `counts.probability_grid` makes it."""
+    """Two-dimensional histogram of the probabilities; `grid` from `counts.probability_grid`."""
     edges = counts.PROBABILITY_EDGES
     x = Axis("probability under the sampler", 1e-6, 1.0, True)
     y = Axis("probability under the trainer", 1e-6, 1.0, True)
@@ -28,7 +28,7 @@ def probability_figure(grid: Counts) -> Figure:
     )
     chart = heat_map(edges, edges, grid, x, y, about, diagonal=True)
     caption = (
-        "Every response token, six bins per decade, what is rarer than 1e-6 in the first bin; stronger is more tokens "
+        "Every response token, six bins per decade, probabilities below 1e-6 in the first bin; stronger is more tokens "
         "(log scale); on the line both agree. The test for equal bits is in the summary."
     )
     return Figure(
@@ -56,9 +56,7 @@ def delta_figure(counted: Counts) -> Figure:
     y = Axis(y.label, 0.5, y.hi, True, tuple((10.0**p, f"{10**p:,}") for p in range(0, 12) if 10.0**p <= y.hi))
     about = f"Histogram of the log-prob difference; {share(zero, total)} of {total:,} tokens are within 1e-9 nats of 0."
     chart = bar_chart(bin_edges[:-1], bin_edges[1:], [("tokens", counted.astype(np.float64))], x, y, about)
-    caption = (
-        "Bin in the middle: less than 1e-9 nats apart. Rounding is symmetric about 0; a shift to one side is a bias."
-    )
+    caption = "Middle bin: less than 1e-9 nats apart. Rounding is symmetric about 0; a shift to one side is a bias."
     numbers = pd.DataFrame({"from (nats)": edges[:-1][used], "to (nats)": edges[1:][used], "tokens": counted[used]})
     return Figure("Log-prob difference", chart, caption, numbers)
 
@@ -71,7 +69,7 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
     filled = buckets[(buckets["kind"] == kind) & (buckets["n"] > 0)].sort_values("lo", ignore_index=True)
     columns = {"largest": "abs_max", "99th percentile": "abs_p99", "mean": "abs_mean"}
     values = {name: filled[column].to_numpy(np.float64) for name, column in columns.items()}
-    # below the smallest, or its bar would have no height
+    # the axis begins below the smallest value, or its bar would have no height
     above_zero = [value[value > 0] / 2 for value in values.values()]
     y = axis_for("|old - rollout| (nats)", [*values.values(), *above_zero], log=True)
     bar_edges = np.arange(len(filled), dtype=np.float64)
@@ -121,12 +119,12 @@ def divergence_figure(divergences: pd.DataFrame) -> Figure:
 
 
 def _short(value: float) -> str:
-    """0.01, but 1e-4: labels stand close to each other."""
+    """A short label, such as 0.01 or 1e-4."""
     return f"{value:g}" if value == 0 or value >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")
 
 
 def fullest_cells(x: Floats, y: Floats, grid: Counts, x_name: str, y_name: str) -> pd.DataFrame:
-    """The cells that hold something, the fullest first, at most 60."""
+    """At most 60 cells with the most tokens, the fullest first."""
     i, j = np.nonzero(grid)
     order = np.argsort(-grid[i, j], kind="stable")[:60]
     i, j = i[order], j[order]

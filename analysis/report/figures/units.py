@@ -1,4 +1,4 @@
-"""Figures of text and tokens: KL(policy || reference) in five units, and what the first token of a word carries."""
+"""Figures of units of text: KL(policy || reference) in five units, and the share of the first tokens of words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = {"first": "first tokens of words", "continuation": "later tokens", "spec
 def unit_figure(sums: pd.DataFrame) -> Figure:
     """KL to the reference per response, word, token, character and byte, by iteration.
 
-    `sums` as `counts.text_row` makes its rows: sums of one iteration in nats, and the counts of units.
+    `sums` has rows of `counts.text_row`: sums of one iteration in nats, and the counts of units.
     """
     at = sums["iteration"].to_numpy(np.float64)
     total = sums[[f"kl_{part}" for part in PARTS]].sum(axis=1).to_numpy(np.float64)
@@ -33,14 +33,14 @@ def unit_figure(sums: pd.DataFrame) -> Figure:
     last = ", ".join(f"{number(line.y[-1], 3)} {line.name}" for line in drawn)
     chart = line_chart(drawn, axis_for("iteration", [at]), y, f"KL to the reference in five units; at the end {last}.")
     caption = (
-        "One sum over the iteration, exact over the vocabulary, divided by five counts; where two counts are equal, so "
-        "are the lines. Nats per response can be compared between tokenizers, nats per token cannot."
+        "One sum over the iteration, exact over the vocabulary, divided by five counts; equal counts give one line. "
+        "Nats per response can be compared between tokenizers, nats per token cannot."
     )
     return Figure("KL in five units", chart, caption, numbers)
 
 
 def share_figure(sums: pd.DataFrame, quantity: str) -> Figure:
-    """Which part of `quantity`, `kl` or `entropy`, lies on first, later and special tokens; `sums` as above."""
+    """The shares of first, later and special tokens in `quantity`, `kl` or `entropy`; `sums` as in `unit_figure`."""
     quantities = {name: sums[f"{quantity}_{part}"].to_numpy(np.float64) for part, name in PARTS.items()}
     total = np.sum(list(quantities.values()), axis=0)
     positive = total > 0

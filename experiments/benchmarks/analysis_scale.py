@@ -1,9 +1,9 @@
-"""Does the mismatch analysis stay linear in time and flat in memory? Token tables of a million rows and more.
+"""Does the mismatch analysis stay linear in time and flat in memory, for token tables of a million rows and more?
 
 `python -m experiments.benchmarks.analysis_scale --folder /tmp/scale` writes synthetic runs with the real writer, runs
 each analysis over them in a fresh process, beside the same aggregates in DuckDB (installed into an environment of its
-own under the folder), prints Markdown and JSON, and deletes the data. One measurement alone:
-`... --rows 100000000`. Nothing else should run on the machine.
+own under the folder), prints Markdown and JSON, and deletes the data. `--rows 100000000` measures one size. Nothing
+else should run on the machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LENGTH, ITERATION_ROWS = 250, 1_000_000
 # measured: eight random float32 columns and a random token id, compressed, with room to spare
 BYTES_PER_ROW = 60
 WAYS = ("summary, contents", "summary, pages", "all tables, pages", "duckdb")
-# what both sides compute, and how far they may be apart, relatively: DuckDB adds floats in another order, has no expm1
+# aggregates of both sides and their largest relative difference: DuckDB adds floats in another order, has no expm1
 # (exp(d) - 1 - d keeps four digits here) and approximates quantiles
 SHARED = {"n_tokens": 0.0, "frac_bitwise_equal": 1e-9, "abs_mean": 1e-9, "k3": 1e-3, "ess_seq": 1e-9, "abs_p99": 0.02}
 
@@ -93,7 +93,7 @@ def token_columns(iteration: int, rows: int, seed: int) -> dict[str, Any]:
 
 
 def write_run(run_dir: Path, rows: int, seed: int = 0) -> None:
-    """A complete run whose token table has `rows` rows; its other tables are empty."""
+    """Write a complete run whose token table has `rows` rows; its other tables are empty."""
     writer.create_run(run_dir, "{}\n", {}, "0", {})
     current = manifest.load_head(run_dir)
     columns = TextColumn("writing {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -140,7 +140,7 @@ source = f"read_parquet('{run_dir}/records/tokens/*.parquet', hive_partitioning=
 pairs = (f"select iteration, sequence, rollout_logprobs a, old_logprobs b, "
     f"old_logprobs::double - rollout_logprobs::double d from {source}")
 connection = duckdb.connect()
-connection.execute("SET enable_progress_bar = false")  # it would be written between the figures
+connection.execute("SET enable_progress_bar = false")  # it would be printed between the numbers
 connection.execute("set threads = 1")
 tokens = connection.execute(f"select count(*), avg((a = b)::int), avg(abs(d)), avg(exp(d) - 1 - d), avg(0.5 * d * d), "
     f"avg(-d), avg(exp(d)), avg(exp(abs(d))), corr(exp(a::double), exp(b::double)), max(abs(d)), min(exp(d)), "
@@ -178,7 +178,7 @@ def measure(way: str, run_dir: Path, rows: int, python: Path | str) -> Result:
 
 
 def disagreements(results: Sequence[Result]) -> list[str]:
-    """Shared aggregates that differ by more than `SHARED` allows from the first result of the same rows."""
+    """Messages about aggregates that differ by more than `SHARED` allows from the first result of the same rows."""
     messages = []
     for rows in sorted({result.rows for result in results}):
         first, *others = [result for result in results if result.rows == rows]
@@ -201,7 +201,7 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def benchmark(rows: int, folder: Path, ways: Sequence[str]) -> list[Result]:
-    """All analyses of one run, which is deleted in the end; raises UserError where the disk is too small."""
+    """All analyses of one run, which is deleted at the end; raises UserError where the disk is too small."""
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = rows * BYTES_PER_ROW, shutil.disk_usage(folder).free
     if free < needed:
@@ -219,11 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where two analyses disagree, 2 where the arguments are wrong."""
     parser = argparse.ArgumentParser(prog="python -m experiments.benchmarks.analysis_scale", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="sizes of the token tables")
-    parser.add_argument("--folder", type=Path, required=True, help="where the data is put, and deleted again")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the data, which is deleted again")
     parser.add_argument("--no-peer", action="store_true", help="without DuckDB")
     arguments = parser.parse_args(argv)
     if min(arguments.rows) < 1:
-        parser.error("--rows: every size is at least 1")
+        parser.error("--rows: every size must be at least 1")
     try:
         ways = WAYS[:-1] if arguments.no_peer else WAYS
         results = [result for rows in arguments.rows for result in benchmark(rows, arguments.folder, ways)]

@@ -1,7 +1,7 @@
 """Does another device give the same bits? Runs the eager specification on the CPU and on CUDA, side by side.
 
-`python -m experiments.benchmarks.device [--device cuda]` prints a digest of every stage for the CPU, for the
-device and for native numerics on both; exit status 1 if an exact digest differs, 2 if there is no device.
+`python -m experiments.benchmarks.device [--device cuda]` prints digests of every stage on the CPU and on the device,
+for exact and for native numerics; exit status 1 if an exact digest differs, 2 if there is no device.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> int:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        print(f"error: --device {name}: not there ({str(error).splitlines()[0]})", file=sys.stderr)
+        print(f"error: --device {name}: not available ({str(error).splitlines()[0]})", file=sys.stderr)
         return 2
     backend.use("eager", 1)
     cpu = torch.device("cpu")

@@ -24,7 +24,7 @@ LAST = 10  # iterations
 
 
 def warm_started(seed: int, out: Path) -> Path:
-    """Folder of the policy that the quickstart's warm start makes: both modes go on from the same weights."""
+    """Folder of the policy after the quickstart's warm start, from which both modes continue."""
     still = ["ppo.iterations=1", "ppo.learning_rate=0", "value.learning_rate=0"]
     run_dir, _ = run(load_config(QUICKSTART, [f"seed={seed}", *still]), out, Silent())
     return run_dir / "checkpoints" / "final"

@@ -1,8 +1,8 @@
 """Exact against native numerics, phase by phase: decoding, full forward, forward and backward.
 
-`python -m experiments.benchmarks.numerics` interleaves, on 1 and 2 threads, stock transformers in float32, a
-lean hand-written float32 loop and the exact numerics (AMX, float64 BLAS, 14-bit operands), and prints the
-medians as ratios to stock, next to the floors that the machine's measured peaks allow.
+`python -m experiments.benchmarks.numerics` interleaves, on 1 and 2 threads, stock transformers in float32, a lean
+hand-written float32 loop and the exact numerics (AMX, float64 BLAS, 14-bit operands). It prints medians as ratios to
+stock, and as multiples of the floor that follows from the machine's measured peaks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCau
 
 from experiments.benchmarks import lean
 from experiments.benchmarks.machine import Peaks, measure
+from experiments.benchmarks.workload import set_random_weights
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import backend
@@ -30,7 +31,6 @@ from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.trunk import decoding
 from ppo_repro.numerics.trunk.weights import parts_of
-from ppo_repro.seeding import bell
 
 PROMPT, RESPONSE = 32, 64
 CONTEXT = PROMPT + RESPONSE
@@ -41,10 +41,10 @@ PHASES = ("decode", "forward", "forward+backward")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute; `run[phase]` does the phase once."""
+    """One way to compute; `run[phase]` runs the phase once."""
 
     name: str
-    backend: str  # what exact kernels use; eager for what has none
+    backend: str  # of the exact kernels; eager for candidates without them
     run: dict[str, Callable[[], object]]
 
 
@@ -76,10 +76,7 @@ def source(hidden: int) -> Qwen2ForCausalLM:
         tie_word_embeddings=True,
     )
     model = Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.from_numpy(bell(p.numel(), "benchmark", 0, name)).view(p.shape)
-            p.copy_(1.0 + 0.1 * noise if "norm" in name else noise * (p.shape[-1] ** -0.5))
+    set_random_weights(model)
     return model
 
 
@@ -178,7 +175,7 @@ def _exact(model: PreTrainedModel, ids: Tensor, batch: TokenBatch, name: str, ki
 
 
 def candidates(hidden: int, sequences: int) -> list[Candidate]:
-    """Everything to be compared, on the same weights and tokens."""
+    """All candidates, on the same weights and tokens."""
     model = source(hidden)
     ids = torch.randint(0, VOCABULARY, (sequences, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     rows = ids.tolist()
@@ -192,7 +189,7 @@ def candidates(hidden: int, sequences: int) -> list[Candidate]:
 
 
 def compare(hidden: int, sequences: int, threads: int, rounds: int) -> Iterator[Result]:
-    """Interleaved rounds after one to warm up; the ratio is the median over rounds of time / stock's time."""
+    """Interleaved rounds after a warm-up round; the ratio is the median over rounds of time / stock's time."""
     compared = candidates(hidden, sequences)
     for phase in PHASES:
         times: dict[str, list[float]] = {c.name: [] for c in compared}
@@ -210,7 +207,7 @@ def compare(hidden: int, sequences: int, threads: int, rounds: int) -> Iterator[
 
 
 def floor_seconds(hidden: int, sequences: int, phase: str, rate: float, bytes_per_weight: float, peak: Peaks) -> float:
-    """Arithmetic and memory floor of a phase: multiply-accumulates over the rate, weights read over bandwidth."""
+    """Floor of a phase: multiply-accumulates / rate or, for decoding, bytes of weights read / bandwidth, if larger."""
     weights = products(hidden)
     if phase == "decode":
         arithmetic = weights * sequences * CONTEXT / rate
@@ -219,7 +216,7 @@ def floor_seconds(hidden: int, sequences: int, phase: str, rate: float, bytes_pe
 
 
 def report(results: list[Result], peaks: dict[int, Peaks]) -> str:
-    """A Markdown table; `of floor` is the time over the floor of that candidate's own arithmetic."""
+    """A Markdown table; `/ floor` is the time over the floor of that candidate's own arithmetic."""
     lines = ["| hidden | batch | threads | phase | | seconds | / stock | range | / floor |", "|" + "---|" * 9]
     for r in results:
         peak = peaks[r.threads]

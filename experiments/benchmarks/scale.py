@@ -1,8 +1,8 @@
-"""How cost grows: with tokens, sequence length, model size, recorded iterations, processes; and a model fitted to it.
+"""How does cost grow with tokens, sequence length, model size, recorded iterations and processes? And a cost model.
 
 `python -m experiments.benchmarks.scale` measures CPU seconds of PPO iterations of small models in exact numerics on
-one thread, fits CPU seconds = a + b products + c attention + d parameters x steps with coefficients >= 0, and says how
-far the fit is off, each case predicted from the others.
+one thread, fits CPU seconds = a + b products + c attention + d parameters x steps with coefficients >= 0, and reports
+the error of the fit, with each case predicted from the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -66,10 +66,10 @@ def cases() -> list[Case]:
 
 
 def features(case: Case) -> list[float]:
-    """What the terms of the cost model count in one iteration: 1, multiply-accumulates, parameters x steps.
+    """The terms of the cost model for one iteration: 1, multiply-accumulates (two terms), parameters x steps.
 
-    A token passes the weights once in the rollout, three times in the scoring (policy, reference, value model) and six
-    times an epoch (forward and backward, two networks). A query meets half of the context on average.
+    A token is multiplied by the weights once in the rollout, three times in scoring (policy, reference, value model)
+    and six times an epoch (forward and backward, two networks). A query attends to half of the context on average.
     """
     inputs = case.sequences * (PROMPT + case.response - 1)
     passes = 1 + 3 + 6 * EPOCHS
@@ -136,24 +136,15 @@ def _solve(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Committing:
-    """What the iterations recorded so far cost; medians of wall seconds on this machine's disk."""
+    """The cost of the iterations recorded so far; medians of wall seconds on this machine's disk."""
 
     iterations: int
     commit: float  # checking the manifest, appending a line, replacing the manifest; three flushes
-    load: float  # what a reader takes for manifest and iterations
-
-
-def _median_seconds(work: Callable[[], None], repeats: int = 5) -> float:
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return median(times)
+    load: float  # reading manifest and iterations
 
 
 def committing(iterations: int) -> Committing:
-    """Commit further iterations of a run that has so many; their tables are not written."""
+    """Commit one more iteration to a run with this many; tables are not written."""
     tables = {table.name: TableEntry(rows=1, digest="0" * 64) for table in schema.TABLES}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
@@ -176,21 +167,21 @@ def committing(iterations: int) -> Committing:
         def load() -> None:
             manifest.load(run_dir)
 
-        return Committing(iterations, _median_seconds(commit), _median_seconds(load))
+        return Committing(iterations, timing.median_seconds(commit, 5), timing.median_seconds(load, 5))
 
 
 @dataclass(frozen=True)
 class Processes:
-    """A short quickstart by so many processes, wall seconds."""
+    """Wall seconds of a short quickstart with this many processes."""
 
     processes: int
     update: float  # of the last iteration
     whole: float  # from the start of the command to its end
-    iterations: float  # of it all iterations
+    iterations: float  # the part of `whole` inside iterations
 
 
 def processes(count: int) -> Processes:
-    """`ppo-repro run`, under torchrun where there are several processes."""
+    """Measure `ppo-repro run`, under torchrun for several processes."""
     launcher = ["torch.distributed.run", f"--nproc-per-node={count}", "-m"] if count > 1 else []
     with tempfile.TemporaryDirectory() as out:
         started = time.perf_counter()
@@ -206,7 +197,7 @@ def processes(count: int) -> Processes:
 def lines(
     results: Sequence[CaseCost], fitted: Fit, commits: Sequence[Committing], ranks: Sequence[Processes]
 ) -> Iterator[str]:
-    """Markdown."""
+    """The tables as Markdown."""
     yield from ("| axis | hidden | sequences | response | tokens | CPU s | CPU ms per token |", "|" + "---|" * 7)
     for f in results:
         c = f.case

@@ -1,4 +1,4 @@
-"""Wall and CPU seconds of interleaved candidates, their medians and spread, and the tables made of them."""
+"""Wall and CPU seconds of interleaved candidates, their medians and spread, and tables of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one execution. CPU seconds are the process's, all threads and system time included."""
+    """Seconds of one execution. CPU seconds are of the process, with all threads and system time."""
 
     wall: float
     cpu: float
@@ -24,7 +24,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, smallest and largest of the rounds."""
+    """Median, smallest and largest value over rounds."""
 
     median: float
     lowest: float
@@ -48,10 +48,15 @@ class Measured:
 
 
 def cost_of(work: Callable[[], object]) -> Cost:
-    """Execute once."""
+    """Execute once and measure."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def median_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Median wall seconds of one call."""
+    return median(cost_of(work).wall for _ in range(repeats))
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -60,7 +65,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def interleaved(candidates: Mapping[str, Callable[[], Cost]], rounds: int, warm_ups: int = 1) -> dict[str, list[Cost]]:
-    """Costs by candidate; every round runs each of them once, so that a slow moment of the machine meets all alike."""
+    """Costs by candidate; every round runs each once, so that a slow moment of the machine affects all of them."""
     costs: dict[str, list[Cost]] = {name: [] for name in candidates}
     for index in range(warm_ups + rounds):
         for name, run in candidates.items():
@@ -111,13 +116,13 @@ def table(rows: Sequence[Measured]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """What every benchmark of speed can be asked; `rounds` is the default."""
+    """The options of every benchmark of speed; `rounds` is the default."""
     parser.add_argument("--rounds", type=int, default=rounds, help=f"measured rounds (default {rounds})")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
 
 
 def report(rows: Sequence[Measured], path: Path | None) -> None:
-    """Print the table; where there is a path, write machine and rows there as JSON."""
+    """Print the table; with a path, also write machine and rows there as JSON."""
     print(table(rows))
     if path is not None:
         tree = {"machine": machine(), "results": [asdict(r) for r in rows]}

@@ -1,12 +1,12 @@
-"""A lecture's CartPole program for PPO, as printed and put right.
+"""A lecture's CartPole program for PPO, as printed and corrected.
 
 As printed it learns nothing: one step counter serves as the limit of an episode (500) and as the clock of the
-updates (2,048), and is never set back. Were an update reached, it would end in an error of shapes, and behind
-that wait ratios of every step with every other step. The faults are kept here to the letter, the networks are
-ours: they are never trained, so they cannot matter.
+updates (2,048), and is never reset. An update, if it were reached, would fail with an error of shapes, and without
+that error would compute ratios of every step with every other step. The faults are reproduced exactly; the networks
+are ours, which makes no difference because they are never trained.
 
-`python -m experiments.errata.lecture_cartpole` runs it, then the same settings in a loop that is right, then
-`experiments/control/cartpole_fast.yaml`; it exits with 1 if one of them does not do what is said here.
+`python -m experiments.errata.lecture_cartpole` runs it, then the same settings in a correct loop, then
+`experiments/control/cartpole_fast.yaml`; it exits with 1 if one of them does not behave as described here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SOLVED = 475.0  # mean return from which CartPole-v1 counts as solved
 
 @dataclass(frozen=True)
 class Printed:
-    """What the program did."""
+    """The outcome of the program as printed."""
 
     env_steps: int
     updates: int
@@ -46,7 +46,7 @@ class Printed:
 
 
 def values_for_gae(values: Sequence[Tensor], next_value: Tensor) -> Tensor:
-    """The values of N steps and the next one, each [1, 1] as the network gives them, put together as printed."""
+    """The values of N steps and the next one, each [1, 1] as the network gives them, concatenated as printed."""
     return torch.cat([torch.cat(list(values)).squeeze(), next_value])
 
 
@@ -94,11 +94,11 @@ def main() -> None:
     printed = run_as_printed()
     print(
         f"as printed: {printed.env_steps} environment steps, {printed.updates} updates, mean return of the last "
-        f"50 episodes {printed.last_50_return:.2f}, weights {'changed' if printed.learned else 'as they were'}",
+        f"50 episodes {printed.last_50_return:.2f}, weights {'changed' if printed.learned else 'unchanged'}",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        for name, path in (("its settings, loop put right", SETTINGS), ("corrected", CORRECTED)):
+        for name, path in (("its settings, correct loop", SETTINGS), ("corrected", CORRECTED)):
             summary = run_config(path, Path(folder))
             print(
                 f"{name}: {summary.tokens:,} environment steps, mean return of the last 100 training episodes "

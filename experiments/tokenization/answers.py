@@ -1,8 +1,8 @@
-"""The answers of E1 to E7: `python -m experiments.tokenization.answers FOLDER` prints the tables of its grids.
+"""The answers of E1 to E7: `python -m experiments.tokenization.answers FOLDER` prints the tables of their grids.
 
-FOLDER is what `ppo-repro grid ... --out FOLDER` was given. One row per point of a study (mean and 95 % Student
-interval over seeds), then what its hypotheses speak of: differences or ratios of two points, paired by seed.
-`measures` says what the columns are.
+FOLDER is that of `ppo-repro grid ... --out FOLDER`. First one row per point of a study (mean and 95 % Student interval
+over seeds; columns are described in `measures`), then the comparisons of its hypotheses: differences or ratios of two
+points, paired by seed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from experiments.tokenization.measures import of_grid
 from ppo_repro.errors import UserError
 
 STUDIES = ("e1_units", "e2_ppo", "e3_kl_unit", "e4_credit", "e5_clip", "e6_drift", "e7_digits")
-MARGIN = math.log(1.1)  # of "the same": a ratio within 10 %
+MARGIN = math.log(1.1)  # "the same" is a ratio within 10 %
 Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Comparisons of one measure, by pairs of points, that are corrected together."""
+    """Comparisons of one measure by pairs of points, corrected together."""
 
     says: str
     measure: str
@@ -47,10 +47,10 @@ def by_seed(cells: pd.DataFrame, point: str, measure: str) -> pd.Series:
 
 
 def paired(cells: pd.DataFrame, a: str, b: str, measure: str, ratio: bool) -> Floats:
-    """a - b by seed, or log(a / b); UserError where the points have other seeds or a ratio has no logarithm."""
+    """a - b by seed, or log(a / b); UserError where seeds differ or a ratio has no logarithm."""
     first, second = by_seed(cells, a, measure), by_seed(cells, b, measure)
     if set(first.index) != set(second.index):
-        raise UserError(f"{a} and {b}: have other seeds; finish the grid with `ppo-repro grid`")
+        raise UserError(f"{a} and {b}: have different seeds; finish the grid with `ppo-repro grid`")
     if ratio and not ((first > 0).all() and (second > 0).all()):
         raise UserError(f"{measure} of {a} and {b}: has values that are not positive; no ratio can be taken")
     values = np.log(first) - np.log(second) if ratio else first - second
@@ -58,7 +58,7 @@ def paired(cells: pd.DataFrame, a: str, b: str, measure: str, ratio: bool) -> Fl
 
 
 def seed_spread(cells: pd.DataFrame, measure: str) -> float:
-    """By how much a seed moves a measure: the standard deviation over seeds, root mean square over points."""
+    """How much a seed moves a measure: the standard deviation over seeds, root mean square over points."""
     return math.sqrt(float(cells.groupby("point")[measure].var(ddof=1).mean()))
 
 
@@ -72,8 +72,8 @@ def _shown(estimate: Estimate, ratio: bool) -> str:
 def compared(cells: pd.DataFrame, family: Family) -> pd.DataFrame:
     """One row per pair: difference or ratio, 95 % Student interval, p-values of three tests.
 
-    They are the paired t-test and "the same" (two one-sided tests), both after Holm, and sign flips, as they are. The
-    same is a ratio within 10 %, or a difference below one standard deviation over seeds.
+    The tests are the paired t-test and "the same" (two one-sided tests), both after Holm's correction, and sign flips,
+    uncorrected. "The same" is a ratio within 10 %, or a difference below one standard deviation over seeds.
     """
     rows, tested, same = [], [], []
     margin = MARGIN if family.ratio else seed_spread(cells, family.measure)
@@ -94,7 +94,7 @@ def compared(cells: pd.DataFrame, family: Family) -> pd.DataFrame:
 
 
 def slopes(cells: pd.DataFrame, x: str, y: str) -> Floats:
-    """The least squares slope of log y on log x over the points, one for each seed."""
+    """The least squares slopes of log y on log x over the points, one per seed."""
     return np.array(
         [np.polyfit(np.log(rows[x]), np.log(rows[y]), 1)[0] for _, rows in cells.groupby("seed", sort=True)]
     )
@@ -109,7 +109,7 @@ def overview(cells: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
 
 
 def joined(cells: pd.DataFrame, base: pd.DataFrame, names: dict[str, str]) -> pd.DataFrame:
-    """The cells of a study and those of E2 that are its points too, under the `names` they have here."""
+    """The cells of a study, and those of E2 that belong to it, renamed by `names`."""
     shared = base[base["point"].isin(names)]
     return pd.concat([cells, shared.assign(point=shared["point"].map(names))], ignore_index=True)
 
@@ -144,7 +144,7 @@ def _of_units(cells: pd.DataFrame) -> Iterator[str]:
 
 
 def families(cells: pd.DataFrame, chosen_families: Sequence[Family]) -> str:
-    """The tables of several families, each under what it is about."""
+    """The tables of several families, each with its heading."""
     return "\n\n".join(f"{family.says}\n\n{markdown(compared(cells, family))}" for family in chosen_families)
 
 
@@ -203,7 +203,7 @@ def _of_digits(cells: pd.DataFrame) -> Iterator[str]:
 
 
 def report(grids: dict[str, pd.DataFrame], studies: Sequence[str]) -> Iterator[str]:
-    """The tables of the chosen studies, in their order; UserError where one needs E2 and it is not there."""
+    """The tables of the chosen studies, in their order; UserError where one needs E2 and it is missing."""
     alone = {"e1_units": _of_units, "e2_ppo": _of_ppo, "e3_kl_unit": _of_charges, "e7_digits": _of_digits}
     with_e2 = {"e4_credit": _of_credit, "e5_clip": _of_clip, "e6_drift": _of_drift}
     for name in studies:
@@ -217,16 +217,16 @@ def report(grids: dict[str, pd.DataFrame], studies: Sequence[str]) -> Iterator[s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; exit code 2 and one line where what the user wrote is wrong."""
-    parser = argparse.ArgumentParser(description="what the studies of tokenizers found")
-    parser.add_argument("folder", type=Path, help="folder that holds the grids e1_units to e7_digits")
+    """Print the report; exit code 2 and one line on a user error."""
+    parser = argparse.ArgumentParser(description="results of the tokenizer studies")
+    parser.add_argument("folder", type=Path, help="folder with the grids e1_units to e7_digits")
     parser.add_argument("--only", choices=STUDIES, nargs="+", default=STUDIES, help="studies to read")
     arguments = parser.parse_args(argv)
     try:
         available = [name for name in STUDIES if (arguments.folder / name / "cells.parquet").exists()]
         studies = [name for name in available if name in arguments.only]
         if not studies:
-            raise UserError(f"{arguments.folder}: holds no grid of these studies; run `ppo-repro grid` with --out")
+            raise UserError(f"{arguments.folder}: has no grid of these studies; run `ppo-repro grid` with --out")
         read = [name for name in available if name in studies or name == "e2_ppo"]
         for paragraph in report({name: of_grid(arguments.folder / name) for name in read}, studies):
             print(paragraph, end="\n\n", flush=True)

@@ -1,7 +1,7 @@
 """Log-probs of the first iteration's responses after decoding and encoding them again, beside those sampled.
 
-The model is the one that the run started as. In exact numerics ids that are those of their text, and ids before the
-first that is not, have the bits that the sampler recorded.
+The model is the run's initial policy. In exact numerics, ids that encoding their text gives back, and ids before the
+first that it does not, have the bits that the sampler recorded.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ COMPARED = (
 )  # fmt: skip
 Drift = Literal["none", "cut", "special", "bytes"]
 DRIFTS = {
-    "none": "the ids are those of their text",
+    "none": "encoding the text gives the same ids",
     "cut": "the same bytes in other tokens",
-    "special": "a token without text, other than the end of a response that stopped: no text has it",
-    "bytes": "other bytes: what is no UTF-8, or spells the name of a special token, does not survive as text",
+    "special": "a token without text, other than the end of a response that stopped: no text contains it",
+    "bytes": "other bytes: what is not UTF-8, or spells the name of a special token, does not survive as text",
 }
 
 
 def checked_config(run_dir: Path, control: bool) -> RunConfig:
-    """The configuration of a run whose first log-probs can be compared; UserError says why others cannot."""
+    """The configuration of a run whose first log-probs can be compared; UserError where they cannot."""
     if reader.open_manifest(run_dir).kind != "language":
-        raise UserError(f"{run_dir}: a run on an environment has no text; give a run of a language model")
+        raise UserError(f"{run_dir}: a control run has no text; give a run of a language model")
     config = load_recorded_config(run_dir)
     mode, rollout = config.numerics.mode, config.rollout
     if mode == "native" and not control:
@@ -62,17 +62,17 @@ def checked_config(run_dir: Path, control: bool) -> RunConfig:
     require_undisturbed(config)
     if rollout.top_k or rollout.top_p < 1.0:
         raise UserError(
-            f"{run_dir}: rollout.top_k = {rollout.top_k}, top_p = {rollout.top_p} cut the distribution, and which "
-            "tokens were left is not recorded; give a run with top_k 0 and top_p 1"
+            f"{run_dir}: rollout.top_k = {rollout.top_k}, top_p = {rollout.top_p} truncate the distribution, and the "
+            "remaining tokens are not recorded; give a run with top_k 0 and top_p 1"
         )
     check_shares(config.layout.rank_shares, 1)
     return config
 
 
 def start_model(run_dir: Path, config: RunConfig) -> PreTrainedModel:
-    """The policy before its first step, made again, or from the reference of the run's checkpoints.
+    """The policy before its first step: made again, or the reference of the run's checkpoints.
 
-    UserError where inputs changed or the weights are not those that the manifest names.
+    UserError where inputs changed, or where the weights have another digest than the manifest says.
     """
     manifest = reader.open_manifest(run_dir)
     check_inputs(manifest.inputs)
@@ -89,7 +89,7 @@ def start_model(run_dir: Path, config: RunConfig) -> PreTrainedModel:
 
 @torch.no_grad()
 def logprobs_of(policy: PreTrainedModel, prompts: Ids, responses: Ids, config: RunConfig) -> list[Floats]:
-    """log p(token) of each response's tokens, float32, nats, at the run's temperature, in its numerics and layout."""
+    """log p of each response's tokens, float32, nats, at the run's temperature, in its numerics and layout."""
     logprobs: list[Floats] = []
     size = config.layout.forward_micro_batch or max(1, len(prompts))
     for start in range(0, len(prompts), size):
@@ -108,12 +108,12 @@ def logprobs_of(policy: PreTrainedModel, prompts: Ids, responses: Ids, config: R
 
 
 def kind_of_drift(ids: Sequence[int], again: Sequence[int], spelled: dict[int, bytes]) -> Drift:
-    """One of DRIFTS; `spelled`: the bytes of every token that has text."""
+    """The key of DRIFTS; `spelled`: the bytes of every token that has text."""
     if list(ids) == list(again):
         return "none"
     if any(token not in spelled for token in ids):
         return "special"
-    # the new ids can have a special token, where the text spells its name
+    # the new ids can have a special token if the text spells its name
     before, after = (b"".join(spelled.get(token, b"") for token in row) for row in (ids, again))
     return "cut" if before == after else "bytes"
 
@@ -124,17 +124,17 @@ def outside_band(log_ratios: NDArray[np.float64], clip_range: float) -> NDArray[
 
 
 def compared(sampled: Floats, again: Floats, same: int, clip_range: float) -> dict[str, float]:
-    """One response: log-probs of its sampled ids and of those of its text, of which the first `same` ids are equal.
+    """One response: log-probs of its sampled ids and of the new ids of its text, of which the first `same` are equal.
 
     `same_tokens` and how many of them differ in any bit (`unequal`); `tokens_again`; `log_ratio` = sum again - sum
-    sampled, nats, 0 only where the sums are equal, and whether its ratio is outside 1 ± clip_range; by position, as a
-    trainer does that cuts both to the shorter length: `aligned` tokens, how many of them are outside, and whether the
-    first other token is (NaN where one side has none there).
+    sampled, nats, 0 only if the sums are equal, and whether its ratio is outside 1 ± clip_range. By position, as in a
+    trainer that cuts both to the shorter length: `aligned` tokens, how many of them are outside, and whether the first
+    different token is (NaN where one side has none).
     """
     differs = sampled[:same].view(np.int32) != again[:same].view(np.int32)
     shorter = min(len(sampled), len(again))
     outside = outside_band(again[:shorter].astype(np.float64) - sampled[:shorter], clip_range)
-    # one rounding of an exact sum, so that 0 is equality
+    # an exact sum rounded once, so that 0 means equality
     log_ratio = math.fsum([*again.tolist(), *(-sampled).tolist()])
     return {
         "same_tokens": same,
@@ -151,7 +151,7 @@ def compared(sampled: Floats, again: Floats, same: int, clip_range: float) -> di
 def response_table(run_dir: Path, clip_range: float, control: bool) -> pd.DataFrame:
     """One row per response of the first iteration: drift (of DRIFTS), finish_reason, tokens, scored, and `compared`.
 
-    A response whose text has no token, or with its prompt more than numerics.max_context, has `scored` False and NaN.
+    A response without new ids, or with more than numerics.max_context including its prompt, has `scored` False and NaN.
     UserError as `checked_config` and `start_model`.
     """
     config = checked_config(run_dir, control)
@@ -162,7 +162,7 @@ def response_table(run_dir: Path, clip_range: float, control: bool) -> pd.DataFr
     spelled = token_bytes(tokenizer)
     drift = retokenization(sequences, tokenizer)
     text_ids, texts_ids = encoded_again(sequences, tokenizer)
-    # the end token that was sampled, which is no text, ends the new ids too
+    # a sampled end token, which has no text, ends the new ids too
     ends = [list(row[len(ids) :]) for row, ids in zip(sequences["response_ids"], text_ids, strict=True)]
     again = [[*ids, *map(int, end)] for ids, end in zip(texts_ids, ends, strict=True)]
     prompts = [list(map(int, row)) for row in sequences["prompt_ids"]]

@@ -35,7 +35,7 @@ MEASURES = {
     "word_out": "share of words whose ratio was outside the clip band in the last epoch, white space leading",
     "gain_per_nat": "least squares slope through 0 of score - start on KL per response, over iterations",
     "gain_per_token_nat": "the same on KL per token",
-    "drift_first": "share of responses whose ids are not those of their text, first iteration",
+    "drift_first": "share of responses whose text encodes to other ids, first iteration",
     "drift_last": "the same, last iteration",
 }
 
@@ -60,7 +60,7 @@ def of_run(run_dir: Path) -> dict[str, float]:
     tables = {b: iteration_tables(run_dir, final, boundary=b, cluster="sequence") for b in BOUNDARIES}
     summary, clip = tables["leading"].tok_summary, tables["leading"].tok_clip
     if clip is None:
-        raise UserError(f"{run_dir}: its objective has no clip band; the studies take `clip`")
+        raise UserError(f"{run_dir}: its objective has no clip band; the studies need `clip`")
     start, gains = float(rows["score_mean"].iloc[0]), rows["score_mean"] - rows["score_mean"].iloc[0]
     exact, per_word = (_value(summary, name, "word", "ratio_of_sums") for name in ("kl_exact", "tokens"))
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), boundary="leading", iterations=[0, final])

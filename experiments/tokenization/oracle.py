@@ -1,13 +1,13 @@
-"""E0: what a tokenizer can change in a KL divergence, by exact sums over every string there is.
+"""E0: what can a tokenizer change in a KL divergence? Computed by exact sums over every possible string.
 
-Two distributions p and q over all strings of at most six letters a, b and space. A tokenizer cuts each string in one
-way; from the probability of the strings follow the exact conditionals of every token, the end token included. Then
+p and q are two distributions over all strings of at most six letters a, b and space. A tokenizer cuts each string in
+one way; the probabilities of strings determine the conditionals of every token, including the end token. Then
 
 * P1: over the tokens of a string, sum log p(token | before) / q(token | before) = log p(string) / q(string);
 * P2: KL over token sequences = KL over strings + E_p KL(p(cut | string) || q(cut | string)), by the chain rule, and
-  the last term is 0 where every string is cut in one way only;
-* P3: the expected sums of k1, of k3 and of the divergence per position are that KL for every tokenizer; those of k2,
-  |k1| and clamped k1 are not the same for all tokenizers, nor is any mean per token.
+  the last term is 0 where every string is cut in only one way;
+* P3: the expected sums of k1, of k3 and of the divergence per position equal that KL for every tokenizer; those of k2,
+  |k1| and clamped k1 depend on the tokenizer, and so does every mean per token.
 
 `python -m experiments.tokenization.oracle` prints the table and exits with 1 where P1 to P3 do not hold to 1e-9.
 """
@@ -32,12 +32,12 @@ CLAMP = 0.3  # k1 is cut off at this many nats, either side
 TOLERANCE = 1e-9
 Ids = tuple[int, ...]
 Distribution = dict[Ids, float]  # over sequences of token ids, END last
-Tokenizer = dict[int, str]  # what each token spells; END spells nothing
+Tokenizer = dict[int, str]  # the text of each token; END has none
 
 
 @dataclass(frozen=True)
 class Row:
-    """Expectations under p of one tokenizer, nats per string unless it says per token."""
+    """Expectations under p for one tokenizer, in nats per string unless named per token."""
 
     tokenizer: str
     tokens: int  # in the vocabulary, END included
@@ -83,7 +83,7 @@ def train_bpe(corpus: Mapping[str, float], merges: int) -> list[tuple[str, str]]
 
 
 def apply_merge(cut: Sequence[str], pair: tuple[str, str]) -> list[str]:
-    """Every two neighbours that are the pair, from the left, become one piece."""
+    """The pieces with every occurrence of the pair, from the left, joined into one."""
     out: list[str] = []
     for piece in cut:
         if out and (out[-1], piece) == pair:
@@ -116,12 +116,12 @@ def word_level(text: str) -> list[str]:
 
 
 def canonical(p: Mapping[str, float], cut: Callable[[str], list[str]], ids: Mapping[str, int]) -> Distribution:
-    """The distribution over token sequences in which each string has one cut."""
+    """The distribution over token sequences where each string has one cut."""
     return {(*(ids[piece] for piece in cut(s)), END): mass for s, mass in p.items()}
 
 
 def spread(p: Mapping[str, float], tokenizer: Tokenizer, name: str) -> Distribution:
-    """The same strings over all their cuts, each string's in random shares of its own."""
+    """The same strings over all their cuts, in random shares for each string."""
     spelled = {i: piece.encode() for i, piece in tokenizer.items()}
     distribution: Distribution = {}
     for s, mass in p.items():
@@ -134,7 +134,7 @@ def spread(p: Mapping[str, float], tokenizer: Tokenizer, name: str) -> Distribut
 
 
 def conditionals(p: Distribution, size: int) -> dict[Ids, npt.NDArray[np.float64]]:
-    """p(next | prefix), [size], of every prefix with any mass: exact autoregressive conditionals."""
+    """Exact autoregressive conditionals: p(next | prefix), [size], for every prefix with any mass."""
     masses: dict[Ids, list[list[float]]] = defaultdict(lambda: [[] for _ in range(size)])
     for ids, mass in p.items():
         for t, token in enumerate(ids):
@@ -147,7 +147,7 @@ def conditionals(p: Distribution, size: int) -> dict[Ids, npt.NDArray[np.float64
 
 
 def next_logprobs(of: Mapping[Ids, npt.NDArray[np.float64]]) -> Callable[[Ids], npt.NDArray[np.float64]]:
-    """The conditionals as a model: log-probs of the next token, -inf where there is none."""
+    """The conditionals as a model: log-probs of the next token, -inf for impossible ones."""
 
     def ask(prefix: Ids) -> npt.NDArray[np.float64]:
         with np.errstate(divide="ignore"):
@@ -162,7 +162,7 @@ def kl(p: Sequence[float], q: Sequence[float]) -> float:
 
 
 def measure(name: str, p: Distribution, q: Distribution, tokenizer: Tokenizer, p_string: Mapping[str, float]) -> Row:
-    """All expectations of one tokenizer, by summing over every token sequence."""
+    """All expectations for one tokenizer, by summing over every token sequence."""
     size = len(tokenizer)
     of_p, of_q = conditionals(p, size), conditionals(q, size)
     text = {ids: "".join(tokenizer[i] for i in ids) for ids in p}
@@ -246,7 +246,7 @@ def marginal_gap() -> tuple[float, float]:
 
 
 def broken(rows: Sequence[Row]) -> list[str]:
-    """What of P1 to P3 does not hold; none is right."""
+    """Messages about parts of P1 to P3 that do not hold."""
     failures = []
     *one_cut, all_cuts = rows
     for row in rows:
@@ -263,7 +263,7 @@ def broken(rows: Sequence[Row]) -> list[str]:
     for name in ("sum_k2", "sum_abs_k1", "sum_clamped_k1", "token_mean", "mean_of_means"):
         values = [getattr(row, name) for row in one_cut]
         if not max(values) - min(values) > 1e-3:
-            failures.append(f"{name} is the same for all tokenizers, which nothing promises")
+            failures.append(f"{name} is the same for all tokenizers, which is not expected")
     return failures
 
 

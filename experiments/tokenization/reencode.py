@@ -1,8 +1,8 @@
-"""What training on the text again would do to the first ratio: `python -m experiments.tokenization.reencode FOLDER...`.
+"""First ratios when text is encoded again before training: `python -m experiments.tokenization.reencode FOLDER...`.
 
 FOLDER is a run or a grid of runs. Each response of a run's first iteration is decoded, its text is encoded again, and
-the model that the run started as scores the new ids (`first_ratios`). Exit code 1 where ids that did not change have
-other log-probs than were sampled: exact numerics promise them. `--control` takes native runs, which have to break that.
+the run's initial policy scores the new ids (`first_ratios`). Exit code 1 if ids that did not change have other
+log-probs than were sampled, which exact numerics rule out. `--control` takes native runs, which must fail this test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ppo_repro.records.config_file import load_recorded_config
 
 
 def bits(table: pd.DataFrame) -> dict[str, int]:
-    """Counts of a `response_table`: what kind of responses there are, and tokens that should be, and are, unchanged."""
+    """Counts of a `response_table`: responses by kind, and tokens that should be unchanged, and how many are not."""
     other = table["drift"] != "none"
     scored = table["scored"].to_numpy(bool)
     same, drifted = table[~other & scored], table[other & scored]
@@ -45,7 +45,7 @@ def _share(count: float, whole: float) -> float:
 
 
 def ratios(table: pd.DataFrame) -> dict[str, float]:
-    """First ratios of the drifted responses of a `response_table` that were scored; NaN of none. Nats."""
+    """First ratios of the scored responses with drift in a `response_table`, in nats; NaN without any."""
     drifted = table[(table["drift"] != "none") & table["scored"]]
     logs = drifted["log_ratio"].to_numpy(np.float64)
     first = drifted["first_outside"].dropna()
@@ -90,7 +90,7 @@ def _shown(rows: Sequence[dict[str, object]]) -> str:
 
 
 def report(responses: pd.DataFrame) -> Iterator[str]:
-    """The tables of `response_table`s joined, with point and seed: each run, and the runs of a point together."""
+    """The tables of concatenated `response_table`s with point and seed: each run, and the runs of a point together."""
     by_run = list(responses.groupby(["point", "seed"], sort=False))
     by_point = list(responses.groupby("point", sort=False))
     yield "Bits, by run\n\n" + _shown([{"point": p, "seed": s, **bits(rows)} for (p, s), rows in by_run])
@@ -105,28 +105,28 @@ def report(responses: pd.DataFrame) -> Iterator[str]:
 
 
 def verdict(responses: pd.DataFrame, control: bool) -> tuple[str, bool]:
-    """What the bits say in a line, and whether that is what they have to: none unequal, but of the control's some."""
+    """One line about the bits, and whether they are as expected: none unequal, or in a control some."""
     counts = bits(responses)
     compared_tokens = counts["tokens without drift"] + counts["tokens before drift"]
     unequal = counts["unequal"] + counts["unequal before"]
-    line = f"{unequal} of {compared_tokens} tokens before any other id have another log-prob than was sampled"
+    line = f"{unequal} of {compared_tokens} tokens before any different id have another log-prob than was sampled"
     if not compared_tokens:
         return f"{line}: nothing was compared", False
     if control:
-        return f"{line}; a control has to have some", unequal > 0
+        return f"{line}; a control must have some", unequal > 0
     return f"{line}; in exact numerics there must be none", unequal == 0
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="first ratios when the text is encoded again before training")
     parser.add_argument("folders", metavar="FOLDER", type=Path, nargs="+", help="a recorded run, or a grid of them")
-    parser.add_argument("--control", action="store_true", help="native runs: bits that are not promised must differ")
+    parser.add_argument("--control", action="store_true", help="native runs, where some bits must differ")
     parser.add_argument("--clip-range", type=float, default=0.2, help="a ratio is outside beyond 1 ± this")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; exit code 1 where bits are not as promised, 2 and one line where the user has to correct."""
+    """Print the report; exit code 1 where bits are not as expected, 2 and one line on a user error."""
     arguments = _arguments(argv)
     clip_range, control = arguments.clip_range, arguments.control
     try:

@@ -1,7 +1,7 @@
-"""A language of four topics whose answers are four words of the prompt's topic, and the reward that says so.
+"""A language of four topics, whose answers are four words of the prompt's topic, and its reward.
 
-It is made from nothing and does not know any tokenizer. `python -m experiments.tokenization.topics FILE.jsonl` writes
-the prompts.
+It is generated without data and independent of any tokenizer. `python -m experiments.tokenization.topics FILE.jsonl`
+writes the prompts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def zipf_rank(draw: int) -> int:
         if rest < weight:
             return rank
         rest -= weight
-    raise AssertionError("the place lies below the sum")
+    raise AssertionError("the draw is below the sum of the weights")
 
 
 def entries() -> list[dict[str, str]]:
@@ -63,7 +63,7 @@ def entries() -> list[dict[str, str]]:
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-    """Share of a response's words that are of the prompt's topic and not said before; 0 unless there are four."""
+    """Share of a response's words that are of the prompt's topic and not repeated; 0 unless there are four words."""
     spoken: Sequence[str] = response.split()
     topic = TOPIC_OF[prompt.rstrip(":").split()[0]]
     if len(spoken) != SLOTS:

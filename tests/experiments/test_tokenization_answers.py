@@ -120,7 +120,7 @@ def test_the_command(
     native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measures, "LAST", 1)
-    assert main([str(tmp_path)]) == 2 and "holds no grid of these studies" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2 and "has no grid of these studies" in capsys.readouterr().err
     row = {"state": "complete", "fingerprint": "f", "run_dir": str(native_run)}
     points = [{**row, "seed": seed, "axis.digits": point} for point in POINTS["e7_digits"] for seed in (0, 1)]
     (tmp_path / "e7_digits").mkdir()

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.grids.distinct_results import results_by_seed
 from analysis.grids.distinct_results import main as fingerprints_main
+from analysis.grids.distinct_results import results_by_seed
 from analysis.grids.figure import across, by_point, position, span, ticks
 from analysis.grids.figure import main as figure_main
 from analysis.grids.outcomes import MEASURES, measures_of, mismatch, outcomes

@@ -77,7 +77,8 @@ def test_cells_of_another_study_are_points_under_their_name_here() -> None:
 
 def test_what_cannot_be_compared_is_one_line() -> None:
     found = cells({"a": {"kl": [1.0, 2.0]}, "b": {"kl": [1.0]}, "c": {"kl": [0.0, 1.0]}})
-    for a, b, said in (("a", "b", "different seeds"), ("a", "c", "not positive"), ("a", "d", "point d: has no complete")):
+    refusals = (("a", "b", "different seeds"), ("a", "c", "not positive"), ("a", "d", "point d: has no complete"))
+    for a, b, said in refusals:
         with pytest.raises(UserError, match=said):
             paired(found, a, b, "kl", True)
     with pytest.raises(UserError, match="e4_credit: is compared with cells of e2_ppo"):

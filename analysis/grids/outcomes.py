@@ -77,7 +77,10 @@ def measures_of(run_dir: Path) -> dict[str, float]:
 
 def complete_cells(grid: Path) -> pd.DataFrame:
     """The complete cells of a grid's table, with `point`, the labels of all axes together; UserError without any."""
-    table = pd.read_parquet(grid / "cells.parquet")
+    path = grid / "cells.parquet"
+    if not path.is_file():
+        raise UserError(f"{grid}: has no cells.parquet; run `ppo-repro grid` on its file first")
+    table = pd.read_parquet(path)
     cells = table[table["state"] == "complete"].reset_index(drop=True)
     if cells.empty:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")

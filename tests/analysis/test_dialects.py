@@ -1,4 +1,4 @@
-"""Each framework's keys against its published formula, written once more on padded matrices, slowly, in NumPy."""
+"""Each framework's keys against its published formula, written again slowly on padded matrices in NumPy."""
 
 from dataclasses import replace
 from pathlib import Path

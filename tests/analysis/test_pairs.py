@@ -1,4 +1,4 @@
-"""Pairs of runs come whole, in one shape, and with the recorded bits."""
+"""Pairs from runs are complete, in one shape, and have the recorded bits."""
 
 from __future__ import annotations
 

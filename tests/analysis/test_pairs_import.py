@@ -1,4 +1,4 @@
-"""Files of other stacks become pairs; nothing is guessed, and what does not fit is refused with its row."""
+"""Files of other stacks become pairs; nothing is guessed, and wrong input is refused with its row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a grid: measures of a cell, comparisons by seed, correlations of shares, and the figures."""
+"""The tables of a grid: measures of a cell, comparisons by seed, correlations of shares, and the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of speed compute beside times: ratios, bytes, the fit of the cost model, the peer's torch."""
+"""What the benchmarks of speed compute from times: ratios, bytes, the fit of the cost model, the peer's torch."""
 
 from __future__ import annotations
 

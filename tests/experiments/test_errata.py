@@ -1,4 +1,4 @@
-"""Claims about PPO that are often printed and do not hold, each against a calculation; listed in experiments/errata."""
+"""Often printed claims about PPO that do not hold, each against a calculation; listed in experiments/errata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of the studies E1 to E7: measures of a cell, comparisons by seed, and which tables there are."""
+"""The tables of the studies E1 to E7: measures of a cell, comparisons by seed, and which tables are printed."""
 
 from __future__ import annotations
 

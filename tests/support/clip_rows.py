@@ -63,7 +63,7 @@ def make_item(
         part["new_values"] = np.zeros(count) if values is None else values[1][epoch]
         parts.append(part.sort_values(["minibatch", "sequence", "position"], kind="stable"))
     rows = join_tokens(tokens, pd.concat(parts, ignore_index=True), rule.anchor)
-    # exactly the log-ratios asked for, not what is left of them after + anchor - anchor
+    # exactly the requested log-ratios, without the rounding of + anchor - anchor
     order = pd.DataFrame({"sequence": sequence, "position": position, "place": np.arange(count)})
     place = rows[["sequence", "position"]].merge(order, on=["sequence", "position"], how="left")["place"]
     rows["log_ratios"] = np.asarray(log_ratios, dtype=np.float64)[rows["epoch"], place]

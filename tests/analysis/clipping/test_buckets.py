@@ -1,4 +1,4 @@
-"""What is clipped more than the rest: buckets, enrichment and vocabulary, by hand and by their sums."""
+"""Which tokens are clipped more than others: buckets, enrichment and vocabulary, by hand and by their sums."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What clipping does over the steps of an iteration: transitions, overshoot, early stops, what an update gained."""
+"""Clipping over the steps of an iteration: transitions, overshoot, early stops, the gain of an update."""
 
 from dataclasses import replace
 

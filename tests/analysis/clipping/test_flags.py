@@ -1,4 +1,4 @@
-"""Every definition of clipped, by hand and against a slow version; agreement with what training recorded."""
+"""Every definition of clipped, by hand and against a slow version; agreement with the records of training."""
 
 from dataclasses import replace
 from pathlib import Path

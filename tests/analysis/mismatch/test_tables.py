@@ -1,4 +1,4 @@
-"""Buckets, corrections, clip floor and the drivers: by hand, merged, and against what training recorded."""
+"""Buckets, corrections, clip floor and tables: by hand, merged, and against the records of training."""
 
 from __future__ import annotations
 

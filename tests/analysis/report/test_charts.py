@@ -1,4 +1,4 @@
-"""Axes, charts and markup: places and ticks by hand, safety and order as properties."""
+"""Axes, charts and markup: positions and ticks by hand, safety and order as properties."""
 
 import math
 import xml.etree.ElementTree as ET

@@ -1,4 +1,4 @@
-"""What the figures are drawn from: by hand, against slow definitions, and against what training recorded."""
+"""The counts behind the figures: by hand, against slow definitions, and against the records of training."""
 
 from __future__ import annotations
 

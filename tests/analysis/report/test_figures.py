@@ -1,4 +1,4 @@
-"""The figures of analyses: from small frames, what the chart shows and what is said of it."""
+"""The figures of analyses, from small frames: the chart and its caption."""
 
 from __future__ import annotations
 

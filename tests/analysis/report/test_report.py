@@ -1,4 +1,4 @@
-"""The report as a file: what it says, that it is whole, safe and the same every time; the command."""
+"""The report as a file: its text, that it is complete, safe and reproducible; the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL and entropy by unit: hand-worked, conserved over units, with the standard errors of their definition."""
+"""KL and entropy by unit: by hand, conserved over units, with the standard errors of their definition."""
 
 from __future__ import annotations
 

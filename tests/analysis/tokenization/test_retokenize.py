@@ -1,4 +1,4 @@
-"""Encoding again what was decoded, the card of a tokenizer, and all the cuts of a text."""
+"""Encoding decoded text again, the card of a tokenizer, and all segmentations of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The analysis of a recorded run agrees with what training recorded; the exact table of E0 holds."""
+"""The analysis of a run agrees with the records of training; the exact table of E0 holds."""
 
 from __future__ import annotations
 

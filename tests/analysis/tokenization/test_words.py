@@ -1,4 +1,4 @@
-"""Words under both conventions for white space, classes of text, and that they partition what was said."""
+"""Words under both conventions for white space, classes of text, and that they partition the text."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Configurations, studies and benchmarks."""
+"""Configurations, studies and benchmarks; README.md lists the questions they answer."""

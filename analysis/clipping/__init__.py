@@ -1,1 +1,1 @@
-"""What the clip did to tokens, words, buckets and steps."""
+"""What did the clip do to tokens, words, buckets and steps? All of it is read from the frame of `update_rows`."""

@@ -1,4 +1,4 @@
-"""What did the clip do? The command `python -m analysis.clipping`."""
+"""The command `python -m analysis.clipping`: what did the clip do?"""
 
 import sys
 

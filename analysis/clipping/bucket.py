@@ -1,4 +1,4 @@
-"""Table `clip_bucket`: which tokens are clipped, against what chance alone would clip."""
+"""Table `clip_bucket`: which tokens are clipped, compared with what chance alone would clip."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pandas as pd
 
 from analysis.clipping.flags import DISJOINT, token_flags
 from analysis.clipping.step import share
+from analysis.clipping.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
 from analysis.clipping.weights import logit_step, masses
-from analysis.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
 from ppo_repro.config.run import RunConfig
 
 Codes = npt.NDArray[np.int64]
@@ -19,7 +19,7 @@ Z_95 = 1.959963984540054
 
 
 def eligible(probabilities: Float64, advantages: Float64, rule: ClipRule) -> tuple[Bool, Bool]:
-    """Tokens that could be in clip_high and in clip_low.
+    """Tokens that could be in clip_high, and tokens that could be in clip_low.
 
     p_new <= 1, so a ratio above 1 + high needs p_anchor < 1 / (1 + high); any probability can fall.
     """
@@ -27,7 +27,7 @@ def eligible(probabilities: Float64, advantages: Float64, rule: ClipRule) -> tup
 
 
 def expected_among_eligible(codes: Codes, n_bins: int, cut: Bool, groups: tuple[Bool, Bool]) -> Float64:
-    """Clipped tokens expected per bin if within each group of eligible tokens chance alone decided, float64."""
+    """Clipped tokens expected per bin if chance alone decided within each group of eligible tokens, float64."""
     expected = np.zeros(n_bins)
     for group in groups:
         size = int(group.sum())
@@ -38,9 +38,9 @@ def expected_among_eligible(codes: Codes, n_bins: int, cut: Bool, groups: tuple[
 
 
 def step_needed(probabilities: Float64, prob_sq_sums: Float64, advantages: Float64, rule: ClipRule) -> Float64:
-    """The size eta > 0 of a pure step eta A (e_a - pi) in the logits from which on a token is clipped; inf if never.
+    """The smallest eta > 0 at which a pure step eta A (e_a - pi) in the logits clips the token; inf if none, float64.
 
-    To first order it adds eta A (1 - 2 p + sum pi^2) to the log-prob, so rare tokens move further. Float64.
+    To first order the step adds eta A (1 - 2 p + sum pi^2) to the log-prob, so rare tokens move further.
     """
     bound = np.where(advantages > 0, np.log1p(rule.high), -np.log1p(-rule.low))
     speed = np.abs(advantages) * logit_step(probabilities, prob_sq_sums)
@@ -49,9 +49,9 @@ def step_needed(probabilities: Float64, prob_sq_sums: Float64, advantages: Float
 
 
 def expected_from_logit_step(codes: Codes, n_bins: int, needed: Float64, clipped: int) -> Float64:
-    """Clipped tokens per bin if one step of the same size for all clipped as many tokens as were clipped, float64.
+    """Clipped tokens per bin if one step of equal size for all tokens clipped as many as were clipped, float64.
 
-    The size is the `clipped`-th smallest of `needed`; tokens tied with it count as clipped.
+    That size is the `clipped`-th smallest of `needed`; tokens tied with it count as clipped.
     """
     if clipped == 0:
         return np.zeros(n_bins)
@@ -63,7 +63,7 @@ def expected_from_logit_step(codes: Codes, n_bins: int, needed: Float64, clipped
 def lift_interval(codes: Codes, n_bins: int, sequences: Codes, cut: Bool) -> tuple[Float64, Float64, Float64]:
     """Lift P(cut | bin) / P(cut) and its 95 % limits, float64; NaN where a bin has no token or no clipped one.
 
-    exp(log lift -+ 1.96 SE) with the linearised standard error over whole responses, whose tokens are not
+    The limits are exp(log lift -+ 1.96 SE). SE is linearised over whole responses, since tokens of a response are not
     independent: SE^2 = sum_s (c_bs / c_b - n_bs / n_b - c_s / C + n_s / N)^2.
     """
     total = int(sequences.max()) + 1 if len(sequences) else 0
@@ -82,30 +82,30 @@ def lift_interval(codes: Codes, n_bins: int, sequences: Codes, cut: Bool) -> tup
 
 
 def _within(values: Float64, edges: Float64) -> tuple[Codes, Float64, Float64]:
-    """The bin [lo, hi) of each value, the last one closed, and the bins' limits."""
+    """The bin [lo, hi) of each value, the last bin closed, and the lower and upper limits of the bins."""
     inner = edges[1:-1]
     return np.searchsorted(inner, values, side="right").astype(np.int64), edges[:-1], edges[1:]
 
 
-def _quantile_edges(values: Float64, parts: int) -> Float64:
-    """Edges of quantile bins; fewer where values are tied; two equal ones where all are."""
-    edges = np.unique(np.quantile(values, np.linspace(0.0, 1.0, parts + 1)))
+def _quantile_edges(values: Float64, count: int) -> Float64:
+    """Edges of `count` quantile bins; fewer where values are tied; two equal edges where all values are equal."""
+    edges = np.unique(np.quantile(values, np.linspace(0.0, 1.0, count + 1)))
     return edges if len(edges) > 1 else np.repeat(edges, 2)
 
 
 def _position_edges(longest: int) -> Float64:
-    """0, 1, 2, 4, 8, ... beyond the longest position."""
+    """0, 1, 2, 4, 8, ... until beyond the last position."""
     powers = 2.0 ** np.arange(0, max(1, int(np.ceil(np.log2(longest + 1.0)))) + 1)
     return np.concatenate([[0.0], powers])
 
 
 def buckets(rows: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, tuple[Codes, Float64, Float64]]:
-    """kind -> bin of each row, lower and upper limits. Quantiles are those of the iteration's tokens."""
-    counted: dict[str, tuple[Codes, Float64, Float64]] = {}
+    """kind -> (bin of each row, lower limits, upper limits). Quantiles are those of the iteration's tokens."""
+    by_count: dict[str, tuple[Codes, Float64, Float64]] = {}
     for name in ("epoch", "minibatch"):
         values = rows[name].to_numpy(np.int64)
         limits = np.arange(values.max() + 1, dtype=np.float64)
-        counted[name] = (values, limits, limits + 1.0)
+        by_count[name] = (values, limits, limits + 1.0)
     positions = column(rows, "position")
     return {
         "p_anchor": _within(np.exp(column(rows, "anchor_logprobs")), P_EDGES),
@@ -114,7 +114,7 @@ def buckets(rows: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, tuple[Codes, 
             np.abs(column(rows, "advantages")), _quantile_edges(np.abs(column(tokens, "advantages")), 4)
         ),
         "position": _within(positions, _position_edges(int(positions.max()))),
-        **counted,
+        **by_count,
     }
 
 
@@ -154,19 +154,19 @@ def clip_bucket(item: IterationRows, config: RunConfig) -> pd.DataFrame:
     """Rates per bin of p_anchor, entropy decile, |advantage| quartile, position, epoch and minibatch, and adv_sign.
 
     Over all policy steps of the iteration; adv_sign is all, pos or neg. lift: rate of grad_zero in the bin over
-    that of all bins, with 95 % limits over whole responses. lift_eligible: clipped over what is expected if chance
+    that of all bins, with 95 % limits over whole responses. lift_eligible: clipped tokens over those expected if chance
     picked among the tokens that can be clipped at all (`eligible`). lift_logit_step: the same for one step of equal
-    size in the logits (`step_needed`). gm_share: share of the surrogate mass; gm_clip: part of the bin's mass removed.
+    size in the logits (`step_needed`). gm_share: share of the surrogate mass; gm_clip: share of the bin's mass removed.
     """
     rows = policy_rows(item).reset_index(drop=True)
     flags = token_flags(rows, item.rule).join(masses(rows, config))
     advantages = column(rows, "advantages")
     scopes = {"all": np.ones(len(rows), dtype=bool), "pos": advantages > 0, "neg": advantages < 0}
-    found = []
+    frames = []
     for kind, (codes, lower, upper) in buckets(rows, item.tokens).items():
         for sign, where in scopes.items():
             table = _kind_table(rows[where], flags[where], (codes[where], lower, upper), item.rule)
-            found.append(table.assign(iteration=item.iteration, kind=kind, adv_sign=sign))
-    result = pd.concat(found, ignore_index=True)
+            frames.append(table.assign(iteration=item.iteration, kind=kind, adv_sign=sign))
+    result = pd.concat(frames, ignore_index=True)
     first = ["iteration", "kind", "adv_sign"]
     return result[[*first, *(name for name in result.columns if name not in first)]]

@@ -6,13 +6,13 @@ import numpy as np
 import pandas as pd
 
 from analysis.clipping.flags import token_flags
-from analysis.update_rows import Bool, Float64, IterationRows, column, policy_rows
+from analysis.clipping.update_rows import Bool, Float64, IterationRows, column, policy_rows
 
 FORK_SHARE = 0.2  # the most uncertain fifth of tokens, "forks" (Wang et al., 2025)
 
 
 def auroc(scores: Float64, positive: Bool) -> float:
-    """P(score of a positive > score of a negative), ties half; NaN without one of the two. Mann and Whitney, 1947."""
+    """P(score of a positive > score of a negative), ties half; NaN without both kinds. Mann and Whitney, 1947."""
     n_positive = int(positive.sum())
     n_negative = len(positive) - n_positive
     if not n_positive or not n_negative:
@@ -36,17 +36,17 @@ def _median(values: Float64) -> float:
 
 
 def clip_enrichment(item: IterationRows) -> pd.DataFrame:
-    """One row per epoch: who is clipped. Entropies and probabilities are those before the update; NaN for nobody.
+    """One row per epoch: which tokens are clipped. Entropies and probabilities are those before the update.
 
     auroc_entropy and jaccard_forks compare clip_high with the entropy and with the most uncertain fifth of the
-    epoch's tokens. stays_clipped: share of the tokens clipped here that are clipped in every later epoch as well;
-    NaN in the last one.
+    epoch's tokens. stays_clipped: share of the tokens clipped here that are clipped in every later epoch too; NaN in
+    the last epoch. Means and medians over no token are NaN.
     """
     rows = policy_rows(item).reset_index(drop=True)
     flags = token_flags(rows, item.rule)
     epochs = sorted(rows["epoch"].unique())
     cut = pd.Series(flags["grad_zero"].to_numpy(bool), index=pd.MultiIndex.from_frame(rows[["sequence", "position"]]))
-    found = []
+    table = []
     for number, epoch in enumerate(epochs):
         here = rows["epoch"].to_numpy() == epoch
         up, down = (flags[name].to_numpy(bool)[here] for name in ("clip_high", "clip_low"))
@@ -59,7 +59,7 @@ def clip_enrichment(item: IterationRows) -> pd.DataFrame:
         if number + 1 < len(epochs) and clipped.any():
             always = cut[later].groupby(level=[0, 1]).all()
             stays = float(always.reindex(cut[here][clipped].index).dropna().astype(bool).mean())
-        found.append(
+        table.append(
             {
                 "iteration": item.iteration,
                 "epoch": epoch,
@@ -76,14 +76,14 @@ def clip_enrichment(item: IterationRows) -> pd.DataFrame:
                 "stays_clipped": stays,
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(table)
 
 
 def clip_vocab(item: IterationRows) -> pd.DataFrame:
-    """Per token id: text, rows of policy steps, clipped up and down, sum of entropies. Sums, see `merged_vocab`."""
+    """Sums per token id, for `merged_vocab`: rows of policy steps, clipped up and down, entropies; and its text."""
     rows = policy_rows(item)
     flags = token_flags(rows, item.rule)
-    where = pd.DataFrame(
+    ones = pd.DataFrame(
         {
             "token_id": rows["token_id"],
             "n": 1,
@@ -93,20 +93,20 @@ def clip_vocab(item: IterationRows) -> pd.DataFrame:
             "entropy_sum": rows["entropies"].astype(np.float64),
         }
     )
-    counted = where.groupby("token_id", as_index=False).sum()
+    counts = ones.groupby("token_id", as_index=False).sum()
     first = item.tokens.drop_duplicates("token_id")[["token_id", "sequence", "char_start", "char_end"]]
     named = first.merge(item.sequences[["sequence", "response"]], on="sequence", validate="many_to_one")
     spans = zip(named["response"], named["char_start"], named["char_end"], strict=True)
     named["text"] = [response[start:end] for response, start, end in spans]
-    return counted.merge(named[["token_id", "text"]], on="token_id", validate="one_to_one")
+    return counts.merge(named[["token_id", "text"]], on="token_id", validate="one_to_one")
 
 
-def merged_vocab(parts: list[pd.DataFrame]) -> pd.DataFrame:
+def merged_vocab(tables: list[pd.DataFrame]) -> pd.DataFrame:
     """`clip_vocab` of many iterations: sums, rate, lift over all tokens, mean entropy; most clipped first.
 
-    The text is the one a token had first: bytes of a character mean something only beside their neighbours.
+    The text is that of the token's first occurrence: single bytes of a character have none without their neighbours.
     """
-    together = pd.concat(parts, ignore_index=True)
+    together = pd.concat(tables, ignore_index=True)
     sums = together.drop(columns="text").groupby("token_id", as_index=False).sum()
     texts = together.drop_duplicates("token_id")[["token_id", "text"]]
     total = sums["n_grad_zero"].sum() / sums["n"].sum()

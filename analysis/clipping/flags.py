@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
+from analysis.clipping.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
 
-# the five that cannot overlap and make up band_out
+# five flags that never overlap and together are band_out
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "out_without_advantage")
 FLAGS = ("band_out", *DISJOINT, "dual_zero", "grad_zero", "cispo_clipped", "seq_clip", "binary_tv_out")
 TV_RANGE = 0.2  # prime-rl's default for the binary total variation
@@ -27,7 +27,7 @@ def flags_of_ratios(ratios: Float64, advantages: Float64, rule: ClipRule) -> dic
     band_out: r < 1 - low or r > 1 + high. clip_high: A > 0 and r > 1 + high; clip_low: A < 0 and r < 1 - low;
     wrong_high: A < 0 and r > 1 + high; wrong_low: A > 0 and r < 1 - low; out_without_advantage: band_out and A = 0.
     dual_zero: A < 0 and r > c, only with a dual clip. grad_zero: clip_high, clip_low or dual_zero.
-    cispo_clipped: r differs from clip(r). NaN is in no class.
+    cispo_clipped: r differs from clip(r). For a ratio of NaN all flags are false.
     """
     above, below = ratios > 1.0 + rule.high, ratios < 1.0 - rule.low
     up, down = advantages > 0, advantages < 0
@@ -57,9 +57,9 @@ def sequence_codes(rows: pd.DataFrame) -> npt.NDArray[np.int64]:
 def token_flags(rows: pd.DataFrame, rule: ClipRule, tv_range: float = TV_RANGE) -> pd.DataFrame:
     """All flags of FLAGS for rows of policy steps, bool, and `ratio`, float64; the index of `rows` is kept.
 
-    seq_clip: the rule of grad_zero (without dual clip) on s = exp(mean of log r over the response), GSPO (Zheng et
-    al., 2025), on each of its tokens. binary_tv_out: p_new - p_anchor > tv_range where A > 0, < -tv_range where
-    A < 0, DPPO.
+    seq_clip: for every token of a response, the rule of grad_zero (without dual clip) applied to
+    s = exp(mean of log r over the response), GSPO (Zheng et al., 2025). binary_tv_out: p_new - p_anchor > tv_range
+    where A > 0, < -tv_range where A < 0, DPPO.
     """
     log_ratios, advantages = column(rows, "log_ratios"), column(rows, "advantages")
     flags = flags_of_ratios(ratios_of(log_ratios), advantages, rule)
@@ -93,7 +93,7 @@ def value_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
 
 
 def _classes(ratios: Float64, advantages: Float64, low: float, high: float, dual: float) -> npt.NDArray[np.int64]:
-    """Index into RECORDED of each token for bounds as they are."""
+    """Index into RECORDED of each token, for these bounds without rounding."""
     classes = np.zeros(len(ratios), dtype=np.int64)
     above, below, up, down = ratios > high, ratios < low, advantages > 0, advantages < 0
     for index, where in enumerate((above & up, below & down, above & down, below & up, (ratios > dual) & down), 1):
@@ -102,11 +102,11 @@ def _classes(ratios: Float64, advantages: Float64, low: float, high: float, dual
 
 
 def recorded_against_float64(item: IterationRows) -> pd.DataFrame:
-    """One row: how many recorded clip flags (float32, as the loss saw them) differ from the float64 ones, and why.
+    """One row: how many recorded clip flags (float32, as in the loss) differ from the float64 ones, and why.
 
     bound_rounding: the float32 ratio lies between the bound and the bound rounded to float32.
-    ratio_rounding: the ratio itself, rounded to float32, lies on the other side of the bound.
-    unexplained: the recorded flag is not what the recorded float32 ratio and the float32 bounds give; must be 0.
+    ratio_rounding: rounding to float32 moved the ratio to the other side of the bound.
+    unexplained: the recorded flag does not follow from the recorded float32 ratio and float32 bounds; must be 0.
     """
     rows, rule = policy_rows(item), item.rule
     advantages, ratio32 = column(rows, "advantages"), rows["ratios"].to_numpy(np.float32)

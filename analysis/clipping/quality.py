@@ -1,4 +1,4 @@
-"""What an update achieved beside what its surrogate promised, and how often it made things worse."""
+"""What did an update achieve compared with what its surrogate promised, and how often did it make things worse?"""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pandas as pd
 
 from analysis.clipping.dynamics import overshoot_shares
 from analysis.clipping.flags import ratios_of
+from analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows
 from analysis.clipping.weights import loss_weights
-from analysis.update_rows import ClipRule, Float64, IterationRows, column, policy_rows
 from ppo_repro.config.run import RunConfig
 
 
 def clipped_surrogates(ratios: Float64, advantages: Float64, rule: ClipRule) -> Float64:
-    """min(r A, clip(r) A), with a dual clip c at least c A where A < 0, per token, float64. Higher is better."""
+    """min(r A, clip(r) A) per token, and with a dual clip c at least c A where A < 0. Float64; higher is better."""
     bounded = np.clip(ratios, 1.0 - rule.low, 1.0 + rule.high)
     lower = np.minimum(ratios * advantages, bounded * advantages)
     if rule.dual is None:
@@ -24,7 +24,7 @@ def clipped_surrogates(ratios: Float64, advantages: Float64, rule: ClipRule) -> 
 
 
 def update_numbers(item: IterationRows, config: RunConfig) -> dict[str, float]:
-    """One iteration's part of `update_quality`.
+    """One iteration's row for `update_quality`.
 
     surrogate_gain: min(r A, clip(r) A) - A as the loss weighs it, over the last epoch (each token at its last
     visit), in units of the advantages. kl_per_sequence: KL(anchor || new) by k3, seq_mean_token_sum, nats, last epoch.
@@ -49,19 +49,19 @@ def update_numbers(item: IterationRows, config: RunConfig) -> dict[str, float]:
     }
 
 
-def update_quality(parts: Sequence[dict[str, float]]) -> pd.DataFrame:
+def update_quality(rows: Sequence[dict[str, float]]) -> pd.DataFrame:
     """One row per iteration: what the surrogate promised, and the next iteration's mean score minus this one's.
 
-    score_gain compares sampled scores on other prompts, so its standard error, score_gain_se, is that of two
-    independent means; NaN in the last iteration and where the next one is not there. improved: score_gain > 0.
+    score_gain compares sampled scores on different prompts, so its standard error, score_gain_se, is that of two
+    independent means. Both are NaN in the last iteration and where the next one was not read. improved: score_gain > 0.
     """
-    found = pd.DataFrame(parts)
-    following = found.set_index("iteration").reindex(found["iteration"] + 1)
-    found["score_gain"] = following["score_mean"].to_numpy() - found["score_mean"]
-    variance = following["score_variance_of_mean"].to_numpy() + found.pop("score_variance_of_mean")
-    found["score_gain_se"] = np.sqrt(variance)
-    found["improved"] = (found["score_gain"] > 0).where(found["score_gain"].notna())
-    return found
+    table = pd.DataFrame(rows)
+    following = table.set_index("iteration").reindex(table["iteration"] + 1)
+    table["score_gain"] = following["score_mean"].to_numpy() - table["score_mean"]
+    variance = following["score_variance_of_mean"].to_numpy() + table.pop("score_variance_of_mean")
+    table["score_gain_se"] = np.sqrt(variance)
+    table["improved"] = (table["score_gain"] > 0).where(table["score_gain"].notna())
+    return table
 
 
 def evaluation_gains(
@@ -69,22 +69,22 @@ def evaluation_gains(
 ) -> pd.DataFrame:
     """One row per stretch between two held-out evaluations: accuracy before and after, and whether it fell.
 
-    From `iterations` (eval_accuracy is before the iteration's update) and the manifest's final results. The same
-    `eval_prompts` prompts are answered greedily each time; the answers are not recorded, so se_unpaired is that of
-    two independent shares, larger than that of the paired difference unless the answers are negatively related.
-    worse: accuracy fell.
+    From `iterations` (eval_accuracy is measured before the iteration's update) and the manifest's final results. The
+    same `eval_prompts` prompts are answered greedily each time, but the answers are not recorded. So se_unpaired is
+    that of two independent shares, larger than that of the paired difference unless the answers are negatively
+    correlated. worse: accuracy fell.
     """
-    seen = iterations[iterations["eval_accuracy"].notna()]
-    where = [*seen["iteration"].astype(int), int(iterations["iteration"].max()) + 1]
-    accuracy = np.array([*seen["eval_accuracy"], float(final["eval_accuracy"])])
+    evaluations = iterations[iterations["eval_accuracy"].notna()]
+    before_iteration = [*evaluations["iteration"].astype(int), int(iterations["iteration"].max()) + 1]
+    accuracy = np.array([*evaluations["eval_accuracy"], float(final["eval_accuracy"])])
     variance = accuracy * (1.0 - accuracy) / eval_prompts
     gain = np.diff(accuracy)
     error = np.sqrt(variance[:-1] + variance[1:])
     return pd.DataFrame(
         {
-            "from_iteration": where[:-1],
-            "to_iteration": where[1:],
-            "updates": np.diff(where),
+            "from_iteration": before_iteration[:-1],
+            "to_iteration": before_iteration[1:],
+            "updates": np.diff(before_iteration),
             "accuracy_before": accuracy[:-1],
             "accuracy_after": accuracy[1:],
             "gain": gain,

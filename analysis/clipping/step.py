@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.clipping.flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
+from analysis.clipping.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows, steps_of
 from analysis.clipping.weights import masses
-from analysis.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows, steps_of
 from ppo_repro.config.run import RunConfig
 
 VALUE_FLAGS = ("vf_band_out", "vf_grad_zero")
@@ -23,18 +23,18 @@ def overshoot(ratios: Float64, rule: ClipRule) -> Float64:
 
 
 def beyond_twice(ratios: Float64, rule: ClipRule) -> Bool:
-    """Where the overshoot is larger than the clip range of its side."""
+    """Whether the overshoot is larger than the clip range on its side."""
     return (ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)
 
 
-def share(part: Float64, where: Bool) -> float:
-    """Sum where / sum; NaN where the sum is zero or not finite."""
-    total = float(part.sum())
-    return float(part[where].sum()) / total if total and np.isfinite(total) else float("nan")
+def share(values: Float64, where: Bool) -> float:
+    """The share of the values' sum that lies at `where`; NaN where the sum is zero or not finite."""
+    total = float(values.sum())
+    return float(values[where].sum()) / total if total and np.isfinite(total) else float("nan")
 
 
 def effective_samples(log_weights: Float64) -> float:
-    """(sum w)^2 / (n sum w^2) in [1/n, 1] for w = exp(log_weights), shifted so that nothing overflows."""
+    """(sum w)^2 / (n sum w^2) in [1/n, 1] for w = exp(log_weights); weights are shifted so that none overflows."""
     if not len(log_weights) or not np.isfinite(log_weights).all():
         return float("nan")
     weights = np.exp(log_weights - log_weights.max())
@@ -62,12 +62,12 @@ def ratio_statistics(ratios: Float64) -> dict[str, float]:
     names = ["r_mean", "r_var", "r_min", "r_max", *(f"r_q{level:g}" for level in QUANTILES)]
     if not len(ratios) or not np.isfinite(ratios).all():
         return dict.fromkeys(names, float("nan"))
-    found = [ratios.mean(), ratios.var(), ratios.min(), ratios.max(), *np.quantile(ratios, QUANTILES)]
-    return {name: float(value) for name, value in zip(names, found, strict=True)}
+    values = [ratios.mean(), ratios.var(), ratios.min(), ratios.max(), *np.quantile(ratios, QUANTILES)]
+    return {name: float(value) for name, value in zip(names, values, strict=True)}
 
 
 def mismatch(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
-    """clip_floor, clip_floor_band: grad_zero and band_out if the ratio were pi_old / anchor, no step taken at all.
+    """clip_floor, clip_floor_band: shares of grad_zero and band_out at the ratio pi_old / anchor, before any step.
 
     Both are 0 with the anchor `old`. var_share_mismatch = Var(delta) / Var(log pi_new - log pi_rollout) with
     delta = log pi_old - log pi_rollout; NaN where nothing varies.
@@ -87,7 +87,7 @@ def mismatch(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
 
 
 def _summary(rows: pd.DataFrame, flags: pd.DataFrame, mass: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
-    """The numbers of one row of the table, for the tokens given."""
+    """The numbers of one row of the table, over these tokens."""
     n, ratios, log_ratios = len(rows), column(flags, "ratio"), column(rows, "log_ratios")
     rates = {name: float(flags[name].mean()) if n else float("nan") for name in FLAGS}
     over = overshoot(ratios, rule)
@@ -123,9 +123,9 @@ def _subsets(rows: pd.DataFrame) -> dict[str, Bool]:
 
 def _value_rates(flags: pd.DataFrame, where: Bool) -> dict[str, float]:
     """Share of tokens of the value model's step with each flag; NaN where it took none."""
-    seen = where & flags["seen"].to_numpy(bool)
-    count = int(seen.sum())
-    rates = {name: flags[name].to_numpy(bool)[seen].mean() if count else np.nan for name in VALUE_FLAGS}
+    stepped = where & flags["seen"].to_numpy(bool)
+    count = int(stepped.sum())
+    rates = {name: flags[name].to_numpy(bool)[stepped].mean() if count else np.nan for name in VALUE_FLAGS}
     return {"n_value_tok": count, **rates}
 
 
@@ -138,16 +138,19 @@ def clip_step(item: IterationRows, config: RunConfig) -> pd.DataFrame:
     """
     policy = policy_rows(item)
     flags, mass = token_flags(policy, item.rule), masses(policy, config)
-    of_values = value_flags(item.rows, item.rule).assign(seen=item.rows["new_values"].notna())
-    chosen, every = steps_of(policy), steps_of(item.rows)
+    value_rows = value_flags(item.rows, item.rule).assign(seen=item.rows["new_values"].notna())
+    policy_steps, all_steps = steps_of(policy), steps_of(item.rows)
     policy = policy[NEEDED]
-    found = []
+    table = []
     for inner, (epoch, minibatch) in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
-        places, seen = chosen.get((epoch, minibatch), np.zeros(0, np.intp)), every[(epoch, minibatch)]
-        subsets, value_subsets = _subsets(policy.iloc[places]), _subsets(item.rows.iloc[seen])
+        policy_index, all_index = (
+            policy_steps.get((epoch, minibatch), np.zeros(0, np.intp)),
+            all_steps[(epoch, minibatch)],
+        )
+        subsets, value_subsets = _subsets(policy.iloc[policy_index]), _subsets(item.rows.iloc[all_index])
         for subset in SUBSETS:
-            at = places[subsets[subset]]
+            selected = policy_index[subsets[subset]]
             key = {"iteration": item.iteration, "epoch": epoch, "minibatch": minibatch, "step": inner, "subset": subset}
-            numbers = _summary(policy.iloc[at], flags.iloc[at], mass.iloc[at], item.rule)
-            found.append({**key, **numbers, **_value_rates(of_values.iloc[seen], value_subsets[subset])})
-    return pd.DataFrame(found)
+            numbers = _summary(policy.iloc[selected], flags.iloc[selected], mass.iloc[selected], item.rule)
+            table.append({**key, **numbers, **_value_rates(value_rows.iloc[all_index], value_subsets[subset])})
+    return pd.DataFrame(table)

@@ -1,4 +1,4 @@
-"""What the clip did in a run: all tables, one iteration in memory at a time.
+"""What did the clip do in a run? All tables, with one iteration in memory at a time.
 
 `python -m analysis.clipping RUN` prints an overview; `--out DIR` writes every table as Parquet.
 """
@@ -21,8 +21,8 @@ from analysis.clipping.flags import recorded_against_float64
 from analysis.clipping.quality import evaluation_gains, update_numbers, update_quality
 from analysis.clipping.ratios import overshoot_survival, ratio_hist
 from analysis.clipping.step import clip_step
+from analysis.clipping.update_rows import load_iterations, recorded_config
 from analysis.clipping.words import clip_words
-from analysis.update_rows import load_iterations, recorded_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
@@ -42,37 +42,37 @@ class ClipTables:
     epochs_to_half: pd.DataFrame  # iteration
     update_quality: pd.DataFrame  # iteration
     evaluation_gains: pd.DataFrame  # stretch between evaluations; empty where only some iterations are read
-    flag_differences: pd.DataFrame  # iteration; empty for a clip range that was not the run's own
+    flag_differences: pd.DataFrame  # iteration; empty for a clip range other than the run's own
 
 
 def clip_tables(
     run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
 ) -> ClipTables:
-    """All tables of a run; `band` (low, high) in place of the run's own clip range.
+    """All tables of a run; `band` (low, high) replaces the run's own clip range.
 
-    Raises UserError where records are missing, or where the run clips nothing and no band is given.
+    Raises UserError where records are missing, or where the run clips nothing and there is no band.
     """
-    config, found = recorded_config(run_dir), reader.open_manifest(run_dir)
+    config, manifest = recorded_config(run_dir), reader.open_manifest(run_dir)
     parts: dict[str, list[pd.DataFrame]] = {field.name: [] for field in fields(ClipTables)}
     quality = []
     for item in load_iterations(run_dir, iterations=iterations, band=band):
         parts["clip_step"].append(clip_step(item, config))
         parts["clip_bucket"].append(clip_bucket(item, config))
-        for of_item in (ratio_hist, overshoot_survival, clip_vocab, clip_enrichment, band_transitions, clip_words):
-            parts[of_item.__name__].append(of_item(item))
+        for table_of in (ratio_hist, overshoot_survival, clip_vocab, clip_enrichment, band_transitions, clip_words):
+            parts[table_of.__name__].append(table_of(item))
         if item.rule.is_recorded:
             parts["flag_differences"].append(recorded_against_float64(item))
         quality.append(update_numbers(item, config))
     if iterations is None:
         overall = reader.read_iterations(run_dir)
-        parts["evaluation_gains"].append(evaluation_gains(overall, found.final, config.task.num_eval_prompts))
-    together = {name: pd.concat(some, ignore_index=True) if some else pd.DataFrame() for name, some in parts.items()}
-    together["clip_vocab"] = merged_vocab(parts["clip_vocab"])
-    together["epochs_to_half"] = epochs_to_half(together["clip_step"])
-    together["update_quality"] = update_quality(quality)
-    for table in together.values():
-        table.insert(0, "run_id", found.fingerprint[:12])
-    return ClipTables(**together)
+        parts["evaluation_gains"].append(evaluation_gains(overall, manifest.final, config.task.num_eval_prompts))
+    tables = {name: pd.concat(some, ignore_index=True) if some else pd.DataFrame() for name, some in parts.items()}
+    tables["clip_vocab"] = merged_vocab(parts["clip_vocab"])
+    tables["epochs_to_half"] = epochs_to_half(tables["clip_step"])
+    tables["update_quality"] = update_quality(quality)
+    for table in tables.values():
+        table.insert(0, "run_id", manifest.fingerprint[:12])
+    return ClipTables(**tables)
 
 
 def overview(tables: ClipTables, early_stop_kl: float | None) -> list[str]:
@@ -119,26 +119,26 @@ def overview(tables: ClipTables, early_stop_kl: float | None) -> list[str]:
             f"{difference['unexplained']} unexplained)"
         )
     if early_stop_kl is not None:
-        for estimate, part in early_stop(tables.clip_step, early_stop_kl).groupby("estimate", sort=False):
+        for estimate, group in early_stop(tables.clip_step, early_stop_kl).groupby("estimate", sort=False):
             lines.append(
-                f"early stop at {early_stop_kl:g} by {estimate}: {part['stopped'].sum()} of {len(part)} iterations, "
-                f"after {part['steps_taken'].mean():.1f} of {part['steps'].mean():.1f} steps"
+                f"early stop at {early_stop_kl:g} by {estimate}: {group['stopped'].sum()} of {len(group)} iterations, "
+                f"after {group['steps_taken'].mean():.1f} of {group['steps'].mean():.1f} steps"
             )
     return lines
 
 
-def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="what the clip did in a recorded run")
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m analysis.clipping", description="What did the clip do in a run?")
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
     parser.add_argument("--out", type=Path, help="write every table as Parquet into this folder")
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Print the overview; exit code 2 and one line where what the user wrote is wrong."""
-    arguments = _arguments(given)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the overview; exit code 2 and one line on a user error."""
+    arguments = _arguments(argv)
     try:
         band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
         tables = clip_tables(arguments.run, band=band)

@@ -1,4 +1,4 @@
-"""How much of the gradient each token carries: surrogate mass and the norm of its gradient in the logits."""
+"""How much of the gradient does each token carry: surrogate mass, and the norm of its gradient in the logits."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import numpy as np
 import pandas as pd
 
 from analysis.clipping.flags import ratios_of
-from analysis.update_rows import Float64, column
+from analysis.clipping.update_rows import Float64, column
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 
 
 def logit_step(probabilities: Float64, prob_sq_sums: Float64) -> Float64:
-    """1 - 2 p + sum_v pi_v^2, float64: what a step of 1 on a token's log-prob in the logits adds to that log-prob.
+    """1 - 2 p + sum_v pi_v^2 = ||e_a - pi||^2, float64: the squared norm of the gradient of log pi_a in the logits.
 
-    It is also ||e_a - pi||^2, the squared norm of the gradient of log pi_a in the logits.
+    A step of 1 along that gradient adds as much to log pi_a, to first order.
     """
-    # (1 - p)^2 is a lower bound; below it is only the rounding of the recorded float32 columns
+    # (1 - p)^2 is a lower bound; only rounding of the recorded float32 columns goes below it
     return np.maximum(1.0 - 2.0 * probabilities + prob_sq_sums, (1.0 - probabilities) ** 2)
 
 
 def loss_weights(rows: pd.DataFrame, config: RunConfig) -> Float64:
-    """What each row's surrogate counts in the loss of its step: aggregation times importance weight, float64.
+    """The weight of each row's surrogate in the loss of its step: aggregation times importance weight, float64.
 
     token_mean: 1 / tokens of the step; sequence_mean: 1 / (sequences length); sequence_sum: 1 / sequences. The
-    importance weight is min(w, cap), or w in [1 / cap, cap] and else 0, with w = pi_old / pi_rollout of the token
-    or of its response.
+    importance weight is min(w, cap) if truncated, and if masked w within [1 / cap, cap] and 0 outside, with
+    w = pi_old / pi_rollout of the token or of its response.
     """
     step = rows.groupby(["epoch", "minibatch"], sort=False)
     sequence = rows.groupby(["epoch", "minibatch", "sequence"], sort=False)
@@ -38,28 +38,28 @@ def loss_weights(rows: pd.DataFrame, config: RunConfig) -> Float64:
         "sequence_sum": 1.0 / sequences,
     }
     if config.ppo.aggregation not in by_kind:
-        known = ", ".join(by_kind)
-        raise UserError(f"ppo.aggregation = {config.ppo.aggregation}: the clip analyses know {known}")
+        kinds = ", ".join(by_kind)
+        raise UserError(f"ppo.aggregation = {config.ppo.aggregation}: the clip analyses know {kinds}")
     weights = by_kind[config.ppo.aggregation]
-    chosen = config.ppo.importance_weights
-    if chosen is None:
+    correction = config.ppo.importance_weights
+    if correction is None:
         return weights
     delta = column(rows, "old_logprobs") - column(rows, "rollout_logprobs")
-    if chosen.level == "sequence":
+    if correction.level == "sequence":
         codes = sequence.ngroup().to_numpy()
         delta = np.asarray(np.bincount(codes, delta)[codes], dtype=np.float64)
     importance = ratios_of(delta)
-    if chosen.kind == "truncated":
-        return weights * np.minimum(importance, chosen.cap)
-    kept = (importance >= 1.0 / chosen.cap) & (importance <= chosen.cap)
-    return weights * np.where(kept, importance, 0.0)
+    if correction.kind == "truncated":
+        return weights * np.minimum(importance, correction.cap)
+    inside = (importance >= 1.0 / correction.cap) & (importance <= correction.cap)
+    return weights * np.where(inside, importance, 0.0)
 
 
 def masses(rows: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
     """Per row of a policy step, float64, as if nothing were clipped.
 
-    surrogate_mass = w |r A|, w from `loss_weights`; logit_grad_norm = w |r A| sqrt(1 - 2 p + sum pi^2), p and pi
-    of the policy before the update, whose sum of squares is what was recorded.
+    surrogate_mass = w |r A|, w from `loss_weights`; logit_grad_norm = w |r A| sqrt(1 - 2 p + sum pi^2), with p and pi
+    of the policy before the update, for which the sum of squares is recorded.
     """
     surrogate = loss_weights(rows, config) * np.abs(ratios_of(column(rows, "log_ratios")) * column(rows, "advantages"))
     probabilities = np.exp(column(rows, "old_logprobs"))

@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 
 from analysis.clipping.flags import ratios_of, token_flags
-from analysis.update_rows import IterationRows, policy_rows
+from analysis.clipping.update_rows import IterationRows, policy_rows
 
 
 def word_ratios(item: IterationRows) -> pd.DataFrame:
-    """One row per word and policy step: n_tok, log_ratio (sum over its tokens, nats) and what its tokens did.
+    """One row per word and policy step: n_tok, log_ratio (sum over its tokens, nats) and flags.
 
     any_token_out: a token is in band_out. token_band_out: the word's ratio is outside [1 - low, 1 + high].
     word_band_out: outside [(1 - low)^n, (1 + high)^n], compared as sums of logs.
@@ -18,8 +18,8 @@ def word_ratios(item: IterationRows) -> pd.DataFrame:
     rows, rule = policy_rows(item), item.rule
     flags = token_flags(rows, rule)
     keys = ["epoch", "minibatch", "sequence", "word_id"]
-    seen = rows[keys].assign(log_ratio=rows["log_ratios"], any_token_out=flags["band_out"], n_tok=1)
-    words = seen.groupby(keys, sort=False, as_index=False).agg(
+    tokens = rows[keys].assign(log_ratio=rows["log_ratios"], any_token_out=flags["band_out"], n_tok=1)
+    words = tokens.groupby(keys, sort=False, as_index=False).agg(
         log_ratio=("log_ratio", "sum"), any_token_out=("any_token_out", "any"), n_tok=("n_tok", "sum")
     )
     ratio = ratios_of(words["log_ratio"].to_numpy(np.float64))

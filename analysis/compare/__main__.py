@@ -1,4 +1,4 @@
-"""Are two runs the same? The command `python -m analysis.compare`."""
+"""The command `python -m analysis.compare`: are two runs the same?"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Are two runs the same to the last bit? By the digests of their manifests; files are read for the first difference."""
+"""Are two runs the same to the last bit? The digests of their manifests say so; files are read to find a difference."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ppo_repro.records.manifest import Manifest, tables_of
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where the data of two runs first part; `ppo-repro diff A B` names the row and both values."""
+    """Where the data of two runs first differ; `ppo-repro diff A B` names the row and both values."""
 
     iteration: int
     table: str
-    column: str  # "(rows)" where the numbers of rows differ
+    column: str  # "(rows)" where the number of rows differs
 
 
 def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
-    """Both manifests; raises UserError where a run is incomplete or damaged, or they are of different kinds."""
+    """Both manifests; raises UserError where a run is incomplete or damaged, or where the kinds differ."""
     a, b = reader.open_manifest(run_a), reader.open_manifest(run_b)
     if a.kind != b.kind:
         raise UserError(f"{run_a} is a {a.kind} run, {run_b} a {b.kind} run; compare runs of one kind")
@@ -29,23 +29,23 @@ def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]
 
 
 def first_difference(run_a: Path | str, run_b: Path | str) -> FirstDifference | None:
-    """The first iteration, table and column, in the order in which data come to be; None where no digest differs.
+    """The first iteration, table and column, in the order of computation; None where no digest differs.
 
-    Only iterations that both have. Raises UserError on damaged records.
+    Compares only iterations that both have. Raises UserError on damaged records.
     """
     a, b = manifests(run_a, run_b)
-    for one, other in zip(a.iterations, b.iterations, strict=False):
+    for entry_a, entry_b in zip(a.iterations, b.iterations, strict=False):
         for table in tables_of(a):
-            if one.tables[table.name].digest == other.tables[table.name].digest:
+            if entry_a.tables[table.name].digest == entry_b.tables[table.name].digest:
                 continue
-            if one.tables[table.name].rows != other.tables[table.name].rows:
-                return FirstDifference(one.iteration, table.name, "(rows)")
-            data = [reader.read_arrow(run, table.name, one.iteration) for run in (run_a, run_b)]
+            if entry_a.tables[table.name].rows != entry_b.tables[table.name].rows:
+                return FirstDifference(entry_a.iteration, table.name, "(rows)")
+            data = [reader.read_arrow(run, table.name, entry_a.iteration) for run in (run_a, run_b)]
             for column in table.columns:
-                values = [part.column(column.name) for part in data]
-                found = {digests.column_digest(column.kind, v, nullable=column.nullable) for v in values}
-                if column.in_fingerprint and len(found) == 2:
-                    return FirstDifference(one.iteration, table.name, column.name)
+                values = [data_of.column(column.name) for data_of in data]
+                column_digests = {digests.column_digest(column.kind, v, nullable=column.nullable) for v in values}
+                if column.in_fingerprint and len(column_digests) == 2:
+                    return FirstDifference(entry_a.iteration, table.name, column.name)
     return None
 
 
@@ -63,7 +63,9 @@ def bitwise_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
     rows = [Row("bitwise", "fingerprint", float(same), iterations, "chained " + method, verdict=where)]
     pairs = list(zip(a.iterations, b.iterations, strict=False))
     for table in tables_of(a):
-        equal = sum(one.tables[table.name].digest == other.tables[table.name].digest for one, other in pairs)
+        equal = sum(
+            entry_a.tables[table.name].digest == entry_b.tables[table.name].digest for entry_a, entry_b in pairs
+        )
         verdict = "identical" if equal == iterations else "different"
         share = equal / iterations if iterations else float("nan")
         rows.append(Row("bitwise", table.name, share, iterations, f"share of iterations, {method}", verdict=verdict))

@@ -25,39 +25,40 @@ def responses_of(run_dir: Path | str, iterations: Sequence[int] | None) -> pd.Da
 def distribution_rows(a: pd.DataFrame, b: pd.DataFrame, rng: np.random.Generator, draws: int) -> list[Row]:
     """MMD^2 of the responses within prompts and energy distances of scores and lengths; see `two_sample`.
 
-    Responses to one prompt at one place of one iteration are pairs, and only pairs change places: under H0
-    both runs answer alike in every iteration, however the policies move and whatever noise they share. Without common
-    places (other prompts or batches) labels are shuffled within the prompt, over all iterations.
+    Two responses to one prompt at the same place of the same iteration are a pair, and only the two of a pair are
+    swapped. H0: both runs answer alike in every iteration, however the policies move and whatever noise they share.
+    Where the runs have no such pairs (other prompts or batches), labels are shuffled within the prompt, over all
+    iterations.
 
-    A test that has nothing to go on (no prompt with two responses in both runs, scores that are not finite) has
-    p-value NaN. Raises UserError on more than 4,096 responses to one prompt.
+    The p-value is NaN where there is nothing to test: no prompt has two responses in both runs, or scores are not
+    finite. Raises UserError on more than 4,096 responses to one prompt.
     """
     keys = ["iteration", "sequence", "prompt_key", "prompt"]
-    places = [pd.MultiIndex.from_frame(frame[keys]) for frame in (a, b)]
-    paired = bool(len(places[0].intersection(places[1])))
+    requests = [pd.MultiIndex.from_frame(frame[keys]) for frame in (a, b)]
+    paired = bool(len(requests[0].intersection(requests[1])))
     if paired:
-        a, b = a[places[0].isin(places[1])], b[places[1].isin(places[0])]
+        a, b = a[requests[0].isin(requests[1])], b[requests[1].isin(requests[0])]
         a, b = (frame.sort_values(keys[:2], ignore_index=True) for frame in (a, b))
     prompts = [pd.MultiIndex.from_frame(frame[keys[2:]]) for frame in (a, b)]
     codes, _ = pd.factorize(prompts[0].append(prompts[1]))
     strata = codes[: len(a)].astype(np.int64), codes[len(a) :].astype(np.int64)
     width = int(max(a["response_length"].max(), b["response_length"].max()))
     ids = [padded([np.asarray(x, np.int32) for x in frame["response_ids"]], width) for frame in (a, b)]
-    found = mmd_hamming(ids[0], ids[1], strata[0], strata[1], rng, paired=paired, draws=draws)
-    rows = [_row("responses", "MMD^2 above its null mean, Hamming kernel, by prompt", found, paired)]
+    test = mmd_hamming(ids[0], ids[1], strata[0], strata[1], rng, paired=paired, draws=draws)
+    rows = [_row("responses", "MMD^2 above its null mean, Hamming kernel, by prompt", test, paired)]
     for name, column in (("scores", "scores"), ("response_length", "response_length")):
         values = [frame[column].to_numpy(np.float64) for frame in (a, b)]
         odd = sum(int((~np.isfinite(v)).sum()) for v in values)
         if odd:
-            # leaving them out would compare other responses than were given
+            # without them the test would compare other responses than were sampled
             what = f"{odd} values are not finite: no energy distance"
             rows.append(Row("distribution", name, math.nan, len(a) + len(b), what, "difference"))
             continue
-        found = energy_distance(values[0], values[1], rng, paired=paired, draws=draws)
-        rows.append(_row(name, "energy distance above its null mean", found, paired))
+        test = energy_distance(values[0], values[1], rng, paired=paired, draws=draws)
+        rows.append(_row(name, "energy distance above its null mean", test, paired))
     return rows
 
 
-def _row(metric: str, what: str, found: Permutation, paired: bool) -> Row:
-    how = f"{found.relabellings} {'swaps of pairs' if paired else 'shuffles'}"
-    return Row("distribution", metric, found.stat, found.n_units, f"{what}; {how}", "difference", found.p_value)
+def _row(metric: str, what: str, test: Permutation, paired: bool) -> Row:
+    how = f"{test.relabellings} {'swaps of pairs' if paired else 'shuffles'}"
+    return Row("distribution", metric, test.stat, test.n_units, f"{what}; {how}", "difference", test.p_value)

@@ -1,8 +1,8 @@
-"""The same tokens under two runs: how far are their log-probs apart, and how long do they sample the same?
+"""The same tokens in two runs: how far apart are their log-probs, and how long do the runs sample the same tokens?
 
-Responses are paired by iteration and place; their prompt must be the same. delta = log-prob of b - log-prob of a,
-on the responses whose tokens are all the same: where runs have parted these are the likely ones, so the numbers are
-about them and not about all responses.
+Responses to the same prompt at the same place of an iteration are paired. delta = log-prob of b - log-prob of a, over
+the responses whose tokens are all the same. Once runs have diverged those are the likely responses, so the numbers do
+not describe all of them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def paired_responses(
     column: str = "old_logprobs",
     iterations: Sequence[int] | None = None,
 ) -> pd.DataFrame:
-    """One row per response that both runs gave to the same prompt at the same place of the same iteration.
+    """One row per pair of responses to the same prompt at the same place of the same iteration.
 
-    iteration, sequence; compared: tokens up to and with the first different one, or all; diverged: whether there is
-    one. Where there is none: delta_sum, abs_sum (nats, float64; sums over tokens of delta and |delta|), unequal (tokens
-    whose log-probs differ in any bit); NaN and 0 for the others. Sums that are not finite stay so.
+    iteration, sequence; diverged: whether a token differs; compared: tokens up to and including the first different
+    one, else all. For pairs that did not diverge: delta_sum, abs_sum (sums over tokens of delta and |delta|, nats,
+    float64; not finite where a log-prob is not), unequal (tokens whose log-probs differ in any bit); NaN and 0 for
+    the others.
 
-    Raises UserError on another column, runs of environments, another number of iterations unless `iterations`
-    names some, and on damaged records.
+    Raises UserError on another column, control runs, different numbers of iterations unless `iterations` names some,
+    and damaged records.
     """
     if column not in COLUMNS:
         raise UserError(f"column = {column!r}: must be {', '.join(COLUMNS)}")
@@ -52,10 +53,10 @@ def paired_responses(
     counts = len(a.iterations), len(b.iterations)
     if iterations is None and counts[0] != counts[1]:
         raise UserError(f"{run_a} has {counts[0]} iterations, {run_b} has {counts[1]}; name the iterations to compare")
-    chosen = range(counts[0]) if iterations is None else iterations
-    if not len(chosen):
+    selected = range(counts[0]) if iterations is None else iterations
+    if not len(selected):
         raise UserError(f"{run_a} and {run_b}: there is no iteration to compare")
-    return pd.concat([_one_iteration(run_a, run_b, column, i) for i in chosen], ignore_index=True)
+    return pd.concat([_one_iteration(run_a, run_b, column, i) for i in selected], ignore_index=True)
 
 
 def _one_iteration(run_a: Path | str, run_b: Path | str, column: str, iteration: int) -> pd.DataFrame:
@@ -63,9 +64,11 @@ def _one_iteration(run_a: Path | str, run_b: Path | str, column: str, iteration:
         reader.read_sequences(run, iterations=[iteration], columns=["sequence", "prompt_ids", "response_length"])
         for run in (run_a, run_b)
     ]
-    found = texts[0].merge(texts[1], on="sequence", suffixes=("_a", "_b"), validate="one_to_one")
-    same_prompt = [np.array_equal(x, y) for x, y in zip(found["prompt_ids_a"], found["prompt_ids_b"], strict=True)]
-    found = found[np.array(same_prompt, bool)]
+    responses = texts[0].merge(texts[1], on="sequence", suffixes=("_a", "_b"), validate="one_to_one")
+    same_prompt = [
+        np.array_equal(x, y) for x, y in zip(responses["prompt_ids_a"], responses["prompt_ids_b"], strict=True)
+    ]
+    responses = responses[np.array(same_prompt, bool)]
     tokens = [
         reader.read_tokens(run, iterations=[iteration], columns=[*_KEY, "token_id", column]) for run in (run_a, run_b)
     ]
@@ -74,67 +77,67 @@ def _one_iteration(run_a: Path | str, run_b: Path | str, column: str, iteration:
     both["abs_delta"] = both["delta"].abs()
     bits = [np.ascontiguousarray(both[f"{column}_{x}"], np.float32).view(np.int32) for x in "ab"]
     both["unequal"] = bits[0] != bits[1]
-    # numpy adds, as pandas would leave NaN out
+    # numpy, because pandas would skip NaN in sums
     grouped = both.groupby("sequence", sort=True)
     starts = np.flatnonzero(np.diff(both["sequence"], prepend=-1))
     sums = pd.DataFrame({n: np.add.reduceat(both[n].to_numpy(), starts) for n in ("delta", "abs_delta")})
     sums["unequal"] = grouped["unequal"].sum().to_numpy()
     sums["sequence"] = both["sequence"].to_numpy()[starts]
     parted = both[both["token_id_a"] != both["token_id_b"]].groupby("sequence")["position"].min()
-    return _responses(found.merge(sums, on="sequence"), parted, iteration)
+    return _responses(responses.merge(sums, on="sequence"), parted, iteration)
 
 
-def _responses(found: pd.DataFrame, parted: pd.Series, iteration: int) -> pd.DataFrame:
-    lengths = found[["response_length_a", "response_length_b"]].to_numpy(np.int64)
+def _responses(responses: pd.DataFrame, first_difference: pd.Series, iteration: int) -> pd.DataFrame:
+    lengths = responses[["response_length_a", "response_length_b"]].to_numpy(np.int64)
     shorter = lengths.min(axis=1)
-    first = found["sequence"].map(parted).to_numpy(np.float64)
-    # one response is the beginning of the other where a limit cut it: the next token is the different one
+    first = responses["sequence"].map(first_difference).to_numpy(np.float64)
+    # where a limit cut one response, it is the beginning of the other, and the next token is the different one
     inside, longer = ~np.isnan(first), lengths[:, 0] != lengths[:, 1]
     compared = np.where(inside, np.nan_to_num(first) + 1, shorter + longer).astype(np.int64)
     diverged = inside | longer
     return pd.DataFrame(
         {
-            "iteration": np.full(len(found), iteration, np.int32),
-            "sequence": found["sequence"].to_numpy(),
+            "iteration": np.full(len(responses), iteration, np.int32),
+            "sequence": responses["sequence"].to_numpy(),
             "compared": compared,
             "diverged": diverged,
-            "delta_sum": np.where(diverged, np.nan, found["delta"]),
-            "abs_sum": np.where(diverged, np.nan, found["abs_delta"]),
-            "unequal": np.where(diverged, 0, found["unequal"]).astype(np.int64),
+            "delta_sum": np.where(diverged, np.nan, responses["delta"]),
+            "abs_sum": np.where(diverged, np.nan, responses["abs_delta"]),
+            "unequal": np.where(diverged, 0, responses["unequal"]).astype(np.int64),
         }
     )
 
 
 def error_growth(responses: pd.DataFrame) -> pd.DataFrame:
-    """Of `paired_responses`, one row per iteration: responses, same (share without another token), abs_mean.
+    """From `paired_responses`, one row per iteration: responses, same (share with all tokens the same), abs_mean.
 
-    abs_mean: mean over the same responses of mean |delta|, nats; NaN where none is the same.
+    abs_mean: mean over those same responses of mean |delta|, nats; NaN where there are none.
     """
-    seen = responses.assign(same=~responses["diverged"], abs_mean=responses["abs_sum"] / responses["compared"])
-    found = seen.groupby("iteration").agg(responses=("same", "size"), same=("same", "mean"))
-    found["abs_mean"] = seen[seen["same"]].groupby("iteration")["abs_mean"].mean().reindex(found.index)
-    return found.reset_index()
+    rows = responses.assign(same=~responses["diverged"], abs_mean=responses["abs_sum"] / responses["compared"])
+    growth = rows.groupby("iteration").agg(responses=("same", "size"), same=("same", "mean"))
+    growth["abs_mean"] = rows[rows["same"]].groupby("iteration")["abs_mean"].mean().reindex(growth.index)
+    return growth.reset_index()
 
 
 def growth_rate(growth: pd.DataFrame) -> tuple[float, int]:
-    """(slope of ln abs_mean over the iteration by least squares, points); NaN for fewer than three positive means."""
-    there = growth[(growth["abs_mean"] > 0) & np.isfinite(growth["abs_mean"])]
-    if len(there) < 3:
-        return math.nan, len(there)
-    return float(np.polyfit(there["iteration"], np.log(there["abs_mean"]), 1)[0]), len(there)
+    """(least squares slope of ln abs_mean on the iteration, points); NaN for fewer than three positive means."""
+    positive = growth[(growth["abs_mean"] > 0) & np.isfinite(growth["abs_mean"])]
+    if len(positive) < 3:
+        return math.nan, len(positive)
+    return float(np.polyfit(positive["iteration"], np.log(positive["abs_mean"]), 1)[0]), len(positive)
 
 
 def margin_from_aa(means: Floats, level: float = 0.95) -> float:
-    """A margin from A/A pairs: what the mean |delta| of one more pair stays below, with this probability.
+    """A margin from A/A pairs: the mean |delta| of one more pair stays below it with probability `level`.
 
     exp(m + t s sqrt(1 + 1/n)), m and s the mean and standard deviation of the logs: the prediction limit of a
     log-normal. `means`: one mean |delta| per pair of runs that should be equal, in nats. Raises UserError for fewer
-    than three, or one that is 0.
+    than three, or for one that is not positive.
     """
     if len(means) < 3 or not (means > 0).all() or not np.isfinite(means).all():
         raise UserError(
-            f"margin from A/A pairs {means.tolist()}: takes three or more positive numbers; runs that agree to the "
-            "bit need no margin, otherwise give one"
+            f"margin from A/A pairs {means.tolist()}: needs three or more positive numbers; runs that agree to the "
+            "bit need no margin, otherwise use --margin"
         )
     logs, n = np.log(means), len(means)
     reach = float(stats.t.ppf(level, n - 1) * logs.std(ddof=1) * math.sqrt(1 + 1 / n))
@@ -143,17 +146,17 @@ def margin_from_aa(means: Floats, level: float = 0.95) -> float:
 
 def mean_abs(responses: pd.DataFrame) -> Floats:
     """Mean |delta| of each response whose tokens are all the same and whose sum is finite, nats."""
-    kept = responses[~responses["diverged"] & np.isfinite(responses["abs_sum"])]
-    return (kept["abs_sum"] / kept["compared"]).to_numpy(np.float64)
+    finite = responses[~responses["diverged"] & np.isfinite(responses["abs_sum"])]
+    return (finite["abs_sum"] / finite["compared"]).to_numpy(np.float64)
 
 
 def numeric_rows(
     responses: pd.DataFrame, rng: np.random.Generator, *, column: str, margin: float, alpha: float, draws: int
 ) -> list[Row]:
-    """Rows of `run_compare` from `paired_responses`; margin in nats of mean |delta|."""
+    """Rows for `run_compare` from `paired_responses`; margin in nats of mean |delta|."""
     same = responses[~responses["diverged"]]
     finite = np.isfinite(same["abs_sum"].to_numpy(np.float64))
-    kept = same[finite]
+    compared = same[finite]
     share = len(same) / len(responses) if len(responses) else math.nan
     rows = [
         Row("numeric", "same_responses", share, len(responses), "share with all tokens the same"),
@@ -163,43 +166,32 @@ def numeric_rows(
         rate, low, high = hazard(responses["compared"].to_numpy(np.int64), responses["diverged"].to_numpy(bool))
         how = "first other tokens per token; exact Poisson interval"
         rows.append(Row("numeric", "divergence_hazard", rate, len(responses), how, ci_lo=low, ci_hi=high))
-    if not len(kept):
+    if not len(compared):
         return rows
-    lengths, level = kept["compared"].to_numpy(np.int64), 1 - alpha
-    deltas, absolute = (kept[name].to_numpy(np.float64) for name in ("delta_sum", "abs_sum"))
-    found = sign_flip(deltas / lengths, rng, draws)
+    lengths, level = compared["compared"].to_numpy(np.int64), 1 - alpha
+    deltas, absolute = (compared[name].to_numpy(np.float64) for name in ("delta_sum", "abs_sum"))
+    test = sign_flip(deltas / lengths, rng, draws)
     size = one_sample(absolute / lengths)
     low, high = t_interval(size, 1 - 2 * alpha)
-    ends = [cluster_bootstrap(sums, lengths, rng, level=level, draws=draws) for sums in (deltas, absolute)]
-    how = "token mean; bootstrap of responses"
-    flips = f"mean of responses; {found.relabellings} sign changes{' (all)' if found.exact else ''}"
-    slope, points = growth_rate(error_growth(kept))
-    exact = float((kept["unequal"] == 0).mean())
+
+    def token_mean(name: str, sums: Floats) -> Row:
+        lowest, highest = cluster_bootstrap(sums, lengths, rng, level=level, draws=draws)
+        mean, how = sums.sum() / lengths.sum(), "token mean; bootstrap of responses"
+        return Row("numeric", f"{column}.{name}", mean, len(compared), how, ci_lo=lowest, ci_hi=highest)
+
+    delta_row, absolute_row = token_mean("delta", deltas), token_mean("abs_delta", absolute)
+    flips = f"mean of responses; {test.relabellings} sign changes{' (all)' if test.exact else ''}"
+    slope, points = growth_rate(error_growth(compared))
+    exact = float((compared["unequal"] == 0).mean())
     return [
         *rows,
-        Row("numeric", f"{column}.bitwise", exact, len(kept), "share of them with all bits equal"),
-        Row("numeric", f"{column}.delta", found.stat, found.n_units, flips, "difference", found.p_value),
+        Row("numeric", f"{column}.bitwise", exact, len(compared), "share of them with all bits equal"),
+        Row("numeric", f"{column}.delta", test.stat, test.n_units, flips, "difference", test.p_value),
+        delta_row,
         Row(
-            "numeric",
-            f"{column}.delta",
-            deltas.sum() / lengths.sum(),
-            len(kept),
-            how,
-            ci_lo=ends[0][0],
-            ci_hi=ends[0][1],
-        ),
-        Row(
-            *("numeric", f"{column}.abs_delta", size.mean, len(kept), "mean of responses; TOST", "equivalence"),
+            *("numeric", f"{column}.abs_delta", size.mean, len(compared), "mean of responses; TOST", "equivalence"),
             *(tost(size, margin), low, high, margin),
         ),
-        Row(
-            "numeric",
-            f"{column}.abs_delta",
-            absolute.sum() / lengths.sum(),
-            len(kept),
-            how,
-            ci_lo=ends[1][0],
-            ci_hi=ends[1][1],
-        ),
+        absolute_row,
         Row("numeric", f"{column}.abs_growth", slope, points, "slope of ln mean |delta| per iteration; no interval"),
     ]

@@ -1,4 +1,4 @@
-"""The rows of `run_compare`: one finding each, and what is said about it."""
+"""The rows of a comparison: one finding each, with its verdict."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pandas as pd
 from analysis.stats.significance import holm
 
 Level = Literal["bitwise", "numeric", "distribution", "outcome"]
-# difference: H0 is no difference, corrected for the number of metrics; equivalence: H0 is a difference of the margin or
-# more; number: an estimate, no test
+# difference: H0 is no difference, corrected for the number of metrics; equivalence: H0 is a difference of at least the
+# margin; number: an estimate without a test
 Claim = Literal["difference", "equivalence", "number"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One finding; `verdict` is filled in by `run_compare` for tests."""
+    """One finding; for tests `run_compare` fills in the verdict."""
 
     level: Level
     metric: str
@@ -38,14 +38,15 @@ def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd
     """The table: run_a, run_b, level, metric, stat, p_value, p_holm, ci_lo, ci_hi, margin, verdict, n_units, method.
 
     p_holm: Holm's correction over the metrics of one level that are tested for a difference. A difference has
-    verdict "different" where p_holm <= alpha, else "no difference found" (which is not "the same": see the smallest
-    detectable effect, or an equivalence test); equivalence "equivalent" where p_value <= alpha, else "not shown".
+    verdict "different" where p_holm <= alpha, else "no difference found", which does not mean "the same" (see the
+    smallest detectable effect, or an equivalence test). An equivalence has verdict "equivalent" where
+    p_value <= alpha, else "not shown".
     """
     corrected = [math.nan] * len(rows)
     for level in {row.level for row in rows}:
-        places = [i for i, row in enumerate(rows) if row.level == level and row.claim == "difference"]
-        for place, p_holm in zip(places, holm([rows[i].p_value for i in places]), strict=True):
-            corrected[place] = float(p_holm)
+        tested = [i for i, row in enumerate(rows) if row.level == level and row.claim == "difference"]
+        for row_index, p_holm in zip(tested, holm([rows[i].p_value for i in tested]), strict=True):
+            corrected[row_index] = float(p_holm)
     columns = {
         "run_a": [run_a] * len(rows),
         "run_b": [run_b] * len(rows),

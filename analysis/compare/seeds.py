@@ -42,14 +42,14 @@ def compare_groups(
 ) -> pd.DataFrame:
     """`run_compare` rows at level outcome: the cells with axis = b against those with axis = a; differences are b - a.
 
-    frame: a grid's cells.parquet, or results.parquet, of which each cell's mean over its iterations is taken. Units are
-    seeds: differences are averaged over the settings of the other axes first. pairing "seed": sign changes of the
+    frame: a grid's cells.parquet, or its results.parquet, averaged over the iterations of each cell. Units are seeds:
+    differences are averaged over the settings of the other axes first. pairing "seed": sign changes of the
     differences of equal seeds, Student's interval; "none": Welch's t. For each metric also the difference of
     interquartile means and the probability of improvement with bootstrap intervals over seeds, the smallest detectable
-    effect, and the rate at which this test, and one of two halves of the seeds of a, find what is not there.
+    effect, and the rates of false positives of this test and of one between random halves of the seeds of a.
     `margin`: also TOST. Holm's correction is over the metrics.
 
-    Raises UserError on unknown axes, labels and metrics, cells that are missing or not complete, and values not finite.
+    Raises UserError on unknown axes, labels and metrics, missing or incomplete cells, and values that are not finite.
     """
     if not 0 < alpha < 1:
         raise UserError(f"alpha = {alpha}: must be between 0 and 1")
@@ -72,33 +72,33 @@ def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairi
         raise UserError(f"axis = {axis!r}: the grid has {', '.join(axes) or 'no axis'}")
     if metric not in frame.columns or not pd.api.types.is_numeric_dtype(frame[metric]):
         numbers = [str(c) for c in frame.columns if pd.api.types.is_numeric_dtype(frame[c])]
-        raise UserError(f"metric = {metric!r}: is no column of numbers; there are {', '.join(numbers)}")
+        raise UserError(f"metric = {metric!r}: is not a column of numbers; there are {', '.join(numbers)}")
     labels = frame[f"axis.{axis}"].astype(str)
     for name in (a, b):
         if not (labels == name).any():
             raise UserError(f"axis {axis}: no cell has label {name!r}; there are {', '.join(sorted(set(labels)))}")
     if a == b:
         raise UserError(f"axis {axis}: a and b are both {a!r}; name two labels")
-    chosen = frame[labels.isin([a, b])]
-    if "state" in frame.columns and (chosen["state"] != "complete").any():
-        missing = chosen[chosen["state"] != "complete"]["cell"].tolist()
+    cells = frame[labels.isin([a, b])]
+    if "state" in frame.columns and (cells["state"] != "complete").any():
+        missing = cells[cells["state"] != "complete"]["cell"].tolist()
         raise UserError(f"cells not complete: {', '.join(map(str, missing))}; finish them with `ppo-repro grid`")
     others = [f"axis.{name}" for name in axes if name != axis]
-    values = _by_cell(chosen, [f"axis.{axis}", *others, "seed"], metric)
-    found = [_strata(values[values[f"axis.{axis}"].astype(str) == name], others, metric) for name in (a, b)]
-    _check_strata(found[0], found[1], pairing, (a, b))
-    return Groups(*([np.asarray(one[key][1]) for key in sorted(one)] for one in found))
+    values = _by_cell(cells, [f"axis.{axis}", *others, "seed"], metric)
+    strata = [_strata(values[values[f"axis.{axis}"].astype(str) == name], others, metric) for name in (a, b)]
+    _check_strata(strata[0], strata[1], pairing, (a, b))
+    return Groups(*([np.asarray(stratum[key][1]) for key in sorted(stratum)] for stratum in strata))
 
 
-def _by_cell(chosen: pd.DataFrame, keys: list[str], metric: str) -> pd.DataFrame:
-    if "iteration" in chosen.columns:
-        # columns that are null in some iterations, such as evaluations, are averaged over the others
-        values = pd.DataFrame(chosen.groupby(keys)[metric].mean()).reset_index()
+def _by_cell(cells: pd.DataFrame, keys: list[str], metric: str) -> pd.DataFrame:
+    if "iteration" in cells.columns:
+        # a column that is null in some iterations, such as an evaluation, is averaged over the others
+        values = pd.DataFrame(cells.groupby(keys)[metric].mean()).reset_index()
     else:
-        values = chosen[[*keys, metric]]
+        values = cells[[*keys, metric]]
     repeated = values[values.duplicated(keys)]
     if len(repeated):
-        raise UserError(f"seed {repeated['seed'].iloc[0]} is there twice; give the table of one grid")
+        raise UserError(f"seed {repeated['seed'].iloc[0]} occurs twice; give the table of one grid")
     if not np.isfinite(values[metric].to_numpy(np.float64)).all():
         raise UserError(f"metric {metric}: not finite in some cells; choose another, or compare other labels")
     return values
@@ -107,12 +107,12 @@ def _by_cell(chosen: pd.DataFrame, keys: list[str], metric: str) -> pd.DataFrame
 def _strata(
     values: pd.DataFrame, others: list[str], metric: str
 ) -> dict[tuple[str, ...], tuple[list[int], list[float]]]:
-    found: dict[tuple[str, ...], tuple[list[int], list[float]]] = {}
+    strata: dict[tuple[str, ...], tuple[list[int], list[float]]] = {}
     for row in values.sort_values("seed").to_dict("records"):
-        seeds, numbers = found.setdefault(tuple(str(row[name]) for name in others), ([], []))
+        seeds, numbers = strata.setdefault(tuple(str(row[name]) for name in others), ([], []))
         seeds.append(int(row["seed"]))
         numbers.append(float(row[metric]))
-    return found
+    return strata
 
 
 def _check_strata(
@@ -125,7 +125,7 @@ def _check_strata(
         raise UserError(f"{labels[0]} and {labels[1]} were not run with the same settings of the other axes")
     sets = {tuple(seeds) for group in (a, b) for seeds, _ in group.values()}
     if pairing == "seed" and len(sets) > 1:
-        raise UserError(f"the cells have different seeds, {sorted(sets)}; pairing none compares groups without pairs")
+        raise UserError(f"the cells have different seeds, {sorted(sets)}; compare them unpaired")
     if any(len({tuple(seeds) for seeds, _ in group.values()}) > 1 for group in (a, b)):
         raise UserError("the settings of the other axes have different seeds; select the cells of one setting")
 

@@ -3,8 +3,8 @@
     python -m analysis.compare A B --seed 0                                    two runs
     python -m analysis.compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
 
-bitwise: every recorded bit (`compare_bitwise`); numeric: log-probs of the same tokens (`compare_paired`); distribution:
-what is answered (`compare_distribution`); outcome: what is learnt, over seeds (`compare_seeds`).
+bitwise: every recorded bit (`bitwise`); numeric: log-probs of the same tokens (`paired`); distribution: the answers
+(`distribution`); outcome: what is learnt, over seeds (`seeds`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def compare_runs(
     alpha: float = 0.05,
     draws: int = DRAWS,
 ) -> pd.DataFrame:
-    """`run_compare` of two language runs, all four levels; one run a side, so outcomes get a number and no verdict.
+    """`run_compare` of two language runs at all four levels; with one run a side, outcomes get no verdict.
 
-    iterations: of levels numeric and distribution; None is all.
-    margin: nats of mean |delta| of `column` below which log-probs count as the same (`calibrated_margin` finds one).
-    Raises UserError on a margin or alpha out of range, and on anything missing, unknown or damaged in the records.
+    iterations: for the levels numeric and distribution; None is all. margin: mean |delta| of `column` in nats below
+    which log-probs count as the same (`calibrated_margin` computes one). Raises UserError on a margin or alpha out of
+    range, and on anything missing, unknown or damaged in the records.
     """
     if not 0 < margin < math.inf or not 0 < alpha < 0.5 or draws < 1:
         raise UserError(
@@ -69,21 +69,21 @@ def _final_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
     a, b = (found.final for found in manifests(run_a, run_b))
     rows = []
     for name in a:
-        one, other = a[name], b.get(name)
-        if not isinstance(one, str) and other is not None and not isinstance(other, str):
+        value_a, value_b = a[name], b.get(name)
+        if not isinstance(value_a, str) and value_b is not None and not isinstance(value_b, str):
             how = "difference b - a of one run each: seeds decide, see --axis"
-            rows.append(Row("outcome", f"final.{name}", float(other) - float(one), 1, how, verdict="one seed"))
+            rows.append(Row("outcome", f"final.{name}", float(value_b) - float(value_a), 1, how, verdict="one seed"))
     return rows
 
 
 def calibrated_margin(pairs: Sequence[tuple[Path | str, Path | str]], column: str = "old_logprobs") -> float:
-    """The margin for `compare_runs` from pairs of runs that should be equal; see `margin_from_aa`, UserError too."""
+    """The margin for `compare_runs` from pairs of runs that should be equal; UserError as `margin_from_aa`."""
     means = []
     for a, b in pairs:
-        found = mean_abs(paired_responses(a, b, column=column))
-        if not len(found):
-            raise UserError(f"{a} and {b}: have no response with the same tokens; they are no A/A pair")
-        means.append(found.mean())
+        deltas = mean_abs(paired_responses(a, b, column=column))
+        if not len(deltas):
+            raise UserError(f"{a} and {b}: no response has the same tokens; they are not an A/A pair")
+        means.append(deltas.mean())
     return margin_from_aa(np.array(means, np.float64))
 
 
@@ -101,11 +101,11 @@ def compare_grid(
 ) -> pd.DataFrame:
     """`compare_groups` on the tables of a grid's folder; metrics `final.*` are of its cells, others of its iterations.
 
-    All metrics come from one of the two. Raises UserError as that does, and where a table is missing.
+    All metrics must come from one of the two. Raises UserError as `compare_groups`, and where a table is missing.
     """
     of_cells = {name.startswith("final.") for name in metrics}
     if len(of_cells) != 1:
-        raise UserError(f"metrics {', '.join(metrics)}: name final ones or ones of iterations, not both")
+        raise UserError(f"metrics {', '.join(metrics)}: name final metrics or metrics of iterations, not both")
     path = grid_dir / (CELLS if of_cells == {True} else RESULTS)
     if not path.is_file():
         raise UserError(f"{path}: is missing; give two runs, or the folder that `ppo-repro grid` wrote with --axis")
@@ -115,22 +115,22 @@ def compare_grid(
 
 
 def lines(table: pd.DataFrame) -> list[str]:
-    """The table for people."""
+    """The table as printed."""
     shown = table[SHOWN].to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
     return [f"a  {table['run_a'].iloc[0]}", f"b  {table['run_b'].iloc[0]}", shown]
 
 
-def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m analysis.compare", description="are two runs the same?")
     parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
-    parser.add_argument("--seed", type=int, required=True, help="of the permutations and bootstraps")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the permutations and bootstraps")
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument(
         "--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {DIVERGENCE_TAU})"
     )
     runs = parser.add_argument_group("two runs")
     runs.add_argument("--column", choices=COLUMNS, help="which log-probs (old_logprobs)")
-    runs.add_argument("--aa", nargs=2, type=Path, action="append", help="runs that should be equal; gives the margin")
+    runs.add_argument("--aa", nargs=2, type=Path, action="append", help="two runs that should be equal, for the margin")
     runs.add_argument("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
     grid = parser.add_argument_group("a grid")
     grid.add_argument("--axis")
@@ -138,36 +138,43 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     grid.add_argument("--b", help="label of the second")
     grid.add_argument("--metric", action="append", help=f"column ({', '.join(USUAL_METRICS)}); may be repeated")
     grid.add_argument("--unpaired", action="store_true", help="do not pair by seed")
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
-def _chosen(found: argparse.Namespace) -> pd.DataFrame:
-    rng = np.random.default_rng(found.seed)
-    if found.axis is not None:
-        if len(found.paths) != 1 or found.a is None or found.b is None or found.aa or found.column or found.iterations:
+def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
+    rng = np.random.default_rng(arguments.seed)
+    if arguments.axis is not None:
+        if (
+            len(arguments.paths) != 1
+            or arguments.a is None
+            or arguments.b is None
+            or arguments.aa
+            or arguments.column
+            or arguments.iterations
+        ):
             raise UserError("--axis: goes with one grid, --a and --b, and without --aa, --column and --iterations")
-        metrics = found.metric or USUAL_METRICS
+        metrics = arguments.metric or USUAL_METRICS
         return compare_grid(
-            *(found.paths[0], found.axis, found.a, found.b, metrics, rng),
-            **{"paired": not found.unpaired, "margin": found.margin, "alpha": found.alpha},
+            *(arguments.paths[0], arguments.axis, arguments.a, arguments.b, metrics, rng),
+            **{"paired": not arguments.unpaired, "margin": arguments.margin, "alpha": arguments.alpha},
         )
-    if len(found.paths) != 2 or found.a or found.b or found.metric or found.unpaired:
-        raise UserError("two runs, or a grid with --axis; --a, --b, --metric and --unpaired are for grids")
-    if found.aa and found.margin is not None:
+    if len(arguments.paths) != 2 or arguments.a or arguments.b or arguments.metric or arguments.unpaired:
+        raise UserError("give two runs, or a grid with --axis; --a, --b, --metric and --unpaired are for grids")
+    if arguments.aa and arguments.margin is not None:
         raise UserError("--margin and --aa: choose one")
-    column = found.column or COLUMNS[0]
-    margin = DIVERGENCE_TAU if found.margin is None else found.margin
-    if found.aa:
-        margin = calibrated_margin([tuple(pair) for pair in found.aa], column)
-    chosen = None if found.iterations is None else range(found.iterations[0], found.iterations[1] + 1)
-    a, b = found.paths
-    return compare_runs(a, b, rng, margin=margin, column=column, iterations=chosen, alpha=found.alpha)
+    column = arguments.column or COLUMNS[0]
+    margin = DIVERGENCE_TAU if arguments.margin is None else arguments.margin
+    if arguments.aa:
+        margin = calibrated_margin([tuple(pair) for pair in arguments.aa], column)
+    iterations = None if arguments.iterations is None else range(arguments.iterations[0], arguments.iterations[1] + 1)
+    a, b = arguments.paths
+    return compare_runs(a, b, rng, margin=margin, column=column, iterations=iterations, alpha=arguments.alpha)
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Print the table; exit code 2 and one line where what the user wrote is wrong."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; exit code 2 and one line on a user error."""
     try:
-        table = _chosen(_arguments(given))
+        table = _comparison(_arguments(argv))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,1 +1,1 @@
-"""Which fault explains a mismatch of two log-probs."""
+"""Why do sampler and trainer disagree? Which fault explains the pattern of their log-probs."""

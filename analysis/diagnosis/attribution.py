@@ -1,4 +1,4 @@
-"""Where two paths through a policy part, read from what `ppo-repro bisect` wrote."""
+"""Where two paths through a policy first differ, read from the tables that `ppo-repro bisect` wrote."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class Origin:
 
 
 def read_ops(folder: Path | str, mode: str) -> pd.DataFrame:
-    """`mismatch_op` of one mode, in the order of execution; UserError where there is none."""
+    """Table `mismatch_op` of one mode, in the order of execution; UserError where there is none."""
     return _of_mode(bisect.read_table(folder, "mismatch_op"), folder, mode).sort_values("order", ignore_index=True)
 
 
 def read_ladder(folder: Path | str, mode: str) -> pd.DataFrame:
-    """`mismatch_ladder` of one mode, the condition that changes most first; UserError where there is none."""
+    """Table `mismatch_ladder` of one mode, the largest change first; UserError where there is none."""
     steps = _of_mode(bisect.read_table(folder, "mismatch_ladder"), folder, mode)
     return steps.sort_values(["way", "change"], ascending=[False, False], kind="stable", ignore_index=True)
 
 
 def _of_mode(table: pd.DataFrame, folder: Path | str, mode: str) -> pd.DataFrame:
-    found = table[table["mode"] == mode]
-    if found.empty:
+    rows = table[table["mode"] == mode]
+    if rows.empty:
         raise UserError(f"{folder}: mode = {mode!r}: there are {', '.join(sorted(set(table['mode'])))}")
-    return found
+    return rows
 
 
 def origin(ops: pd.DataFrame) -> Origin | None:
-    """Who starts the difference; None where every op that is given equal bits gives equal bits."""
+    """The op that starts the difference; None where every op maps equal bits to equal bits."""
     starts = ops[ops["inputs_equal"] & ~ops["outputs_equal"]]
     if starts.empty:
         return None
@@ -49,10 +49,7 @@ def origin(ops: pd.DataFrame) -> Origin | None:
 
 
 def by_layer_and_op(ops: pd.DataFrame, metric: str = "rel_l2") -> pd.DataFrame:
-    """A metric as a table of layers by ops, both in the order of execution: the heat map.
-
-    UserError where there is no such metric.
-    """
+    """A metric as a table of layers by ops, both in the order of execution; UserError where there is no such metric."""
     if metric not in ops.columns:
         raise UserError(f"metric = {metric!r}: there are {', '.join(ops.columns)}")
     wide = ops.pivot(index="layer", columns="op", values=metric)

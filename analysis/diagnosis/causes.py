@@ -1,4 +1,4 @@
-"""Why sampler and trainer can disagree: the names, what to do, and which column would decide."""
+"""The causes of a disagreement of sampler and trainer: names, advice, and which column would decide."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ ADVICE: dict[Cause, str] = {
     "floating_point_noise": "Rounding in another order of additions; harmless alone, gone in exact numerics.",
     "reduced_precision": "One side computes in 16 bits or another coarse format; use float32 on both sides.",
     "temperature": "The two sides divide logits by different temperatures; use the sampler's in the trainer.",
-    "truncated_sampling": "Only one side renormalises over what top-k/top-p kept; keep the sampling mask, or ask the "
-    "sampler for raw log-probs.",
+    "truncated_sampling": "Only one side renormalises over the tokens left by top-k/top-p; keep the sampling mask, or "
+    "ask the sampler for raw log-probs.",
     "off_by_one": "One side is shifted by one token; check the shift between logits and labels.",
     "shuffled": "The same log-probs in another order; check that rows are joined by sequence and position.",
-    "zero_filled": "Log-probs of exactly 0 stand where none were recorded; check buffer widths and padding.",
+    "zero_filled": "Log-probs are exactly 0 where none were recorded; check buffer widths and padding.",
     "stale_weights": "The sampler has older weights than the trainer; sync after every update, or correct for the lag.",
     "dropout": "The trainer does not repeat itself: dropout is on; call eval() before scoring, or set dropout to 0.",
     "padding_leak": "Padded rows differ, others do not; check attention mask and position ids of padded batches.",
     "retokenization": "The trainer scores other token ids than were sampled; pass ids on, never text.",
-    "forced_eos": "Only last tokens differ: an end token was put in place of a sampled one; mask it from the loss.",
+    "forced_eos": "Only last tokens differ: an end token replaced a sampled one; mask it from the loss.",
     "non_finite": "Some log-probs are NaN or infinite and the others agree; find out where those come from.",
-    "unknown": "No fingerprint fits; compare the two paths layer by layer with `ppo-repro bisect`.",
+    "unknown": "No known cause fits; compare the two paths layer by layer with `ppo-repro bisect`.",
 }
 INPUTS: dict[Cause, str] = {
     "reduced_precision": "steps_since_sync (0 everywhere leaves precision)",

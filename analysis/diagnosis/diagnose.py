@@ -1,7 +1,7 @@
 """Why do sampler and trainer disagree? From the pattern of `delta = logprobs_b - logprobs_a` to a named cause.
 
-Each cause predicts `delta`; a prediction that leaves at most 1 % of the sum of delta^2 is the cause. What no
-prediction explains (precision, stale weights, dropout) is told apart by further columns, or all of them are named.
+Most causes predict `delta`; a cause is named if its prediction leaves at most 1 % of the sum of delta^2. Causes without
+a prediction (precision, stale weights, dropout) are told apart by optional columns; without those, all are named.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppo_repro.errors import UserError
 
 @dataclass(frozen=True)
 class Tier:
-    """Limits in nats, all of which have to hold. They are of tiny models on CPUs; calibrate your own for others."""
+    """Limits in nats, all of which must hold. They were measured on tiny models on CPUs; calibrate yours for others."""
 
     name: str
     mean_abs: float
@@ -28,22 +28,22 @@ class Tier:
     k3: float
 
 
-# what was seen in tiny models: cached decoding against the full forward in float32, and 16-bit weights
+# measured on tiny models: cached decoding against the full forward in float32, and 16-bit weights
 TIERS = (
     Tier("T2", 5e-6, 1e-4, 1e-10),
     Tier("T3", 1e-2, math.inf, 1e-4),
     Tier("T4", 5e-2, math.inf, 2e-3),
 )
-# a cause explains a mismatch if what it leaves is at most a tenth of it in amplitude
+# a cause explains a mismatch if it leaves at most a tenth of its amplitude
 LEFT = 0.01
 # temperature is a two-term series in 1 - 1/tau, exact at 1 and 1/2, so it leaves more
 LEFT_BY_TEMPERATURE = 0.05
-# standard errors (clustered by sequence) from which a difference is one: chance 6e-5 under a normal law
+# a difference counts from this many standard errors (clustered by sequence): chance 6e-5 under a normal law
 CLEAR = 4.0
-# below this a pattern may be an accident
+# a pattern counts as no accident below this probability
 CHANCE = 1e-3
-# levels of |delta| per unit of uncertainty: nearly constant for noise and dropout, growing since the last sync; noise
-# alone was seen to grow 2.9 times in a run of 70 iterations, while its policy became sure of itself
+# growth of |delta| per unit of uncertainty: it is nearly constant for noise and dropout, and grows after each sync for
+# stale weights; noise alone grew 2.9 times in a run of 70 iterations, while its policy became more certain
 GROWTH = 10.0
 
 
@@ -62,21 +62,21 @@ class Diagnosis:
 def diagnose(pairs: pd.DataFrame, *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
     """The cause of the mismatch in `pairs`, one row per token.
 
-    Columns iteration, sequence, position, token_id, logprobs_a (sampler), logprobs_b (trainer), float32, nats. What is
-    there of these is used: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again,
-    token_id_b (-1 where the trainer has no such token), pad_length, steps_since_sync. Raises UserError on a missing
-    column, a token given twice or no finite pair of log-probs.
+    Columns iteration, sequence, position, token_id, logprobs_a (sampler), logprobs_b (trainer), float32, nats.
+    Optional: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again, token_id_b (-1 where the
+    trainer has no such token), pad_length, steps_since_sync. Raises UserError on a missing column, a token that occurs
+    twice, or no finite pair of log-probs.
     """
     return diagnose_chunks([pairs], tiers=tiers)
 
 
 def diagnose_chunks(chunks: Iterable[pd.DataFrame], *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
-    """`diagnose` over chunks of whole sequences, held one at a time."""
-    parts = [measure(part) for chunk in chunks for _, part in chunk.groupby("iteration", sort=True)]
-    if not sum(part.tokens for part in parts):
-        raise UserError("pairs hold no token with two finite log-probs; there is nothing to compare")
-    m = added(parts)
-    evidence = _evidence(m, parts)
+    """`diagnose` over chunks of whole sequences, one in memory at a time."""
+    sums = [measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)]
+    if not sum(frame.tokens for frame in sums):
+        raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
+    m = added(sums)
+    evidence = _evidence(m, sums)
     tier = _tier(m, tiers)
     causes = _causes(m, evidence, tier)
     needed = "; ".join(INPUTS[cause] for cause in causes if cause in INPUTS) if len(causes) > 1 else ""
@@ -100,8 +100,8 @@ def _tier(m: Measured, tiers: tuple[Tier, ...]) -> str:
     return f"beyond {tiers[-1].name}"
 
 
-def _evidence(m: Measured, parts: list[Measured]) -> dict[str, float]:
-    n, growth = m.tokens, _growth(parts)
+def _evidence(m: Measured, by_iteration: list[Measured]) -> dict[str, float]:
+    n, growth = m.tokens, _growth(by_iteration)
     mean = m.delta / n
     clusters = m.sequences / (m.sequences - 1) if m.sequences > 1 else math.nan
     variance = (m.ss - 2 * mean * m.sn + mean**2 * m.nn) / n**2 * clusters
@@ -142,8 +142,8 @@ def _evidence(m: Measured, parts: list[Measured]) -> dict[str, float]:
 def _temperature(m: Measured) -> tuple[float, float]:
     """(t = 1 - 1/tau, share of delta^2 left) of the best fit delta = t x + t^2 k.
 
-    x = b + H, k = H + log sum p^2. From log sum_v p_v^s, which is 0 at s = 1, has slope -H there and is
-    log sum p^2 at s = 2: the parabola through these. NaN without the entropies.
+    x = b + H, k = H + log sum p^2. It is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
+    log sum p^2 at s = 2. NaN without the entropies.
     """
     if not m.has_entropies or not m.delta_sq:
         return math.nan, math.nan
@@ -155,13 +155,13 @@ def _temperature(m: Measured) -> tuple[float, float]:
     return float(best), float(residual(best)) / m.delta_sq
 
 
-def _growth(parts: list[Measured]) -> tuple[float, float]:
+def _growth(by_iteration: list[Measured]) -> tuple[float, float]:
     """(ratio, difference in standard errors) of the highest and lowest level of |delta| among iterations.
 
-    The level is sum |delta| / sum (1 - p): an error of the logits reaches the log-prob of a token with weight 1 - p.
+    The level is sum |delta| / sum (1 - p), because an error in the logits reaches a log-prob with weight 1 - p.
     """
     levels = []
-    for m in parts:
+    for m in by_iteration:
         if m.uncertainty > 0 and m.sequences > 1:
             level = m.delta_abs / m.uncertainty
             square = m.abs_abs - 2 * level * m.abs_u + level**2 * m.u_u
@@ -176,7 +176,7 @@ def _growth(parts: list[Measured]) -> tuple[float, float]:
 
 
 def _ten_times(zero: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
-    """Whether sequences (number, sum, sum of squares of mean |delta|) of one group are clearly 10 times the others'."""
+    """Whether mean |delta| of `other` is clearly 10 times that of `zero`, each (sequences, sum, sum of squares)."""
     if min(zero[0], other[0]) < 2:
         return False
     (m0, v0), (m1, v1) = ((s / n, max(sq - s**2 / n, 0.0) / (n - 1) / n) for n, s, sq in (zero, other))
@@ -186,7 +186,7 @@ def _ten_times(zero: tuple[float, float, float], other: tuple[float, float, floa
 
 def _causes(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
     if m.other_ids:
-        return ("retokenization",)  # the log-probs are of different tokens, and say nothing more
+        return ("retokenization",)  # the log-probs are of different tokens and say nothing more
     if m.nonfinite and tier in ("T0", "T1", "T2"):
         return ("non_finite",)
     if tier == "T0":
@@ -197,7 +197,7 @@ def _causes(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
 
 
 def _structured(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
-    """The causes whose prediction of delta fits; NaN, where a column is missing, fits nothing."""
+    """The causes whose prediction of delta fits; a NaN, from a missing column, fits nothing."""
     if e["left_by_kept_mass"] <= LEFT:
         return ("truncated_sampling",)
     if e["left_without_zeros"] <= LEFT:
@@ -207,7 +207,7 @@ def _structured(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
         return ("forced_eos",)
     if e["left_by_shift"] <= LEFT:
         return ("off_by_one",)
-    # the same multiset: but any two log-probs that agree well are nearly that
+    # the same multiset of values; log-probs that agree well are nearly that too, so they must also be uncorrelated
     if e["left_by_sorting"] <= LEFT and e["pearson_logp"] < 0.5:
         return ("shuffled",)
     if e["left_by_temperature"] <= LEFT_BY_TEMPERATURE:
@@ -222,40 +222,40 @@ def _structured(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
 
 
 def _zeros_or_last(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
-    """An engine may write 0 as the log-prob of an end token that it put there."""
+    """An engine may write 0 as the log-prob of an end token that it inserted."""
     return ("forced_eos",) if _at_last_tokens(m, e) else ("zero_filled",)
 
 
 def _at_last_tokens(m: Measured, e: dict[str, float]) -> bool:
     if not e["left_without_last"] <= LEFT or m.last == m.tokens:
         return False
-    # as many tokens as would hold the squares if all were of one size, each last with chance last / tokens
+    # the effective number of tokens that hold the squares; by chance each is last with probability last / tokens
     spikes = m.at_last**2 / m.at_last_4
     return spikes * math.log(m.last / m.tokens) <= math.log(CHANCE)
 
 
 def _unstructured(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
     if m.has_again and e["repeat_over_delta"] >= 0.5:
-        # two passes differ by sqrt(2) sigma, and delta is sigma and a bias: 1/2 allows a bias of sqrt(7) sigma
+        # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias: 1/2 allows a bias of sqrt(7) sigma
         return ("dropout",)
     if m.has_steps and _ten_times((m.fresh, m.fresh_abs, m.fresh_abs_sq), (m.behind, m.behind_abs, m.behind_abs_sq)):
         return ("stale_weights",)
     can_be_stale = not (m.has_steps and not m.behind)
     if min(m.clean_sequences, m.dirty_sequences) >= 2:
         ruled_out = {"padding_leak": m.has_padding, "retokenization": m.has_ids, "stale_weights": not can_be_stale}
-        left: tuple[Cause, ...] = ("padding_leak", "retokenization", "stale_weights")
-        return tuple(cause for cause in left if not ruled_out[cause]) or ("unknown",)
+        candidates: tuple[Cause, ...] = ("padding_leak", "retokenization", "stale_weights")
+        return tuple(cause for cause in candidates if not ruled_out[cause]) or ("unknown",)
     coarse = tier != "beyond T4"
-    # a float32 value is a bfloat16 one with chance 2^-16, a float16 one with chance 2^-13
+    # a float32 value is by chance a bfloat16 number with probability 2^-16, a float16 number with 2^-13
     if coarse and max(e["frac_bfloat16"], e["frac_float16"]) >= 0.99:
         return ("reduced_precision",)
     if can_be_stale and e["growth"] >= GROWTH and e["growth_z"] >= CLEAR:
         return ("stale_weights",)
-    found: tuple[Cause, ...] = (
+    causes: tuple[Cause, ...] = (
         *(("reduced_precision",) if coarse else ()),
         *(("stale_weights",) if can_be_stale else ()),
         *(() if m.has_again else ("dropout",)),
-        # no line in b shows a temperature: at 1/2 a line was seen to explain between 6 % and 47 %
+        # a line in b does not show a temperature: at 1/2 it explained between 6 % and 47 %
         *(() if m.has_entropies else ("temperature",)),
     )
-    return found or ("unknown",)
+    return causes or ("unknown",)

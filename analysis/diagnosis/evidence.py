@@ -1,4 +1,4 @@
-"""What the fingerprints of mismatch faults are made of: sums over the tokens of one iteration that add up over many.
+"""The evidence of a diagnosis: sums over the tokens of one iteration, which can be added over iterations.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
 """
@@ -20,12 +20,11 @@ KEY = ("iteration", "sequence", "position")
 NEEDED = (*KEY, "token_id", "logprobs_a", "logprobs_b")
 
 Floats = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Sums over tokens; `largest_*` are maxima. A column that is not there counts as `has_* = 0`."""
+    """Sums over tokens; `largest_*` are maxima. `has_*` is 0 where an optional column is missing."""
 
     sequences: float = 0.0
     tokens: float = 0.0  # pairs of finite log-probs
@@ -51,9 +50,9 @@ class Measured:
     abs_abs: float = 0.0
     abs_u: float = 0.0
     u_u: float = 0.0
-    clean_sequences: float = 0.0  # in iterations where a gap of a factor 10 in |delta| parts the sequences
+    clean_sequences: float = 0.0  # below and above a gap of a factor 10 in |delta|, in iterations that have one
     dirty_sequences: float = 0.0
-    # what is left of delta_sq, or how much of it lies where
+    # the part of delta_sq at some tokens, or what remains of it after a correction
     at_zeros: float = 0.0
     zeros: float = 0.0
     at_last: float = 0.0
@@ -91,40 +90,37 @@ class Measured:
     behind: float = 0.0
     behind_abs: float = 0.0
     behind_abs_sq: float = 0.0
-    # log-probs other than 0 that are, and are not, numbers of a 16-bit format, on the side that has more of them
+    # nonzero log-probs that are numbers of a 16-bit format, on the side that has more of them
     as_bfloat16: float = 0.0
     as_float16: float = 0.0
 
 
-def added(parts: Sequence[Measured]) -> Measured:
+def added(measured: Sequence[Measured]) -> Measured:
     """The sums of several iterations together."""
-    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(Measured)}
-    # has_* as the minimum: what only some iterations have is not there
-    joined = {"largest": max, "has": min}
-    return Measured(**{name: float(joined.get(name.partition("_")[0], sum)(v)) for name, v in columns.items()})
+    columns = {f.name: [getattr(one, f.name) for one in measured] for f in fields(Measured)}
+    # a column that only some iterations have counts as missing
+    combine = {"largest": max, "has": min}
+    return Measured(**{name: float(combine.get(name.partition("_")[0], sum)(v)) for name, v in columns.items()})
 
 
 def measure(pairs: pd.DataFrame) -> Measured:
-    """The sums of one iteration.
-
-    UserError on missing columns, log-probs that are not float32, or a token that is there twice.
-    """
+    """The sums of one iteration; UserError on missing columns, log-probs that are not float32, or repeated tokens."""
     _check(pairs)
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
     counts = {"nonfinite": float(np.count_nonzero(~finite)), **_ids(pairs)}
-    kept = pairs[finite]
-    a32, b32 = kept["logprobs_a"].to_numpy(), kept["logprobs_b"].to_numpy()
+    tokens = pairs[finite]
+    a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b = a32.astype(np.float64), b32.astype(np.float64)
     delta = b - a
-    owner = np.unique(kept["sequence"].to_numpy(), return_inverse=True)[1]
+    owner = np.unique(tokens["sequence"].to_numpy(), return_inverse=True)[1]
     return Measured(
         **counts,
         **_plain(a32, b32, delta),
         **_clusters(delta, b, owner),
-        **_places(kept, a, b, delta, owner),
-        **_optional(kept, b, delta),
-        **_groups(kept, delta, owner),
+        **_places(tokens, a, b, delta, owner),
+        **_optional(tokens, b, delta),
+        **_groups(tokens, delta, owner),
         **_formats(a32, b32),
     )
 
@@ -135,13 +131,11 @@ def _check(pairs: pd.DataFrame) -> None:
         raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(NEEDED)}")
     for name in ("logprobs_a", "logprobs_b"):
         if pairs[name].dtype != np.float32:
-            raise UserError(
-                f"column {name} is {pairs[name].dtype}: must be float32, as it was computed; do not round it"
-            )
+            raise UserError(f"column {name} is {pairs[name].dtype}: must be float32, as computed, without rounding")
     twice = pairs.duplicated(list(KEY))
     if twice.any():
         where = ", ".join(f"{name} {pairs.loc[twice, name].iloc[0]}" for name in KEY)
-        raise UserError(f"pairs hold the token at {where} twice; give each token one row")
+        raise UserError(f"pairs have the token at {where} twice; give each token one row")
 
 
 def _total(values: npt.ArrayLike) -> float:
@@ -157,7 +151,7 @@ def _ids(pairs: pd.DataFrame) -> dict[str, float]:
 def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Floats) -> dict[str, float]:
     a, b = a32.astype(np.float64), b32.astype(np.float64)
     size = math.sqrt(_total(delta**2) / max(1, len(delta)))
-    # float32 bit patterns of one sign are in the order of their values; near 0 units in the last place mean nothing
+    # float32 bit patterns of one sign are ordered like their values; near 0, units in the last place mean nothing
     steps = np.abs(a32.view(np.int32).astype(np.int64) - b32.view(np.int32).astype(np.int64))
     steps = steps[np.maximum(np.abs(a), np.abs(b)) > 1e-2]
     return {
@@ -199,10 +193,10 @@ def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[st
 
 
 def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]) -> tuple[float, float]:
-    """Sequences below and above the widest gap in sum |delta| / sum (1 - p), if it is a factor of 10; else none."""
-    # that four normal numbers are all within a tenth of sigma has chance 4e-5; near p = 1 there is nothing to see
-    told = (n >= 4) & (u >= 0.01 * n)
-    levels = np.sort(absolute[told] / u[told])
+    """Sequences below and above the widest gap in sum |delta| / sum (1 - p); zeros if it is no factor of 10."""
+    # four normal numbers are all within a tenth of sigma with probability 4e-5; near p = 1 there is nothing to measure
+    usable = (n >= 4) & (u >= 0.01 * n)
+    levels = np.sort(absolute[usable] / u[usable])
     if len(levels) < 2 or levels[-1] == 0.0:
         return 0.0, 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -211,12 +205,14 @@ def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]
     return (float(below), float(len(levels) - below)) if gaps[below - 1] >= 10.0 else (0.0, 0.0)
 
 
-def _places(kept: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
+def _places(
+    tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]
+) -> dict[str, float]:
     zero = (a == 0.0) != (b == 0.0)
     same = owner[1:] == owner[:-1]
     last = np.append(~same, True)[: len(owner)]
-    # neighbours in the response, not only in the frame
-    same &= np.diff(kept["position"].to_numpy()) == 1
+    # neighbours in the response, not just in the frame
+    same &= np.diff(tokens["position"].to_numpy()) == 1
     return {
         "zeros": _total(zero),
         "at_zeros": _total(delta[zero] ** 2),
@@ -229,45 +225,45 @@ def _places(kept: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.
     }
 
 
-def _optional(kept: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float]:
+    evidence: dict[str, float] = {}
 
     def column(name: str) -> Floats:
-        return kept[name].to_numpy().astype(np.float64)
+        return tokens[name].to_numpy().astype(np.float64)
 
-    if "entropies" in kept and "prob_sq_sums" in kept:
+    if "entropies" in tokens and "prob_sq_sums" in tokens:
         entropy = column("entropies")
         x, k = b + entropy, entropy + np.log(column("prob_sq_sums"))
-        sums = {"dx": delta * x, "xx": x * x, "dk": delta * k, "xk": x * k, "kk": k * k}
-        found |= {"has_entropies": 1.0, **{name: _total(values) for name, values in sums.items()}}
-    if "log_kept_mass" in kept:
-        found |= {"has_mass": 1.0, "mass_sq": _total((delta - column("log_kept_mass")) ** 2)}
-    if "logprobs_b_again" in kept:
-        found |= {"has_again": 1.0, "again_sq": _total((column("logprobs_b_again") - b) ** 2)}
-    return found
+        products = {"dx": delta * x, "xx": x * x, "dk": delta * k, "xk": x * k, "kk": k * k}
+        evidence |= {"has_entropies": 1.0, **{name: _total(values) for name, values in products.items()}}
+    if "log_kept_mass" in tokens:
+        evidence |= {"has_mass": 1.0, "mass_sq": _total((delta - column("log_kept_mass")) ** 2)}
+    if "logprobs_b_again" in tokens:
+        evidence |= {"has_again": 1.0, "again_sq": _total((column("logprobs_b_again") - b) ** 2)}
+    return evidence
 
 
-def _groups(kept: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
+def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
     """Number, sum and sum of squares of the sequences' mean |delta|, where a column is 0 and where it is not."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
     for column, has, without, with_ in (
         ("pad_length", "has_padding", "unpadded", "padded"),
         ("steps_since_sync", "has_steps", "fresh", "behind"),
     ):
-        if column not in kept:
+        if column not in tokens:
             continue
-        found[has] = 1.0
+        sums[has] = 1.0
         largest = np.zeros(len(means))
-        np.maximum.at(largest, owner, kept[column].to_numpy().astype(np.float64))
+        np.maximum.at(largest, owner, tokens[column].to_numpy().astype(np.float64))
         for name, group in ((without, means[largest == 0]), (with_, means[largest > 0])):
-            found |= {name: float(len(group)), f"{name}_abs": _total(group), f"{name}_abs_sq": _total(group**2)}
-    return found
+            sums |= {name: float(len(group)), f"{name}_abs": _total(group), f"{name}_abs_sq": _total(group**2)}
+    return sums
 
 
 def _formats(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> dict[str, float]:
     sides = [side[side != 0.0] for side in (a, b)]
-    with np.errstate(over="ignore"):  # a log-prob beyond float16 is none of its numbers
+    with np.errstate(over="ignore"):  # a log-prob beyond float16 overflows, and so does not compare equal
         halves = [np.count_nonzero(side.astype(np.float16).astype(np.float32) == side) for side in sides]
     brains = [np.count_nonzero(side.view(np.uint32) & 0xFFFF == 0) for side in sides]
     return {"as_bfloat16": float(max(brains)), "as_float16": float(max(halves))}

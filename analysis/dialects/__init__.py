@@ -1,1 +1,1 @@
-"""What other frameworks would have logged: their published keys, derived again from our records."""
+"""What would other frameworks have logged? Their published keys, computed from our records."""

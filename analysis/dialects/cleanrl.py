@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows, column
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import exp, mean, one_row, policy_steps
-from analysis.update_rows import IterationRows, column
 
 _PPO = Source("vwxyzjn/cleanrl", "cleanrl/ppo.py", "020cf0e53305793c8e39f4b68f9ac1ae9099f004")
 _LAST = "token mean; only the iteration's last minibatch is logged"
@@ -24,7 +24,7 @@ DEFINITIONS = (
         "rollout",
         "token mean, then mean over all minibatches and epochs",
         "band_out whatever the sign of A, so also where the gradient is kept; NaN if the range is asymmetric, "
-        "which CleanRL has not; in float32 |1.2 - 1| > 0.2",
+        "which CleanRL does not have; in float32 |1.2 - 1| > 0.2",
     ),
     Definition("losses/entropy", _PPO, "mean(entropy of the new policy)", "none", _LAST, "none but the minibatch"),
     Definition(
@@ -39,7 +39,7 @@ DEFINITIONS = (
 
 
 def metrics(item: IterationRows) -> pd.DataFrame:
-    """One row: CleanRL's keys for this iteration; the log-probs of the rollout are its old ones."""
+    """One row: CleanRL's keys for this iteration; its old log-probs are those of the rollout."""
     rule, last = item.rule, {"losses/old_approx_kl": float("nan")}
     clipped = []
     for step in policy_steps(item):

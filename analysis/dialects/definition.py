@@ -1,4 +1,4 @@
-"""What is said of each published key: where it is defined, its formula, and how it differs from ours."""
+"""The description of each published key: where it is defined, its formula, and how it differs from ours."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Definition:
-    """One published key. In formulas: p = old, g = rollout, n = new log-probs, r = exp(n - anchor), A, masked mean."""
+    """One published key. In formulas p = old, g = rollout, n = new log-probs, r = exp(n - anchor), A = advantage."""
 
     key: str
     source: Source
     formula: str
-    anchor: str  # what its ratio is against, or which two log-probs it compares
+    anchor: str  # the denominator of its ratio, or the two log-probs that it compares
     reduction: str  # over tokens, and over the steps of an iteration
     difference: str  # from ours
-    is_derived: bool = True  # False: the records do not hold what it needs
+    is_derived: bool = True  # False: the records lack what it needs

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import Float64, exp, policy_steps, step_rows
-from analysis.update_rows import IterationRows
 
 _LOSS = Source("NVIDIA-NeMo/RL", "nemo_rl/algorithms/loss_functions.py", "005a098a5fc04317a0ceb792e66a8b8076804618")
 _PAIR, _MEAN = "old and rollout", "token mean of a step"
@@ -15,7 +15,14 @@ _EPSILON = 1e-8  # added to the number of tokens
 
 DEFINITIONS = (
     Definition("probs_ratio", _LOSS, "mean(r)", "old", _MEAN, "none but 1e-8 on the count"),
-    Definition("probs_ratio_clamped", _LOSS, "mean(clip(r))", "old", _MEAN, "no clip fraction: this is all it says"),
+    Definition(
+        "probs_ratio_clamped",
+        _LOSS,
+        "mean(clip(r))",
+        "old",
+        _MEAN,
+        "instead of a clip fraction",
+    ),
     Definition("probs_ratio_min", _LOSS, "min(r)", "old", "over the tokens of a step", "none"),
     Definition("probs_ratio_max", _LOSS, "max(r)", "old", "over the tokens of a step", "none"),
     Definition("probs_ratio_clamped_min", _LOSS, "min(clip(r))", "old", "over the tokens of a step", "none"),
@@ -51,13 +58,13 @@ DEFINITIONS = (
 
 
 def masked_mean(values: Float64) -> float:
-    """sum / (tokens + 1e-8): the reduction of all its means."""
+    """sum / (tokens + 1e-8), the reduction of all means of NeMo-RL."""
     return float(values.sum()) / (len(values) + _EPSILON)
 
 
 def metrics(item: IterationRows) -> pd.DataFrame:
     """One row per policy step: NeMo-RL's keys."""
-    found = []
+    rows = []
     for step in policy_steps(item):
         ratio, x = exp(step.new - step.old), step.old - step.rollout
         bounded = np.clip(ratio, 1.0 - item.rule.low, 1.0 + item.rule.high)
@@ -76,9 +83,9 @@ def metrics(item: IterationRows) -> pd.DataFrame:
             "gen_kl_error": masked_mean(exp(x) - 1.0 - x),
             "policy_kl_error": masked_mean(exp(-x) - 1.0 + x),
             "js_divergence_error": masked_mean(halves),
-            # as it does: what is not finite counts 0
+            # as in NeMo-RL, a weight that is not finite counts as 0
             "sampling_importance_ratio": masked_mean(np.where(np.isfinite(weights), weights, 0.0)),
             "approx_entropy": -masked_mean(exp(step.new - step.rollout) * step.new),
         }
-        found.append((step, numbers))
-    return step_rows(item, found)
+        rows.append((step, numbers))
+    return step_rows(item, rows)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import exp, mean, one_row, policy_steps
-from analysis.update_rows import IterationRows
 
 _LOSS = Source("OpenRLHF/OpenRLHF", "openrlhf/models/loss.py", "f5b3f08a05fd6cbd9a5b712ed931bbb72c24f2c4")
 _ACTOR = Source("OpenRLHF/OpenRLHF", "openrlhf/trainer/ray/ppo_actor.py", "c250c21a72176720e11aaf4fedcd6cf853d3df8b")
@@ -35,12 +35,12 @@ DEFINITIONS = (
 
 def metrics(item: IterationRows) -> pd.DataFrame:
     """One row: OpenRLHF's keys for this iteration."""
-    found: dict[str, list[float]] = {definition.key: [] for definition in DEFINITIONS}
+    values: dict[str, list[float]] = {definition.key: [] for definition in DEFINITIONS}
     for step in policy_steps(item):
         ratio = exp(step.new - step.old)
         bounded = np.clip(ratio, 1.0 - item.rule.low, 1.0 + item.rule.high)
-        found["ppo_clip_ratio"].append(float((bounded * step.advantages < ratio * step.advantages).mean()))
-        found["ppo_kl"].append(float((step.old - step.new).mean()))
-        found["vllm_kl"].append(float((step.rollout - step.old).mean()))
-        found["entropy_loss"].append(float(step.new_entropies.mean()))
-    return one_row(item, {key: mean(values) for key, values in found.items()})
+        values["ppo_clip_ratio"].append(float((bounded * step.advantages < ratio * step.advantages).mean()))
+        values["ppo_kl"].append(float((step.old - step.new).mean()))
+        values["vllm_kl"].append(float((step.rollout - step.old).mean()))
+        values["entropy_loss"].append(float(step.new_entropies.mean()))
+    return one_row(item, {key: mean(values) for key, values in values.items()})

@@ -1,13 +1,13 @@
-"""prime-rl's token export, averaged over the tokens of a step: the policy as it trains against the sampler."""
+"""prime-rl's token export, averaged over the tokens of a step: the policy being trained against the sampler."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import exp, policy_steps, step_rows
-from analysis.update_rows import IterationRows
 from ppo_repro.errors import UserError
 
 _EXPORT = Source(
@@ -25,7 +25,7 @@ DEFINITIONS = (
         "mean(exp(x) - x - 1), x = n - g",
         _PAIR,
         _MEAN,
-        "k3 of KL(rollout || new): after the first step it holds the update's movement too",
+        "k3 of KL(rollout || new): after the first step it includes the update's movement",
     ),
     Definition("importance_ratio", _EXPORT, "mean(exp(n - g))", _PAIR, _MEAN, "none"),
     Definition("prob_delta", _EXPORT, "mean(exp(n) - exp(g))", _PAIR, _MEAN, "signed, so positive and negative cancel"),
@@ -45,8 +45,8 @@ DEFINITIONS = (
 def metrics(item: IterationRows, mask_low: float = 0.2, mask_high: float = 0.2) -> pd.DataFrame:
     """One row per policy step: prime-rl's keys. Raises UserError for a negative bound."""
     if not (mask_low >= 0 and mask_high >= 0):
-        raise UserError(f"mask_low = {mask_low:g}, mask_high = {mask_high:g}: bounds on probabilities, 0 or more")
-    found = []
+        raise UserError(f"mask_low = {mask_low:g}, mask_high = {mask_high:g}: must be 0 or more, as probabilities")
+    rows = []
     for step in policy_steps(item):
         x, delta = step.new - step.rollout, np.exp(step.new) - np.exp(step.rollout)
         up, high, low = step.advantages > 0, delta > mask_high, delta < -mask_low
@@ -58,5 +58,5 @@ def metrics(item: IterationRows, mask_low: float = 0.2, mask_high: float = 0.2) 
             "is_masked_high": float((up & high).mean()),
             "is_masked_low": float(((step.advantages < 0) & low).mean()),
         }
-        found.append((step, numbers))
-    return step_rows(item, found)
+        rows.append((step, numbers))
+    return step_rows(item, rows)

@@ -1,4 +1,4 @@
-"""A run in the words of eight frameworks. `python -m analysis.dialects.report RUN [--definitions]`."""
+"""A run under the published keys of eight frameworks: `python -m analysis.dialects.report RUN`, or `--definitions`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows, load_iterations
 from analysis.dialects import cleanrl, nemo_rl, openrlhf, prime_rl, slime, tinker, trl, verl, verl_rollout_corr
 from analysis.dialects.definition import Definition
-from analysis.update_rows import IterationRows, load_iterations
 from ppo_repro.errors import UserError
 
 KEYS = ("iteration", "epoch", "minibatch")
@@ -20,7 +20,7 @@ KEYS = ("iteration", "epoch", "minibatch")
 
 @dataclass(frozen=True)
 class Dialect:
-    """A framework: what its keys mean and the functions that derive them from one iteration."""
+    """A framework: the definitions of its keys, and the functions that compute them from one iteration."""
 
     name: str
     definitions: tuple[Definition, ...]
@@ -43,19 +43,19 @@ def definitions() -> pd.DataFrame:
     """One row per published key: framework, key, formula, anchor, reduction, difference, is_derived, source."""
     rows = []
     for dialect in DIALECTS:
-        for known in dialect.definitions:
+        for definition in dialect.definitions:
             rows.append(
                 {
                     "framework": dialect.name,
-                    "key": known.key,
-                    "formula": known.formula,
-                    "anchor": known.anchor,
-                    "reduction": known.reduction,
-                    "difference": known.difference,
-                    "is_derived": known.is_derived,
-                    "repository": known.source.repository,
-                    "path": known.source.path,
-                    "commit": known.source.commit,
+                    "key": definition.key,
+                    "formula": definition.formula,
+                    "anchor": definition.anchor,
+                    "reduction": definition.reduction,
+                    "difference": definition.difference,
+                    "is_derived": definition.is_derived,
+                    "repository": definition.source.repository,
+                    "path": definition.source.path,
+                    "commit": definition.source.commit,
                 }
             )
     return pd.DataFrame(rows)
@@ -66,29 +66,29 @@ def long_table(
 ) -> pd.DataFrame:
     """framework, key, iteration, epoch, minibatch, value; epoch and minibatch are null for keys of an iteration.
 
-    Raises UserError where records are missing or nothing is clipped and no band is given.
+    Raises UserError where records are missing, or where nothing is clipped and there is no band.
     """
     parts = []
     for item in load_iterations(run_dir, iterations=iterations, band=band):
         for dialect in DIALECTS:
             for function in dialect.functions:
-                found = function(item)
-                by = [name for name in KEYS if name in found]
-                melted = found.melt(id_vars=by, var_name="key", value_name="value")
+                table = function(item)
+                by = [name for name in KEYS if name in table]
+                melted = table.melt(id_vars=by, var_name="key", value_name="value")
                 for name in ("epoch", "minibatch"):
-                    known = melted[name] if name in melted else pd.Series(pd.NA, index=melted.index)
-                    melted[name] = known.astype("Int64")
+                    column = melted[name] if name in melted else pd.Series(pd.NA, index=melted.index)
+                    melted[name] = column.astype("Int64")
                 parts.append(melted.assign(framework=dialect.name))
     return pd.concat(parts, ignore_index=True)[["framework", "key", *KEYS, "value"]]
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Print each key's mean over the run, or what the keys mean; exit code 2 where what the user wrote is wrong."""
-    parser = argparse.ArgumentParser(description="a run in the words of other frameworks")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print each key's mean over the run, or the definitions of the keys; exit code 2 on a user error."""
+    parser = argparse.ArgumentParser(description="a run under the published keys of other frameworks")
     parser.add_argument("run", type=Path, nargs="?", help="folder of a run")
-    parser.add_argument("--definitions", action="store_true", help="what the keys mean, and where it is written")
+    parser.add_argument("--definitions", action="store_true", help="what each key means, with its source")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     if arguments.definitions == (arguments.run is not None):
         parser.error("give either a run or --definitions")
     if arguments.definitions:

@@ -1,20 +1,20 @@
-"""slime's `train/*`: every mean is over responses of their token means, one row per step."""
+"""slime's `train/*`: every mean is the mean over responses of their token means, one row per step."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import Float64, Step, by_response, exp, policy_steps, step_rows, value_steps
-from analysis.update_rows import IterationRows
 from ppo_repro.errors import UserError
 
 _LOSS = Source("THUDM/slime", "slime/backends/megatron_utils/loss.py", "00c2d6db0f23a4900be6e80a8eb81eebf9e1ebff")
 _PPO = Source("THUDM/slime", "slime/utils/ppo_utils.py", "06787cf5798525d9af068135ade88dc795d75821")
 _TIS = Source("THUDM/slime", "slime/backends/megatron_utils/loss.py", "main, vanilla_tis_function read in a copy")
 _MEAN = "seq_mean_token_mean of a step"
-_UNEVEN = "responses count alike however long"
+_UNEVEN = "responses count alike, whatever their length"
 
 DEFINITIONS = (
     Definition("train/pg_clipfrac", _PPO, "mean(-clip(r) A > -r A)", "old", _MEAN, f"grad_zero; {_UNEVEN}"),
@@ -46,10 +46,10 @@ DEFINITIONS = (
 
 
 def metrics(item: IterationRows, tis_clip: float = 2.0, tis_clip_low: float = 0.0) -> pd.DataFrame:
-    """One row per policy step: slime's keys. Raises UserError where the truncation bounds are not in order."""
+    """One row per policy step: slime's keys. Raises UserError where the truncation bounds are out of order."""
     if not 0.0 <= tis_clip_low < tis_clip:
         raise UserError(f"tis_clip_low = {tis_clip_low:g}, tis_clip = {tis_clip:g}: need 0 <= tis_clip_low < tis_clip")
-    found = []
+    rows = []
     for step in policy_steps(item):
         ratio, weights = exp(step.new - step.old), exp(step.old - step.rollout)
         bounded = np.clip(ratio, 1.0 - item.rule.low, 1.0 + item.rule.high)
@@ -63,8 +63,8 @@ def metrics(item: IterationRows, tis_clip: float = 2.0, tis_clip_low: float = 0.
             "train/tis_abs": np.abs(weights - 1.0),
             "train/tis_clipfrac": (np.clip(weights, tis_clip_low, tis_clip) != weights).astype(np.float64),
         }
-        found.append((step, {key: _sample_mean(values, step) for key, values in columns.items()}))
-    return step_rows(item, found)
+        rows.append((step, {key: _sample_mean(values, step) for key, values in columns.items()}))
+    return step_rows(item, rows)
 
 
 def _sample_mean(values: Float64, step: Step) -> float:

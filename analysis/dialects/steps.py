@@ -1,4 +1,4 @@
-"""What the dialects share: an iteration's steps as arrays, and means over tokens, responses and steps."""
+"""The common parts of the dialects: an iteration's steps as arrays, and means over tokens, responses and steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.update_rows import Float64, IterationRows, column, policy_rows, steps_of
+from analysis.clipping.update_rows import Float64, IterationRows, column, policy_rows, steps_of
 
 
 @dataclass(frozen=True)
 class Step:
-    """One policy step as arrays over its tokens, log-probs in nats."""
+    """One policy step as arrays over its tokens; log-probs in nats."""
 
     epoch: int
     minibatch: int
@@ -29,16 +29,15 @@ class Step:
 def policy_steps(item: IterationRows) -> Iterator[Step]:
     """The steps that the policy took, in order."""
     rows = policy_rows(item)
-    for (epoch, minibatch), places in sorted(steps_of(rows).items()):
-        part = rows.iloc[places]
-        _, sequence = np.unique(part["sequence"].to_numpy(), return_inverse=True)
-        names = ("rollout_logprobs", "old_logprobs", "new_logprobs", "advantages", "new_entropies")
-        yield Step(epoch, minibatch, sequence.astype(np.int64), *(column(part, name) for name in names))
+    names = ("rollout_logprobs", "old_logprobs", "new_logprobs", "advantages", "new_entropies")
+    for (epoch, minibatch), indices in sorted(steps_of(rows).items()):
+        frame = rows.iloc[indices]
+        yield Step(epoch, minibatch, _dense_sequences(frame), *(column(frame, name) for name in names))
 
 
 @dataclass(frozen=True)
 class ValueStep:
-    """One step of the value model as arrays over its tokens, reward units."""
+    """One step of the value model as arrays over its tokens; values in units of the reward."""
 
     sequence: npt.NDArray[np.int64]
     old: Float64
@@ -49,17 +48,15 @@ class ValueStep:
 def value_steps(item: IterationRows) -> Iterator[ValueStep]:
     """The steps that the value model took, in order."""
     rows = item.rows[item.rows["new_values"].notna()]
-    for _, places in sorted(steps_of(rows).items()):
-        part = rows.iloc[places]
-        _, sequence = np.unique(part["sequence"].to_numpy(), return_inverse=True)
-        yield ValueStep(
-            sequence.astype(np.int64), *(column(part, name) for name in ("values", "new_values", "returns"))
-        )
+    for _, indices in sorted(steps_of(rows).items()):
+        frame = rows.iloc[indices]
+        names = ("values", "new_values", "returns")
+        yield ValueStep(_dense_sequences(frame), *(column(frame, name) for name in names))
 
 
 @dataclass(frozen=True)
 class Responses:
-    """The iteration's tokens before any step, as arrays, log-probs in nats."""
+    """The iteration's tokens before any step, as arrays; log-probs in nats."""
 
     sequence: npt.NDArray[np.int64]
     rollout: Float64
@@ -69,9 +66,12 @@ class Responses:
 
 def responses(item: IterationRows) -> Responses:
     """All tokens of the iteration."""
-    _, sequence = np.unique(item.tokens["sequence"].to_numpy(), return_inverse=True)
     names = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
-    return Responses(sequence.astype(np.int64), *(column(item.tokens, name) for name in names))
+    return Responses(_dense_sequences(item.tokens), *(column(item.tokens, name) for name in names))
+
+
+def _dense_sequences(frame: pd.DataFrame) -> npt.NDArray[np.int64]:
+    return np.unique(frame["sequence"].to_numpy(), return_inverse=True)[1].astype(np.int64)
 
 
 def by_response(values: Float64, sequence: npt.NDArray[np.int64]) -> tuple[Float64, Float64]:
@@ -96,9 +96,10 @@ def one_row(item: IterationRows, numbers: dict[str, float]) -> pd.DataFrame:
     return pd.DataFrame([{"iteration": item.iteration, **numbers}])
 
 
-def step_rows(item: IterationRows, found: list[tuple[Step, dict[str, float]]]) -> pd.DataFrame:
+def step_rows(item: IterationRows, numbers_of_steps: list[tuple[Step, dict[str, float]]]) -> pd.DataFrame:
     """A row per policy step."""
     keyed = [
-        {"iteration": item.iteration, "epoch": s.epoch, "minibatch": s.minibatch, **numbers} for s, numbers in found
+        {"iteration": item.iteration, "epoch": s.epoch, "minibatch": s.minibatch, **numbers}
+        for s, numbers in numbers_of_steps
     ]
     return pd.DataFrame(keyed)

@@ -1,6 +1,6 @@
-"""tinker-cookbook's `optim/*`: the policy as it trains against the sampler, over a whole pass.
+"""tinker-cookbook's `optim/*`: the policy being trained against the sampler, over a whole pass.
 
-It takes one pass over a batch, each minibatch scored when its turn comes; here one row per epoch.
+It makes one pass over a batch and scores each minibatch when its turn comes; here a pass is an epoch, one row each.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import Step, policy_steps
-from analysis.update_rows import IterationRows
 
 _METRICS = Source(
     "thinking-machines-lab/tinker-cookbook", "tinker_cookbook/rl/metrics.py", "1f656115525ddc7be21d3ade56a35071cd8d406e"
@@ -38,11 +38,11 @@ def metrics(item: IterationRows) -> pd.DataFrame:
     passes: dict[int, list[Step]] = {}
     for step in policy_steps(item):
         passes.setdefault(step.epoch, []).append(step)
-    found = []
+    rows = []
     for epoch, steps in passes.items():
         sampled = np.concatenate([step.rollout for step in steps])
         difference = sampled - np.concatenate([step.new for step in steps])
-        found.append(
+        rows.append(
             {
                 "iteration": item.iteration,
                 "epoch": epoch,
@@ -51,4 +51,4 @@ def metrics(item: IterationRows) -> pd.DataFrame:
                 "optim/entropy": -float(sampled.mean()),
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(rows)

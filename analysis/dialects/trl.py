@@ -1,4 +1,4 @@
-"""TRL: the PPO trainer's keys, means over padding where it takes them, and the GRPO trainer's clip and sampling keys.
+"""TRL: the PPO trainer's keys, some of them means that include padding, and the GRPO trainer's clip and sampling keys.
 
 Assumed: one process, one micro-batch per minibatch, responses padded on the right to the longest of the iteration.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import by_response, exp, mean, one_row, policy_steps, responses, step_rows
-from analysis.update_rows import IterationRows
 from ppo_repro.errors import UserError
 
 INVALID_LOGPROB = 1.0  # what TRL writes at padding, in old and new log-probs alike
@@ -35,7 +35,7 @@ DEFINITIONS = (
         "masked_mean(-clip(r) A > -r A)",
         "rollout",
         f"token mean, {_STEPS}",
-        "grad_zero without dual clip; NaN if the range is asymmetric, which this trainer has not",
+        "grad_zero without dual clip; NaN if the range is asymmetric, which this trainer does not have",
     ),
     Definition("val/ratio", _PPO, "mean(r)", "rollout", _PADDED, "padding counts as ratio 1"),
     Definition(
@@ -44,7 +44,7 @@ DEFINITIONS = (
         "var over steps of mean(r)",
         "rollout",
         "sample variance of the steps' padded means",
-        "not the variance of the ratios: it says next to nothing of their spread",
+        "not the variance of the ratios: it says next to nothing about their spread",
     ),
     Definition(
         "objective/kl",
@@ -76,7 +76,7 @@ DEFINITIONS = (
         _PPO,
         "masked_mean((v_clip - R)^2 > (v - R)^2)",
         "none",
-        "over real tokens and one position more of each shorter response",
+        "over real tokens, and one more position of each response shorter than the longest",
         "needs values one position after the end, which no record has",
         is_derived=False,
     ),
@@ -148,8 +148,8 @@ def ppo_metrics(item: IterationRows) -> pd.DataFrame:
 def grpo_metrics(item: IterationRows, cispo_epsilon_high: float = 5.0) -> pd.DataFrame:
     """One row per policy step: the GRPO trainer's clip keys. Raises UserError for a bound that is not positive."""
     if not cispo_epsilon_high > 0:
-        raise UserError(f"cispo_epsilon_high = {cispo_epsilon_high:g}: is a bound on the ratio; must be positive")
-    found = []
+        raise UserError(f"cispo_epsilon_high = {cispo_epsilon_high:g}: must be positive, a bound on the ratio")
+    rows = []
     for step in policy_steps(item):
         ratio = exp(step.new - step.old)
         low = (ratio < 1.0 - item.rule.low) & (step.advantages < 0)
@@ -162,14 +162,14 @@ def grpo_metrics(item: IterationRows, cispo_epsilon_high: float = 5.0) -> pd.Dat
             "clip_ratio/region_mean": float((low | high).mean()),
             "cispo_clip_ratio": float(((ratio > cispo_epsilon_high) & (step.advantages > 0)).mean()),
         }
-        found.append((step, numbers))
-    return step_rows(item, found)
+        rows.append((step, numbers))
+    return step_rows(item, rows)
 
 
 def sampling_metrics(item: IterationRows, cap: float = 2.0) -> pd.DataFrame:
     """One row: the GRPO trainer's keys on sampler and trainer. Raises UserError for a cap that is not positive."""
     if not cap > 0:
-        raise UserError(f"cap = {cap:g}: truncates importance ratios; must be positive")
+        raise UserError(f"cap = {cap:g}: must be positive, a bound on importance ratios")
     before = responses(item)
     difference = np.abs(before.old - before.rollout)
     weights = np.minimum(exp(before.old - before.rollout), cap)

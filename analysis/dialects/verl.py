@@ -1,6 +1,6 @@
-"""verl: the actor's, the critic's and the debugging keys. Those of `rollout_corr/` are in verl_rollout_corr.py.
+"""verl: the keys of actor, critic and debugging. Those of `rollout_corr/` are in verl_rollout_corr.py.
 
-Assumed: one process and one micro-batch per minibatch, so that the mean over logged values is that over steps.
+Assumed: one process and one micro-batch per minibatch, so that the mean over logged values is the mean over steps.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import exp, mean, one_row, policy_steps, responses, value_steps
-from analysis.update_rows import IterationRows
 
 DUAL_CLIP = 3.0  # verl's default: it always applies one
 LOG_RATIO_LIMIT = 20.0
@@ -76,17 +76,18 @@ def metrics(item: IterationRows) -> pd.DataFrame:
         clipped.append(float((second > first).mean()))
         dual.append(float(((np.maximum(first, second) > -advantages * limit) & (advantages < 0)).mean()))
         kl.append(float((-log_ratios).mean()))
-    for seen in value_steps(item) if clip_range is not None else ():
+    for value_step in value_steps(item) if clip_range is not None else ():
         assert clip_range is not None
-        bounded = np.clip(seen.new, seen.old - clip_range, seen.old + clip_range)
-        values.append(float(((bounded - seen.returns) ** 2 > (seen.new - seen.returns) ** 2).mean()))
-    found = {
+        new, old, returns = value_step.new, value_step.old, value_step.returns
+        bounded = np.clip(new, old - clip_range, old + clip_range)
+        values.append(float(((bounded - returns) ** 2 > (new - returns) ** 2).mean()))
+    numbers = {
         "actor/pg_clipfrac": mean(clipped),
         "actor/pg_clipfrac_lower": mean(dual),
         "actor/ppo_kl": mean(kl),
         "critic/vf_clipfrac": mean(values),
     }
-    return one_row(item, {**found, **_probabilities(item)})
+    return one_row(item, {**numbers, **_probabilities(item)})
 
 
 def _probabilities(item: IterationRows) -> dict[str, float]:

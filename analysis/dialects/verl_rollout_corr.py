@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from analysis.clipping.update_rows import Float64, IterationRows
 from analysis.dialects.definition import Definition, Source
 from analysis.dialects.steps import Responses, by_response, exp, one_row, responses
-from analysis.update_rows import Float64, IterationRows
 from ppo_repro.errors import UserError
 
 SAFETY_BOUND = 20.0  # on log-ratios before they are exponentiated
@@ -65,10 +65,10 @@ def metrics(item: IterationRows, threshold: float = 2.0) -> pd.DataFrame:
     Raises UserError for a threshold that is not above 1.
     """
     if not 1.0 < threshold < np.inf:
-        raise UserError(f"threshold = {threshold:g}: bounds importance weights from above; must be greater than 1")
+        raise UserError(f"threshold = {threshold:g}: must be greater than 1, an upper bound on importance weights")
     before = responses(item)
-    found = {**_off_policy(before), **_weights(before, threshold)}
-    return one_row(item, {f"rollout_corr/{name}": value for name, value in found.items()})
+    numbers = {**_off_policy(before), **_weights(before, threshold)}
+    return one_row(item, {f"rollout_corr/{name}": value for name, value in numbers.items()})
 
 
 def _safe(values: Float64) -> Float64:

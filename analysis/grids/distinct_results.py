@@ -1,7 +1,7 @@
-"""How many results one seed has: `python -m analysis.grids.distinct_results GRID --by FIELD`.
+"""How many different results does one seed have? `python -m analysis.grids.distinct_results GRID --by FIELD`
 
-One row per value of the axis FIELD and seed: how many cells differ in the other axes alone, and how many fingerprints
-they have. Where the other axes should not change a result there is one.
+One row per value of the axis FIELD and seed: how many cells differ only in the other axes, and how many fingerprints
+they have. Where the other axes must not change a result, that number is one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from analysis.grids.table import markdown
 from ppo_repro.errors import UserError
 
 
-def counted(cells: pd.DataFrame, by: str) -> pd.DataFrame:
-    """One row per label of axis `by` and seed: cells, those complete, and fingerprints; UserError for another axis."""
+def results_by_seed(cells: pd.DataFrame, by: str) -> pd.DataFrame:
+    """One row per label of axis `by` and seed: cells, complete cells and fingerprints; UserError for another axis."""
     axes = [name.removeprefix("axis.") for name in cells.columns if name.startswith("axis.")]
     if by not in axes:
         raise UserError(f"--by {by}: is no axis of this grid; there are {', '.join(axes)}")
@@ -30,16 +30,16 @@ def counted(cells: pd.DataFrame, by: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Print the table; exit code 2 and one line where what the user wrote is wrong."""
-    parser = argparse.ArgumentParser(description="how many results one seed has")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; exit code 2 and one line on a user error."""
+    parser = argparse.ArgumentParser(description="how many different results one seed has")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--by", required=True, help="the axis that may change a result, such as numerics.mode")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     try:
         if not (arguments.grid / "cells.parquet").exists():
             raise UserError(f"{arguments.grid}: has no cells.parquet; run `ppo-repro grid` on its file first")
-        print(markdown(counted(pd.read_parquet(arguments.grid / "cells.parquet"), arguments.by)))
+        print(markdown(results_by_seed(pd.read_parquet(arguments.grid / "cells.parquet"), arguments.by)))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

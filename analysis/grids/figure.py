@@ -1,7 +1,7 @@
 """A figure of a grid: `python -m analysis.grids.figure GRID FILE.svg` draws one row per point of its axes.
 
-Every run is a dot, the mean over seeds a bar with its 95 % Student interval. With `--across SHARE` it draws the
-measure against `removed` or `outside` instead, with the mean of each point, and shades the 10 to 40 % said to be good.
+Every run is a dot; the mean over seeds is a bar with its 95 % Student interval. With `--across SHARE` it draws the
+measure against `removed` or `outside` instead, with the mean of each point, and shades the 10 to 40 % called good.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def span(values: pd.Series) -> tuple[float, float]:
-    """The range of an axis: that of the values and a twentieth on both sides."""
+    """The range of an axis: the values', and a twentieth more on both sides."""
     low, high = float(values.min()), float(values.max())
     room = (high - low) / 20 or 0.5
     return low - room, high + room
 
 
-def place(value: float, axis: tuple[float, float], start: float, end: float) -> float:
+def position(value: float, axis: tuple[float, float], start: float, end: float) -> float:
     return start + (value - axis[0]) / (axis[1] - axis[0]) * (end - start)
 
 
-def text(x: float, y: float, said: str, anchor: str = "middle", turned: bool = False) -> str:
+def text(x: float, y: float, content: str, anchor: str = "middle", turned: bool = False) -> str:
     turn = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(said)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(content)}</text>'
 
 
 def dot(x: float, y: float, colour: str) -> str:
@@ -60,88 +60,88 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float =
 
 
 def horizontal(axis: tuple[float, float], bottom: float, left: float, label: str) -> list[str]:
-    """Grid lines, numbers and label of the axis that runs across."""
-    parts = []
+    """Grid lines, numbers and label of the horizontal axis."""
+    elements = []
     for value in ticks(*axis):
-        x = place(value, axis, left, WIDTH - RIGHT)
-        parts += [line(x, TOP, x, bottom, "#d5d9e0"), text(x, bottom + 16, f"{value:g}")]
-    return [*parts, text((left + WIDTH - RIGHT) / 2, bottom + 34, label)]
+        x = position(value, axis, left, WIDTH - RIGHT)
+        elements += [line(x, TOP, x, bottom, "#d5d9e0"), text(x, bottom + 16, f"{value:g}")]
+    return [*elements, text((left + WIDTH - RIGHT) / 2, bottom + 34, label)]
 
 
-def svg(parts: Sequence[str], height: float, about: str) -> str:
+def svg(elements: Sequence[str], height: float, about: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
         f'font-family="sans-serif" font-size="12" fill="#1b1f27"><title>{escape(about)}</title>'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(parts)}</svg>\n'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(elements)}</svg>\n'
     )
 
 
-def by_point(found: pd.DataFrame, measure: str) -> str:
-    """One row per point of the axes; a value that is not finite is not drawn, and said."""
-    axis = span(found[measure])
-    groups = list(found.groupby("point", sort=False))
+def by_point(cells: pd.DataFrame, measure: str) -> str:
+    """One row per point of the axes; values that are not finite are not drawn but counted in the label."""
+    axis = span(cells[measure])
+    groups = list(cells.groupby("point", sort=False))
     bottom = TOP + ROW * len(groups)
-    parts = horizontal(axis, bottom, LEFT, MEASURES[measure])
+    elements = horizontal(axis, bottom, LEFT, MEASURES[measure])
     for row, (point, group) in enumerate(groups):
         y = TOP + ROW * (row + 0.5)
         values = group[measure].to_numpy(np.float64)
         finite = values[np.isfinite(values)]
         missing = "" if len(finite) == len(values) else f" ({len(values) - len(finite)} not finite)"
-        parts.append(text(LEFT - 10, y + 4, f"{point}{missing}", "end"))
-        parts += [dot(place(v, axis, LEFT, WIDTH - RIGHT), y, COLOURS[0]) for v in finite]
+        elements.append(text(LEFT - 10, y + 4, f"{point}{missing}", "end"))
+        elements += [dot(position(v, axis, LEFT, WIDTH - RIGHT), y, COLOURS[0]) for v in finite]
         if len(finite) > 1:
             estimate = one_sample(finite)
             low, high = (min(max(v, axis[0]), axis[1]) for v in t_interval(estimate, 0.95))
             if not math.isnan(low):
-                ends = [place(v, axis, LEFT, WIDTH - RIGHT) for v in (low, high)]
-                parts.append(line(ends[0], y, ends[1], y, COLOURS[1], 2))
-            x = place(estimate.mean, axis, LEFT, WIDTH - RIGHT)
-            parts.append(line(x, y - 6, x, y + 6, COLOURS[1], 2.5))
-    return svg(parts, bottom + BOTTOM, f"{MEASURES[measure]}, by point of the axes")
+                ends = [position(v, axis, LEFT, WIDTH - RIGHT) for v in (low, high)]
+                elements.append(line(ends[0], y, ends[1], y, COLOURS[1], 2))
+            x = position(estimate.mean, axis, LEFT, WIDTH - RIGHT)
+            elements.append(line(x, y - 6, x, y + 6, COLOURS[1], 2.5))
+    return svg(elements, bottom + BOTTOM, f"{MEASURES[measure]}, by point of the axes")
 
 
-def across(found: pd.DataFrame, share: str, measure: str) -> str:
-    """The measure of every run against its clipped share; the band that is said to be good is shaded."""
+def across(cells: pd.DataFrame, share: str, measure: str) -> str:
+    """The measure of every run against its clipped share; the range called good is shaded."""
     left, bottom = 70.0, 360.0
-    x_axis, y_axis = span(found[share]), span(found[measure])
+    x_axis, y_axis = span(cells[share]), span(cells[measure])
     x_axis = (min(x_axis[0], 0.0), x_axis[1])
-    good = [place(min(max(v, x_axis[0]), x_axis[1]), x_axis, left, WIDTH - RIGHT) for v in GOOD]
+    good = [position(min(max(v, x_axis[0]), x_axis[1]), x_axis, left, WIDTH - RIGHT) for v in GOOD]
     size = f'width="{good[1] - good[0]:.1f}" height="{bottom - TOP:g}"'
-    parts = [f'<rect x="{good[0]:.1f}" y="{TOP:g}" {size} fill="#00835f" fill-opacity="0.12"/>']
-    parts += horizontal(x_axis, bottom, left, MEASURES[share])
+    elements = [f'<rect x="{good[0]:.1f}" y="{TOP:g}" {size} fill="#00835f" fill-opacity="0.12"/>']
+    elements += horizontal(x_axis, bottom, left, MEASURES[share])
     for value in ticks(*y_axis):
-        y = place(value, y_axis, bottom, TOP)
-        parts += [line(left, y, WIDTH - RIGHT, y, "#d5d9e0"), text(left - 8, y + 4, f"{value:g}", "end")]
-    parts.append(text(18, (TOP + bottom) / 2, measure, turned=True))
-    for point, group in found.groupby("point", sort=False):
-        drawn = group[np.isfinite(group[share]) & np.isfinite(group[measure])]
-        places = [
-            (place(x, x_axis, left, WIDTH - RIGHT), place(y, y_axis, bottom, TOP))
-            for x, y in zip(drawn[share], drawn[measure], strict=True)
+        y = position(value, y_axis, bottom, TOP)
+        elements += [line(left, y, WIDTH - RIGHT, y, "#d5d9e0"), text(left - 8, y + 4, f"{value:g}", "end")]
+    elements.append(text(18, (TOP + bottom) / 2, measure, turned=True))
+    for point, group in cells.groupby("point", sort=False):
+        finite = group[np.isfinite(group[share]) & np.isfinite(group[measure])]
+        positions = [
+            (position(x, x_axis, left, WIDTH - RIGHT), position(y, y_axis, bottom, TOP))
+            for x, y in zip(finite[share], finite[measure], strict=True)
         ]
-        parts += [dot(x, y, COLOURS[0]) for x, y in places]
-        if places:
-            x, y = np.mean(places, axis=0).tolist()
-            parts += [line(x - 5, y, x + 5, y, COLOURS[1], 2.5), text(x + 8, y + 4, str(point), "start")]
-    return svg(parts, bottom + BOTTOM, f"{measure} against {share}")
+        elements += [dot(x, y, COLOURS[0]) for x, y in positions]
+        if positions:
+            x, y = np.mean(positions, axis=0).tolist()
+            elements += [line(x - 5, y, x + 5, y, COLOURS[1], 2.5), text(x + 8, y + 4, str(point), "start")]
+    return svg(elements, bottom + BOTTOM, f"{measure} against {share}")
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Write the figure; exit code 2 and one line where what the user wrote is wrong."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the figure; exit code 2 and one line on a user error."""
     parser = argparse.ArgumentParser(description="a figure of a grid")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("out", type=Path, help="the SVG file to write")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is drawn")
     parser.add_argument("--across", choices=("removed", "outside"), help="draw the measure against this share")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     try:
-        found = outcomes(arguments.grid)
+        cells = outcomes(arguments.grid)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     measure = arguments.measure
-    drawn = by_point(found, measure) if arguments.across is None else across(found, arguments.across, measure)
-    arguments.out.write_text(drawn, encoding="utf-8")
+    picture = by_point(cells, measure) if arguments.across is None else across(cells, arguments.across, measure)
+    arguments.out.write_text(picture, encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What each cell of a grid came to: one number per cell and measure, read from the records of its run."""
+"""The outcome of each cell of a grid: one number per cell and measure, read from the records of its run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEASURES = {
 
 
 def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
-    """Shares of the run's token visits without gradient, and outside the band; both 0 where nothing was clipped."""
+    """Shares of token visits whose gradient was removed, and outside the band; both 0 where nothing was clipped."""
     flags = [
         reader.read_updates(run_dir, iterations=[i], columns=["clip_flag"])["clip_flag"].value_counts()
         for i in range(iterations)
@@ -43,22 +43,22 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
 def mismatch(run_dir: Path) -> tuple[float, float]:
     """(mean k3, clip floor) over the run's response tokens, with d = log p_old - log p_rollout in float64.
 
-    k3 = expm1(d) - d, nats. The floor (`mismatch.clip_floor`) is 0 with the anchor old, where the first
-    ratio is 1 whatever d is, and NaN where the objective has no fixed clip range.
+    k3 = expm1(d) - d, nats. The floor (`analysis.mismatch.clip_floor`) is 0 with the anchor old, where the first ratio
+    is 1 whatever d is, and NaN where the objective has no fixed clip range.
     """
     columns = ["old_logprobs", "rollout_logprobs", "advantages"]
     tokens = reader.read_tokens(run_dir, columns=columns).astype(np.float64)
     delta = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).to_numpy()
     ppo, floor = load_recorded_config(run_dir).ppo, math.nan
     if isinstance(ppo.objective, ClipObjective):
-        low, high, dual = ppo.objective.clip_range, ppo.objective.high, ppo.objective.dual_clip
+        clip = ppo.objective
         start = delta if ppo.ratio_anchor == "rollout" else np.zeros_like(delta)
-        floor = clip_floor(start, tokens["advantages"].to_numpy(), low, high, dual)
+        floor = clip_floor(start, tokens["advantages"].to_numpy(), clip.clip_range, clip.high, clip.dual_clip)
     return float(np.mean(np.expm1(delta) - delta)), floor
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:
-    """Every measure but the accuracy, which is in the grid's own table; explained is NaN without a value model."""
+    """All measures except the accuracy, which the grid's own table has; explained is NaN without a value model."""
     rows = reader.read_iterations(run_dir)
     last, first = rows.tail(LAST), rows.head(FIRST)
     removed, outside = clip_shares(run_dir, len(rows))
@@ -75,18 +75,28 @@ def measures_of(run_dir: Path) -> dict[str, float]:
     }
 
 
-def outcomes(grid: Path) -> pd.DataFrame:
-    """One row per complete cell: point (labels of the axes), seed, fingerprint and MEASURES; UserError if none is.
-
-    Columns `axis.NAME` hold the labels; `point` is all of them together.
-    """
-    table = pd.read_parquet(grid / "cells.parquet")
-    table = table[table["state"] == "complete"].reset_index(drop=True)
-    if table.empty:
+def complete_cells(grid: Path) -> pd.DataFrame:
+    """The complete cells of a grid's table, with `point`, the labels of all axes together; UserError without any."""
+    path = grid / "cells.parquet"
+    if not path.is_file():
+        raise UserError(f"{grid}: has no cells.parquet; run `ppo-repro grid` on its file first")
+    table = pd.read_parquet(path)
+    cells = table[table["state"] == "complete"].reset_index(drop=True)
+    if cells.empty:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
-    axes = [name for name in table.columns if name.startswith("axis.")]
-    points = [", ".join(map(str, labels)) for labels in table[axes].itertuples(index=False)]
-    found = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in table["run_dir"]])
-    found.insert(0, "accuracy", table["final.eval_accuracy"])
-    about = table[[*axes, "seed", "fingerprint"]]
-    return pd.concat([pd.Series(points, name="point"), about, found], axis=1)
+    axes = [name for name in cells.columns if name.startswith("axis.")]
+    points = [", ".join(map(str, labels)) for labels in cells[axes].itertuples(index=False)]
+    cells.insert(0, "point", pd.Series(points, index=cells.index, dtype=object))
+    return cells
+
+
+def outcomes(grid: Path) -> pd.DataFrame:
+    """One row per complete cell: point, its labels in columns `axis.NAME`, seed, fingerprint and MEASURES.
+
+    Raises UserError as `complete_cells`.
+    """
+    cells = complete_cells(grid)
+    measures = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in cells["run_dir"]])
+    measures.insert(0, "accuracy", cells["final.eval_accuracy"])
+    axes = [name for name in cells.columns if name.startswith("axis.")]
+    return pd.concat([cells[["point", *axes, "seed", "fingerprint"]], measures], axis=1)

@@ -1,9 +1,9 @@
-"""What a grid found: `python -m analysis.grids.table GRID` prints its table over seeds, and comparisons.
+"""What did a grid find? `python -m analysis.grids.table GRID` prints its table over seeds, and comparisons.
 
 First one row per point of the axes: mean and 95 % Student interval over seeds of the measure (`--measure`, else the
-accuracy), means of the others (`outcomes.MEASURES` says what they are), and how many fingerprints there are. Then the
-measure of each point minus that of one point (`--against`, else the first), paired by seed. Then how the shares of
-clipped tokens go with the measure.
+accuracy), means of the other measures (described in `outcomes.MEASURES`), and the number of fingerprints. Then the
+measure of each point minus that of one point (`--against`, else the first), paired by seed. Then the rank correlation
+of the clipped shares and the measure.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ DRAWS = 2000
 
 
 def interval(values: pd.Series) -> str:
-    """Mean and half width of the 95 % Student interval; the mean alone where the values have no spread."""
+    """Mean and half width of the 95 % Student interval, or the mean alone where the values have no spread."""
     estimate = one_sample(values.to_numpy(np.float64))
     half = t_interval(estimate, 0.95)[1] - estimate.mean
     return f"{estimate.mean:.3f}" if math.isnan(half) else f"{estimate.mean:.3f} ± {half:.3f}"
 
 
-def rows(found: pd.DataFrame, measure: str) -> pd.DataFrame:
+def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     """One row per point of the axes."""
-    axes = ", ".join(name.rpartition(".")[2] for name in found.columns if name.startswith("axis."))
-    shown = []
-    for point, group in found.groupby("point", sort=False):
+    axes = ", ".join(name.rpartition(".")[2] for name in cells.columns if name.startswith("axis."))
+    table = []
+    for point, group in cells.groupby("point", sort=False):
         means = {name: FORMATS[name].format(group[name].mean()) for name in MEASURES if name != measure}
         row = {axes: point, "seeds": len(group), measure: interval(group[measure]), **means}
-        shown.append({**row, "fingerprints": group["fingerprint"].nunique()})
-    return pd.DataFrame(shown)
+        table.append({**row, "fingerprints": group["fingerprint"].nunique()})
+    return pd.DataFrame(table)
 
 
-def comparisons(found: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
+def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
     """Each point minus `against`, paired by seed: mean, 95 % Student interval, p of the paired t-test, Holm's p.
 
-    Holm's correction is over all points. Raises UserError for an unknown point, or one with other seeds.
+    Holm's correction is over all points. Raises UserError for an unknown point, or where seeds differ.
     """
-    by_point = {str(point): group.set_index("seed")[measure] for point, group in found.groupby("point", sort=False)}
+    by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
-        raise UserError(f"--against {against}: is no point of this grid; there are {'; '.join(by_point)}")
+        raise UserError(f"--against {against}: is not a point of this grid; there are {'; '.join(by_point)}")
     compared = []
     for point, values in by_point.items():
         if point == against:
             continue
         if set(values.index) != set(by_point[against].index):
-            raise UserError(f"{point} and {against} have other seeds; finish the grid with `ppo-repro grid`")
+            raise UserError(f"{point} and {against} have different seeds; finish the grid with `ppo-repro grid`")
         estimate = one_sample((values - by_point[against]).to_numpy(np.float64))
         low, high = t_interval(estimate, 0.95)
         compared.append({"point": point, "difference": estimate.mean, "low": low, "high": high, "p": t_test(estimate)})
@@ -77,16 +77,16 @@ def comparisons(found: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
 
 
 def rank_correlation(
-    found: pd.DataFrame, share: str, measure: str, rng: np.random.Generator
+    cells: pd.DataFrame, share: str, measure: str, rng: np.random.Generator
 ) -> tuple[float, float, float]:
     """Spearman's correlation over points of the mean share and the mean measure, 95 % bootstrap interval over seeds.
 
-    All points of a seed are drawn together: they start from the same policy. NaN where all shares are equal.
+    All points of a seed are drawn together, because they start from the same policy. NaN where all shares are equal.
     """
-    by_seed = [found[found["seed"] == seed].set_index("point")[[share, measure]] for seed in found["seed"].unique()]
+    by_seed = [cells[cells["seed"] == seed].set_index("point")[[share, measure]] for seed in cells["seed"].unique()]
 
     def of(seeds: Sequence[pd.DataFrame]) -> float:
-        means = np.sum([one.to_numpy(np.float64) for one in seeds], axis=0) / len(seeds)
+        means = np.sum([values.to_numpy(np.float64) for values in seeds], axis=0) / len(seeds)
         if np.ptp(means[:, 0]) == 0 or np.ptp(means[:, 1]) == 0:
             return math.nan
         return float(spearmanr(means[:, 0], means[:, 1]).statistic)
@@ -102,12 +102,12 @@ def markdown(table: pd.DataFrame) -> str:
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False))])
 
 
-def report(found: pd.DataFrame, measure: str, against: str) -> str:
-    """All that is printed."""
-    compared = comparisons(found, measure, against)
-    shown = [markdown(rows(found, measure))]
+def report(cells: pd.DataFrame, measure: str, against: str) -> str:
+    """The printed tables, as Markdown."""
+    compared = comparisons(cells, measure, against)
+    paragraphs = [markdown(rows(cells, measure))]
     if len(compared):
-        said = pd.DataFrame(
+        differences = pd.DataFrame(
             {
                 "point": compared["point"],
                 f"{measure} minus that of {against}, 95 %": [
@@ -117,28 +117,28 @@ def report(found: pd.DataFrame, measure: str, against: str) -> str:
                 "Holm": [f"{p:.4f}" for p in compared["Holm"]],
             }
         )
-        shown.append(markdown(said))
-    if len(compared) > 1 and found["outside"].any():
+        paragraphs.append(markdown(differences))
+    if len(compared) > 1 and cells["outside"].any():
         for share in ("removed", "outside"):
-            value, low, high = rank_correlation(found, share, measure, np.random.default_rng(0))
-            runs = spearmanr(found[share], found[measure]).statistic
-            shown.append(
+            value, low, high = rank_correlation(cells, share, measure, np.random.default_rng(0))
+            runs = spearmanr(cells[share], cells[measure]).statistic
+            paragraphs.append(
                 f"rank correlation of share {share} and {measure}: {value:.2f} over {len(compared) + 1} points "
-                f"(bootstrap of seeds, 95 % [{low:.2f}, {high:.2f}]), {runs:.2f} over {len(found)} runs"
+                f"(bootstrap of seeds, 95 % [{low:.2f}, {high:.2f}]), {runs:.2f} over {len(cells)} runs"
             )
-    return "\n\n".join(shown)
+    return "\n\n".join(paragraphs)
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Print the report; exit code 2 and one line where what the user wrote is wrong."""
-    parser = argparse.ArgumentParser(description="what a grid found")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; exit code 2 and one line on a user error."""
+    parser = argparse.ArgumentParser(description="table of a grid over seeds")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
     parser.add_argument("--against", help="the point that the others are compared with, its labels joined by ', '")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     try:
-        found = outcomes(arguments.grid)
-        print(report(found, arguments.measure, arguments.against or str(found["point"].iloc[0])))
+        cells = outcomes(arguments.grid)
+        print(report(cells, arguments.measure, arguments.against or str(cells["point"].iloc[0])))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

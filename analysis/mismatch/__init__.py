@@ -1,1 +1,1 @@
-"""How far two log-probs of the same tokens are apart, where, and what it costs."""
+"""How far apart are two log-probs of the same tokens, where, and what does it cost?"""

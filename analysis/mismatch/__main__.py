@@ -1,4 +1,4 @@
-"""Do two log-probs agree? The command `python -m analysis.mismatch`."""
+"""The command `python -m analysis.mismatch`: do two log-probs agree?"""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Mismatch by probability, entropy, position and response length.
 
-Noise in logits moves log p by an amount ~ (1 - p) and p by ~ p (1 - p): log-space differences are largest for rare
-tokens, probability-space differences for p between 0.1 and 0.9, so both are here.
+Noise in logits moves log p by about (1 - p) and p by about p (1 - p). So differences of log-probs are largest for rare
+tokens, and differences of probabilities for p between 0.1 and 0.9. Both are computed here.
 """
 
 from __future__ import annotations
@@ -39,59 +39,65 @@ BUCKET_COLUMNS = [
 
 @dataclass(frozen=True)
 class BucketSums:
-    """Of one kind, one entry per bucket.
+    """The sums of one kind, one entry per bucket.
 
-    Counts are exact. A sum of n values x has an error of at most n 2**-52 sum |x|, whatever the chunking; the
-    sums of `analysis.mismatch.sums`, exact, are the ones to add up.
+    Counts are exact. A sum of n values x has an error of at most n 2**-52 sum |x|, whatever the chunking; for totals
+    use the exact sums of `analysis.mismatch.sums`.
     """
 
     n: exact_sums.Ints
     equal: exact_sums.Ints
     sums: npt.NDArray[np.float64]  # [len(SUMS), buckets]
     largest: npt.NDArray[np.float64]
-    abs_counts: exact_sums.Ints  # [buckets up to the last that is not empty, statistics.BINS]
+    abs_counts: exact_sums.Ints  # [buckets up to the last that is not empty, exact_sums.BINS]
 
 
 def bucket_sums(tokens: pd.DataFrame) -> dict[str, BucketSums]:
-    """From `mismatch_token` rows of whole sequences; tokens that are not finite are left out."""
+    """The sums of `mismatch_token` rows of whole sequences; tokens that are not finite are left out."""
     starts = sequence_starts(tokens)
     lengths = np.diff(np.append(starts, len(tokens)))
     finite = tokens["finite"].to_numpy()
-    kept = tokens if finite.all() else tokens[finite]
-    of_length = np.repeat(bucket_of(lengths.astype(np.float64), DOUBLING), lengths)[finite]
-    places = {
-        "prob": kept["prob_bucket"].to_numpy(),
-        "entropy": kept["entropy_bucket"].to_numpy(),
-        "position": bucket_of(kept["position"].to_numpy().astype(np.float64), DOUBLING),
-        "seq_len": of_length,
+    finite_tokens = tokens if finite.all() else tokens[finite]
+    length_buckets = np.repeat(bucket_of(lengths.astype(np.float64), DOUBLING), lengths)[finite]
+    bucket_by_kind = {
+        "prob": finite_tokens["prob_bucket"].to_numpy(),
+        "entropy": finite_tokens["entropy_bucket"].to_numpy(),
+        "position": bucket_of(finite_tokens["position"].to_numpy().astype(np.float64), DOUBLING),
+        "seq_len": length_buckets,
     }
-    absolute = kept["abs_delta"].to_numpy()
-    columns = [absolute, np.abs(kept["prob_diff"].to_numpy()), -kept["delta"].to_numpy(), kept["k2"], kept["k3"]]
+    absolute = finite_tokens["abs_delta"].to_numpy()
+    columns = [
+        absolute,
+        np.abs(finite_tokens["prob_diff"].to_numpy()),
+        -finite_tokens["delta"].to_numpy(),
+        finite_tokens["k2"],
+        finite_tokens["k3"],
+    ]
     values = [np.asarray(column) for column in columns]
-    equal, bins = kept["bitwise_equal"].to_numpy(), exact_sums.bins(absolute)
-    return {kind: _sums(place, len(EDGES[kind]) - 1, values, equal, bins) for kind, place in places.items()}
+    equal, bins = finite_tokens["bitwise_equal"].to_numpy(), exact_sums.bins(absolute)
+    return {kind: _sums(buckets, len(EDGES[kind]) - 1, values, equal, bins) for kind, buckets in bucket_by_kind.items()}
 
 
 def _sums(
-    place: npt.NDArray[np.int8],
+    bucket: npt.NDArray[np.int8],
     buckets: int,
     values: list[npt.NDArray[np.float64]],
     equal: npt.NDArray[np.bool_],
     bins: exact_sums.Ints,
 ) -> BucketSums:
-    if (place < 0).any():
-        there = place >= 0
-        place, equal, bins = place[there], equal[there], bins[there]
-        values = [value[there] for value in values]
-    wide = place.astype(np.int64)
+    if (bucket < 0).any():
+        inside = bucket >= 0
+        bucket, equal, bins = bucket[inside], equal[inside], bins[inside]
+        values = [value[inside] for value in values]
+    index = bucket.astype(np.int64)
     largest = np.full(buckets, -math.inf)
-    np.maximum.at(largest, wide, values[0])
-    used = int(wide.max(initial=-1)) + 1
-    counts = np.bincount(wide * exact_sums.BINS + bins, minlength=used * exact_sums.BINS)
+    np.maximum.at(largest, index, values[0])
+    used = int(index.max(initial=-1)) + 1
+    counts = np.bincount(index * exact_sums.BINS + bins, minlength=used * exact_sums.BINS)
     return BucketSums(
-        n=np.bincount(wide, minlength=buckets),
-        equal=np.bincount(wide[equal], minlength=buckets),
-        sums=np.array([np.bincount(wide, value, minlength=buckets) for value in values]),
+        n=np.bincount(index, minlength=buckets),
+        equal=np.bincount(index[equal], minlength=buckets),
+        sums=np.array([np.bincount(index, value, minlength=buckets) for value in values]),
         largest=largest,
         abs_counts=counts.reshape(used, exact_sums.BINS),
     )
@@ -101,13 +107,13 @@ def merge_buckets(a: Mapping[str, BucketSums], b: Mapping[str, BucketSums]) -> d
     """The sums over the tokens of both."""
     return {
         kind: BucketSums(
-            n=one.n + b[kind].n,
-            equal=one.equal + b[kind].equal,
-            sums=one.sums + b[kind].sums,
-            largest=np.maximum(one.largest, b[kind].largest),
-            abs_counts=_added(one.abs_counts, b[kind].abs_counts),
+            n=sums.n + b[kind].n,
+            equal=sums.equal + b[kind].equal,
+            sums=sums.sums + b[kind].sums,
+            largest=np.maximum(sums.largest, b[kind].largest),
+            abs_counts=_added(sums.abs_counts, b[kind].abs_counts),
         )
-        for kind, one in a.items()
+        for kind, sums in a.items()
     }
 
 
@@ -121,32 +127,34 @@ def _added(a: exact_sums.Ints, b: exact_sums.Ints) -> exact_sums.Ints:
 def bucket_table(sums: Mapping[str, BucketSums]) -> pd.DataFrame:
     """kind, [lo, hi) (probability of a, nats, tokens), n (int64), and token means and quantiles of |delta| and more.
 
-    Buckets without tokens are left out, and the whole kind entropy where the source has no entropies. abs_p99 has a
+    Buckets without tokens are left out; so is the kind entropy where the source has no entropies. abs_p99 has a
     relative error of 2**-8; k1, k2, k3 estimate KL(a || b).
     """
-    parts = [_bucket_rows(kind, one) for kind, one in sums.items()]
-    return pd.concat(parts, ignore_index=True)[BUCKET_COLUMNS]
+    tables = [_bucket_rows(kind, kind_sums) for kind, kind_sums in sums.items()]
+    return pd.concat(tables, ignore_index=True)[BUCKET_COLUMNS]
 
 
-def _bucket_rows(kind: str, one: BucketSums) -> pd.DataFrame:
-    there = np.flatnonzero(one.n)
-    edges, n = np.array(EDGES[kind]), one.n[there]
-    means = dict(zip(SUMS, one.sums[:, there] / n, strict=True))
+def _bucket_rows(kind: str, sums: BucketSums) -> pd.DataFrame:
+    used = np.flatnonzero(sums.n)
+    edges, n = np.array(EDGES[kind]), sums.n[used]
+    means = dict(zip(SUMS, sums.sums[:, used] / n, strict=True))
     return pd.DataFrame(
         {
-            "kind": np.full(len(there), kind, dtype=object),
-            "lo": edges[there],
-            "hi": edges[there + 1],
+            "kind": np.full(len(used), kind, dtype=object),
+            "lo": edges[used],
+            "hi": edges[used + 1],
             "n": n,
             "abs_mean": means["abs"],
             # the middle of the last bin may lie above the largest value
-            "abs_p99": [min(exact_sums.quantile(one.abs_counts[at], 0.99), one.largest[at]) for at in there],
-            "abs_max": one.largest[there],
+            "abs_p99": [
+                min(exact_sums.quantile(sums.abs_counts[bucket], 0.99), sums.largest[bucket]) for bucket in used
+            ],
+            "abs_max": sums.largest[used],
             "prob_abs_mean": means["prob_abs"],
             "k1": means["k1"],
             "k2": means["k2"],
             "k3": means["k3"],
-            "frac_eq": one.equal[there] / n,
+            "frac_eq": sums.equal[used] / n,
         }
     )
 
@@ -154,7 +162,7 @@ def _bucket_rows(kind: str, one: BucketSums) -> pd.DataFrame:
 def position_slope(table: pd.DataFrame) -> float:
     """Theil-Sen slope of mean |delta| on position, nats per token: the median over all pairs of position buckets.
 
-    A bucket [lo, hi) stands at its middle, (lo + hi - 1) / 2. NaN for fewer than two buckets.
+    The position of a bucket [lo, hi) is its middle, (lo + hi - 1) / 2. NaN for fewer than two buckets.
     """
     rows = table[table["kind"] == "position"]
     x, y = (rows["lo"].to_numpy() + rows["hi"].to_numpy() - 1.0) / 2.0, rows["abs_mean"].to_numpy()

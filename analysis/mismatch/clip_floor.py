@@ -1,7 +1,7 @@
-"""How much of the clipped share is mismatch: ratios that are outside the band before any step was taken.
+"""How much of the clipped share is mismatch? The floor counts ratios outside the band before any step was taken.
 
 With the anchor "rollout" the ratio before the first step is rho = exp(old - rollout), not 1. With the anchor "old"
-it is 1 whatever the mismatch: then the clipped share says nothing about it, and the floor is 0.
+it is 1 whatever the mismatch is, so the floor is 0 and the clipped share says nothing about mismatch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.pairs.runs import KEY
+from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
@@ -23,16 +24,16 @@ Floats = npt.NDArray[np.float64]
 
 
 def clip_floor_band(delta: Floats, low: float, high: float) -> float:
-    """Share of tokens with rho = exp(delta) < 1 - low or > 1 + high. delta in nats, float64; NaN of nothing."""
+    """Share of tokens with rho = exp(delta) < 1 - low or > 1 + high; NaN without tokens. delta: nats, float64."""
     rho = _rho(delta)
     return float(((rho < 1.0 - low) | (rho > 1.0 + high)).mean()) if len(delta) else math.nan
 
 
 def clip_floor(delta: Floats, advantages: Floats, low: float, high: float, dual: float | None = None) -> float:
-    """Share of tokens whose gradient the clip would remove at ratio rho = exp(delta).
+    """Share of tokens whose gradient the clip would remove at the ratio rho = exp(delta).
 
-    A > 0 and rho > 1 + high, or A < 0 and rho < 1 - low, or, with a dual clip, A < 0 and rho > dual. About half of
-    the band's share where advantages do not depend on delta.
+    That is A > 0 and rho > 1 + high, or A < 0 and rho < 1 - low, or, with a dual clip, A < 0 and rho > dual. It is
+    about half of the share outside the band where advantages do not depend on delta.
     """
     rho = _rho(delta)
     removed = ((advantages > 0) & (rho > 1.0 + high)) | ((advantages < 0) & (rho < 1.0 - low))
@@ -52,7 +53,7 @@ def gaussian_floor_band(sigma: float, low: float, high: float) -> float:
 
 
 def gaussian_rule(sigma: float, length: float) -> dict[str, float]:
-    """What delta ~ N(-sigma^2 / 2, sigma^2), independent by token, would give; sequences of `length` tokens.
+    """The metrics for delta ~ N(-sigma^2 / 2, sigma^2), independent by token, in sequences of `length` tokens.
 
     k1 = k2 = k3 = sigma^2 / 2 (k2 up to sigma^4 / 8), E|delta| = sqrt(2 / pi) sigma, chi2 = e^(sigma^2) - 1,
     ESS of responses = e^(-length sigma^2).
@@ -69,7 +70,7 @@ def gaussian_rule(sigma: float, length: float) -> dict[str, float]:
 
 
 def gaussian_comparison(update: pd.DataFrame) -> pd.DataFrame:
-    """metric, measured, gaussian: an update table of one iteration (or run) beside the rule for its delta_std."""
+    """metric, measured, gaussian: the update table of one iteration or run beside `gaussian_rule` at its delta_std."""
     if "iteration" in update and update["iteration"].nunique() > 1:
         raise UserError("update: holds several iterations; give the rows of one, or the table of the whole run")
     first = update.drop_duplicates("metric").set_index("metric")["value"]
@@ -80,42 +81,42 @@ def gaussian_comparison(update: pd.DataFrame) -> pd.DataFrame:
 
 
 def clip_steps(run_dir: Path | str, iterations: Sequence[int] | None = None) -> pd.DataFrame:
-    """One row per policy step: what the clip removed, and how much of that mismatch alone explains.
+    """One row per policy step: what the clip removed, and how much of it mismatch alone explains.
 
     iteration, epoch, minibatch, tokens, clip_low, clip_high (the band is [1 - clip_low, 1 + clip_high]), clip_fraction
-    (recorded), clip_floor_band, clip_floor, clip_excess = clip_fraction - clip_floor (what the optimizer caused; at
-    the first step of an iteration 0), sigma = std of delta = old - rollout, gaussian_floor_band, var_share_mismatch =
+    (recorded), clip_floor_band, clip_floor, clip_excess = clip_fraction - clip_floor (what the optimizer caused; 0 at
+    the first step of an iteration), sigma = std of delta = old - rollout, gaussian_floor_band, var_share_mismatch =
     Var(delta) / Var(new - rollout). With the anchor "old" the floors are 0. Non-finite pairs make their step NaN.
 
-    Holds one iteration of tokens and updates. Raises UserError on objectives without a clip, and as the reader does.
+    Holds the tokens and updates of one iteration. Raises UserError where the objective has no clip, and as the reader
+    does.
     """
     config = load_recorded_config(run_dir)
     objective = config.ppo.objective
-    if objective.kind not in ("clip", "adaptive_clip"):
+    if not isinstance(objective, ClipObjective | AdaptiveClipObjective):
         raise UserError(f"{run_dir}: ppo.objective.kind = {objective.kind}: nothing is clipped; give a run that clips")
-    dual = objective.dual_clip if objective.kind == "clip" else None
     recorded = reader.read_iterations(run_dir, iterations=iterations, columns=["iteration", "clip_range"])
-    parts = []
+    rows = []
     for iteration, adapted in zip(recorded["iteration"], recorded["clip_range"], strict=True):
-        low = high = float(adapted)
-        if objective.kind == "clip":
-            low, high = objective.clip_range, objective.high
-        found = _steps(run_dir, int(iteration), low, high, dual, config.ppo.ratio_anchor)
-        parts += [{"iteration": int(iteration), **row} for row in found]
-    return pd.DataFrame(parts)
+        low, high, dual = float(adapted), float(adapted), None
+        if isinstance(objective, ClipObjective):
+            low, high, dual = objective.clip_range, objective.high, objective.dual_clip
+        steps = _steps(run_dir, int(iteration), low, high, dual, config.ppo.ratio_anchor)
+        rows += [{"iteration": int(iteration), **row} for row in steps]
+    return pd.DataFrame(rows)
 
 
 def _steps(
     run_dir: Path | str, iteration: int, low: float, high: float, dual: float | None, anchor: str
 ) -> Iterator[dict[str, float]]:
-    one = [iteration]
+    iterations = [iteration]
     tokens = reader.read_tokens(
-        run_dir, iterations=one, columns=[*KEY, "rollout_logprobs", "old_logprobs", "advantages"]
+        run_dir, iterations=iterations, columns=[*KEY, "rollout_logprobs", "old_logprobs", "advantages"]
     )
     updates = reader.read_updates(
-        run_dir, iterations=one, columns=[*KEY, "epoch", "minibatch", "new_logprobs", "clip_flag"]
+        run_dir, iterations=iterations, columns=[*KEY, "epoch", "minibatch", "new_logprobs", "clip_flag"]
     )
-    steps = reader.read_steps(run_dir, iterations=one, columns=["epoch", "minibatch", "clip_fraction"])
+    steps = reader.read_steps(run_dir, iterations=iterations, columns=["epoch", "minibatch", "clip_fraction"])
     # null where the policy takes no step
     joined = updates[updates["clip_flag"].notna()].merge(tokens, on=KEY, how="left", validate="many_to_one")
     for epoch, minibatch, fraction in zip(steps["epoch"], steps["minibatch"], steps["clip_fraction"], strict=True):

@@ -1,4 +1,4 @@
-"""What truncated and masked importance sampling would do to these ratios: how much is cut, how often.
+"""What would truncated or masked importance sampling do to these ratios: how much is cut, how often?
 
 TIS multiplies a token's loss by min(w, high); MIS masks where w is outside [low, high]; rejection drops whole
 responses. w is rho per token, the product over the response, or its geometric mean. Bounds are on w itself.
@@ -40,7 +40,7 @@ class Correction:
             raise UserError(f"veto = {self.veto}: must lie between 0 and 1")
 
 
-# usual choices: per token and per response as in verl's documentation, the geometric mean as in Geo-RS
+# the bounds of verl's documentation per token and per response, and of Geo-RS for the geometric mean
 USUAL = (
     Correction("token", 0.5, 2.0),
     Correction("token", 0.2, 5.0),
@@ -52,7 +52,7 @@ USUAL = (
 
 @dataclass(frozen=True)
 class CorrectionSums:
-    """Three ways to weigh: by weight (a token or a response each), by token, by response."""
+    """Sums with three units: one importance weight (of a token or a response), one token, one response."""
 
     by_weight: ClusterSums
     by_token: ClusterSums
@@ -60,7 +60,7 @@ class CorrectionSums:
 
 
 def correction_sums(tokens: pd.DataFrame, corrections: Sequence[Correction]) -> dict[Correction, CorrectionSums]:
-    """From `mismatch_token` rows of whole sequences; only sequences all of whose tokens are finite count."""
+    """The sums of `mismatch_token` rows of whole sequences; sequences with a token that is not finite do not count."""
     starts = sequence_starts(tokens)
     lengths = np.diff(np.append(starts, len(tokens)))
     finite = tokens["finite"].to_numpy()
@@ -74,26 +74,36 @@ def correction_sums(tokens: pd.DataFrame, corrections: Sequence[Correction]) -> 
     weights = {"token": tokens["rho"].to_numpy(), "sequence": products, "geometric": table["rho_geo"].to_numpy()}
     counts = table["tokens"].to_numpy().astype(np.int64)
     smallest = np.minimum.reduceat(weights["token"], starts) if len(starts) else np.zeros(0)
-    return {one: _sums(one, weights[one.level], counts, starts, smallest) for one in corrections}
+    return {
+        correction: _sums(correction, weights[correction.level], counts, starts, smallest) for correction in corrections
+    }
 
 
-def _sums(one: Correction, w: Floats, counts: exact_sums.Ints, starts: np.ndarray, smallest: Floats) -> CorrectionSums:
+def _sums(
+    correction: Correction, w: Floats, counts: exact_sums.Ints, starts: np.ndarray, smallest: Floats
+) -> CorrectionSums:
     def per_sequence(values: Floats) -> Floats:
-        return np.add.reduceat(values, starts) if one.level == "token" and len(starts) else values
+        return np.add.reduceat(values, starts) if correction.level == "token" and len(starts) else values
 
-    above, below = per_sequence((w > one.high).astype(np.float64)), per_sequence((w < one.low).astype(np.float64))
+    above, below = (
+        per_sequence((w > correction.high).astype(np.float64)),
+        per_sequence((w < correction.low).astype(np.float64)),
+    )
     ones = np.ones(len(counts), np.int64)
     by_weight = {
         "tis_trunc_frac_high": above,
         "tis_trunc_frac_low": below,
         "tis_weight_mean_before": per_sequence(w),
-        "tis_weight_mean_after": per_sequence(np.minimum(w, one.high)),
+        "tis_weight_mean_after": per_sequence(np.minimum(w, correction.high)),
     }
     outside = above + below
-    masked = outside if one.level == "token" else outside * counts
-    by_sequence = {"seq_mask_frac": (outside > 0).astype(np.float64), "veto_frac": (smallest < one.veto).astype(float)}
+    masked = outside if correction.level == "token" else outside * counts
+    by_sequence = {
+        "seq_mask_frac": (outside > 0).astype(np.float64),
+        "veto_frac": (smallest < correction.veto).astype(float),
+    }
     return CorrectionSums(
-        exact_sums.cluster_sums(by_weight, counts if one.level == "token" else ones),
+        exact_sums.cluster_sums(by_weight, counts if correction.level == "token" else ones),
         exact_sums.cluster_sums({"mask_frac": masked}, counts),
         exact_sums.cluster_sums(by_sequence, ones),
     )
@@ -104,12 +114,12 @@ def merge_corrections(
 ) -> dict[Correction, CorrectionSums]:
     """The sums over the sequences of both."""
     return {
-        one: CorrectionSums(
-            exact_sums.merge_clusters(found.by_weight, b[one].by_weight),
-            exact_sums.merge_clusters(found.by_token, b[one].by_token),
-            exact_sums.merge_clusters(found.by_sequence, b[one].by_sequence),
+        correction: CorrectionSums(
+            exact_sums.merge_clusters(sums.by_weight, b[correction].by_weight),
+            exact_sums.merge_clusters(sums.by_token, b[correction].by_token),
+            exact_sums.merge_clusters(sums.by_sequence, b[correction].by_sequence),
         )
-        for one, found in a.items()
+        for correction, sums in a.items()
     }
 
 
@@ -118,19 +128,33 @@ def correction_table(sums: Mapping[Correction, CorrectionSums]) -> pd.DataFrame:
 
     tis_trunc_frac_high, _low: share of weights w > high, w < low; tis_weight_mean_before, _after: mean of w and of
     min(w, high) (weights are tokens at level token, else responses); mask_frac: share of tokens under a mask outside
-    [low, high]; seq_mask_frac: share of responses with a masked token; veto_frac: with any rho < veto.
+    [low, high]; seq_mask_frac: share of responses with a masked token; veto_frac: share with any rho < veto.
     """
     rows = []
-    for one, found in sums.items():
-        by_weight = "token_mean" if one.level == "token" else "seq_mean"
-        named = [(name, by_weight, exact_sums.item_mean(found.by_weight, name)) for name in found.by_weight.sums]
-        named.append(("mask_frac", "token_mean", exact_sums.item_mean(found.by_token, "mask_frac")))
-        for name in found.by_sequence.sums:
-            named.append((name, "seq_mean", exact_sums.item_mean(found.by_sequence, name)))
-        rows += [_row(one, name, reduction, estimate, found.by_token) for name, reduction, estimate in named]
+    for correction, totals in sums.items():
+        by_weight = "token_mean" if correction.level == "token" else "seq_mean"
+        estimates = [(name, by_weight, exact_sums.item_mean(totals.by_weight, name)) for name in totals.by_weight.sums]
+        estimates.append(("mask_frac", "token_mean", exact_sums.item_mean(totals.by_token, "mask_frac")))
+        for name in totals.by_sequence.sums:
+            estimates.append((name, "seq_mean", exact_sums.item_mean(totals.by_sequence, name)))
+        rows += [
+            _row(correction, name, reduction, estimate, totals.by_token) for name, reduction, estimate in estimates
+        ]
     return pd.DataFrame(rows, columns=CORRECTION_COLUMNS)
 
 
-def _row(one: Correction, name: str, reduction: str, found: Estimate, by_token: ClusterSums) -> tuple[object, ...]:
+def _row(
+    correction: Correction, name: str, reduction: str, estimate: Estimate, by_token: ClusterSums
+) -> tuple[object, ...]:
     sizes = (by_token.items, by_token.clusters)
-    return (one.level, one.low, one.high, one.veto, name, reduction, found.value, found.se, *sizes)
+    return (
+        correction.level,
+        correction.low,
+        correction.high,
+        correction.veto,
+        name,
+        reduction,
+        estimate.value,
+        estimate.se,
+        *sizes,
+    )

@@ -1,4 +1,4 @@
-"""The metrics of one iteration or of a whole run, read from its sums."""
+"""The metrics of one iteration or of a whole run, computed from its sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from analysis.stats import exact_sums
 from analysis.stats.exact_sums import ClusterSums, Estimate
 
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
-# metric -> sum; token means with a standard error clustered by sequence
+# token means with a standard error clustered by sequence: metric -> the sum it is read from
 TOKEN_MEANS = {
     "frac_bitwise_equal": "equal",
     "abs_mean": "abs",
@@ -32,13 +32,13 @@ SEQUENCE_MEANS = (
     *("log_ppl_diff", "log_ppl_abs_diff"),
 )
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-# a variance below this share of the mean square is rounding
+# a variance below this share of the mean square is rounding error
 _RESOLVED = 1e-12
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What two columns a and b have in common, from the sums of a, b - a and their products."""
+    """How two columns a and b are related, from the sums of a, b - a and their products."""
 
     pearson_gap: float  # 1 - r
     slope: float  # of b - a on a, least squares
@@ -49,7 +49,7 @@ def update_table(sums: MismatchSums) -> pd.DataFrame:
 
     Reductions: token_mean, seq_mean_token_mean and seq_mean_token_sum as their names say; seq_mean, the mean over
     sequences of a quantity of the sequence; token and seq, functions of moments, quantiles (relative error 2**-8)
-    and extremes, without se; count. With delta = logprobs_b - logprobs_a, rho = exp(delta) under tokens drawn from a:
+    and extremes, without se; count. With delta = logprobs_b - logprobs_a, rho = exp(delta) and tokens drawn from a:
 
     k1 = E[-delta] and k3 = E[rho - 1 - delta] estimate KL(a || b), kl_pg = E[rho delta] and kl_pg_nonneg =
     E[rho delta - rho + 1] KL(b || a), tv = E|rho - 1| / 2 the total variation, chi2_token = E[rho^2] - 1
@@ -59,7 +59,8 @@ def update_table(sums: MismatchSums) -> pd.DataFrame:
     """
     rows = [*_token_rows(sums), *_moment_rows(sums), *_sequence_rows(sums), *_count_rows(sums)]
     table = pd.DataFrame(
-        [(metric, reduction, found.value, found.se) for metric, reduction, found in rows], columns=UPDATE_COLUMNS[:4]
+        [(metric, reduction, estimate.value, estimate.se) for metric, reduction, estimate in rows],
+        columns=UPDATE_COLUMNS[:4],
     )
     of_sequences = table["reduction"].isin(["seq_mean", "seq"])
     table["tokens"] = sums.linear.items
@@ -74,9 +75,9 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
     order = list(dict.fromkeys(named["column"]))
     if not keys:
         return named.set_index("column")["value"].to_frame().T.reset_index(drop=True)[order]
-    found = named.pivot(index=keys, columns="column", values="value")[order].reset_index()
-    found.columns.name = None
-    return found
+    table = named.pivot(index=keys, columns="column", values="value")[order].reset_index()
+    table.columns.name = None
+    return table
 
 
 def _token_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
@@ -97,10 +98,10 @@ def _moment_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
         return exact_sums.item_mean(sums.linear, name).value
 
     delta_sq, k1 = 2.0 * mean("k2"), exact_sums.item_mean(sums.linear, "k1")
-    # a KL that its own error covers has no sign, let alone a ratio
+    # a KL below its own error has no certain sign, let alone a ratio
     resolved = abs(k1.value) >= 3.0 * k1.se
     probs, logps = moments(sums.linear, "prob"), moments(sums.linear, "logp")
-    found = {
+    values = {
         "abs_std": _root(delta_sq - mean("abs") ** 2),
         "delta_std": _root(delta_sq - k1.value**2),
         "prob_abs_std": _root(mean("prob_diff_sq") - mean("prob_abs") ** 2),
@@ -122,11 +123,11 @@ def _moment_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
     }
     for label, q in QUANTILES.items():
         # the middle of the last bin may lie above the largest value
-        found[f"abs_{label}"] = min(exact_sums.quantile(sums.abs_counts, q), found["abs_max"])
+        values[f"abs_{label}"] = min(exact_sums.quantile(sums.abs_counts, q), values["abs_max"])
         # below 256 every integer has a bin of its own
         ulp = exact_sums.quantile(sums.ulp_counts, q)
-        found[f"ulp_{label}"] = math.nan if math.isnan(ulp) else float(math.floor(ulp))
-    return [(metric, "token", Estimate(value)) for metric, value in found.items()]
+        values[f"ulp_{label}"] = math.nan if math.isnan(ulp) else float(math.floor(ulp))
+    return [(metric, "token", Estimate(value)) for metric, value in values.items()]
 
 
 def weight_moments(sums: ClusterSums, excess: str, squares: str) -> tuple[float, float, float]:
@@ -137,16 +138,16 @@ def weight_moments(sums: ClusterSums, excess: str, squares: str) -> tuple[float,
     x, x_sq = exact_sums.item_mean(sums, excess).value, exact_sums.item_mean(sums, squares).value
     if not math.isfinite(x_sq) or x <= -1.0:
         return 2.0 * x + x_sq, math.nan, math.nan
-    # rounding may put a variance of zero below it
+    # rounding may make a variance of zero negative
     cv2 = max(x_sq - x * x, 0.0) / (1.0 + x) ** 2
     return 2.0 * x + x_sq, cv2, 1.0 / (1.0 + cv2)
 
 
 def moments(sums: ClusterSums, name: str) -> Moments:
-    """Correlation of a and b = a + d, and slope of d on a, from means of a, a^2, d, d^2, d (a + b), d a.
+    """Correlation r of a and b = a + d, and slope of d on a, from means of a, a^2, d, d^2, d (a + b), d a.
 
-    1 - r = (Var d - (s_a - s_b)^2) / (2 s_a s_b) keeps the digits of 1 - r that r itself would round away, and is
-    exactly 0 for equal columns. NaN where a or b does not vary.
+    1 - r = (Var d - (s_a - s_b)^2) / (2 s_a s_b) keeps digits that would be lost by rounding r, and is exactly 0 for
+    equal columns. NaN where a or b does not vary.
     """
 
     def mean(column: str) -> float:
@@ -177,11 +178,11 @@ def _sequence_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
     rows.append(("frac_diverged", "seq", Estimate(share)))
     spread = weight_moments(weights, "x_seq", "x_seq_sq")
     rows += [
-        (f"{name}_seq", "seq", Estimate(found)) for name, found in zip(("chi2", "cv2", "ess"), spread, strict=True)
+        (f"{name}_seq", "seq", Estimate(value)) for name, value in zip(("chi2", "cv2", "ess"), spread, strict=True)
     ]
-    there = weights.clusters > 0
-    rows.append(("log_ppl_diff_min", "seq", Estimate(sums.log_ppl_diff.smallest if there else math.nan)))
-    rows.append(("log_ppl_diff_max", "seq", Estimate(sums.log_ppl_diff.largest if there else math.nan)))
+    has_complete = weights.clusters > 0
+    rows.append(("log_ppl_diff_min", "seq", Estimate(sums.log_ppl_diff.smallest if has_complete else math.nan)))
+    rows.append(("log_ppl_diff_max", "seq", Estimate(sums.log_ppl_diff.largest if has_complete else math.nan)))
     return rows
 
 
@@ -200,7 +201,7 @@ def _count_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
 
 
 def _root(variance: float) -> float:
-    # rounding may put a variance of zero below it
+    # rounding may make a variance of zero negative
     return math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance
 
 

@@ -1,7 +1,4 @@
-"""Do sampler and trainer agree to the last bit? Counted again from the recorded columns alone.
-
-The run counts while it computes; this counts what was written. Two implementations, one number.
-"""
+"""Do sampler and trainer agree to the last bit? The run counts while it computes; this counts what it recorded."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.mismatch.token import unequal_bits
+from analysis.pairs.runs import KEY
 from ppo_repro.records import reader
-
-KEY = ["iteration", "sequence", "position"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
 
 
 def parity(run_dir: Path | str) -> Parity:
-    """Count the disagreements of a run; raises UserError where records are missing or damaged."""
+    """Count the disagreements in a run; raises UserError where records are missing or damaged."""
     tokens = reader.read_tokens(run_dir, columns=[*KEY, "rollout_logprobs", "old_logprobs", "values"])
     updates = reader.read_updates(run_dir, columns=[*KEY, "epoch", "minibatch", "ratios", "new_values"])
     joined = updates.merge(tokens, on=KEY, how="left", validate="many_to_one")
@@ -47,12 +43,12 @@ def parity(run_dir: Path | str) -> Parity:
 
     def ratios(frame: pd.DataFrame) -> int:
         # null where the policy took no step
-        found = _float32(frame[frame["ratios"].notna()], "ratios")
-        return int(unequal_bits(found, np.ones_like(found)).sum())
+        ratios_of_steps = _float32(frame[frame["ratios"].notna()], "ratios")
+        return int(unequal_bits(ratios_of_steps, np.ones_like(ratios_of_steps)).sum())
 
     def values(frame: pd.DataFrame) -> int:
-        seen = frame[frame["new_values"].notna()]
-        return int(unequal_bits(_float32(seen, "new_values"), _float32(seen, "values")).sum())
+        value_steps = frame[frame["new_values"].notna()]
+        return int(unequal_bits(_float32(value_steps, "new_values"), _float32(value_steps, "values")).sum())
 
     return Parity(
         tokens=len(tokens),

@@ -1,4 +1,4 @@
-"""Mismatch of whole responses: product and geometric-mean ratios, perplexities, where they part."""
+"""Mismatch of whole responses: products and geometric means of ratios, perplexities, the first difference."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pandas as pd
 
 from analysis.mismatch.token import sequence_starts
 
-# nats; below it a difference of two float32 forwards is rounding
+# nats; a smaller difference of two float32 forwards is rounding
 DIVERGENCE_TAU = 1e-3
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Ratios that are kept, [low, high] on rho itself (not on its logarithm), per level."""
+    """Which ratios pass, per level: [low, high] for rho itself, not for its logarithm."""
 
     token: tuple[float, float] = (0.5, 2.0)
     sequence: tuple[float, float] = (0.1, 10.0)
@@ -27,12 +27,12 @@ USUAL_BOUNDS = Bounds()
 
 
 def first_true(flags: npt.NDArray[np.bool_], starts: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    """Place within its sequence of the first true flag, -1 where there is none."""
+    """Index within its sequence of the first true flag, -1 where there is none."""
     rows = len(flags)
-    places = np.where(flags, np.arange(rows), rows)
-    found = np.minimum.reduceat(places, starts) if rows else np.zeros(0, np.int64)
+    rows_of_true = np.where(flags, np.arange(rows), rows)
+    first = np.minimum.reduceat(rows_of_true, starts) if rows else np.zeros(0, np.int64)
     ends = np.append(starts[1:], rows)
-    return np.where(found < ends, found - starts, -1)
+    return np.where(first < ends, first - starts, -1)
 
 
 def mismatch_sequence(
@@ -42,17 +42,17 @@ def mismatch_sequence(
 
     tokens, nonfinite (tokens), log_rho_seq = sum delta, rho_geo = exp(mean delta), log_ppl_a = -mean logprobs_a,
     log_ppl_b, log_ppl_diff = log_ppl_b - log_ppl_a = -mean delta, abs_mean, abs_max, k3_mean, k3_sum,
-    frac_bitwise_equal (float64); first_div_bit and first_div_tau, the position of the first token whose bits differ,
-    whose |delta| > tau (Int32, missing where there is none); keep_token (every rho within bounds.token),
-    keep_sequence, keep_geometric. A sequence with a token that is not finite has NaN where sums meet it, and is kept
-    by no bound.
+    frac_bitwise_equal (float64); first_div_bit and first_div_tau, the positions of the first token whose bits differ
+    and of the first whose |delta| > tau (Int32, missing where there is none); keep_token (every rho within
+    bounds.token), keep_sequence, keep_geometric. In a sequence with a token that is not finite, sums over it are NaN
+    and every keep_* is false.
     """
     starts = sequence_starts(tokens)
     lengths = np.diff(np.append(starts, len(tokens)))
 
     def sums(name: str) -> npt.NDArray[np.float64]:
         column = tokens[name].to_numpy().astype(np.float64)
-        # inf - inf is NaN, and stays it
+        # inf - inf is NaN, and is meant to stay NaN
         with np.errstate(invalid="ignore"):
             return np.add.reduceat(column, starts) if len(starts) else np.zeros(0)
 
@@ -65,9 +65,9 @@ def mismatch_sequence(
     positions = tokens["position"].to_numpy()
 
     def first(flags: npt.NDArray[np.bool_]) -> pd.arrays.IntegerArray:
-        place = first_true(flags, starts)
-        found = positions[np.where(place < 0, 0, starts + place)].astype(np.int32)
-        return pd.arrays.IntegerArray(found, place < 0)
+        index = first_true(flags, starts)
+        position_of_first = positions[np.where(index < 0, 0, starts + index)].astype(np.int32)
+        return pd.arrays.IntegerArray(position_of_first, index < 0)
 
     return pd.DataFrame(
         {

@@ -1,4 +1,4 @@
-"""What is kept of a stream of token pairs: exact sums, counts and histograms that can be merged."""
+"""What a stream of token pairs is reduced to: exact sums, counts and histograms that can be merged."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from analysis.stats.exact_sums import ClusterSums, Extremes, Floats
 
 @dataclass(frozen=True)
 class MismatchSums:
-    """Sums over sequences; `merge` gives the same for every chunking that splits no sequence, to the last bit.
+    """Sums over sequences. `merge_sums` gives the same bits for every chunking that splits no sequence.
 
     `linear`, the histograms and all extremes but the last are over finite tokens (clusters: sequences);
-    `weights` and log_ppl_diff are over the sequences all of whose tokens are finite; `survival` counts, in every
+    `weights` and log_ppl_diff are over the sequences whose tokens are all finite; `survival` counts, in every
     sequence, the tokens up to the first whose bits differ.
     """
 
@@ -43,25 +43,25 @@ class MismatchSums:
 
 
 def mismatch_sums(tokens: pd.DataFrame, masked: int = 0) -> MismatchSums:
-    """From `mismatch_token` rows of whole sequences; `masked` tokens were dropped before."""
+    """The sums of `mismatch_token` rows of whole sequences; `masked` is how many tokens were dropped before."""
     starts = sequence_starts(tokens)
     lengths = np.diff(np.append(starts, len(tokens)))
     diverged = first_true(~tokens["bitwise_equal"].to_numpy(), starts)
     finite = tokens["finite"].to_numpy()
-    there = _segments(finite.astype(np.float64), starts)
-    kept = tokens if finite.all() else tokens[finite].reset_index(drop=True)
-    kept_starts = sequence_starts(kept)
-    counts = there[there > 0].astype(np.int64)
-    linear = {name: _segments(values, kept_starts) for name, values in _columns(kept)}
-    complete = (there == lengths)[there > 0]
+    finite_counts = _segments(finite.astype(np.float64), starts)
+    finite_tokens = tokens if finite.all() else tokens[finite].reset_index(drop=True)
+    finite_starts = sequence_starts(finite_tokens)
+    counts = finite_counts[finite_counts > 0].astype(np.int64)
+    linear = {name: _segments(values, finite_starts) for name, values in _columns(finite_tokens)}
+    complete = (finite_counts == lengths)[finite_counts > 0]
     weights = _weights({name: y[complete] for name, y in linear.items()}, counts[complete])
-    shown = np.minimum(np.abs(kept["logprobs_a"]), np.abs(kept["logprobs_b"])) > ULP_FLOOR
-    ulp = kept["ulp"].to_numpy()[shown.to_numpy()].astype(np.float64)
+    large_enough = np.minimum(np.abs(finite_tokens["logprobs_a"]), np.abs(finite_tokens["logprobs_b"])) > ULP_FLOOR
+    ulp = finite_tokens["ulp"].to_numpy()[large_enough.to_numpy()].astype(np.float64)
     return MismatchSums(
         tokens=len(tokens),
         sequences=len(starts),
         masked=masked,
-        nonfinite=len(tokens) - len(kept),
+        nonfinite=len(tokens) - len(finite_tokens),
         exact_zero_a=int((tokens["logprobs_a"] == 0).sum()),
         exact_zero_b=int((tokens["logprobs_b"] == 0).sum()),
         linear=exact_sums.cluster_sums(linear, counts),
@@ -69,17 +69,17 @@ def mismatch_sums(tokens: pd.DataFrame, masked: int = 0) -> MismatchSums:
         survival=exact_sums.cluster_sums(
             {"hazard": (diverged >= 0).astype(np.float64)}, np.where(diverged < 0, lengths, diverged + 1)
         ),
-        abs_counts=exact_sums.histogram(kept["abs_delta"].to_numpy()),
+        abs_counts=exact_sums.histogram(finite_tokens["abs_delta"].to_numpy()),
         ulp_counts=exact_sums.histogram(ulp),
-        delta=exact_sums.extremes(kept["delta"].to_numpy()),
-        rho=exact_sums.extremes(kept["rho"].to_numpy()),
-        prob_diff=exact_sums.extremes(kept["prob_diff"].to_numpy()),
+        delta=exact_sums.extremes(finite_tokens["delta"].to_numpy()),
+        rho=exact_sums.extremes(finite_tokens["rho"].to_numpy()),
+        prob_diff=exact_sums.extremes(finite_tokens["prob_diff"].to_numpy()),
         ulp=exact_sums.extremes(ulp),
         log_ppl_diff=exact_sums.extremes(weights["log_ppl_diff"]),
     )
 
 
-def merge(a: MismatchSums, b: MismatchSums) -> MismatchSums:
+def merge_sums(a: MismatchSums, b: MismatchSums) -> MismatchSums:
     """The sums over the sequences of both."""
     return MismatchSums(
         tokens=a.tokens + b.tokens,
@@ -106,7 +106,7 @@ def _segments(values: Floats, starts: npt.NDArray[np.intp]) -> Floats:
 
 
 def _columns(tokens: pd.DataFrame) -> Iterator[tuple[str, Floats]]:
-    """What is summed over tokens. x = rho - 1 keeps the digits that rho itself would lose near 1."""
+    """The quantities summed over tokens. x = rho - 1 keeps digits that rho itself would lose near 1."""
     delta, k3 = tokens["delta"].to_numpy(), tokens["k3"].to_numpy()
     logp_a = tokens["logprobs_a"].to_numpy().astype(np.float64)
     logp_b = tokens["logprobs_b"].to_numpy().astype(np.float64)
@@ -124,7 +124,7 @@ def _columns(tokens: pd.DataFrame) -> Iterator[tuple[str, Floats]]:
         yield "tv", 0.5 * np.abs(x)
         yield "mult_err", np.exp(np.abs(delta))
         yield "kl_pg", rho * delta
-        # rho delta - (rho - 1) = rho (expm1(-delta) + delta), which is never negative
+        # rho delta - (rho - 1) in a form that is never negative
         yield "kl_pg_nonneg", rho * (np.expm1(-delta) + delta)
     yield "prob_abs", np.abs(prob_diff)
     yield "prob_diff", prob_diff
@@ -140,7 +140,7 @@ def _columns(tokens: pd.DataFrame) -> Iterator[tuple[str, Floats]]:
 
 
 def _weights(sums: dict[str, Floats], counts: exact_sums.Ints) -> dict[str, Floats]:
-    """What is averaged over sequences, each with the same weight."""
+    """The quantities averaged over sequences, each with the same weight."""
     log_rho = -sums["k1"]
     log_ppl_a, log_ppl_b = -sums["logp_a"] / counts, -sums["logp_b"] / counts
     log_ppl_diff = sums["k1"] / counts

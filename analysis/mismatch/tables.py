@@ -1,7 +1,7 @@
-"""Do two log-probs of the same token agree, and where not? Tables of it, for a run or for files of other stacks.
+"""Do two log-probs of the same token agree, and where not? Tables for a run or for files of other stacks.
 
 `python -m analysis.mismatch RUN` prints the summary of a run, `--columns PRESET` that of dumped files.
-Chunks of pairs (`analysis.pairs.runs`) go through sums that are merged, so memory does not grow with the run.
+Chunks of pairs (`analysis.pairs.runs`) are reduced to sums that are merged, so memory does not grow with the run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from analysis.mismatch import bucket as mismatch_bucket
-from analysis.mismatch import correction as mismatch_correction
-from analysis.mismatch import sums
-from analysis.mismatch.bucket import BucketSums
-from analysis.mismatch.correction import USUAL, Correction, CorrectionSums
+from analysis.mismatch.bucket import BucketSums, bucket_sums, bucket_table, merge_buckets
+from analysis.mismatch.correction import (
+    USUAL,
+    Correction,
+    CorrectionSums,
+    correction_sums,
+    correction_table,
+    merge_corrections,
+)
 from analysis.mismatch.metrics import update_table
 from analysis.mismatch.sequence import DIVERGENCE_TAU, USUAL_BOUNDS, Bounds, mismatch_sequence
-from analysis.mismatch.sums import MismatchSums
+from analysis.mismatch.sums import MismatchSums, merge_sums, mismatch_sums
 from analysis.mismatch.token import mismatch_token
 from analysis.pairs.files import PRESETS, imported_pairs
 from analysis.pairs.runs import PAIRS, iteration_of, masked_tokens, run_pairs, two_run_pairs
@@ -36,7 +40,7 @@ from ppo_repro.records import reader
 # metric, reduction, ideal value, what it says
 IMPORTANT = (
     ("n_tokens", "count", None, "tokens compared"),
-    ("n_masked", "count", None, "tokens that a mask took out"),
+    ("n_masked", "count", None, "tokens that a mask removed"),
     ("n_nonfinite", "count", 0.0, "tokens with an infinite or NaN log-prob, left out below"),
     ("frac_bitwise_equal", "token_mean", 1.0, "log-probs equal in every bit"),
     ("frac_diverged", "seq", 0.0, "responses with an unequal token"),
@@ -76,7 +80,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tables:
-    """The long tables: `update` (see `update_table`), `bucket`, `correction`; the iteration is the first column."""
+    """The long tables `update` (see `update_table`), `bucket` and `correction`; the first column is the iteration."""
 
     update: pd.DataFrame
     bucket: pd.DataFrame
@@ -84,15 +88,15 @@ class Tables:
 
 
 def measure(pairs: Iterable[pd.DataFrame], corrections: Sequence[Correction] = USUAL) -> Iterator[Measured]:
-    """The sums of every iteration, handed out when it ends; chunks hold whole sequences of one iteration in order."""
+    """The sums of every iteration, yielded when it ends; a chunk holds whole sequences of one iteration, in order."""
     current: Measured | None = None
     for chunk in pairs:
-        found = _measure_chunk(chunk, corrections)
-        if current is None or found.iteration == current.iteration:
-            current = found if current is None else merge(current, found)
+        sums_of_chunk = _measure_chunk(chunk, corrections)
+        if current is None or sums_of_chunk.iteration == current.iteration:
+            current = sums_of_chunk if current is None else merge(current, sums_of_chunk)
         else:
             yield current
-            current = found
+            current = sums_of_chunk
     if current is not None:
         yield current
 
@@ -101,9 +105,9 @@ def _measure_chunk(chunk: pd.DataFrame, corrections: Sequence[Correction]) -> Me
     tokens = mismatch_token(chunk)
     return Measured(
         iteration=iteration_of(chunk),
-        mismatch=sums.mismatch_sums(tokens, masked_tokens(chunk)),
-        buckets=mismatch_bucket.bucket_sums(tokens),
-        corrections=mismatch_correction.correction_sums(tokens, corrections),
+        mismatch=mismatch_sums(tokens, masked_tokens(chunk)),
+        buckets=bucket_sums(tokens),
+        corrections=correction_sums(tokens, corrections),
     )
 
 
@@ -111,29 +115,29 @@ def merge(a: Measured, b: Measured) -> Measured:
     """The sums over the sequences of both, under the iteration of the first."""
     return Measured(
         a.iteration,
-        sums.merge(a.mismatch, b.mismatch),
-        mismatch_bucket.merge_buckets(a.buckets, b.buckets),
-        mismatch_correction.merge_corrections(a.corrections, b.corrections),
+        merge_sums(a.mismatch, b.mismatch),
+        merge_buckets(a.buckets, b.buckets),
+        merge_corrections(a.corrections, b.corrections),
     )
 
 
 def tables(measured: Iterable[Measured], labels: Mapping[str, str] | None = None) -> Tables:
-    """The tables of all iterations, one below the other; raises UserError where there is no token.
+    """The tables of all iterations, concatenated; raises UserError where there is no token.
 
     `labels`, such as {"run": ..., "pair": ...}, become the first columns, so that tables of several runs can be joined.
     """
     update, bucket, correction = [], [], []
-    for one in measured:
-        update.append(_with_iteration(update_table(one.mismatch), one.iteration))
-        bucket.append(_with_iteration(mismatch_bucket.bucket_table(one.buckets), one.iteration))
-        correction.append(_with_iteration(mismatch_correction.correction_table(one.corrections), one.iteration))
+    for sums in measured:
+        update.append(_with_iteration(update_table(sums.mismatch), sums.iteration))
+        bucket.append(_with_iteration(bucket_table(sums.buckets), sums.iteration))
+        correction.append(_with_iteration(correction_table(sums.corrections), sums.iteration))
     if not update:
         raise UserError("there is no token to compare; give a run or a file with responses")
-    joined = [pd.concat(parts, ignore_index=True) for parts in (update, bucket, correction)]
-    for table in joined:
-        for place, (name, label) in enumerate((labels or {}).items()):
-            table.insert(place, name, label)
-    return Tables(*joined)
+    tables_of_run = [pd.concat(frames, ignore_index=True) for frames in (update, bucket, correction)]
+    for table in tables_of_run:
+        for index, (name, label) in enumerate((labels or {}).items()):
+            table.insert(index, name, label)
+    return Tables(*tables_of_run)
 
 
 def _with_iteration(table: pd.DataFrame, iteration: int) -> pd.DataFrame:
@@ -143,11 +147,11 @@ def _with_iteration(table: pd.DataFrame, iteration: int) -> pd.DataFrame:
 
 def whole(measured: Iterable[Measured]) -> Measured:
     """The sums of all iterations, as iteration -1; raises UserError where there is no token."""
-    parts = iter(measured)
-    first = next(parts, None)
+    remaining = iter(measured)
+    first = next(remaining, None)
     if first is None:
         raise UserError("there is no token to compare; give a run or a file with responses")
-    return replace(reduce(merge, parts, first), iteration=-1)
+    return replace(reduce(merge, remaining, first), iteration=-1)
 
 
 def token_tables(pairs: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
@@ -170,7 +174,7 @@ def write_parquet(frames: Iterable[pd.DataFrame], path: Path | str) -> int:
     target = Path(path)
     rows, writer = 0, None
     if target.exists():
-        raise UserError(f"{target}: exists already; choose another name")
+        raise UserError(f"{target}: already exists; choose another name")
     temporary = target.with_name(target.name + ".tmp")
     try:
         for frame in frames:
@@ -206,13 +210,13 @@ def summary(
 
 def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """metric, reduction, value, se (clustered by response; NaN where there is none), ideal, meaning."""
-    chunks = (sums.mismatch_sums(mismatch_token(chunk), masked_tokens(chunk)) for chunk in pairs)
+    chunks = (mismatch_sums(mismatch_token(chunk), masked_tokens(chunk)) for chunk in pairs)
     first = next(chunks, None)
     if first is None:
         raise UserError("there is no token to compare; give a run or a file with responses")
-    found = update_table(reduce(sums.merge, chunks, first)).set_index(["metric", "reduction"])
+    metrics = update_table(reduce(merge_sums, chunks, first)).set_index(["metric", "reduction"])
     rows = [
-        (metric, reduction, *found.loc[(metric, reduction), ["value", "se"]], ideal, meaning)
+        (metric, reduction, *metrics.loc[(metric, reduction), ["value", "se"]], ideal, meaning)
         for metric, reduction, ideal, meaning in IMPORTANT
     ]
     table = pd.DataFrame(rows, columns=["metric", "reduction", "value", "se", "ideal", "meaning"])
@@ -220,22 +224,24 @@ def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 
 def watched(pairs: Iterable[pd.DataFrame], advance: Callable[[int], None]) -> Iterator[pd.DataFrame]:
-    """The same chunks; `advance` is told the tokens of each when the next one is asked for."""
+    """The same chunks; `advance` gets the number of tokens of each chunk when the next one is requested."""
     for chunk in pairs:
         yield chunk
         advance(len(chunk))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the summary; exit code 2 and one line where the arguments or the records are wrong."""
     parser = argparse.ArgumentParser(prog="python -m analysis.mismatch", description="Do two log-probs agree?")
     parser.add_argument("paths", nargs="+", type=Path, help="a run, two runs, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, default=PAIRS[0], help="which log-probs of a run")
-    parser.add_argument("--columns", choices=sorted(PRESETS), help="whose names the columns of dumped files have")
+    parser.add_argument("--columns", choices=sorted(PRESETS), help="the stack whose column names the files have")
     parser.add_argument("--pages", action="store_true", help="check the pages read instead of whole files: faster")
-    chosen = parser.parse_args(arguments)
+    arguments = parser.parse_args(argv)
     try:
-        pairs = _chosen_pairs(chosen.paths, chosen.pair, chosen.columns, "pages" if chosen.pages else "contents")
+        pairs = _chosen_pairs(
+            arguments.paths, arguments.pair, arguments.columns, "pages" if arguments.pages else "contents"
+        )
         with Progress(
             TextColumn("{task.completed:,} tokens"), TimeElapsedColumn(), console=Console(stderr=True)
         ) as bar:

@@ -1,6 +1,6 @@
-"""Mismatch of single tokens: what two log-probs of the same token say about each other.
+"""Mismatch of single tokens: how two log-probs of the same token differ.
 
-delta = logprobs_b - logprobs_a in float64 (exact but for rounding 2**-53), rho = exp(delta); a sampled the token.
+delta = logprobs_b - logprobs_a in float64 (exact to a rounding of 2**-53), rho = exp(delta); a sampled the token.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import pandas as pd
 
 from analysis.pairs.runs import OPTIONAL, REQUIRED
 
-# of p = exp(logprobs_a); a bucket holds its lower edge, the last one also 1 and more
+# of p = exp(logprobs_a); a bucket includes its lower edge, the last one also 1 and more
 PROB_EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0)
 # nats
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 1.0, 2.0, 4.0, np.inf)
-# near log-prob 0 neighbouring float32 are so close that a ULP says nothing; below this the distance is not reported
+# near log-prob 0, neighbouring float32 are so close that a ULP says nothing; below this |log-prob| it is not reported
 ULP_FLOOR = 1e-2
 
 
 def ordered_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Integers in the order of the float32 values, neighbours one apart; both zeros are 0."""
+    """Integers in the order of the float32 values, neighbours one apart; 0 for both zeros."""
     bits = np.ascontiguousarray(values).view(np.int32).astype(np.int64)
     return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 def ulp_distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """How many float32 steps lie between two finite numbers, int64."""
+    """Number of float32 steps between two finite numbers, int64."""
     return np.abs(ordered_bits(a) - ordered_bits(b))
 
 
@@ -37,9 +37,9 @@ def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.
 
 
 def bucket_of(values: npt.NDArray[np.float64], edges: tuple[float, ...]) -> npt.NDArray[np.int8]:
-    """Which [edge, next edge) holds each value; below the first edge 0, from the last edge on the last; NaN: -1."""
-    found = np.clip(np.searchsorted(np.array(edges), values, side="right") - 1, 0, len(edges) - 2)
-    return np.where(np.isnan(values), -1, found).astype(np.int8)
+    """The bucket [edge, next edge) of each value: 0 also below the first edge, the last also above it; NaN: -1."""
+    buckets = np.clip(np.searchsorted(np.array(edges), values, side="right") - 1, 0, len(edges) - 2)
+    return np.where(np.isnan(values), -1, buckets).astype(np.int8)
 
 
 def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
@@ -50,14 +50,14 @@ def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
     entropy_bucket (int8, -1 without an entropy). k1 and k3 estimate KL(a || b) without bias (Schulman,
     "Approximating KL divergence", 2020).
 
-    Where a log-prob is not finite, `finite` is false, ulp and the buckets are -1, and the rest is what IEEE
-    arithmetic makes of it; no value is replaced. rho is infinite where delta > 709.
+    Where a log-prob is not finite, `finite` is false, ulp and the buckets are -1, and the rest follows IEEE
+    arithmetic; no value is replaced. rho is infinite where delta > 709.
     """
     a32 = chunk["logprobs_a"].to_numpy()
     b32 = chunk["logprobs_b"].to_numpy()
     a, b = a32.astype(np.float64), b32.astype(np.float64)
     finite = np.isfinite(a) & np.isfinite(b)
-    # what is infinite or NaN is marked by `finite`, or is a ratio beyond float64
+    # infinite and NaN values are marked by `finite`, or are ratios beyond float64
     with np.errstate(over="ignore", invalid="ignore"):
         delta = b - a
         prob_a = np.exp(a)
@@ -75,12 +75,12 @@ def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
     table["finite"] = finite
     table["prob_bucket"] = np.where(finite, bucket_of(prob_a, PROB_EDGES), np.int8(-1))
     table["entropy_bucket"] = np.where(finite, bucket_of(entropies, ENTROPY_EDGES), np.int8(-1))
-    there = [name for name in (*REQUIRED, *OPTIONAL) if name in chunk]
-    return pd.concat([chunk[there], pd.DataFrame(table, index=chunk.index)], axis=1)
+    columns = [name for name in (*REQUIRED, *OPTIONAL) if name in chunk]
+    return pd.concat([chunk[columns], pd.DataFrame(table, index=chunk.index)], axis=1)
 
 
 def sequence_starts(tokens: pd.DataFrame) -> npt.NDArray[np.intp]:
-    """The first row of every sequence; rows are in order, so a sequence is a run of equal keys."""
+    """Index of the first row of every sequence; rows are in order, so a sequence is a run of equal keys."""
     keys = tokens[["iteration", "sequence"]].to_numpy()
     new = np.ones(len(keys), dtype=bool)
     new[1:] = (keys[1:] != keys[:-1]).any(axis=1)

@@ -12,14 +12,14 @@ tables = clip_tables(RUN)
 print("\n".join(overview(tables, early_stop_kl=None)))
 
 # %% [markdown]
-# Step by step: shares of tokens outside the band and without gradient, largest ratio, KL(anchor || new).
+# Step by step: shares of tokens outside the band and of removed gradients, largest ratio, KL(anchor || new).
 
 # %%
 steps = tables.clip_step[tables.clip_step["subset"] == "all"]
 steps[["iteration", "epoch", "minibatch", "band_out", "grad_zero", "clip_floor", "r_max", "kl_k3"]]
 
 # %% [markdown]
-# Is clipping a bound? Overshoot that survives, and tokens that come back to the band.
+# Does clipping bound the ratio? Overshoot by epoch, and tokens that return to the band.
 
 # %%
 tables.overshoot_survival

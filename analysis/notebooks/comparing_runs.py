@@ -1,6 +1,6 @@
 # %% [markdown]
 # # Are two runs the same?
-# Folders: PPO_RUN and PPO_OTHER_RUN, or the lines below. A good second run: `--set numerics.mode=native`.
+# The runs' folders: PPO_RUN and PPO_OTHER_RUN, or the lines below. For a second run use `--set numerics.mode=native`.
 
 # %%
 import os
@@ -16,7 +16,7 @@ RUN = os.environ.get("PPO_RUN", "runs/quickstart/seed0")
 OTHER = os.environ.get("PPO_OTHER_RUN", "runs/native/quickstart/seed0")
 
 # %% [markdown]
-# Four nested questions: bits, log-probs of the same tokens, what is answered, what is learnt. The last needs seeds:
+# Four nested questions: bits, log-probs of the same tokens, answers, outcome. The last one needs seeds:
 # `analysis.compare.seeds.compare_groups` on the tables of a grid.
 
 # %%
@@ -26,14 +26,14 @@ compare_runs(RUN, OTHER, np.random.default_rng(0))
 print(first_difference(RUN, OTHER))
 
 # %% [markdown]
-# How far do log-probs part, iteration by iteration?
+# How far apart are the log-probs, iteration by iteration?
 
 # %%
 responses = paired_responses(RUN, OTHER)
 error_growth(responses)
 
 # %% [markdown]
-# How long are responses the same? Survival of all, and the first half of the iterations against the second.
+# How long do responses stay the same? Survival of all, and the first half of the iterations against the second.
 
 # %%
 kaplan_meier(responses["compared"].to_numpy(), responses["diverged"].to_numpy())

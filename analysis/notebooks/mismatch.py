@@ -6,40 +6,40 @@
 import os
 
 from analysis.diagnosis.diagnose import diagnose_chunks
-from analysis.mismatch import tables as mismatch
 from analysis.mismatch.metrics import wide
-from analysis.pairs import runs
+from analysis.mismatch.tables import measure, summary, tables
+from analysis.pairs.runs import run_pairs
 
 RUN = os.environ.get("PPO_RUN", "runs/quickstart/seed0")
 
 # %% [markdown]
-# The whole run, beside what an exact one has.
+# The whole run, beside the values of an exact one.
 
 # %%
-mismatch.summary(RUN)
+summary(RUN)
 
 # %% [markdown]
-# By iteration: does it grow as the policy moves?
+# By iteration: does the mismatch grow as the policy moves?
 
 # %%
-found = mismatch.tables(mismatch.measure(runs.run_pairs(RUN)))
-wide(found.update)
+by_iteration = tables(measure(run_pairs(RUN)))
+wide(by_iteration.update)
 
 # %% [markdown]
-# Where it is: by probability, entropy, position and length of the first iteration.
+# Where is it: by probability, entropy, position and length, in the first iteration?
 
 # %%
-found.bucket[found.bucket["iteration"] == 0]
+by_iteration.bucket[by_iteration.bucket["iteration"] == 0]
 
 # %% [markdown]
-# What truncated or masked importance sampling would cut.
+# What would truncated or masked importance sampling cut?
 
 # %%
-found.correction
+by_iteration.correction
 
 # %% [markdown]
 # The cause.
 
 # %%
-diagnosis = diagnose_chunks(runs.run_pairs(RUN))
+diagnosis = diagnose_chunks(run_pairs(RUN))
 print(diagnosis.verdict, diagnosis.tier, diagnosis.advice, sep="\n")

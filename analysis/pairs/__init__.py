@@ -1,1 +1,1 @@
-"""Two log-probs per token, from recorded runs or from dumps of other stacks."""
+"""Where do the two log-probs of a token come from? Recorded runs or dumps of other stacks, as frames of one shape."""

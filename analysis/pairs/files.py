@@ -1,9 +1,9 @@
 """Log-prob pairs from files that other training stacks dumped: JSONL or Parquet.
 
-One row is a response (lists) or a token (numbers); which, the first row says. `Columns` names what is where, in
-the names of the file; `PRESETS` has those of some stacks. Nothing is guessed: a column that is named and
-not there is an error, and so are lists of different lengths. Log-probs are rounded to float32, the type they
-are computed in; a file with fewer digits than that limits what a ULP means.
+One row is a response (lists) or a token (numbers); the first row decides which. `Columns` has the file's column names;
+`PRESETS` has those of some stacks. Nothing is guessed: a named column that is missing is an error, and so are lists of
+different lengths. Log-probs are rounded to float32, the type they are computed in; where a file has fewer digits, a
+ULP means less.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _ADVICE = "name the columns with Columns(...)"
 
 @dataclass(frozen=True)
 class Columns:
-    """What the columns of a file are called; None: there is no such column."""
+    """The names of the columns in a file; None: there is no such column."""
 
     token_ids: str
     logprobs_a: str  # of the sampler
     logprobs_b: str  # of the trainer, before its first step
-    mask: str | None = None  # 1 or true: counts; 0 or false: dropped
+    mask: str | None = None  # 1 or true: the token counts; 0 or false: it is dropped
     entropies: str | None = None
     log_kept_mass: str | None = None
     advantages: str | None = None  # per token, or one per response
     iteration: str | None = None  # never decreasing; without it all rows are of iteration 0
-    response_length: str | None = None  # token_ids begin with the prompt, and this many at the end are the response
-    sequence: str | None = None  # with one row per token only, and needed there; never decreasing in an iteration
-    position: str | None = None  # with one row per token only; without it tokens are counted
+    response_length: str | None = None  # where token_ids begin with the prompt: how many at the end are the response
+    sequence: str | None = None  # only and always where a row is a token; never decreasing within an iteration
+    position: str | None = None  # only where a row is a token; without it tokens are counted
 
 
 PRESETS = {
@@ -70,39 +70,39 @@ def imported_pairs(
 ) -> Iterator[pd.DataFrame]:
     """Chunks of about `rows` tokens (see `analysis.pairs.runs`); `columns` is a preset's name or a `Columns`.
 
-    With one row per response the sequence is the number of the row, over all files, and the position the place in
-    the list, masked tokens counted. Null log-probs are NaN. Masked tokens are dropped and counted in
-    `chunk.attrs["masked"]`. Raises UserError naming file and row.
+    Where a row is a response, the sequence is the number of the row over all files, and the position is the index in
+    the list, masked tokens included. Null log-probs become NaN. Masked tokens are dropped and counted in
+    `chunk.attrs["masked"]`. Raises UserError that names file and row.
     """
     if isinstance(columns, str) and columns not in PRESETS:
         raise UserError(f"columns = {columns!r}: the presets are {', '.join(PRESETS)}; or {_ADVICE}")
     if rows < 1:
-        raise UserError(f"rows = {rows}: a chunk holds at least 1 token")
-    chosen = PRESETS[columns] if isinstance(columns, str) else columns
+        raise UserError(f"rows = {rows}: a chunk must have at least 1 token")
+    names = PRESETS[columns] if isinstance(columns, str) else columns
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    return _unmasked(whole_sequences(_gathered(_frames(files, chosen, rows), rows)))
+    return _unmasked(whole_sequences(_gathered(_frames(files, names, rows), rows)))
 
 
 def _unmasked(chunks: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
     for chunk in chunks:
-        kept = chunk["mask"].to_numpy() != 0
-        frame = chunk.loc[kept].drop(columns="mask").reset_index(drop=True)
+        unmasked = chunk["mask"].to_numpy() != 0
+        frame = chunk.loc[unmasked].drop(columns="mask").reset_index(drop=True)
         frame.attrs.update(masked=len(chunk) - len(frame), iteration=int(chunk["iteration"].iloc[0]))
         yield frame
 
 
 def _gathered(frames: Iterator[pd.DataFrame], rows: int) -> Iterator[pd.DataFrame]:
-    held: list[pd.DataFrame] = []
+    waiting: list[pd.DataFrame] = []
     for frame in frames:
-        held.append(frame)
-        if sum(map(len, held)) >= rows:
-            yield pd.concat(held, ignore_index=True)
-            held = []
-    yield from [pd.concat(held, ignore_index=True)] if held else []
+        waiting.append(frame)
+        if sum(map(len, waiting)) >= rows:
+            yield pd.concat(waiting, ignore_index=True)
+            waiting = []
+    yield from [pd.concat(waiting, ignore_index=True)] if waiting else []
 
 
 def _frames(files: Sequence[Path], columns: Columns, rows: int) -> Iterator[pd.DataFrame]:
-    """Every file's rows as tokens, a column mask among them, the order checked."""
+    """The tokens of every file, with a column `mask`, their order checked."""
     sequence, last = 0, (-1, -1, -1)
     for path in files:
         for first, batch in _batches(path, columns, rows):
@@ -119,21 +119,21 @@ def _frames(files: Sequence[Path], columns: Columns, rows: int) -> Iterator[pd.D
             yield frame
 
 
-def _check_type(named: str, columns: Columns, name: str, found: pa.DataType, is_list: bool) -> None:
-    inner = found.value_type if _is_list(found) else found
-    of_response = name in _PER_RESPONSE or (name == "advantages" and not _is_list(found))
+def _check_type(named: str, columns: Columns, name: str, data_type: pa.DataType, is_list: bool) -> None:
+    inner = data_type.value_type if _is_list(data_type) else data_type
+    of_response = name in _PER_RESPONSE or (name == "advantages" and not _is_list(data_type))
     numeric = pa.types.is_integer(inner) or pa.types.is_boolean(inner) or pa.types.is_null(inner)
     good = numeric or (pa.types.is_floating(inner) and name in _FLOATS)
-    if not good or _is_list(found) != (is_list and not of_response):
-        wanted = f"{'integers' if name in _INTEGERS else 'numbers'}{', one list a row' if is_list else ''}"
-        raise UserError(f"{named}: column {getattr(columns, name)} holds {found}, expected {wanted}; {_ADVICE}")
+    if not good or _is_list(data_type) != (is_list and not of_response):
+        expected = f"{'integers' if name in _INTEGERS else 'numbers'}{', one list a row' if is_list else ''}"
+        raise UserError(f"{named}: column {getattr(columns, name)} holds {data_type}, expected {expected}; {_ADVICE}")
     if is_list and name in ("sequence", "position"):
-        raise UserError(f"{named}: rows are whole responses, which are counted; {name} must be None")
+        raise UserError(f"{named}: rows are whole responses, numbered by row; {name} must be None")
 
 
-def _is_list(found: pa.DataType) -> bool:
+def _is_list(data_type: pa.DataType) -> bool:
     checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(check(found) for check in checks)
+    return any(check(data_type) for check in checks)
 
 
 def _exploded(path: Path, first: int, columns: Columns, batch: pa.Table, sequence: int) -> pd.DataFrame:
@@ -146,19 +146,19 @@ def _exploded(path: Path, first: int, columns: Columns, batch: pa.Table, sequenc
     lists = [name for name in batch.column_names if _is_list(batch.schema.field(name).type)]
     lengths = {}
     for name in lists:
-        found = batch.column(name)
-        refuse(found.is_null().to_numpy(), f"column {getattr(columns, name)} is null")
-        lengths[name] = pc.list_value_length(found).to_numpy().astype(np.int64)
+        lists_of_column = batch.column(name)
+        refuse(lists_of_column.is_null().to_numpy(), f"column {getattr(columns, name)} is null")
+        lengths[name] = pc.list_value_length(lists_of_column).to_numpy().astype(np.int64)
     count = lengths["logprobs_a"]
     for name in lists:
         if name == "token_ids" and columns.response_length is not None:
-            given = _numbers(f"{path}: row {first}", columns, batch, "response_length").astype(np.int64)
-            refuse(given != count, f"{columns.response_length} is not the length of {columns.logprobs_a}")
+            declared = _numbers(f"{path}: row {first}", columns, batch, "response_length").astype(np.int64)
+            refuse(declared != count, f"{columns.response_length} is not the length of {columns.logprobs_a}")
             refuse(lengths[name] < count, f"{columns.token_ids} is shorter than the response")
         else:
             refuse(lengths[name] != count, f"{getattr(columns, name)} and {columns.logprobs_a} have different lengths")
-    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    frame = {"position": place}
+    position = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    frame = {"position": position}
     for name in batch.column_names:
         if name not in lists:
             if name != "response_length":
@@ -175,7 +175,7 @@ def _exploded(path: Path, first: int, columns: Columns, batch: pa.Table, sequenc
             refuse(np.isin(np.arange(batch.num_rows), owner[nulls]), f"column {getattr(columns, name)} holds null")
         # the last `count` of each list
         ends = np.cumsum(lengths[name])
-        frame[name] = _plain(name, flat)[np.repeat(ends - count, count) + place]
+        frame[name] = _plain(name, flat)[np.repeat(ends - count, count) + position]
     frame["sequence"] = np.repeat(np.arange(sequence, sequence + batch.num_rows), count)
     return _shaped(frame)
 
@@ -188,17 +188,17 @@ def _scalars(named: str, columns: Columns, batch: pa.Table) -> pd.DataFrame:
 
 
 def _numbers(named: str, columns: Columns, batch: pa.Table, name: str) -> npt.NDArray[Any]:
-    found = batch.column(name)
-    if found.null_count and name in _INTEGERS:
+    values = batch.column(name)
+    if values.null_count and name in _INTEGERS:
         raise UserError(f"{named}: column {getattr(columns, name)} holds null")
-    return _plain(name, found)
+    return _plain(name, values)
 
 
-def _plain(name: str, found: pa.ChunkedArray) -> npt.NDArray[Any]:
-    # false and true are 0 and 1
-    numbers = found.cast(pa.int64() if name in _INTEGERS else pa.float64())
+def _plain(name: str, column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    # booleans become 0 and 1
+    numbers = column.cast(pa.int64() if name in _INTEGERS else pa.float64())
     values = numbers.to_numpy(zero_copy_only=False) if isinstance(numbers, pa.Array) else numbers.to_numpy()
-    # numbers beyond float32 are infinite in it, and counted as such
+    # numbers beyond float32 become infinite and are counted as not finite
     with np.errstate(over="ignore"):
         return values if name in _INTEGERS else values.astype(np.float32)
 
@@ -207,12 +207,12 @@ def _shaped(frame: dict[str, npt.NDArray[Any]]) -> pd.DataFrame:
     rows = len(frame["logprobs_a"])
     usual = {"iteration": np.zeros(rows, np.int64), "mask": np.ones(rows, np.int64), "position": np.full(rows, -1)}
     order = ["iteration", "sequence", "position", "token_id", *_FLOATS, "mask"]
-    shown = {"token_id": frame["token_ids"], **usual, **frame}
-    return pd.DataFrame({name: shown[name] for name in order if name in shown})
+    columns = {"token_id": frame["token_ids"], **usual, **frame}
+    return pd.DataFrame({name: columns[name] for name in order if name in columns})
 
 
 def _in_order(named: str, frame: pd.DataFrame, last: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Number the positions where there are none; refuse rows out of order; the last key."""
+    """Number the positions where the file has none, check the order of rows, and return the last key."""
     if not len(frame):
         return last
     keys = frame[["iteration", "sequence"]].to_numpy()
@@ -233,7 +233,7 @@ def _in_order(named: str, frame: pd.DataFrame, last: tuple[int, int, int]) -> tu
 
 
 def _batches(path: Path, columns: Columns, rows: int) -> Iterator[tuple[int, pa.Table]]:
-    """Row number and some rows, with our names."""
+    """(number of the first row, rows as a table with our column names), batch by batch."""
     names = {field.name: getattr(columns, field.name) for field in fields(Columns)}
     wanted = {name: column for name, column in names.items() if column is not None}
     if path.suffix not in (".jsonl", ".parquet"):
@@ -247,10 +247,10 @@ def _batches(path: Path, columns: Columns, rows: int) -> Iterator[tuple[int, pa.
 def _parquet(path: Path, wanted: dict[str, str], rows: int) -> Iterator[pa.Table]:
     try:
         with pq.ParquetFile(path, buffer_size=1 << 16) as file:
-            there = file.schema_arrow.names
+            available = file.schema_arrow.names
             for column in wanted.values():
-                if column not in there:
-                    raise UserError(f"{path}: no column {column!r}; there are {', '.join(there)}; {_ADVICE}")
+                if column not in available:
+                    raise UserError(f"{path}: no column {column!r}; there are {', '.join(available)}; {_ADVICE}")
             is_list = _is_list(file.schema_arrow.field(wanted["token_ids"]).type)
             size = _RESPONSES if is_list else rows
             for batch in file.iter_batches(batch_size=size, columns=list(wanted.values())):
@@ -266,7 +266,7 @@ def _json_lines(path: Path, wanted: dict[str, str], rows: int) -> Iterator[pa.Ta
             first, size = 0, 1
             while lines := list(islice(file, size)):
                 parsed = [_parsed(path, first + index, line, wanted) for index, line in enumerate(lines)]
-                # the first row says whether rows are responses or tokens
+                # the first row decides whether rows are responses or tokens
                 size = _RESPONSES if isinstance(parsed[0][0], list) else rows
                 values = zip(wanted, zip(*parsed, strict=True), strict=True)
                 yield pa.table({name: pa.array(list(column)) for name, column in values})

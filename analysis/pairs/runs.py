@@ -1,16 +1,15 @@
-"""Two log-probs of the same token, in one frame shape, whatever they come from.
+"""Two log-probs of the same token, from runs, in the frame shape that every source of pairs has.
 
 A source is an iterator of chunks. A chunk is a DataFrame with one row per token and the columns
 
     iteration, sequence, position, token_id   int32 or int64
     logprobs_a, logprobs_b                    float32, nats, the recorded bits
 
-and, where the source has them, `entropies` and `log_kept_mass` (float32, nats) and `advantages` (float32). `a` is what
-sampled the token, or came first; `b` is compared with it, so delta = logprobs_b - logprobs_a. Rows are in
-the order of (iteration, sequence, position). A chunk holds rows of one iteration, and whole sequences: none is split
-over two chunks, so memory is bounded by one batch plus the longest sequence. `chunk.attrs["masked"]` counts
-the tokens that a mask took out of the chunk (`masked_tokens` reads it), which may leave it without rows; runs
-have no mask.
+and, where the source has them, `entropies` and `log_kept_mass` (float32, nats) and `advantages` (float32). `a` sampled
+the token or came first, and `b` is compared with it: delta = logprobs_b - logprobs_a. Rows are in the order of
+(iteration, sequence, position). A chunk has whole sequences of one iteration, so memory is bounded by one batch plus
+the longest sequence. `chunk.attrs["masked"]` counts the tokens that a mask removed from the chunk (`masked_tokens`
+reads it), which may leave it without rows; runs have no mask.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ def run_pairs(
     """The pairs of a recorded run, with entropies, log_kept_mass and advantages.
 
     "rollout_vs_old": a = rollout_logprobs, b = old_logprobs: sampler against trainer, the same weights.
-    "old_vs_first_new": a = old_logprobs, b = new_logprobs of the first epoch, each token in its minibatch; tokens
-    of minibatches in which the policy took no step are left out. It joins two tables, so one iteration
-    is held in memory whatever `rows` and `verify` are.
+    "old_vs_first_new": a = old_logprobs, b = new_logprobs of the first epoch, without minibatches in which the policy
+    took no step. It joins two tables, so one iteration is in memory whatever `rows` and `verify` are.
 
     Raises UserError on another pair, and on anything missing, unknown or damaged in the records.
     """
@@ -54,18 +52,22 @@ def run_pairs(
     if pair == "old_vs_first_new":
         return _first_new(run_dir, iterations)
     columns = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL]
-    found = reader.stream(run_dir, "tokens", columns=columns, iterations=iterations, rows=rows, verify=verify)
+    chunks = reader.stream(run_dir, "tokens", columns=columns, iterations=iterations, rows=rows, verify=verify)
     names = {"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"}
-    return whole_sequences(chunk.rename(columns=names) for chunk in found)
+    return whole_sequences(chunk.rename(columns=names) for chunk in chunks)
 
 
 def _first_new(run_dir: Path | str, iterations: Sequence[int] | None) -> Iterator[pd.DataFrame]:
     recorded = range(len(reader.open_manifest(run_dir).iterations))
     for iteration in recorded if iterations is None else iterations:
-        one = [iteration]
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=[*KEY, "token_id", "old_logprobs", *OPTIONAL])
-        # clip_flag is null exactly where the policy takes no step; new_logprobs would also be NaN where it is NaN
-        updates = reader.read_updates(run_dir, iterations=one, columns=[*KEY, "epoch", "new_logprobs", "clip_flag"])
+        iterations_read = [iteration]
+        tokens = reader.read_tokens(
+            run_dir, iterations=iterations_read, columns=[*KEY, "token_id", "old_logprobs", *OPTIONAL]
+        )
+        # clip_flag is null exactly where the policy takes no step; new_logprobs can also be a recorded NaN
+        updates = reader.read_updates(
+            run_dir, iterations=iterations_read, columns=[*KEY, "epoch", "new_logprobs", "clip_flag"]
+        )
         first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*KEY, "new_logprobs"]]
         joined = tokens.merge(first, on=KEY, how="inner", validate="one_to_one").sort_values(KEY, ignore_index=True)
         names = {"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"}
@@ -83,8 +85,8 @@ def two_run_pairs(
 ) -> Iterator[pd.DataFrame]:
     """The same log-prob column of two runs that sampled the same tokens, with the entropies of the first.
 
-    Chunks before a difference are handed out. Raises UserError naming the first token that differs, on another
-    number of iterations unless `iterations` names some, and on anything wrong with the records.
+    Chunks before a difference are yielded. Raises UserError that names the first token that differs, on different
+    numbers of iterations unless `iterations` names some, and on anything wrong with the records.
     """
     if column not in ("rollout_logprobs", "old_logprobs", "ref_logprobs"):
         raise UserError(f"column = {column!r}: must be rollout_logprobs, old_logprobs or ref_logprobs")
@@ -106,16 +108,16 @@ def _side_by_side(
     for a, b in zip_longest(first, second):
         if a is None or b is None:
             longer = b if a is None else a
-            raise UserError(f"{runs}: only one of them has {_named(longer[identity].to_numpy()[0])}")
+            raise UserError(f"{runs}: only one has {_named(longer[identity].to_numpy()[0])}")
         rows = min(len(a), len(b))
         ids = [frame[identity].to_numpy()[:rows] for frame in (a, b)]
         different = np.flatnonzero((ids[0] != ids[1]).any(axis=1))
         if different.size:
-            one, other = ids[0][different[0]], ids[1][different[0]]
-            raise UserError(f"{runs}: the first differing token is {_named(one)} against {_named(other)}")
+            row_a, row_b = ids[0][different[0]], ids[1][different[0]]
+            raise UserError(f"{runs}: the first differing token is {_named(row_a)} against {_named(row_b)}")
         if len(a) != len(b):
             longer = a if len(a) > len(b) else b
-            raise UserError(f"{runs}: only one of them has {_named(longer[identity].to_numpy()[rows])}")
+            raise UserError(f"{runs}: only one has {_named(longer[identity].to_numpy()[rows])}")
         yield a.rename(columns={column: "logprobs_a"}).assign(logprobs_b=b[column])[[*REQUIRED, *OPTIONAL[:2]]]
 
 
@@ -124,33 +126,33 @@ def _named(row: np.ndarray) -> str:
 
 
 def whole_sequences(chunks: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """The same rows, cut so that no sequence is split and every chunk is of one iteration.
+    """The same rows in chunks that split no sequence and belong to one iteration each.
 
     Raises ValueError where rows are not in the order of (iteration, sequence).
     """
-    held: list[pd.DataFrame] = []
+    waiting: list[pd.DataFrame] = []
     for chunk in chunks:
         if not len(chunk):
             continue
         keys = chunk[["iteration", "sequence"]].to_numpy()
-        before = np.concatenate([held[-1][["iteration", "sequence"]].to_numpy()[-1:], keys]) if held else keys
+        before = np.concatenate([waiting[-1][["iteration", "sequence"]].to_numpy()[-1:], keys]) if waiting else keys
         step = np.diff(before, axis=0)
         if ((step[:, 0] < 0) | ((step[:, 0] == 0) & (step[:, 1] < 0))).any():
             raise ValueError("rows are not in the order of iteration and sequence")
         # the first row of every sequence that begins in this chunk
-        starts = np.flatnonzero(step.any(axis=1)) + (0 if held else 1)
+        starts = np.flatnonzero(step.any(axis=1)) + (0 if waiting else 1)
         if not starts.size:
-            held.append(chunk)
+            waiting.append(chunk)
             continue
-        yield from _by_iteration(_joined([*held, chunk.iloc[: starts[-1]]]))
-        held = [chunk.iloc[starts[-1] :]]
-    if held:
-        yield from _by_iteration(_joined(held))
+        yield from _by_iteration(_joined([*waiting, chunk.iloc[: starts[-1]]]))
+        waiting = [chunk.iloc[starts[-1] :]]
+    if waiting:
+        yield from _by_iteration(_joined(waiting))
 
 
-def _joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    kept = [part for part in parts if len(part)]
-    joined = kept[0] if len(kept) == 1 else pd.concat(kept)
+def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    filled = [frame for frame in frames if len(frame)]
+    joined = filled[0] if len(filled) == 1 else pd.concat(filled)
     return joined.reset_index(drop=True)
 
 
@@ -161,10 +163,10 @@ def _by_iteration(chunk: pd.DataFrame) -> Iterator[pd.DataFrame]:
 
 
 def masked_tokens(chunk: pd.DataFrame) -> int:
-    """How many tokens a mask took out of this chunk."""
+    """How many tokens a mask removed from this chunk."""
     return int(chunk.attrs.get("masked", 0))
 
 
 def iteration_of(chunk: pd.DataFrame) -> int:
-    """The one iteration of a chunk, also where a mask left no row."""
+    """The iteration of a chunk, also where a mask left no row."""
     return int(chunk["iteration"].iloc[0] if len(chunk) else chunk.attrs["iteration"])

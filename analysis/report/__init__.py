@@ -1,1 +1,1 @@
-"""One self-contained HTML page about a recorded run, or about the runs of a grid."""
+"""What happened in a run, or in the runs of a grid? One self-contained HTML page."""

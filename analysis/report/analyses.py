@@ -1,4 +1,4 @@
-"""What the other analyses of this package give the report: sentences and figures, from their own tables."""
+"""Sentences and figures that the report takes from the other analyses, computed from their tables."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.clipping.step import clip_step
+from analysis.clipping.update_rows import load_iterations
 from analysis.diagnosis.diagnose import diagnose_chunks
 from analysis.mismatch.bucket import bucket_table
 from analysis.mismatch.tables import measure, tables, whole
 from analysis.pairs.runs import run_pairs
-from analysis.report.clipping_figures import definition_figure
+from analysis.report.drawing.figure import Figure
 from analysis.report.facts import Verdict
-from analysis.report.figure import Figure
-from analysis.report.mismatch_figures import bucket_figure, divergence_figure
-from analysis.update_rows import load_iterations
+from analysis.report.figures.clipping import definition_figure
+from analysis.report.figures.mismatch import bucket_figure, divergence_figure
 from ppo_repro.config.run import RunConfig
 
 DIVERGENCES = ("k1", "k2", "k3")
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     """Sentences for the summary, and figures for a section."""
 
     verdicts: tuple[Verdict, ...]
     figures: tuple[Figure, ...]
 
 
-def mismatch(run_dir: Path) -> Found:
-    """Why sampler and trainer differ, and where: by probability, by position, over the iterations."""
+def mismatch(run_dir: Path) -> Findings:
+    """Why and where sampler and trainer differ: by probability, by position, over the iterations."""
     measured = list(measure(run_pairs(run_dir), corrections=()))
     update = tables(measured).update
-    chosen = update["metric"].isin(DIVERGENCES) & (update["reduction"] == "token_mean")
+    is_divergence = update["metric"].isin(DIVERGENCES) & (update["reduction"] == "token_mean")
     buckets = bucket_table(whole(measured).buckets)
     cause = diagnose_chunks(run_pairs(run_dir))
     named = cause.verdict.replace("_", " ")
@@ -42,13 +42,13 @@ def mismatch(run_dir: Path) -> Found:
     figures = (
         bucket_figure(buckets, "prob"),
         bucket_figure(buckets, "position"),
-        divergence_figure(update.loc[chosen, ["iteration", "metric", "value", "se"]]),
+        divergence_figure(update.loc[is_divergence, ["iteration", "metric", "value", "se"]]),
     )
-    return Found((verdict,), figures)
+    return Findings((verdict,), figures)
 
 
-def clipping(run_dir: Path, config: RunConfig) -> Found:
-    """Clip fractions by several definitions; for objectives that clip."""
-    parts = [clip_step(item, config) for item in load_iterations(run_dir)]
-    steps = pd.concat([part[part["subset"] == "all"] for part in parts], ignore_index=True)
-    return Found((), (definition_figure(steps),))
+def clipping(run_dir: Path, config: RunConfig) -> Findings:
+    """Clip fractions by several definitions, for objectives that clip."""
+    tables = [clip_step(item, config) for item in load_iterations(run_dir)]
+    steps = pd.concat([table[table["subset"] == "all"] for table in tables], ignore_index=True)
+    return Findings((), (definition_figure(steps),))

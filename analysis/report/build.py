@@ -1,4 +1,4 @@
-"""From a recorded run, or a folder of runs, to the HTML file."""
+"""Builds the HTML file of a recorded run, or of a folder of runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.mismatch.parity import Parity, parity
-from analysis.report import analyses, clipping_figures, counts, curves, mismatch_figures, text_figures
-from analysis.report.analyses import Found
+from analysis.report import analyses
+from analysis.report.analyses import Findings
+from analysis.report.drawing.figure import Section
+from analysis.report.drawing.markup import number
 from analysis.report.facts import (
     RunFacts,
     clip_bounds,
@@ -22,10 +24,9 @@ from analysis.report.facts import (
     run_facts,
     whole_run_numbers,
 )
-from analysis.report.figure import Section
+from analysis.report.figures import clipping, counts, curves, mismatch, units
 from analysis.report.grid import grid_page, runs_below
 from analysis.report.load import IterationRecords, iterations_of
-from analysis.report.markup import number
 from analysis.report.page import page, summary_html
 from analysis.report.responses import MAX_TOKENS, response_summary, select, token_data
 from ppo_repro.disk import durable
@@ -37,7 +38,7 @@ DEFAULT_RESPONSES = 60
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass over a run's iterations adds up to; see `counts` and `responses` for each part."""
+    """The counts and rows of one pass over a run's iterations; see `figures.counts` and `responses`."""
 
     curves: pd.DataFrame
     probabilities: counts.Counts
@@ -53,7 +54,7 @@ class Scan:
 
 
 def write_report(target: Path, out: Path | None, responses: int | None) -> tuple[Path, int]:
-    """Write the report of a run or of a folder of runs; its path and its size in bytes. Raises UserError."""
+    """Write the report of a run or of a folder of runs; return its path and its size in bytes. Raises UserError."""
     if (target / manifest.FILE_NAME).exists() or not target.is_dir():
         text = run_page(target, DEFAULT_RESPONSES if responses is None else responses)
     else:
@@ -71,33 +72,33 @@ def run_page(run_dir: Path, responses: int) -> str:
     facts = read_facts(run_dir)
     iterations, steps = reader.read_iterations(run_dir), reader.read_steps(run_dir)
     scan = scan_run(facts, iterations, steps)
-    found = parity(run_dir)
-    of_mismatch = analyses.mismatch(run_dir) if found.unequal_old_rollout_logprobs else Found((), ())
+    counted = parity(run_dir)
+    of_mismatch = analyses.mismatch(run_dir) if counted.unequal_old_rollout_logprobs else Findings((), ())
     verdicts = (
-        *parity_verdicts(found, facts.config),
+        *parity_verdicts(counted, facts.config),
         *of_mismatch.verdicts,
         *nonfinite_verdict(scan.extremes, scan.nonfinite_deltas),
         *learning_verdicts(facts, iterations),
     )
     tables = (
-        ("Whole run", whole_run_numbers(iterations, found)),
+        ("Whole run", whole_run_numbers(iterations, counted)),
         ("First and last iteration", first_and_last_numbers(iterations, steps)),
     )
     summary = summary_html(verdicts, run_facts(facts), tables, facts.config_text)
     sections = (
         Section("learning", "Learning", (), curves.learning_figures([("this run", scan.curves)])),
-        mismatch_section(scan, found, of_mismatch),
+        mismatch_section(scan, counted, of_mismatch),
         clipping_section(facts, iterations, scan),
         text_section(scan),
     )
     if responses == 0:
         return page(facts.name, summary, sections, None, "")
-    chosen = select(scan.responses, responses)
-    return page(facts.name, summary, sections, token_data(run_dir, chosen), selection_words(chosen, scan.responses))
+    selected = select(scan.responses, responses)
+    return page(facts.name, summary, sections, token_data(run_dir, selected), selection_words(selected, scan.responses))
 
 
 def scan_run(facts: RunFacts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
-    """One pass over the iterations, one of them in memory at a time."""
+    """One pass over the iterations, with one in memory at a time."""
     bounds = clip_bounds(facts.config, iterations)
     rows: dict[str, list] = {name: [] for name in ("curves", "flags", "extremes", "text")}
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in ("ratios", "overshoot", "responses")}
@@ -108,7 +109,7 @@ def scan_run(facts: RunFacts, iterations: pd.DataFrame, steps: pd.DataFrame) -> 
         probabilities = probabilities + counts.probability_grid(records.tokens)
         deltas = deltas + counts.histogram(delta, counts.DELTA_EDGES)
         quadrants = quadrants + counts.quadrant_grid(_advantages(records), records.updates)
-        rows["curves"] += curves.sampled_rows(records)
+        rows["curves"] += curves.sampled_rows(records.iteration, records.sequences, records.tokens)
         rows["flags"].append(counts.flag_row(records.iteration, records.updates))
         rows["extremes"].append(counts.extremes_row(records.iteration, records.updates))
         rows["text"].append(counts.text_row(records.iteration, records.sequences, records.tokens))
@@ -132,13 +133,13 @@ def scan_run(facts: RunFacts, iterations: pd.DataFrame, steps: pd.DataFrame) -> 
     )
 
 
-def mismatch_section(scan: Scan, found: Parity, analysed: Found) -> Section:
-    """The mismatch between sampler and trainer; where every bit agrees a sentence takes the place of most figures."""
-    grid = mismatch_figures.probability_figure(scan.probabilities)
-    if found.unequal_old_rollout_logprobs == 0:
-        note = f"All {found.tokens:,} differences are exactly 0, so there is no distribution of them to draw."
+def mismatch_section(scan: Scan, counted: Parity, analysed: Findings) -> Section:
+    """The mismatch between sampler and trainer; where every bit agrees, a sentence replaces most figures."""
+    grid = mismatch.probability_figure(scan.probabilities)
+    if counted.unequal_old_rollout_logprobs == 0:
+        note = f"All {counted.tokens:,} differences are exactly 0, so there is no distribution of them to draw."
         return Section("mismatch", "Sampler and trainer", (note,), (grid,))
-    figures = (grid, mismatch_figures.delta_figure(scan.deltas), *analysed.figures)
+    figures = (grid, mismatch.delta_figure(scan.deltas), *analysed.figures)
     return Section("mismatch", "Sampler and trainer", (), figures)
 
 
@@ -149,36 +150,37 @@ def clipping_section(facts: RunFacts, iterations: pd.DataFrame, scan: Scan) -> S
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",), ())
     bounds = clip_bounds(facts.config, iterations)
     figures = [
-        clipping_figures.ratio_figure(scan.ratios, bounds),
-        clipping_figures.quadrant_figure(scan.quadrants, bounds),
-        clipping_figures.extremes_figure(scan.extremes, bounds),
+        clipping.ratio_figure(scan.ratios, bounds),
+        clipping.quadrant_figure(scan.quadrants, bounds),
+        clipping.extremes_figure(scan.extremes, bounds),
     ]
     if bounds is None:
         return Section(
             "clipping", title, (f"The objective {facts.config.ppo.objective.kind} does not clip.",), tuple(figures)
         )
-    figures.insert(1, clipping_figures.flag_figure(scan.flags))
+    figures.insert(1, clipping.flag_figure(scan.flags))
     figures += analyses.clipping(facts.run_dir, facts.config).figures
     if scan.overshoot["count"].any():
-        figures.append(clipping_figures.overshoot_figure(scan.overshoot))
+        figures.append(clipping.overshoot_figure(scan.overshoot))
         return Section("clipping", title, (), tuple(figures))
     return Section("clipping", title, ("No ratio ever left the clip bounds.",), tuple(figures))
 
 
 def text_section(scan: Scan) -> Section:
-    """KL in several units and what first and later tokens of words carry."""
-    figures = [text_figures.unit_figure(scan.text)] if _positive(scan.text, "kl") else []
-    figures += [text_figures.share_figure(scan.text, name) for name in ("kl", "entropy") if _positive(scan.text, name)]
+    """KL in several units, and the shares of first and later tokens of words."""
+    figures = [units.unit_figure(scan.text)] if _positive(scan.text, "kl") else []
+    figures += [units.share_figure(scan.text, name) for name in ("kl", "entropy") if _positive(scan.text, name)]
     notes = () if _positive(scan.text, "kl") else ("The policy is the reference throughout: KL is 0.",)
     return Section("text", "Text and tokens", notes, tuple(figures))
 
 
-def selection_words(chosen: pd.DataFrame, everything: pd.DataFrame) -> str:
-    """Which responses the token view holds, of how many."""
+def selection_words(selected: pd.DataFrame, everything: pd.DataFrame) -> str:
+    """Which responses the token view shows, out of how many."""
     return (
-        f"{number(len(chosen))} of {number(len(everything))} responses, {number(int(chosen['tokens'].sum()))} tokens: "
-        "in turn those with the largest |old - rollout| difference, with the most clipped token updates, with the best "
-        "score, with the worst (the latest first), and the first ones of the first and of the last iteration; "
+        f"{number(len(selected))} of {number(len(everything))} responses, "
+        f"{number(int(selected['tokens'].sum()))} tokens: in turn those with the largest |old - rollout| difference, "
+        "the most clipped token updates, the best score, the worst score (the latest first), and the first responses "
+        "of the first and of the last iteration; "
         f"at most {number(MAX_TOKENS)} tokens. --responses N chooses another number."
     )
 
@@ -188,14 +190,14 @@ def _advantages(records: IterationRecords) -> counts.Floats:
 
 
 def _added(frames: list[pd.DataFrame], keys: list[str]) -> pd.DataFrame:
-    """Counts of all iterations added up by key."""
+    """The counts of all iterations, added by key."""
     if not frames:
         return pd.DataFrame(columns=[*keys, "count", "total"])
     return pd.concat(frames, ignore_index=True).groupby(keys, as_index=False, sort=True).sum()
 
 
 def _positive(text: pd.DataFrame, quantity: str) -> bool:
-    return bool((text[[f"{quantity}_{part}" for part in text_figures.PARTS]].to_numpy() > 0).any())
+    return bool((text[[f"{quantity}_{share}" for share in units.PARTS]].to_numpy() > 0).any())
 
 
 def _zero_2d() -> counts.Counts:

@@ -1,4 +1,4 @@
-"""What a run is: its name, configuration, digests, machine; and its verdicts and key numbers."""
+"""The facts about a run: name, configuration, digests and machine, and its verdicts and key numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pandas as pd
 
 from analysis.mismatch.parity import Parity
-from analysis.report.clipping_figures import ClipBounds
-from analysis.report.markup import number, share
+from analysis.report.drawing.markup import number, share
+from analysis.report.figures.clipping import ClipBounds
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -22,7 +22,7 @@ from ppo_repro.records.manifest import Manifest, has_responses
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence; `kind` says whether a promise holds, something differs, or it just informs."""
+    """One sentence; by `kind` it says that a promise holds, that something differs, or states a fact."""
 
     kind: Literal["holds", "differs", "fact"]
     text: str
@@ -30,7 +30,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A recorded run; `name` is experiment/folder, so that no path of a machine gets into the page."""
+    """A recorded run; `name` is experiment/folder, so that no path of the machine gets into the page."""
 
     run_dir: Path
     name: str
@@ -44,7 +44,7 @@ def read_facts(run_dir: Path) -> RunFacts:
     """Manifest, configuration and environment of a complete language run; raises UserError on any other."""
     manifest = reader.open_manifest(run_dir)
     if not has_responses(manifest):
-        raise UserError(f"{run_dir}: is a {manifest.kind} run; reports are of language runs, use ppo-repro show")
+        raise UserError(f"{run_dir}: is a {manifest.kind} run; reports are for language runs, use ppo-repro show")
     try:
         environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
         text = (run_dir / "config.yaml").read_text(encoding="utf-8")
@@ -66,38 +66,40 @@ def clip_bounds(config: RunConfig, iterations: pd.DataFrame) -> ClipBounds | Non
     return None
 
 
-def parity_verdicts(found: Parity, config: RunConfig) -> tuple[Verdict, ...]:
-    """Do sampler and trainer agree, in words; nothing is said of ratios or values that do not exist."""
-    unequal, tokens = found.unequal_old_rollout_logprobs, found.tokens
+def parity_verdicts(counted: Parity, config: RunConfig) -> tuple[Verdict, ...]:
+    """Whether sampler and trainer agree, in words; without a sentence on ratios or values that do not exist."""
+    unequal, tokens = counted.unequal_old_rollout_logprobs, counted.tokens
     if unequal == 0:
-        said = [Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens.")]
+        verdicts = [Verdict("holds", f"Sampler and trainer agree on every bit of {tokens:,} tokens.")]
     else:
         text = (
             f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} "
-            f"tokens, largest difference {number(found.max_abs_old_rollout, 2)} nats)."
+            f"tokens, largest difference {number(counted.max_abs_old_rollout, 2)} nats)."
         )
-        said = [Verdict("differs", text)]
+        verdicts = [Verdict("differs", text)]
     sigma = config.rollout.mismatch_sigma
     if sigma is not None:
-        said.insert(0, Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}."))
-    first, rows = found.unequal_first_ratios, found.first_minibatch_tokens
+        verdicts.insert(
+            0, Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}.")
+        )
+    first, rows = counted.unequal_first_ratios, counted.first_minibatch_tokens
     anchor = config.ppo.ratio_anchor
     if rows and config.ppo.objective.kind != "policy_gradient":
         text = f"Every ratio of the first minibatches is exactly 1 ({rows:,} tokens, anchor {anchor})."
         if first:
             text = f"{share(first, rows)} of first ratios are not exactly 1 ({first:,} of {rows:,}, anchor {anchor})."
-        said.append(Verdict("differs" if first else "holds", text))
+        verdicts.append(Verdict("differs" if first else "holds", text))
     if rows and config.value.kind != "none":
-        unequal = found.unequal_values
+        unequal = counted.unequal_values
         text = f"Values computed again in the first minibatches agree on every bit ({rows:,} tokens)."
         if unequal:
             text = f"{share(unequal, rows)} of values differ when computed again ({unequal:,} of {rows:,})."
-        said.append(Verdict("differs" if unequal else "holds", text))
-    return tuple(said)
+        verdicts.append(Verdict("differs" if unequal else "holds", text))
+    return tuple(verdicts)
 
 
 def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdict, ...]:
-    """What became of accuracy, score and KL, in words."""
+    """How accuracy, score and KL changed, in words."""
     before, after = float(iterations["eval_accuracy"].iloc[0]), float(facts.manifest.final["eval_accuracy"])
     verb = "rose" if after > before else "fell" if after < before else "stayed"
     first, last = (float(iterations["score_mean"].iloc[i]) for i in (0, -1))
@@ -114,11 +116,11 @@ def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdic
 
 
 def nonfinite_verdict(extremes: pd.DataFrame, nonfinite_deltas: int) -> tuple[Verdict, ...]:
-    """A sentence only where something is not finite."""
+    """A sentence if something is not finite."""
     ratios = int(extremes["nonfinite_ratios"].sum())
     if ratios + nonfinite_deltas == 0:
         return ()
-    text = f"Not finite: {ratios:,} ratios, {nonfinite_deltas:,} log-prob differences. They are in no figure."
+    text = f"Not finite: {ratios:,} ratios, {nonfinite_deltas:,} log-prob differences. No figure includes them."
     return (Verdict("differs", text),)
 
 
@@ -156,14 +158,14 @@ def first_and_last_numbers(iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.
     by_step = steps.groupby("iteration")[[column for _, column, _ in of_steps]].mean()
     rows = [
         (name, float(frame[column].iloc[0]), float(frame[column].iloc[-1]), unit)
-        for frame, chosen in ((iterations, columns), (by_step, of_steps))
-        for name, column, unit in chosen
+        for frame, named in ((iterations, columns), (by_step, of_steps))
+        for name, column, unit in named
     ]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
 
 
 def run_facts(facts: RunFacts) -> list[tuple[str, str]]:
-    """Name and value of what identifies the run and its machine."""
+    """(name, value) of everything that identifies the run and its machine."""
     environment, manifest = facts.environment, facts.manifest
     packages = environment.get("packages", {})
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)

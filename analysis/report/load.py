@@ -1,4 +1,4 @@
-"""What a report needs of one iteration, read from the records, the updates joined to their tokens."""
+"""One iteration as the report reads it: its tables, with updates joined to their tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "ra
 
 @dataclass(frozen=True)
 class IterationRecords:
-    """One iteration; `token_rows[i]` is the row of `tokens` that row i of `updates` is about."""
+    """One iteration; `token_rows[i]` is the row of `tokens` that belongs to row i of `updates`."""
 
     iteration: int
     sequences: pd.DataFrame
@@ -35,22 +35,22 @@ class IterationRecords:
 def iterations_of(run_dir: Path, count: int) -> Iterator[IterationRecords]:
     """The `count` iterations of a run, one at a time; raises UserError on anything missing or damaged."""
     for iteration in range(count):
-        one = [iteration]
-        sequences = reader.read_sequences(run_dir, iterations=one, columns=SEQUENCE_COLUMNS)
-        tokens = reader.read_tokens(run_dir, iterations=one, columns=TOKEN_COLUMNS)
-        updates = reader.read_updates(run_dir, iterations=one, columns=UPDATE_COLUMNS)
+        only = [iteration]
+        sequences = reader.read_sequences(run_dir, iterations=only, columns=SEQUENCE_COLUMNS)
+        tokens = reader.read_tokens(run_dir, iterations=only, columns=TOKEN_COLUMNS)
+        updates = reader.read_updates(run_dir, iterations=only, columns=UPDATE_COLUMNS)
         rows = token_rows(tokens, updates, f"{run_dir}: iteration {iteration}")
         yield IterationRecords(iteration, sequences, tokens, updates, rows)
 
 
 def token_rows(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> npt.NDArray[np.int64]:
-    """Row of `tokens` for every row of `updates`; raises UserError where there is none."""
+    """The row of `tokens` for every row of `updates`; raises UserError where there is none."""
     width = 1 + int(np.max(np.concatenate([tokens["position"].to_numpy(), updates["position"].to_numpy()]), initial=0))
     have = tokens["sequence"].to_numpy(np.int64) * width + tokens["position"].to_numpy(np.int64)
     want = updates["sequence"].to_numpy(np.int64) * width + updates["position"].to_numpy(np.int64)
     order = np.argsort(have, kind="stable")
-    found = np.minimum(np.searchsorted(have, want, sorter=order), len(have) - 1)
-    rows = order[found]
+    index = np.minimum(np.searchsorted(have, want, sorter=order), len(have) - 1)
+    rows = order[index]
     if not np.array_equal(have[rows], want):
         raise UserError(f"{where}: the updates name tokens that are not in the tokens table; the records are damaged")
     return np.asarray(rows, dtype=np.int64)

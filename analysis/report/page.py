@@ -1,4 +1,4 @@
-"""The whole page: head with its security policy, summary, sections, token view. No byte comes from elsewhere."""
+"""The whole page: head with its security policy, summary, sections, token view. It loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.report.drawing.figure import Section, section_html
+from analysis.report.drawing.markup import element, escape, table
 from analysis.report.facts import Verdict
-from analysis.report.figure import Section, section_html
-from analysis.report.markup import element, escape, table
 from analysis.report.token_view import token_section
 
 _HERE = Path(__file__).parent
@@ -22,18 +22,18 @@ _WORDS = {"holds": "holds", "differs": "differs", "fact": "fact"}
 
 
 def asset(name: str) -> str:
-    """A file of this package that goes into the page as it is."""
+    """A file of this package that is copied into the page."""
     return (_HERE / name).read_text(encoding="utf-8")
 
 
 def embedded_json(value: dict[str, Any]) -> str:
-    """JSON that cannot end its script element: ASCII only, every `<` written as an escape; ValueError on NaN."""
+    """JSON that cannot end its script element: ASCII only, with `<` escaped; ValueError on NaN."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def security_policy(style: str, script: str) -> str:
-    """Nothing may be loaded or run but this very style and this very script, known by their SHA-256."""
+    """A policy that allows only this style and this script, by their SHA-256, and no loading."""
 
     def known(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -50,8 +50,8 @@ def summary_html(
     tables: Sequence[tuple[str, pd.DataFrame]],
     config: str,
 ) -> str:
-    """Verdicts in words, what the run is, its key numbers, its configuration."""
-    said = "".join(
+    """Verdicts in words, facts about the run, its key numbers, its configuration."""
+    sentences = "".join(
         element(
             "li",
             element("span", _MARKS[v.kind], class_="mark", aria_hidden="true")
@@ -61,16 +61,16 @@ def summary_html(
         )
         for v in verdicts
     )
-    known = "".join(element("dt", escape(n)) + element("dd", element("code", escape(v))) for n, v in facts)
+    about = "".join(element("dt", escape(n)) + element("dd", element("code", escape(v))) for n, v in facts)
     folded = element("details", element("summary", "Configuration") + element("pre", _lines(config), tabindex="0"))
     numbers = [element("div", table(frame, name), class_="scroll", tabindex="0") for name, frame in tables]
     return element(
         "section",
         element("h2", "Summary", id="summary-title")
-        + element("ul", said, class_="verdicts")
+        + element("ul", sentences, class_="verdicts")
         + element(
             "div",
-            element("div", element("dl", known) + (folded if config else ""), class_="facts") + "".join(numbers),
+            element("div", element("dl", about) + (folded if config else ""), class_="facts") + "".join(numbers),
             class_="three" if len(tables) > 1 else "stacked",
         ),
         id="summary",
@@ -79,7 +79,7 @@ def summary_html(
 
 
 def page(title: str, summary: str, sections: Sequence[Section], view: dict[str, Any] | None, selection: str) -> str:
-    """The HTML document; `view` is what `responses.token_data` gives, `selection` says what it holds."""
+    """The HTML document; `view` is from `responses.token_data`, `selection` describes the responses in it."""
     style, script = asset("style.css"), asset("token_view.js")
     links = [("summary", "Summary"), *((s.key, s.title) for s in sections), ("token-section", "Tokens")]
     if view is None:

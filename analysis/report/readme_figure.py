@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.report.axes import BOTTOM, PLOT_HEIGHT, WIDTH, Axis
-from analysis.report.charts import Line, line_chart
-from analysis.report.markup import escape, share
+from analysis.report.drawing.axes import BOTTOM, PLOT_HEIGHT, WIDTH, Axis
+from analysis.report.drawing.charts import Line, line_chart
+from analysis.report.drawing.markup import escape, share
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config

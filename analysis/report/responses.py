@@ -1,4 +1,4 @@
-"""Which responses the token view shows, and the data it shows of them."""
+"""The responses that the token view shows, and their data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report.counts import special_tokens
+from analysis.report.figures.counts import special_tokens
 from analysis.report.load import IterationRecords, token_rows
 from ppo_repro.records import reader
 
@@ -22,7 +22,7 @@ DIGITS = 6
 
 NULLABLE = ("values", "returns", "ratio_")
 
-# why a response is shown; the keys are buttons of the page
+# why a response is shown; each key is a button of the page
 REASONS = {
     "mismatch": "worst mismatch", "clipped": "most clipped", "best": "best score", "worst": "worst score",
     "first": "first iteration", "last": "last iteration",
@@ -34,7 +34,7 @@ class TokenColumn:
     """A column of the token view. scale: diverging (about 0), sequential (0 and up), negative (0 and down),
     ratio (about 1) or category.
 
-    `word` is how a word's value follows from its tokens': sum, mean, product, or none.
+    `word` is how the value of a word follows from those of its tokens: sum, mean, product, or none.
     """
 
     key: str
@@ -72,22 +72,22 @@ def response_summary(records: IterationRecords) -> pd.DataFrame:
     owner = tokens["sequence"].to_numpy(np.int64)
     delta = tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
     largest = np.zeros(len(sequences))
-    # NaN would win every comparison; what is not finite is reported elsewhere
+    # NaN would win every comparison; values that are not finite are reported elsewhere
     np.maximum.at(largest, owner, np.where(np.isfinite(delta), np.abs(delta), 0.0))
     clipped = updates["clip_flag"].str.startswith("clip_").fillna(False).to_numpy(np.bool_)
-    counted = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
+    clip_counts = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
     return pd.DataFrame(
         {
             "iteration": records.iteration, "sequence": sequences["sequence"], "tokens": sequences["response_length"],
-            "score": sequences["scores"], "max_abs_delta": largest, "clipped": counted,
+            "score": sequences["scores"], "max_abs_delta": largest, "clipped": clip_counts,
         }
     )  # fmt: skip
 
 
 def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> pd.DataFrame:
-    """Up to `count` rows of the summaries of all iterations, with `why` (keys of REASONS), in their order.
+    """Up to `count` rows of the summaries of all iterations, in their order, with `why` (keys of REASONS).
 
-    The reasons choose in turn, each its next best response, until `count` or `max_tokens` is reached.
+    The reasons take turns to choose their next best response until `count` or `max_tokens` is reached.
     """
     rows = summary.reset_index(drop=True)
     latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
@@ -101,32 +101,32 @@ def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> p
         "last": rows[rows["iteration"] == last],
     }
     sizes = rows["tokens"].to_numpy(np.int64)
-    chosen: dict[int, list[str]] = {}
+    reasons: dict[int, list[str]] = {}
     used = 0
     for index, reason in _in_turn({name: frame.index.to_numpy()[:count] for name, frame in ranked.items()}):
-        size = 0 if index in chosen else int(sizes[index])
-        full = index not in chosen and len(chosen) == count
-        # one response there is always, however long
-        if full or (chosen and used + size > max_tokens):
+        size = 0 if index in reasons else int(sizes[index])
+        full = index not in reasons and len(reasons) == count
+        # the first response is shown whatever its length
+        if full or (reasons and used + size > max_tokens):
             continue
         used += size
-        chosen.setdefault(index, []).append(reason)
-    found = rows.iloc[sorted(chosen)].copy()
-    found["why"] = pd.Series([chosen[index] for index in sorted(chosen)], index=found.index, dtype=object)
-    return found
+        reasons.setdefault(index, []).append(reason)
+    selected = rows.iloc[sorted(reasons)].copy()
+    selected["why"] = pd.Series([reasons[index] for index in sorted(reasons)], index=selected.index, dtype=object)
+    return selected
 
 
 def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, str]]:
-    for place in range(max(len(order) for order in ranked.values())):
+    for rank in range(max(len(order) for order in ranked.values())):
         for reason, order in ranked.items():
-            if place < len(order):
-                yield int(order[place]), reason
+            if rank < len(order):
+                yield int(order[rank]), reason
 
 
-def token_data(run_dir: Path, chosen: pd.DataFrame) -> dict[str, Any]:
-    """What the page embeds: columns with their scales, and the chosen responses token by token."""
+def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
+    """The data that the page embeds: columns with their scales, and the selected responses token by token."""
     responses: list[dict[str, Any]] = []
-    for iteration, rows in chosen.groupby("iteration", sort=True):
+    for iteration, rows in selected.groupby("iteration", sort=True):
         responses += _of_iteration(run_dir, int(str(iteration)), rows)
     epochs = max((response.pop("epochs") for response in responses), default=0)
     columns = [*TOKEN_COLUMNS]
@@ -143,36 +143,36 @@ def token_data(run_dir: Path, chosen: pd.DataFrame) -> dict[str, Any]:
 
 
 def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dict[str, Any]]:
-    one = [iteration]
-    sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES)
+    only = [iteration]
+    sequences = reader.read_sequences(run_dir, iterations=only, columns=_READ_SEQUENCES)
     about = {row["sequence"]: row for row in sequences[sequences["sequence"].isin(rows["sequence"])].to_dict("records")}
-    tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ)
+    tokens = reader.read_tokens(run_dir, iterations=only, columns=_READ)
     names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
-    updates = reader.read_updates(run_dir, iterations=one, columns=names)
+    updates = reader.read_updates(run_dir, iterations=only, columns=names)
     tokens = tokens.join(_by_epoch(tokens, updates, f"{run_dir}: iteration {iteration}"))
     delta = tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
     tokens = tokens.assign(delta=delta, special=special_tokens(tokens))
     epochs = int(updates["epoch"].max()) + 1 if len(updates) else 0
-    wanted = dict(zip(rows["sequence"], rows.to_dict("records"), strict=True))
+    reasons = dict(zip(rows["sequence"], rows.to_dict("records"), strict=True))
     groups = tokens[tokens["sequence"].isin(rows["sequence"])].groupby("sequence", sort=True)
     return [
-        {**_response({**about[key], **wanted[key]}, mine.sort_values("position")), "epochs": epochs}
-        for key, mine in groups
+        {**_response({**about[key], **reasons[key]}, own.sort_values("position")), "epochs": epochs}
+        for key, own in groups
     ]
 
 
 def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.DataFrame:
-    """ratio_e and flag_e per token; empty where the epoch did not reach the token."""
+    """ratio_e and flag_e per token for each epoch e; empty where the epoch did not reach the token."""
     rows = token_rows(tokens, updates, where)
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for epoch in np.unique(updates["epoch"].to_numpy()).tolist():
-        mine = (updates["epoch"] == epoch).to_numpy()
+        in_epoch = (updates["epoch"] == epoch).to_numpy()
         ratios = np.full(len(tokens), np.nan)
-        ratios[rows[mine]] = updates["ratios"].to_numpy(np.float64)[mine]
+        ratios[rows[in_epoch]] = updates["ratios"].to_numpy(np.float64)[in_epoch]
         flags = np.full(len(tokens), None, dtype=object)
-        flags[rows[mine]] = updates["clip_flag"].to_numpy(object)[mine]
-        found |= {f"ratio_{epoch}": ratios, f"flag_{epoch}": flags}
-    return pd.DataFrame(found, index=tokens.index)
+        flags[rows[in_epoch]] = updates["clip_flag"].to_numpy(object)[in_epoch]
+        columns |= {f"ratio_{epoch}": ratios, f"flag_{epoch}": flags}
+    return pd.DataFrame(columns, index=tokens.index)
 
 
 def _response(row: dict[Hashable, Any], tokens: pd.DataFrame) -> dict[str, Any]:
@@ -192,21 +192,21 @@ def _response(row: dict[Hashable, Any], tokens: pd.DataFrame) -> dict[str, Any]:
 
 def _plain(values: pd.Series) -> list[Any]:
     if values.dtype.kind == "f":
-        # where there is no null, NaN is a recorded NaN
+        # in a column without nulls, NaN is a recorded NaN
         absent = None if str(values.name).startswith(NULLABLE) else "nan"
         return [absent if value != value else _number(value) for value in values.to_numpy(np.float64).tolist()]
     return [None if value is None or value != value else str(value) for value in values.tolist()]
 
 
 def _number(value: float) -> float | str | None:
-    """Rounded to the digits the page promises; infinities as words, since JSON has none."""
+    """The number rounded to DIGITS; infinities as words, since JSON has none."""
     if math.isnan(value):
         return None
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
 
 
 def _limit(scale: str, values: list[Any]) -> float:
-    """Where the colour is full: the 98th percentile of the sizes, the largest if that is 0."""
+    """The value with the full colour: the 98th percentile of the sizes, or the largest if that is 0."""
     if scale == "category":
         return 0.0
     data = np.array([value for value in values if isinstance(value, float | int)], dtype=np.float64)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.report.markup import element, escape, number, table
+from analysis.report.drawing.markup import element, escape, number, table
 from analysis.report.responses import REASONS
 
 SHOWN_CHARACTERS = 160
@@ -79,5 +79,5 @@ def _listed(view: dict[str, Any]) -> str:
 
 
 def _short(text: str) -> str:
-    left = len(text) - SHOWN_CHARACTERS
-    return text if left <= 0 else f"{text[:SHOWN_CHARACTERS]} … ({number(left)} more characters)"
+    hidden = len(text) - SHOWN_CHARACTERS
+    return text if hidden <= 0 else f"{text[:SHOWN_CHARACTERS]} … ({number(hidden)} more characters)"

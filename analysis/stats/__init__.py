@@ -1,1 +1,1 @@
-"""Statistics that do not know what they are about."""
+"""Statistics that know nothing of runs: exact sums, tests, intervals, power, survival."""

@@ -1,8 +1,8 @@
-"""Statistics of a stream, in parts that can be merged: the same result for every chunking.
+"""Statistics of a stream in chunks that can be merged, with the same result for every chunking.
 
 Counts are integers. Sums are integers too: every float64 is a multiple of 2**-1126, so the sum of any number of
-them is one integer, exact and independent of order, rounded once when it is read. Quantiles come from a
-histogram with fixed bins, so they depend on the multiset of values alone.
+them is an integer of that unit, exact and independent of order, rounded once when it is read. Quantiles come from a
+histogram with fixed bins, so they depend only on the multiset of values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 # frexp writes the smallest float64, 2**-1074, as 2**52 units of this size
 _UNITS = 1 << 1126
 _LOWEST_EXPONENT = -1073
-# of bincount, which adds 27-bit numbers as float64
+# bincount adds 27-bit numbers as float64, exact up to this many
 _LARGEST_CHUNK = 1 << 26
 
 
@@ -33,24 +33,24 @@ class ExactSum:
 
 
 def exact_sums(values: Floats) -> tuple[ExactSum, ...]:
-    """The sum of every row of a [rows, n] array, n at most 2**26; raises ValueError on more."""
+    """The sum of each row of a [rows, n] array; raises ValueError for n above 2**26."""
     rows, count = values.shape
     if count > _LARGEST_CHUNK:
-        raise ValueError(f"{count} values at once, at most {_LARGEST_CHUNK} stay exact")
+        raise ValueError(f"{count} values at once: sums are exact for at most {_LARGEST_CHUNK}")
     finite = np.isfinite(values)
     special = [float(row[~there].sum()) for row, there in zip(values, finite, strict=True)]
     fractions, exponents = np.frexp(np.where(finite, values, 0.0))
     mantissas = np.ldexp(fractions, 53).astype(np.int64)
     low = int(exponents.min(initial=0))
     span = int(exponents.max(initial=0)) - low + 1
-    places = (exponents - low + np.arange(rows)[:, None] * span).ravel()
+    bins = (exponents - low + np.arange(rows)[:, None] * span).ravel()
     # halves of 26 and 27 bits, both of which a float64 adds without rounding
-    upper = np.bincount(places, (mantissas >> 26).ravel(), rows * span).reshape(rows, span)
-    lower = np.bincount(places, (mantissas & ((1 << 26) - 1)).ravel(), rows * span).reshape(rows, span)
+    upper = np.bincount(bins, (mantissas >> 26).ravel(), rows * span).reshape(rows, span)
+    lower = np.bincount(bins, (mantissas & ((1 << 26) - 1)).ravel(), rows * span).reshape(rows, span)
     totals = [0] * rows
-    for row, place in zip(*np.nonzero((upper != 0.0) | (lower != 0.0)), strict=True):
-        mantissa = (int(upper[row, place]) << 26) + int(lower[row, place])
-        totals[row] += mantissa << (low + int(place) - _LOWEST_EXPONENT)
+    for row, index in zip(*np.nonzero((upper != 0.0) | (lower != 0.0)), strict=True):
+        mantissa = (int(upper[row, index]) << 26) + int(lower[row, index])
+        totals[row] += mantissa << (low + int(index) - _LOWEST_EXPONENT)
     return tuple(ExactSum(total, extra) for total, extra in zip(totals, special, strict=True))
 
 
@@ -81,7 +81,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ClusterSums:
-    """Sums over items that lie in clusters (tokens in sequences): what means and their standard errors need.
+    """Sums over items in clusters (tokens in sequences), for means and their standard errors.
 
     For every name: the sums over clusters of Y, Y^2, Y n, Y / n and (Y / n)^2, where Y is the cluster's sum
     and n its number of items.
@@ -94,28 +94,30 @@ class ClusterSums:
 
 
 def cluster_sums(values: Mapping[str, Floats], counts: Ints) -> ClusterSums:
-    """From the sum of each quantity over each cluster, and the clusters' sizes, all at least 1."""
+    """From the sums of each quantity over each cluster, and the sizes of the clusters, all at least 1."""
     n = counts.astype(np.float64)
     means = {name: y / n for name, y in values.items()}
-    # beyond float64 a product is infinite, and so is the sum, which is reported as that
+    # a product beyond float64 is infinite, and its sum is reported as infinite
     with np.errstate(over="ignore"):
         stacked = [row for name, y in values.items() for row in (y, y * y, y * n, means[name], means[name] ** 2)]
-    found = exact_sums(np.array(stacked).reshape(5 * len(values), len(counts)))
-    sums = {name: found[5 * index : 5 * index + 5] for index, name in enumerate(values)}
+    totals = exact_sums(np.array(stacked).reshape(5 * len(values), len(counts)))
+    sums = {name: totals[5 * index : 5 * index + 5] for index, name in enumerate(values)}
     return ClusterSums(len(counts), int(counts.sum()), int((counts.astype(object) ** 2).sum()), sums)
 
 
 def merge_clusters(a: ClusterSums, b: ClusterSums) -> ClusterSums:
-    """The sums over the clusters of both; raises KeyError where they are of other quantities."""
-    sums = {name: tuple(add(x, y) for x, y in zip(found, b.sums[name], strict=True)) for name, found in a.sums.items()}
+    """The sums over the clusters of both; raises KeyError where the quantities differ."""
+    sums = {
+        name: tuple(add(x, y) for x, y in zip(totals, b.sums[name], strict=True)) for name, totals in a.sums.items()
+    }
     return ClusterSums(a.clusters + b.clusters, a.items + b.items, a.items_squared + b.items_squared, sums)
 
 
 def item_mean(sums: ClusterSums, name: str) -> Estimate:
     """m = sum Y / sum n, with the standard error of a ratio whose items are dependent within a cluster.
 
-    se = sqrt(S / (S - 1) sum (Y - m n)^2) / sum n (linearised; S clusters); below 1e-8 of the rms of Y / n it is
-    rounding. NaN for fewer than two clusters.
+    se = sqrt(S / (S - 1) sum (Y - m n)^2) / sum n (linearised; S clusters); an se below 1e-8 of the rms of Y / n is
+    rounding error. NaN for fewer than two clusters.
     """
     y, yy, yn, _, _ = sums.sums[name]
     if not sums.items:
@@ -155,19 +157,19 @@ def _plain_mean(count: int, total: ExactSum, squares: ExactSum) -> Estimate:
 
 @dataclass(frozen=True)
 class Extremes:
-    """Smallest and largest value; +inf and -inf of nothing."""
+    """Smallest and largest value; +inf and -inf without values."""
 
     smallest: float = math.inf
     largest: float = -math.inf
 
 
 def extremes(values: Floats) -> Extremes:
-    """Of finite or infinite values."""
+    """The extremes of finite or infinite values."""
     return Extremes(float(values.min(initial=math.inf)), float(values.max(initial=-math.inf)))
 
 
 def merge_extremes(a: Extremes, b: Extremes) -> Extremes:
-    """Of both."""
+    """The extremes of both."""
     return Extremes(min(a.smallest, b.smallest), max(a.largest, b.largest))
 
 
@@ -180,25 +182,25 @@ QUANTILE_ERROR = 2.0**-8
 
 def bins(values: Floats) -> Ints:
     """The histogram bin of each value: 0 for zero, then log-spaced; raises ValueError outside [2**-150, 2**130)."""
-    found = (values.view(np.int64) >> _BITS_DROPPED) - (_FIRST_BIN - 1)
-    found[values == 0.0] = 0
-    if found.size and (found.min() < 0 or found.max() >= BINS or (found[values != 0.0] == 0).any()):
+    index = (values.view(np.int64) >> _BITS_DROPPED) - (_FIRST_BIN - 1)
+    index[values == 0.0] = 0
+    if index.size and (index.min() < 0 or index.max() >= BINS or (index[values != 0.0] == 0).any()):
         raise ValueError("a histogram holds zeros and values from 2**-150 to 2**130")
-    return found
+    return index
 
 
 def histogram(values: Floats) -> Ints:
-    """How many values lie in each bin; histograms of parts are added."""
+    """How many values lie in each bin; histograms can be added."""
     return np.bincount(bins(values), minlength=BINS)
 
 
 def quantile(counts: Ints, q: float) -> float:
-    """The value that ceil(q n) of n values do not exceed, within a factor 1 +- 2**-8; zeros exactly; NaN of nothing."""
+    """The value that ceil(q n) of n values do not exceed, within a factor 1 +- 2**-8 (0: exact); NaN without values."""
     total = int(counts.sum())
     if not total:
         return math.nan
-    place = int(np.searchsorted(np.cumsum(counts), max(1, math.ceil(q * total))))
-    if not place:
+    index = int(np.searchsorted(np.cumsum(counts), max(1, math.ceil(q * total))))
+    if not index:
         return 0.0
-    edges = np.array([place, place + 1], dtype=np.int64) + (_FIRST_BIN - 1)
+    edges = np.array([index, index + 1], dtype=np.int64) + (_FIRST_BIN - 1)
     return float((edges << _BITS_DROPPED).view(np.float64).mean())

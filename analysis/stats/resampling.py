@@ -1,4 +1,4 @@
-"""Bootstrap intervals: over sequences, and over seeds within strata (other settings of a grid)."""
+"""Bootstrap intervals: over sequences, and over seeds within strata (the other settings of a grid)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from analysis.stats.significance import DRAWS, Floats, require_finite
 
 _BATCH = 1 << 21  # elements of one batch of resamples
 
-# statistic of resamples: strata of a, strata of b, each [draws, seeds], to [draws]
+# (strata of a, strata of b), each stratum [draws, seeds] -> the statistic of each draw, [draws]
 Statistic = Callable[[Sequence[Floats], Sequence[Floats]], Floats]
 
 
@@ -24,18 +24,18 @@ def percentiles(draws: Floats, level: float) -> tuple[float, float]:
 def cluster_bootstrap(
     sums: Floats, counts: npt.NDArray[np.int64], rng: np.random.Generator, *, level: float = 0.95, draws: int = DRAWS
 ) -> tuple[float, float]:
-    """Percentile interval of sum Y / sum n when whole clusters (responses) are drawn again, not items (tokens).
+    """Percentile interval of sum Y / sum n when whole clusters (responses) are resampled, not items (tokens).
 
     sums: Y, the sum over each cluster; counts: its items n. Raises ValueError on values that are not finite.
     """
     require_finite(sums)
     clusters = len(sums)
-    found, rows = np.empty(draws), max(1, _BATCH // clusters)
+    ratios, rows = np.empty(draws), max(1, _BATCH // clusters)
     for start in range(0, draws, rows):
         size = min(rows, draws - start)
-        chosen = rng.integers(0, clusters, (size, clusters))
-        found[start : start + size] = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
-    return percentiles(found, level)
+        resample = rng.integers(0, clusters, (size, clusters))
+        ratios[start : start + size] = sums[resample].sum(axis=1) / counts[resample].sum(axis=1)
+    return percentiles(ratios, level)
 
 
 def iqm(values: Floats) -> Floats:
@@ -45,23 +45,23 @@ def iqm(values: Floats) -> Floats:
 
 
 def mean_difference(a: Sequence[Floats], b: Sequence[Floats]) -> Floats:
-    """Mean over strata of mean(b) - mean(a), of every draw."""
-    parts = [y.mean(axis=-1) - x.mean(axis=-1) for x, y in zip(a, b, strict=True)]
-    return np.asarray(np.mean(parts, axis=0))
+    """Mean over strata of mean(b) - mean(a), for each draw."""
+    differences = [y.mean(axis=-1) - x.mean(axis=-1) for x, y in zip(a, b, strict=True)]
+    return np.asarray(np.mean(differences, axis=0))
 
 
 def iqm_difference(a: Sequence[Floats], b: Sequence[Floats]) -> Floats:
-    """iqm of all of b minus iqm of all of a, of every draw."""
+    """iqm of all of b minus iqm of all of a, for each draw."""
     return iqm(np.concatenate(b, axis=-1)) - iqm(np.concatenate(a, axis=-1))
 
 
 def probability_of_improvement(a: Sequence[Floats], b: Sequence[Floats]) -> Floats:
-    """Mean over strata of P(b > a) + P(b = a) / 2 over all pairs of seeds, of every draw (Agarwal et al., 2021)."""
-    parts = []
+    """Mean over strata of P(b > a) + P(b = a) / 2 over all pairs of seeds, for each draw (Agarwal et al., 2021)."""
+    shares = []
     for x, y in zip(a, b, strict=True):
         gaps = y[..., :, None] - x[..., None, :]
-        parts.append(((gaps > 0) + 0.5 * (gaps == 0)).mean(axis=(-1, -2)))
-    return np.asarray(np.mean(parts, axis=0))
+        shares.append(((gaps > 0) + 0.5 * (gaps == 0)).mean(axis=(-1, -2)))
+    return np.asarray(np.mean(shares, axis=0))
 
 
 def stratified_bootstrap(
@@ -76,18 +76,20 @@ def stratified_bootstrap(
 ) -> tuple[float, float, float]:
     """(value, low, high): the statistic of a and b and its percentile interval; one array of seeds per stratum.
 
-    Seeds are drawn again: `paired`, the same ones in a and b and in every stratum, in which they have one order;
+    Seeds are resampled: if `paired`, the same seeds in a and b and in every stratum, which all have the same order;
     otherwise within each stratum and group. Raises ValueError on values that are not finite.
     """
     require_finite(*a, *b)
     if paired:
         sizes = {len(values) for values in (*a, *b)}
         if len(sizes) != 1:
-            raise ValueError(f"paired groups have the same seeds everywhere; there are {sorted(sizes)}")
+            raise ValueError(f"paired groups must have equally many seeds everywhere; there are {sorted(sizes)}")
         (n,) = sizes
-        chosen = rng.integers(0, n, (draws, n))
-        drawn = [[values[chosen] for values in group] for group in (a, b)]
+        resample = rng.integers(0, n, (draws, n))
+        resampled = [[values[resample] for values in group] for group in (a, b)]
     else:
-        drawn = [[values[rng.integers(0, len(values), (draws, len(values)))] for values in group] for group in (a, b)]
-    low, high = percentiles(statistic(drawn[0], drawn[1]), level)
+        resampled = [
+            [values[rng.integers(0, len(values), (draws, len(values)))] for values in group] for group in (a, b)
+        ]
+    low, high = percentiles(statistic(resampled[0], resampled[1]), level)
     return float(statistic(a, b)), low, high

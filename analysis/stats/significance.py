@@ -1,6 +1,6 @@
 """Tests of a mean, of a difference of means, and of several at once.
 
-A p-value of NaN means that the data cannot say: fewer than two units, or no spread at all.
+A p-value of NaN means that the data cannot decide: fewer than two units, or no spread at all.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from scipy import stats
 Floats = npt.NDArray[np.float64]
 
 DRAWS = 999
-# all 2**n sign changes are taken up to here, draws beyond
+# up to this n all 2**n sign changes are enumerated, beyond it they are drawn
 ENUMERATED = 12
 _BATCH = 1 << 21  # elements of one batch of signs
-# sums of the same numbers in another order or with other signs differ by rounding; they count as equal
+# relative; sums of the same numbers in another order or with other signs may differ by it and count as equal
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """A permutation test: of all `relabellings` where `exact`, else of those drawn beside the observed one."""
+    """A permutation test over all `relabellings` if `exact`, else over that many drawn besides the observed one."""
 
     stat: float
     p_value: float
@@ -45,10 +45,10 @@ class Estimate:
 
 
 def require_finite(*samples: Floats) -> None:
-    """Raises ValueError where a sample is empty or holds a value that is not finite."""
+    """Raises ValueError where a sample is empty or has a value that is not finite."""
     for sample in samples:
         if not len(sample) or not np.isfinite(sample).all():
-            raise ValueError("a sample must hold at least one value, and finite ones only")
+            raise ValueError("a sample must have at least one value, and only finite ones")
 
 
 def signs(n: int, rng: np.random.Generator, draws: int) -> tuple[bool, Iterator[Floats]]:
@@ -141,10 +141,10 @@ def t_interval(estimate: Estimate, level: float) -> tuple[float, float]:
 
 
 def tost(estimate: Estimate, margin: float) -> float:
-    """p-value of H0: |mean| >= margin, by two one-sided t-tests (Schuirmann, 1987): small means equivalent.
+    """p-value of H0: |mean| >= margin, by two one-sided t-tests (Schuirmann, 1987); a small p means equivalent.
 
-    p = max(P(T >= (mean + margin) / se), P(T >= (margin - mean) / se)). Without any spread 0 inside the margin and
-    1 outside, the limits. NaN for fewer than two values. Raises ValueError on a margin that is not positive.
+    p = max(P(T >= (mean + margin) / se), P(T >= (margin - mean) / se)); for se = 0 the limits, 0 inside the margin and
+    1 outside. NaN for fewer than two values. Raises ValueError on a margin that is not positive.
     """
     if not margin > 0:
         raise ValueError(f"margin = {margin}: must be positive")
@@ -157,10 +157,10 @@ def tost(estimate: Estimate, margin: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> Floats:
-    """Holm's (1979) adjusted p-values, max over smaller ones of (m - rank) p, at most 1; NaN stays, uncounted."""
+    """Holm's (1979) adjusted p-values: max over smaller p of (m - rank) p, at most 1; NaN stays and is not counted."""
     p = np.asarray(p_values, np.float64)
-    there = np.flatnonzero(~np.isnan(p))
-    order = there[np.argsort(p[there], kind="stable")]
+    valid = np.flatnonzero(~np.isnan(p))
+    order = valid[np.argsort(p[valid], kind="stable")]
     adjusted = np.full(len(p), np.nan)
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)))
     return adjusted

@@ -21,8 +21,8 @@ def _check(durations: Ints, events: Bools) -> None:
 def kaplan_meier(durations: Ints, events: Bools) -> pd.DataFrame:
     """S(t) = product over u <= t of (1 - d_u / n_u), the share of responses identical beyond token t.
 
-    durations: tokens compared, the first differing one included; events: whether they differed, else the response
-    ended (censored). One row per time with an event: time, at_risk, events, survival, se (Greenwood; NaN at 0).
+    durations: tokens compared, including the first different one; events: whether there is one, or else the response
+    ended (censored). One row per time with an event: time, at_risk, events, survival, se (Greenwood; NaN at S = 0).
     Kaplan and Meier (1958). Raises ValueError on durations below 1.
     """
     _check(durations, events)
@@ -35,7 +35,7 @@ def kaplan_meier(durations: Ints, events: Bools) -> pd.DataFrame:
 
 
 def log_rank(durations_a: Ints, events_a: Bools, durations_b: Ints, events_b: Bools) -> tuple[float, float]:
-    """(statistic, p-value) of H0: both have one hazard. (sum O - E)^2 / sum V, chi-squared with one degree of freedom.
+    """(statistic, p-value) of H0: equal hazards. (sum O - E)^2 / sum V is chi-squared with one degree of freedom.
 
     Over the times of events: E = d n_a / n, V = d (n_a / n) (n_b / n) (n - d) / (n - 1) (Mantel, 1966). NaN
     where no event has both groups at risk. Raises ValueError on durations below 1.
@@ -59,9 +59,10 @@ def log_rank(durations_a: Ints, events_a: Bools, durations_b: Ints, events_b: Bo
 
 
 def hazard(durations: Ints, events: Bools, level: float = 0.95) -> tuple[float, float, float]:
-    """(h, low, high): first differences per token compared, constant over positions, with its exact Poisson interval.
+    """(h, low, high): first differences per token compared, with the exact Poisson interval.
 
-    A response of T tokens is then identical with probability about exp(-h T). Raises ValueError on durations below 1.
+    With h constant over positions, a response of T tokens is identical with probability about exp(-h T). Raises
+    ValueError on durations below 1.
     """
     _check(durations, events)
     exposure, count = int(durations.sum()), int(events.sum())

@@ -1,1 +1,1 @@
-"""What tokenizer and unit do to KL."""
+"""What do the tokenizer and the unit of text do to KL?"""

@@ -1,4 +1,4 @@
-"""What do tokenizer and unit do to KL? The command `python -m analysis.tokenization`."""
+"""The command `python -m analysis.tokenization`: what do tokenizer and unit do to KL?"""
 
 from analysis.tokenization.tables import main
 

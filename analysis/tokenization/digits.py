@@ -1,4 +1,4 @@
-"""How numbers are cut into tokens, and what KL and entropy their tokens carry."""
+"""How are numbers cut into tokens, and what KL and entropy do their tokens carry?"""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Ints = npt.NDArray[np.int64]
 
 
 def digit_table(token_table: pd.DataFrame, sequences: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """`digit_table` of one iteration: one row per number and way it was cut, commonest first; and how many are missing.
+    """Table `digit_table` of one iteration: one row per number and segmentation, commonest first; and numbers left out.
 
     A number is a longest run of 0 to 9 within a response. `segmentation` such as 20|24, `n` occurrences, METRICS
-    summed over the number's tokens, mean over occurrences, nats. Numbers with a token that holds anything else,
-    white space before the digits excepted, are left out and counted.
+    summed over the number's tokens, mean over occurrences, nats. Numbers with a token that contains anything but
+    digits, other than white space before them, are left out and counted.
     """
     text = text_of(sequences)
     first_digit, lengths = _numbers(text)
@@ -31,19 +31,19 @@ def digit_table(token_table: pd.DataFrame, sequences: pd.DataFrame) -> tuple[pd.
         mixed=("mixed", "any"),
         **{name: (name, "sum") for name in METRICS},
     )
-    # digits that a token took along for another number are missing in the sum
+    # digits in a token of another number are missing from the sum
     whole = numbers[~numbers["mixed"] & (numbers["digits"] == lengths[numbers.index])].copy()
     whole = whole.reset_index(drop=True).assign(number=_texts(text, lengths)[whole.index])
     grouped = whole.groupby(["number", "cuts"], sort=False)
-    found = grouped[["n_tok", *METRICS]].mean()
-    found["n"] = grouped.size()
-    found = found.reset_index()
-    found["segmentation"] = [_cut(number, cuts) for number, cuts in zip(found["number"], found["cuts"], strict=True)]
-    found["n_digits"] = found["number"].str.len().astype(np.int64)
-    found["n_tok"] = found["n_tok"].astype(np.int64)
+    table = grouped[["n_tok", *METRICS]].mean()
+    table["n"] = grouped.size()
+    table = table.reset_index()
+    table["segmentation"] = [_cut(number, cuts) for number, cuts in zip(table["number"], table["cuts"], strict=True)]
+    table["n_digits"] = table["number"].str.len().astype(np.int64)
+    table["n_tok"] = table["n_tok"].astype(np.int64)
     for name in ("kl_k1", "kl_exact"):
-        found[f"{name}_per_digit"] = found[name] / found["n_digits"]
-    order = found.sort_values(["n", "number", "segmentation"], ascending=[False, True, True], ignore_index=True)
+        table[f"{name}_per_digit"] = table[name] / table["n_digits"]
+    order = table.sort_values(["n", "number", "segmentation"], ascending=[False, True, True], ignore_index=True)
     return order[DIGIT_COLUMNS], len(lengths) - len(whole)
 
 
@@ -58,21 +58,21 @@ def _numbers(text: Text) -> tuple[Ints, Ints]:
 
 
 def _tokens_with_digits(table: pd.DataFrame, text: Text, first_digit: Ints) -> pd.DataFrame:
-    """Of the tokens with a digit: number of their last digit, where in it they begin, digits in it, whether mixed."""
+    """For each token with a digit: the number of its last digit, where in it the token begins, digits in it, mixed."""
     sequence = table["sequence"].to_numpy(np.int64)
     start, end = (text.starts[sequence] + table[name].to_numpy(np.int64) for name in ("char_start", "char_end"))
     digits, spaces = (np.concatenate([[0], np.cumsum(of)]) for of in (is_digit(text), is_space(text)))
     rows = np.flatnonzero(digits[end] > digits[start])
     start, end = start[rows], end[rows]
-    # the running count first reaches that of the end one behind the token's last digit
+    # the running count reaches its value at the token's end one character behind the token's last digit
     behind = np.searchsorted(digits, digits[end])
     number = np.searchsorted(first_digit, behind - 1, side="right") - 1
     begin = np.maximum(start, first_digit[number])
-    found = table.iloc[rows][METRICS].reset_index(drop=True)
-    found["number"] = number
-    found["cut"], found["digits"] = begin - first_digit[number], behind - begin
-    found["mixed"] = (behind != end) | (spaces[begin] - spaces[start] != begin - start)
-    return found
+    columns = table.iloc[rows][METRICS].reset_index(drop=True)
+    columns["number"] = number
+    columns["cut"], columns["digits"] = begin - first_digit[number], behind - begin
+    columns["mixed"] = (behind != end) | (spaces[begin] - spaces[start] != begin - start)
+    return columns
 
 
 def _cut(number: str, cuts: tuple[int, ...]) -> str:
@@ -82,5 +82,5 @@ def _cut(number: str, cuts: tuple[int, ...]) -> str:
 def _texts(text: Text, lengths: Ints) -> npt.NDArray[np.object_]:
     only_digits = text.codes[is_digit(text)].astype(np.uint8).tobytes()
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    found = pa.LargeStringArray.from_buffers(len(lengths), pa.py_buffer(offsets.tobytes()), pa.py_buffer(only_digits))
-    return np.asarray(found.to_numpy(zero_copy_only=False), dtype=object)
+    texts = pa.LargeStringArray.from_buffers(len(lengths), pa.py_buffer(offsets.tobytes()), pa.py_buffer(only_digits))
+    return np.asarray(texts.to_numpy(zero_copy_only=False), dtype=object)

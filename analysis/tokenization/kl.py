@@ -1,8 +1,8 @@
 """KL(policy || reference) and entropy of one iteration by token, word and response, from the recorded columns.
 
-Per token, x = old_logprobs - ref_logprobs, in nats and float64: k1 = x, k2 = x^2 / 2, k3 = expm1(-x) + x
-(Schulman, 2020), |k1|, and the recorded divergence over the whole distribution, `exact`. Sums of k1 over the tokens
-of a word are log p(word) / q(word), however the word is cut; sums of the others depend on the cut.
+Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k2 = x^2 / 2, k3 = expm1(-x) + x
+(Schulman, 2020), |k1|, and the recorded divergence over the whole distribution, `exact`. The sum of k1 over the tokens
+of a word is log p(word) / q(word), whatever its segmentation; sums of the others depend on it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from analysis.tokenization.credit import terminal_weights
 from analysis.tokenization.words import Boundary, find_words, sequence_starts, span_classes, span_texts, text_of
 
 KEY = ["iteration", "sequence", "position"]
-PLACES = ["char_start", "char_end", "byte_start", "byte_end"]
+OFFSETS = ["char_start", "char_end", "byte_start", "byte_end"]
 TOKEN_COLUMNS = [
     *KEY,
     "token_id",
-    *PLACES,
+    *OFFSETS,
     "sub_idx",
     "old_logprobs",
     "ref_logprobs",
@@ -30,7 +30,7 @@ TOKEN_COLUMNS = [
     "advantages",
 ]
 SEQUENCE_COLUMNS = ["iteration", "sequence", "prompt_key", "response", "scores"]
-# what is summed, in nats
+# summed over tokens, in nats
 METRICS = ["kl_k1", "kl_k2", "kl_k3", "kl_abs_k1", "kl_exact", "entropy"]
 Floats = npt.NDArray[np.float64]
 
@@ -52,8 +52,8 @@ def token_table(
     """`tok_token`: one row per token of one iteration; METRICS in nats, float64.
 
     `tokens` has TOKEN_COLUMNS, `sequences` SEQUENCE_COLUMNS. word_id, sub_idx and sub_len follow `boundary`, not the
-    recorded words. `reward_kl` is what the KL took from the reward of the token, `reward_score` the rest of it,
-    `terminal_weight` is (gamma lambda)^(T-1-t), NaN where `gamma` is None: advantages without GAE.
+    recorded words. `reward_kl` is the KL's share of the token's reward, `reward_score` the rest of it,
+    `terminal_weight` is (gamma lambda)^(T-1-t), NaN where `gamma` is None (advantages without GAE).
     """
     text = text_of(sequences)
     words = find_words(tokens, text, boundary)
@@ -66,7 +66,7 @@ def token_table(
         weights = terminal_weights(lengths, gamma, gae_lambda)
     old, ref = (tokens[name].to_numpy(np.float64) for name in ("old_logprobs", "ref_logprobs"))
     columns = {
-        **{name: tokens[name].to_numpy() for name in [*KEY, "token_id", *PLACES]},
+        **{name: tokens[name].to_numpy() for name in [*KEY, "token_id", *OFFSETS]},
         "word_id": words.word_id.astype(np.int32),
         "sub_idx": words.sub_idx.astype(np.int32),
         "sub_len": words.sub_len.astype(np.int32),
@@ -90,8 +90,8 @@ def token_table(
 def word_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
     """`tok_word`: one row per word of a `token_table`; METRICS are sums over the word's tokens, nats.
 
-    `<metric>_first` is the part of the word's first token, the rest is the continuation. `kl_k1` is
-    log p(word)/q(word). `freq_rank` counts from 1, the commonest text of the iteration first, ties share a rank.
+    `<metric>_first` is that of the word's first token, the rest is the continuation. `kl_k1` is
+    log p(word)/q(word). `freq_rank` is 1 for the commonest text of the iteration; ties share a rank.
     """
     starts = np.flatnonzero(table["is_word_start"].to_numpy())
     last = np.append(starts, len(table))[1:] - 1
@@ -126,25 +126,26 @@ def word_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
 def sequence_table(table: pd.DataFrame, sequences: pd.DataFrame, decay: float) -> pd.DataFrame:
     """`tok_seq`: one row per response; METRICS are sums, and `<metric>_per_<unit>` those over tok, word, char, byte.
 
-    A unit the response has none of gives NaN. Words are those of text: the end token is in the sums and no word.
-    `lambda_eff_char` is decay^(n_tok / n_char): by how much a terminal reward fades per character, `decay` =
-    gamma lambda.
+    NaN where a response has none of the unit. Words are words of text: the end token is in the sums but is not a word.
+    `lambda_eff_char` is decay^(n_tok / n_char), the decay of a terminal reward per character; `decay` = gamma lambda.
     """
     starts = np.flatnonzero(table["position"].to_numpy() == 0)
     text = text_of(sequences)
-    found = sequences[["iteration", "sequence", "prompt_key", "scores"]].reset_index(drop=True)
-    found["n_tok"] = np.diff(np.append(starts, len(table)))
+    by_sequence = sequences[["iteration", "sequence", "prompt_key", "scores"]].reset_index(drop=True)
+    by_sequence["n_tok"] = np.diff(np.append(starts, len(table)))
     is_word = (table["is_word_start"] & ~table["is_special"]).to_numpy()
-    found["n_word"] = sums(is_word.astype(np.float64), starts).astype(np.int64)
-    found["n_char"], found["n_byte"] = np.diff(text.starts), np.diff(text.byte_starts)
+    by_sequence["n_word"] = sums(is_word.astype(np.float64), starts).astype(np.int64)
+    by_sequence["n_char"], by_sequence["n_byte"] = np.diff(text.starts), np.diff(text.byte_starts)
     for name in METRICS:
-        found[name] = sums(table[name].to_numpy(), starts)
+        by_sequence[name] = sums(table[name].to_numpy(), starts)
         for unit in ("tok", "word", "char", "byte"):
-            found[f"{name}_per_{unit}"] = ratio(found[name].to_numpy(), found[f"n_{unit}"].to_numpy(np.float64))
-    fertility = ratio(found["n_tok"].to_numpy(np.float64), found["n_char"].to_numpy(np.float64))
-    # 1 to the power of NaN would be 1
-    found["lambda_eff_char"] = np.where(np.isnan(fertility), np.nan, decay**fertility)
-    return found
+            by_sequence[f"{name}_per_{unit}"] = ratio(
+                by_sequence[name].to_numpy(), by_sequence[f"n_{unit}"].to_numpy(np.float64)
+            )
+    fertility = ratio(by_sequence["n_tok"].to_numpy(np.float64), by_sequence["n_char"].to_numpy(np.float64))
+    # numpy gives 1 for 1 to the power of NaN
+    by_sequence["lambda_eff_char"] = np.where(np.isnan(fertility), np.nan, decay**fertility)
+    return by_sequence
 
 
 def sums(values: npt.NDArray[np.float64], starts: npt.NDArray[np.int64]) -> Floats:

@@ -1,7 +1,8 @@
-"""The probability of a text over all the ways to cut it into tokens.
+"""The probability of a text, summed over all its segmentations into tokens.
 
-A sampler cuts one text in many ways; log p(canonical cut) <= log p(text) = log sum over cuts of p(cut). Cao and
-Rimell, 2021. The model is a function from the ids so far to the log-probs of the next token, [V] nats.
+A sampler can spell one text in many ways: log p(canonical) <= log p(text) = log sum over segmentations of
+p(segmentation). Cao and Rimell, 2021. The model is a function from the ids so far to the log-probs of the next token,
+[V] nats.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ class Marginal:
 
     logprob: float
     se: float
-    segmentations: int  # summed over, or drawn
-    effective: float  # number of equal draws that the weights amount to; `segmentations` where exact
+    segmentations: int  # how many were summed, or drawn
+    effective: float  # effective number of draws; `segmentations` where exact
 
 
 def count_segmentations(text: bytes, token_bytes: Mapping[int, bytes]) -> int:
     """How many sequences of tokens spell `text`."""
     pieces = _pieces(text, token_bytes)
     ways = [0] * len(text) + [1]
-    for place in range(len(text) - 1, -1, -1):
-        ways[place] = sum(ways[end] for _, end in pieces[place])
+    for start in range(len(text) - 1, -1, -1):
+        ways[start] = sum(ways[end] for _, end in pieces[start])
     return ways[0]
 
 
 def segmentations(text: bytes, token_bytes: Mapping[int, bytes]) -> Iterator[Ids]:
-    """Every sequence of tokens that spells `text`, depth first in the order of ids; none of no bytes."""
+    """Every sequence of nonempty tokens that spells `text`, depth first in the order of ids."""
     pieces, reachable = _pieces(text, token_bytes), _reachable(text, token_bytes)
     stack: list[tuple[Ids, int]] = [((), 0)]
     while stack:
-        ids, place = stack.pop()
-        if place == len(text):
+        ids, start = stack.pop()
+        if start == len(text):
             yield ids
             continue
-        following = [(token, end) for token, end in pieces[place] if reachable[end]]
+        following = [(token, end) for token, end in pieces[start] if reachable[end]]
         stack += [((*ids, token), end) for token, end in reversed(following)]
 
 
 def segmentation_logprob(ids: Sequence[int], next_logprobs: NextLogprobs, *, end_id: int | None) -> float:
-    """sum_t log p(ids_t | ids before), and of `end_id` after them unless it is None; nats."""
+    """sum_t log p(ids_t | ids before), including `end_id` after them unless it is None; nats."""
     whole = (*ids,) if end_id is None else (*ids, end_id)
     return math.fsum(float(next_logprobs(whole[:t])[token]) for t, token in enumerate(whole))
 
@@ -65,10 +66,9 @@ def exact_marginal(
     end_id: int | None,
     max_segmentations: int,
 ) -> Marginal:
-    """log sum over all cuts of p(cut), nats; with `end_id` the text ends there, without it goes on somehow.
+    """log of the sum of p over all segmentations, nats; with `end_id` the response ends there, else it may go on.
 
-    The model is asked once per distinct prefix. UserError where there are more than `max_segmentations` cuts, or
-    none.
+    The model is called once per distinct prefix. UserError where there are more than `max_segmentations`, or none.
     """
     count = _checked_count(text, token_bytes)
     if count > max_segmentations:
@@ -76,12 +76,12 @@ def exact_marginal(
             f"max_segmentations = {max_segmentations}: the text has {count} segmentations; "
             "raise it, or estimate with importance_marginal"
         )
-    seen: dict[Ids, npt.NDArray[np.float64]] = {}
+    cache: dict[Ids, npt.NDArray[np.float64]] = {}
 
     def remembered(prefix: Ids) -> npt.NDArray[np.float64]:
-        if prefix not in seen:
-            seen[prefix] = next_logprobs(prefix)
-        return seen[prefix]
+        if prefix not in cache:
+            cache[prefix] = next_logprobs(prefix)
+        return cache[prefix]
 
     logprobs = [segmentation_logprob(ids, remembered, end_id=end_id) for ids in segmentations(text, token_bytes)]
     return Marginal(_log_sum(np.array(logprobs)), 0.0, count, float(count))
@@ -96,14 +96,14 @@ def importance_marginal(
     draws: int,
     generator: np.random.Generator,
 ) -> Marginal:
-    """The same by importance sampling: cuts drawn from the model itself, held to tokens that can spell the text.
+    """The same by importance sampling: draws from the model, restricted to tokens that can spell the text.
 
-    q(next) = p(next) / Z over the tokens after which the text can still be spelled; the weight of a draw is the
-    product of its Z (and p of `end_id`), whose mean is p(text) without bias. `se` is that of the log by the delta
-    method, se(mean) / mean. UserError for fewer than 2 draws or a text no tokens spell.
+    q(next) = p(next) / Z over the tokens after which the text can still be spelled. The weight of a draw is the
+    product of its Z (and p of `end_id`); its mean is an unbiased estimate of p(text). `se` is that of the log by the
+    delta method, se(mean) / mean. UserError for fewer than 2 draws, or where no tokens spell the text.
     """
     if draws < 2:
-        raise UserError(f"draws = {draws}: must be at least 2; a standard error needs them")
+        raise UserError(f"draws = {draws}: must be at least 2 for a standard error")
     _checked_count(text, token_bytes)
     pieces, reachable = _pieces(text, token_bytes), _reachable(text, token_bytes)
     log_weights = np.empty(draws)
@@ -127,16 +127,16 @@ def _one_draw(
     generator: np.random.Generator,
 ) -> float:
     ids: Ids = ()
-    place, log_weight = 0, 0.0
-    while place < length:
-        following = [(token, end) for token, end in pieces[place] if reachable[end]]
+    start, log_weight = 0, 0.0
+    while start < length:
+        following = [(token, end) for token, end in pieces[start] if reachable[end]]
         logprobs = next_logprobs(ids)[[token for token, _ in following]]
         log_mass = _log_sum(logprobs)
         log_weight += log_mass
         if log_mass == -math.inf:
             return log_weight
-        chosen = int(generator.choice(len(following), p=_normalised(logprobs - log_mass)))
-        ids, place = (*ids, following[chosen][0]), following[chosen][1]
+        drawn = int(generator.choice(len(following), p=_normalised(logprobs - log_mass)))
+        ids, start = (*ids, following[drawn][0]), following[drawn][1]
     return log_weight if end_id is None else log_weight + float(next_logprobs(ids)[end_id])
 
 
@@ -153,19 +153,19 @@ def _log_sum(logprobs: npt.NDArray[np.float64]) -> float:
 
 
 def _pieces(text: bytes, token_bytes: Mapping[int, bytes]) -> list[list[tuple[int, int]]]:
-    """For every place the tokens that fit there and where they end, by id."""
+    """For every position in the text, the tokens that match there and where they end, by id."""
     tokens = sorted((token, spelled) for token, spelled in token_bytes.items() if spelled)
-    places = range(len(text))
-    return [[(i, at + len(b)) for i, b in tokens if text.startswith(b, at)] for at in places]
+    starts = range(len(text))
+    return [[(i, at + len(b)) for i, b in tokens if text.startswith(b, at)] for at in starts]
 
 
 def _reachable(text: bytes, token_bytes: Mapping[int, bytes]) -> list[bool]:
-    """From which places the rest of the text can be spelled."""
+    """From which positions the rest of the text can be spelled."""
     pieces = _pieces(text, token_bytes)
-    found = [False] * len(text) + [True]
-    for place in range(len(text) - 1, -1, -1):
-        found[place] = any(found[end] for _, end in pieces[place])
-    return found
+    reachable = [False] * len(text) + [True]
+    for start in range(len(text) - 1, -1, -1):
+        reachable[start] = any(reachable[end] for _, end in pieces[start])
+    return reachable
 
 
 def _checked_count(text: bytes, token_bytes: Mapping[int, bytes]) -> int:

@@ -1,4 +1,4 @@
-"""Do the sampled ids survive decoding and encoding again? What pipelines that pass texts on would train on."""
+"""Do the sampled ids survive decoding and encoding again? Pipelines that pass texts on train on the new ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_re
 
 
 def edit_operations(a: Sequence[int], b: Sequence[int]) -> int:
-    """Insertions, deletions and substitutions of the best alignment of two sequences. Levenshtein, 1966."""
+    """Insertions, deletions and substitutions in the best alignment of two sequences. Levenshtein, 1966."""
     target = np.asarray(b, dtype=np.int64)
     columns = np.arange(len(target) + 1)
     row = columns.copy()
@@ -23,52 +23,52 @@ def edit_operations(a: Sequence[int], b: Sequence[int]) -> int:
         best = np.empty_like(row)
         best[0] = i
         best[1:] = np.minimum(row[:-1] + (target != token), row[1:] + 1)
-        # insertions run on to the right: min over k <= j of best[k] + (j - k)
+        # insertions: min over k <= j of best[k] + (j - k)
         row = np.minimum.accumulate(best - columns) + columns
     return int(row[-1])
 
 
 def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tuple[list[list[int]], list[list[int]]]:
-    """ids, and encode(decode(ids)), of each response of `sequences` (AUDIT_COLUMNS).
+    """(ids, encode(decode(ids))) of each response of `sequences` (AUDIT_COLUMNS).
 
-    The end token of a response that stopped is in neither. UserError where the tokenizer does not spell the recorded
-    text: it is not the run's.
+    The end token of a response that stopped is in neither. UserError where the decoded text is not the recorded one:
+    then the tokenizer is not the run's.
     """
     ids = [list(map(int, row)) for row in sequences["response_ids"]]
     stopped = (sequences["finish_reason"] == "stop").to_numpy(bool)
-    said = [row[:-1] if stop else row for row, stop in zip(ids, stopped, strict=True)]
-    texts = tokenizer.decode(said)
+    text_ids = [row[:-1] if stop else row for row, stop in zip(ids, stopped, strict=True)]
+    texts = tokenizer.decode(text_ids)
     for text, recorded, sequence in zip(texts, sequences["response"], sequences["sequence"], strict=True):
         if text != recorded:
             raise UserError(
-                f"tokenizer: spells response {sequence} {text!r}, recorded is {recorded!r}; restore the run's"
+                f"tokenizer: decodes response {sequence} as {text!r}, recorded is {recorded!r}; restore the run's"
             )
-    return said, tokenizer.encode(texts)
+    return text_ids, tokenizer.encode(texts)
 
 
 def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.DataFrame:
     """`tok_drift`: one row per response of `sequences` (AUDIT_COLUMNS): encode(decode(ids)) against ids.
 
-    The end token of a response that stopped is left out; any other special token in it is drift, for no text has
-    it. `drifted`, `edits` (aligned operations), `first_drift_pos` (NaN without drift), `len_delta` (tokens again
-    minus tokens), `n_tok`. UserError as `encoded_again`.
+    The end token of a response that stopped is left out; any other special token is drift, because no text contains
+    it. `drifted`, `edits` (see `edit_operations`), `first_drift_pos` (NaN without drift), `len_delta` (new tokens
+    minus old ones), `n_tok`. UserError as `encoded_again`.
     """
-    said, again = encoded_again(sequences, tokenizer)
-    pairs = list(zip(said, again, strict=True))
+    text_ids, again = encoded_again(sequences, tokenizer)
+    pairs = list(zip(text_ids, again, strict=True))
     drifted = [a != b for a, b in pairs]
-    found = sequences[["iteration", "sequence"]].reset_index(drop=True)
-    found["n_tok"] = [len(a) for a in said]
-    found["drifted"] = drifted
-    found["edits"] = [edit_operations(a, b) if differ else 0 for (a, b), differ in zip(pairs, drifted, strict=True)]
-    found["first_drift_pos"] = [
+    table = sequences[["iteration", "sequence"]].reset_index(drop=True)
+    table["n_tok"] = [len(a) for a in text_ids]
+    table["drifted"] = drifted
+    table["edits"] = [edit_operations(a, b) if differ else 0 for (a, b), differ in zip(pairs, drifted, strict=True)]
+    table["first_drift_pos"] = [
         _first_difference(a, b) if differ else np.nan for (a, b), differ in zip(pairs, drifted, strict=True)
     ]
-    found["len_delta"] = [len(b) - len(a) for a, b in pairs]
-    return found
+    table["len_delta"] = [len(b) - len(a) for a, b in pairs]
+    return table
 
 
 def noncanonical_words(word_table: pd.DataFrame, token_ids: pd.Series, tokenizer: RecordedTokenizer) -> pd.Series:
-    """Whether each word of one iteration (`tokenization_kl.word_table`) is cut otherwise than its text alone is; bool.
+    """Whether each word of one iteration (`kl.word_table`) is cut differently from its text encoded alone; bool.
 
     `token_ids` [N] in the order of the tokens; special tokens are never noncanonical.
     """
@@ -86,8 +86,8 @@ def noncanonical_words(word_table: pd.DataFrame, token_ids: pd.Series, tokenizer
 def drift_summary(drift: pd.DataFrame, word_table: pd.DataFrame, noncanonical: pd.Series) -> dict[str, float]:
     """drift_seq_frac, drift_token_frac (edits / tokens), noncanonical_word_frac, each with `_se` by response.
 
-    `noncanonical_seq_frac` is drift_seq_frac under its other name. noncanonical_word_frac is NaN where a response
-    without drift has such a word: then this tokenizer does not encode words one by one and the term has no meaning.
+    `noncanonical_seq_frac` is another name of drift_seq_frac. noncanonical_word_frac is NaN where a response without
+    drift has such a word: then this tokenizer does not encode words one by one, and the term has no meaning.
     """
     each = np.arange(len(drift))
     ones = np.ones(len(drift))
@@ -114,7 +114,7 @@ def drift_summary(drift: pd.DataFrame, word_table: pd.DataFrame, noncanonical: p
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """Index of the first token that differs, the shorter length where one begins the other."""
+    """Index of the first token that differs; the shorter length where one is a prefix of the other."""
     shared = min(len(a), len(b))
     differs = np.flatnonzero(np.asarray(a[:shared]) != np.asarray(b[:shared]))
     return int(differs[0]) if len(differs) else shared

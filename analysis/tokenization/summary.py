@@ -1,4 +1,4 @@
-"""KL and entropy of one iteration in every unit, both ways of averaging named, with cluster standard errors."""
+"""KL and entropy of one iteration in every unit, averaged in both ways, with cluster standard errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Floats = npt.NDArray[np.float64]
 def ratio_of_sums(numerator: Floats, denominator: Floats, cluster: npt.NDArray[np.int64]) -> tuple[float, float]:
     """R = sum y / sum x and its standard error by linearisation over clusters g = 0..G-1.
 
-    se = sqrt(G/(G-1) sum_g (Y_g - R X_g)^2) / sum x, Y_g and X_g the sums of a cluster. NaN where sum x is 0 or not
-    finite; se NaN for one cluster or such R. Means are the case x = 1. Cochran, Sampling Techniques, 1977, 6.3.
+    se = sqrt(G/(G-1) sum_g (Y_g - R X_g)^2) / sum x, with Y_g and X_g the sums of a cluster. R is NaN where sum x is 0
+    or not finite; se is NaN then, and for one cluster. Means are the case x = 1. Cochran, Sampling Techniques, 1977,
+    6.3.
     """
     total = float(denominator.sum())
     if total == 0.0 or not np.isfinite(total):
@@ -35,7 +36,7 @@ def ratio_of_sums(numerator: Floats, denominator: Floats, cluster: npt.NDArray[n
 
 
 def cluster_codes(sequence_table: pd.DataFrame, cluster: Cluster) -> npt.NDArray[np.int64]:
-    """The cluster of each response, 0..G-1: itself, or its prompt where several samples share one. UserError else."""
+    """The cluster of each response, 0..G-1: the response itself, or its prompt. UserError on another cluster."""
     if cluster == "sequence":
         return np.arange(len(sequence_table))
     if cluster == "prompt":
@@ -46,13 +47,13 @@ def cluster_codes(sequence_table: pd.DataFrame, cluster: Cluster) -> npt.NDArray
 def summary_table(sequence_table: pd.DataFrame, word_table: pd.DataFrame, *, cluster: Cluster) -> pd.DataFrame:
     """`tok_summary` of one iteration: METRICS in nats per sequence, token, word, char and byte; shares; fertility.
 
-    reduction: `seq_mean_token_sum` for unit sequence; `ratio_of_sums` is sum over responses / units of all of them (for
-    tokens: token_mean); `mean_of_ratios` is the mean over responses of theirs (for tokens: seq_mean_token_mean), over
-    those that have the unit; `n_undefined` counts the others. Sums that are not finite stay in; `n_nonfinite` counts
-    the responses that have them.
+    reduction: `seq_mean_token_sum` for unit sequence; `ratio_of_sums` is the sum over all responses / the number of
+    units (for tokens: token_mean); `mean_of_ratios` is the mean of that ratio per response (for tokens:
+    seq_mean_token_mean), over responses that have the unit; `n_undefined` counts the others. Sums that are not finite
+    are included; `n_nonfinite` counts the responses that have them.
 
-    `<metric>_first_share` is what the first tokens of words hold of the sum over all words of text; of k1, whose
-    terms cancel, NaN where the sum is below 3 standard errors. UserError on another cluster.
+    `<metric>_first_share` is the share of the first tokens of words in the sum over all words of text; for k1, whose
+    terms cancel, it is NaN where the sum is below 3 standard errors. UserError on another cluster.
     """
     codes = cluster_codes(sequence_table, cluster)
     text_words = word_table[~word_table["is_special"].to_numpy(bool)]
@@ -65,17 +66,17 @@ def summary_table(sequence_table: pd.DataFrame, word_table: pd.DataFrame, *, clu
         _over_words(sequence_table, text_words, "single_token_words", text_words["n_tok"] == 1, codes),
         _over_words(sequence_table, text_words, "kl_abs_k1_of_words", text_words["kl_k1"].abs(), codes),
     ]
-    found = pd.DataFrame(rows, columns=SUMMARY_COLUMNS)
-    found.insert(0, "iteration", int(sequence_table["iteration"].iloc[0]))
-    return found
+    table = pd.DataFrame(rows, columns=SUMMARY_COLUMNS)
+    table.insert(0, "iteration", int(sequence_table["iteration"].iloc[0]))
+    return table
 
 
 def _row(
     label: str, unit: str, reduction: str, y: Floats, x: Floats, codes: npt.NDArray[np.int64], undefined: int
 ) -> tuple[object, ...]:
     n_units = int(x.sum()) if unit != "share" else len(y)
-    found = ratio_of_sums(y, x, codes)
-    return (label, unit, reduction, *found, n_units, len(y), undefined, int((~np.isfinite(y)).sum()))
+    estimate = ratio_of_sums(y, x, codes)
+    return (label, unit, reduction, *estimate, n_units, len(y), undefined, int((~np.isfinite(y)).sum()))
 
 
 def _in_units(table: pd.DataFrame, name: str, codes: npt.NDArray[np.int64]) -> list[tuple[object, ...]]:
@@ -83,10 +84,14 @@ def _in_units(table: pd.DataFrame, name: str, codes: npt.NDArray[np.int64]) -> l
     rows = [_row(name, "sequence", "seq_mean_token_sum", total, ones, codes, 0)]
     for unit, column in UNITS.items():
         count = table[column].to_numpy(np.float64)
-        there = count > 0
-        without = int((~there).sum())
+        present = count > 0
+        without = int((~present).sum())
         rows.append(_row(name, unit, "ratio_of_sums", total, count, codes, without))
-        own = ratio(total, count)[there], ones[there], np.unique(codes[there], return_inverse=True)[1].astype(np.int64)
+        own = (
+            ratio(total, count)[present],
+            ones[present],
+            np.unique(codes[present], return_inverse=True)[1].astype(np.int64),
+        )
         rows.append(_row(name, unit, "mean_of_ratios", *own, without))
     return rows
 
@@ -122,5 +127,5 @@ def _without(table: pd.DataFrame, words: pd.DataFrame) -> int:
 
 def _by_sequence(table: pd.DataFrame, words: pd.DataFrame, values: pd.Series) -> Floats:
     weights = values.to_numpy(np.float64)
-    found = np.bincount(words["sequence"].to_numpy(np.int64), weights=weights, minlength=len(table))
-    return np.asarray(found, dtype=np.float64)
+    sums = np.bincount(words["sequence"].to_numpy(np.int64), weights=weights, minlength=len(table))
+    return np.asarray(sums, dtype=np.float64)

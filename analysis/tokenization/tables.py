@@ -1,9 +1,8 @@
-"""Tokenization and KL of a recorded run, iteration by iteration. `python -m analysis.tokenization RUN` prints it.
+"""Tokenization and KL of a recorded run, iteration by iteration: `python -m analysis.tokenization RUN`.
 
-Words and boundary: `tokenization_words`; tables by token, word and response: `tokenization_kl`; units, shares and
-standard errors: `tokenization_summary`; clip band in words: `tokenization_clip`; fading of credit:
-`tokenization_credit`; numbers: `tokenization_digits`; decode and encode again: `tokenization_retokenize`; the
-recorded tokenizer and its card: `tokenization_tokenizer`; all cuts of a text: `tokenization_marginal`.
+Words and boundary: `words`; tables by token, word and response: `kl`; units, shares and standard errors: `summary`;
+clip band for words: `clip`; decay of credit: `credit`; numbers: `digits`; decoding and encoding again: `retokenize`;
+the recorded tokenizer and its card: `tokenizer`; all segmentations of a text: `marginal`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from ppo_repro.records.manifest import has_responses
 
 @dataclass(frozen=True)
 class TokenizationTables:
-    """One iteration: a row per token, word, response; `tok_clip` is None for objectives without a clip band."""
+    """The tables of one iteration; `tok_clip` is None for objectives without a clip band."""
 
     tok_token: pd.DataFrame
     tok_word: pd.DataFrame
@@ -73,7 +72,7 @@ def iteration_tables(
 def run_summary(
     run_dir: Path | str, *, boundary: Boundary, cluster: Cluster, iterations: Sequence[int] | None
 ) -> pd.DataFrame:
-    """`tok_summary` of the given iterations, of all where None, one after the other; UserError as above."""
+    """`tok_summary` of these iterations (None: all), concatenated; UserError as `iteration_tables`."""
     return pd.concat(
         [
             iteration_tables(run_dir, i, boundary=boundary, cluster=cluster).tok_summary
@@ -86,7 +85,7 @@ def run_summary(
 def run_drift(
     run_dir: Path | str, tokenizer: RecordedTokenizer, *, boundary: Boundary, iterations: Sequence[int] | None
 ) -> pd.DataFrame:
-    """`drift_summary` of the given iterations, of all where None: one row each. UserError as above."""
+    """`drift_summary` of these iterations (None: all), one row each; UserError as `iteration_tables`."""
     rows = []
     for iteration in _iterations(run_dir, iterations):
         sequences = reader.read_sequences(
@@ -111,8 +110,8 @@ def _iterations(run_dir: Path | str, iterations: Sequence[int] | None) -> Sequen
 
 
 def _decay(config: RunConfig) -> tuple[float | None, float | None]:
-    found = config.advantages
-    return (found.gamma, found.gae_lambda) if isinstance(found, GaeAdvantages) else (None, None)
+    advantages = config.advantages
+    return (advantages.gamma, advantages.gae_lambda) if isinstance(advantages, GaeAdvantages) else (None, None)
 
 
 def _clip(
@@ -139,16 +138,26 @@ def _credit_lines(config: RunConfig, tokens_per_char: float) -> list[str]:
     matched = char_matched_lambda(gamma, gae_lambda, tokens_per_char, 1.0)
     return [
         f"credit      gamma {gamma:g}, lambda {gae_lambda:g}: half life {in_tokens:.4g} tokens, {in_chars:.4g} "
-        f"characters; as much per character with a token for each: lambda {matched:.6g}"
+        f"characters; the same decay per character with one token for each: lambda {matched:.6g}"
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="KL and entropy of a run per sequence, token, word, char and byte")
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.tokenization",
+        description="KL and entropy of a run per sequence, token, word, char and byte",
+    )
     parser.add_argument("run", type=Path, help="folder of a recorded run")
     parser.add_argument("--iteration", type=int, help="default: the last one")
-    parser.add_argument("--boundary", required=True, choices=BOUNDARIES, help="to which word white space belongs")
-    parser.add_argument("--cluster", choices=("sequence", "prompt"), default="sequence", help="of standard errors")
+    parser.add_argument(
+        "--boundary",
+        required=True,
+        choices=BOUNDARIES,
+        help="whether white space belongs to the word after or before it",
+    )
+    parser.add_argument(
+        "--cluster", choices=("sequence", "prompt"), default="sequence", help="clusters of the standard errors"
+    )
     arguments = parser.parse_args()
     try:
         print("\n".join(report(arguments.run, arguments.iteration, arguments.boundary, arguments.cluster)))
@@ -158,15 +167,15 @@ def main() -> None:
 
 
 def report(run_dir: Path, iteration: int | None, boundary: Boundary, cluster: Cluster) -> list[str]:
-    """The lines of one iteration, the last one where None; UserError as `iteration_tables`."""
-    chosen = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
-    tables = iteration_tables(run_dir, chosen, boundary=boundary, cluster=cluster)
-    sequences = reader.read_sequences(run_dir, iterations=[chosen], columns=["prompt", "response"])
+    """The printed lines of one iteration (None: the last); UserError as `iteration_tables`."""
+    number = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
+    tables = iteration_tables(run_dir, number, boundary=boundary, cluster=cluster)
+    sequences = reader.read_sequences(run_dir, iterations=[number], columns=["prompt", "response"])
     tokenizer = recorded_tokenizer(run_dir)
     card = tokenizer_card(tokenizer, list(sequences["prompt"] + sequences["response"]))
-    drift = run_drift(run_dir, tokenizer, boundary=boundary, iterations=[chosen])
+    drift = run_drift(run_dir, tokenizer, boundary=boundary, iterations=[number])
     (fertility,) = tables.tok_summary.query("metric == 'tokens' and unit == 'char'")["value"]
-    lines = [f"{run_dir}: iteration {chosen}, boundary {boundary}, nats, standard errors by {cluster}"]
+    lines = [f"{run_dir}: iteration {number}, boundary {boundary}, nats, standard errors by {cluster}"]
     lines += tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g").splitlines()
     if tables.tok_clip is not None:
         lines += ["", "clip band", *tables.tok_clip.to_string(index=False, float_format="%.4g").splitlines()]
@@ -176,7 +185,3 @@ def report(run_dir: Path, iteration: int | None, boundary: Boundary, cluster: Cl
     lines += ["", *_credit_lines(_config(run_dir), float(fertility))]
     lines += [f"{name:<24} {value}" for name, value in dataclasses.asdict(card).items()]
     return lines
-
-
-if __name__ == "__main__":
-    main()

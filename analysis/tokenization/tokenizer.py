@@ -1,4 +1,4 @@
-"""The tokenizer that a run recorded beside its trained policy, and its card. The one user of `tokenizers` here."""
+"""The tokenizer that a run recorded beside its trained policy, and its card. The only module that uses `tokenizers`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from ppo_repro.errors import UserError
 
-# where a run keeps its tokenizer: with the final policy, or before that with the reference of its checkpoints
-PLACES = ("checkpoints/final/tokenizer.json", "checkpoints/reference/tokenizer.json")
+# with the final policy, or before that with the reference of the checkpoints
+PATHS = ("checkpoints/final/tokenizer.json", "checkpoints/reference/tokenizer.json")
 PROBES = (
     "",
     " ",
@@ -29,7 +29,7 @@ PROBES = (
 
 @dataclass(frozen=True)
 class RecordedTokenizer:
-    """Both directions without special tokens added (encode) or shown (decode), for lists of texts or ids."""
+    """encode (adds no special tokens) and decode (skips them), for lists of texts or of ids."""
 
     encode: Callable[[Sequence[str]], list[list[int]]]
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
@@ -39,7 +39,7 @@ class RecordedTokenizer:
 
 @dataclass(frozen=True)
 class TokenizerCard:
-    """What a tokenizer is, and how it cuts some texts."""
+    """The identity of a tokenizer, and how it cuts some texts."""
 
     tokenizer_id: str  # first 12 hex digits of the SHA-256 over vocabulary, merges, normaliser and pre-tokenizer
     type: str
@@ -47,21 +47,21 @@ class TokenizerCard:
     merges: int
     merges_sha256: str
     pre_tokenizer: str
-    digit_policy: str  # single: no token of several digits; up_to_<n>: the longest has n
+    digit_policy: str  # single: no token has several digits; up_to_<n>: the longest has n
     texts: int
     fertility_tok_char: float  # tokens per character, ratio of sums
     fertility_tok_word: float  # tokens per white-space separated word
-    pct_words_single: float  # of distinct words with a space before them as in the texts, encoded alone, percent
-    round_trip_failures: tuple[str, ...]  # of PROBES and the texts' characters
+    pct_words_single: float  # percent of distinct words, with the space before them, that are a single token
+    round_trip_failures: tuple[str, ...]  # among PROBES and the characters of the texts
 
 
 def recorded_tokenizer(run_dir: Path | str) -> RecordedTokenizer:
     """The tokenizer of a recorded run; UserError where there is none or it cannot be read."""
     folder = Path(run_dir)
-    for place in PLACES:
-        if (folder / place).is_file():
-            return load_tokenizer(folder / place)
-    raise UserError(f"{run_dir}: holds no tokenizer.json, looked for {' and '.join(PLACES)}; finish the run first")
+    for path in PATHS:
+        if (folder / path).is_file():
+            return load_tokenizer(folder / path)
+    raise UserError(f"{run_dir}: has no tokenizer.json, looked for {' and '.join(PATHS)}; finish the run first")
 
 
 def load_tokenizer(path: Path) -> RecordedTokenizer:
@@ -70,39 +70,39 @@ def load_tokenizer(path: Path) -> RecordedTokenizer:
 
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        made = Tokenizer.from_str(json.dumps(tree))
+        backend = Tokenizer.from_str(json.dumps(tree))
     except Exception as error:  # `tokenizers` raises bare Exceptions
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); restore the run's") from error
-    made.no_padding()
-    made.no_truncation()
+    backend.no_padding()
+    backend.no_truncation()
     special = frozenset(entry["id"] for entry in tree.get("added_tokens", []) if entry["special"])
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [found.ids for found in made.encode_batch(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(ids: Sequence[Sequence[int]]) -> list[str]:
-        return list(made.decode_batch([list(some) for some in ids], skip_special_tokens=True))
+        return list(backend.decode_batch([list(some) for some in ids], skip_special_tokens=True))
 
     return RecordedTokenizer(encode, decode, special, tree)
 
 
 def token_bytes(tokenizer: RecordedTokenizer) -> dict[int, bytes]:
-    """The bytes every token but the special ones spells. UserError for decoders other than byte-level and plain."""
+    """The bytes of every token except special ones. UserError for decoders other than byte-level and plain ones."""
     decoder = (tokenizer.tree.get("decoder") or {}).get("type")
     if decoder not in ("ByteLevel", "Fuse"):
         raise UserError(
-            f"decoder = {decoder!r}: bytes of tokens are known for ByteLevel and Fuse; use such a tokenizer"
+            f"decoder = {decoder!r}: bytes of tokens are known only for ByteLevel and Fuse; use such a tokenizer"
         )
     letters = byte_letters()
-    found = {}
+    bytes_of = {}
     for token, index in _vocabulary(tokenizer.tree).items():
         if index not in tokenizer.special_ids:
-            found[index] = bytes(letters[c] for c in token) if decoder == "ByteLevel" else token.encode()
-    return found
+            bytes_of[index] = bytes(letters[c] for c in token) if decoder == "ByteLevel" else token.encode()
+    return bytes_of
 
 
 def byte_letters() -> dict[str, int]:
-    """The letter that byte-level vocabularies write for each byte: printable ones themselves, others from U+0100 on.
+    """The letters of byte-level vocabularies: printable bytes stand for themselves, others are U+0100 and following.
 
     Radford et al., 2019.
     """
@@ -115,7 +115,7 @@ def tokenizer_card(tokenizer: RecordedTokenizer, texts: Sequence[str]) -> Tokeni
     """The card of a tokenizer, its fertility measured on `texts`; UserError where they are empty."""
     characters, words = sum(len(text) for text in texts), sum(len(text.split()) for text in texts)
     if not words:
-        raise UserError("texts: hold no word; give texts the run is about")
+        raise UserError("texts: have no word; give texts of the run")
     tokens = sum(len(ids) for ids in tokenizer.encode(list(texts)))
     distinct = sorted({piece for text in texts for piece in _with_space(text)})
     single = sum(len(ids) == 1 for ids in tokenizer.encode(distinct))
@@ -137,18 +137,18 @@ def tokenizer_card(tokenizer: RecordedTokenizer, texts: Sequence[str]) -> Tokeni
         fertility_tok_char=tokens / characters,
         fertility_tok_word=tokens / words,
         pct_words_single=100.0 * single / len(distinct),
-        round_trip_failures=tuple(probe for probe, found in zip(probes, back, strict=True) if probe != found),
+        round_trip_failures=tuple(probe for probe, decoded in zip(probes, back, strict=True) if probe != decoded),
     )
 
 
 def _with_space(text: str) -> list[str]:
-    """The words of a text, each but one that begins it with a space before it."""
+    """The words of a text, each with a space before it, except a word at the very beginning."""
     words = text.split()
     return [word if i == 0 and not text[:1].isspace() else f" {word}" for i, word in enumerate(words)]
 
 
 def _digits(token: str) -> int:
-    """Length of a token that is a number, white space of byte-level vocabularies and others aside; else 0."""
+    """Length of a token that is a number, without white space before it; else 0."""
     bare = token.lstrip("\u0120\u2581 ")
     return len(bare) if bare.isdigit() else 0
 
@@ -156,19 +156,19 @@ def _digits(token: str) -> int:
 def _vocabulary(tree: Mapping[str, Any]) -> dict[str, int]:
     added = {entry["content"]: entry["id"] for entry in tree.get("added_tokens", [])}
     vocabulary = tree["model"]["vocab"]
-    if isinstance(vocabulary, list):  # Unigram lists its tokens with their scores
+    if isinstance(vocabulary, list):  # Unigram lists tokens with their scores
         vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
     return {**vocabulary, **added}
 
 
-def _described(part: Mapping[str, Any] | None) -> str:
-    if part is None:
+def _described(component: Mapping[str, Any] | None) -> str:
+    if component is None:
         return "none"
-    inside = part.get("pretokenizers")
+    inside = component.get("pretokenizers")
     if inside:
-        return "+".join(_described(one) for one in inside)
-    pattern = part.get("pattern")
-    return str(part["type"]) + (f"({next(iter(pattern.values()))})" if isinstance(pattern, dict) else "")
+        return "+".join(_described(inner) for inner in inside)
+    pattern = component.get("pattern")
+    return str(component["type"]) + (f"({next(iter(pattern.values()))})" if isinstance(pattern, dict) else "")
 
 
 def _sha256(text: str) -> str:

@@ -1,9 +1,9 @@
-"""Which word each recorded token belongs to, under a stated convention for the white space between words.
+"""The word of each recorded token, under a stated convention for the white space between words.
 
 `boundary="leading"`: white space belongs to the word after it, as in most byte-level vocabularies;
-`"trailing"`: to the word before it. A token is in one word only, so a token such as " cat" keeps its space under
-both conventions and is counted as straddling under `trailing`: how its probability divides at the border is not
-recorded, it would take the whole distribution (Pimentel and Meister, 2024; Oh and Schuler, 2024).
+`"trailing"`: to the word before it. A token belongs to one word only. So a token such as " cat" keeps its space under
+both conventions and counts as straddling under `trailing`: dividing its probability at the border would need the
+whole distribution, which is not recorded (Pimentel and Meister, 2024; Oh and Schuler, 2024).
 
 Unlike the recorded `word_id`, words here depend on the text and the convention, not on how the text was cut.
 """
@@ -45,16 +45,14 @@ class Words:
     sub_idx: Ints  # token within the word, from 0
     sub_len: Ints  # tokens of the word
     is_special: Bools  # the end token, or another token without text that is a word of its own
-    straddles: Bools  # holds characters of more than one word: the convention cannot be carried out
+    straddles: Bools  # has characters of more than one word, so that the convention cannot be followed
     starts: Ints  # [W] index of the first token of every word
 
 
 def check_boundary(boundary: str) -> None:
-    """UserError where there is no such convention."""
+    """UserError unless `boundary` is one of BOUNDARIES."""
     if boundary not in BOUNDARIES:
-        raise UserError(
-            f"boundary = {boundary!r}: must be one of {', '.join(BOUNDARIES)}; name the convention you mean"
-        )
+        raise UserError(f"boundary = {boundary!r}: must be one of {', '.join(BOUNDARIES)}")
 
 
 def text_of(sequences: pd.DataFrame) -> Text:
@@ -66,7 +64,7 @@ def text_of(sequences: pd.DataFrame) -> Text:
 
 
 def sequence_starts(tokens: pd.DataFrame) -> Ints:
-    """Index of the first token of every response; ValueError unless rows are those of one iteration, in order."""
+    """Index of the first token of every response; ValueError unless rows are one iteration's tokens in order."""
     sequence, position = tokens["sequence"].to_numpy(np.int64), tokens["position"].to_numpy(np.int64)
     starts = np.flatnonzero(position == 0)
     expected = np.arange(len(tokens)) - starts[sequence] if len(starts) > sequence.max(initial=-1) else None
@@ -79,9 +77,9 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     """The words of one iteration's tokens (columns iteration, sequence, position, char_start, char_end, sub_idx).
 
     A word is a longest run of other characters with the white space before it (leading) or after it (trailing);
-    white space without such a neighbour is a word. A token belongs to the word of its last character that is not
-    white space, a token of white space alone to that of its white space, a token that ends inside a character to
-    that of the character. UserError on another boundary.
+    white space without such a neighbour is a word of its own. A token belongs to the word of its last character that
+    is not white space. A token of white space alone belongs to the word of that white space, and a token that ends
+    inside a character to the word of the character. UserError on another boundary.
     """
     check_boundary(boundary)
     first_tokens = sequence_starts(tokens)
@@ -103,10 +101,10 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
 
 
 def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> pd.Categorical[str]:
-    """The kind of text of spans [start, end) of all characters; white space beside other text does not count.
+    """The kind of text in each span [start, end) of characters; white space beside other text does not count.
 
-    alpha, digit, punct (any other character) or space where all is of one kind, else mixed; without text: special,
-    or empty for a token that ends inside a character.
+    alpha, digit, punct (any other character) or space where all characters are of one kind, else mixed; without text:
+    special, or empty for a token that ends inside a character.
     """
     unique, inverse = np.unique(text.codes, return_inverse=True)
     kinds = np.array([_kind(chr(code)) for code in unique], dtype=np.int64)[inverse] if len(unique) else unique
@@ -115,21 +113,21 @@ def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> pd.Ca
         total = np.concatenate([[0], np.cumsum(kinds == kind)])
         counts[kind] = total[end] - total[start]
     other = counts[:3].sum(axis=0)
-    found = np.where(counts[:3].max(axis=0) == other, counts[:3].argmax(axis=0), CLASSES.index("mixed"))
-    found = np.where(other == 0, CLASSES.index("space"), found)
-    found = np.where(start == end, np.where(is_special, CLASSES.index("special"), CLASSES.index("empty")), found)
-    return pd.Categorical.from_codes(np.asarray(found, dtype=np.int64), categories=pd.Index(CLASSES))
+    classes = np.where(counts[:3].max(axis=0) == other, counts[:3].argmax(axis=0), CLASSES.index("mixed"))
+    classes = np.where(other == 0, CLASSES.index("space"), classes)
+    classes = np.where(start == end, np.where(is_special, CLASSES.index("special"), CLASSES.index("empty")), classes)
+    return pd.Categorical.from_codes(np.asarray(classes, dtype=np.int64), categories=pd.Index(CLASSES))
 
 
 def span_texts(text: Text, first_bytes: Ints) -> pa.Array:
-    """The texts of spans that lie one after the other and together are all of the text; `first_bytes` [W] ascending."""
+    """The texts of consecutive spans that together are all of the text; `first_bytes` [W] ascending."""
     offsets = np.concatenate([first_bytes, [len(text.utf8)]]).astype(np.int64)
     buffers = [None, pa.py_buffer(offsets.tobytes()), pa.py_buffer(text.utf8)]
     return pa.LargeStringArray.from_buffers(len(first_bytes), *buffers[1:])
 
 
 def is_space(text: Text) -> Bools:
-    """Which characters are white space, as `str.isspace` says."""
+    """Which characters are white space (`str.isspace`)."""
     return _by_character(text, str.isspace)
 
 
@@ -156,7 +154,7 @@ def _offsets(lengths: list[int]) -> Ints:
 
 
 def _special(recorded_sub_idx: Ints, without_text: Bools, is_first: Bools) -> Bools:
-    # a token that ends inside a character shares its recorded word with the next token, a special token does not
+    # a token that ends inside a character shares its recorded word with the next token; a special token does not
     next_is_apart = np.ones(len(without_text), dtype=bool)
     next_is_apart[:-1] = (recorded_sub_idx[1:] == 0) | is_first[1:]
     return np.asarray(without_text & next_is_apart)
@@ -174,12 +172,12 @@ def _words_of_characters(text: Text, boundary: Boundary) -> Ints:
 
 
 def _last_character(text: Text, start: Ints, end: Ints) -> Ints:
-    """Index of the last character of each span that is not white space; of the last one where all are."""
+    """Index of the last character of each span that is not white space, or of the last one where all are."""
     space = is_space(text)
     if not len(space):
         return start
-    seen = np.maximum.accumulate(np.where(space, -1, np.arange(len(space))))
-    last = seen[np.maximum(end - 1, 0)]
+    last_text = np.maximum.accumulate(np.where(space, -1, np.arange(len(space))))
+    last = last_text[np.maximum(end - 1, 0)]
     return np.where(last >= start, last, end - 1)
 
 

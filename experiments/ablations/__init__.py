@@ -1,1 +1,1 @@
-"""Ablations: grid files, and the table that reads them."""
+"""Ablations: grid files, read with `analysis.grids`."""

@@ -1,1 +1,1 @@
-"""Measurements side by side with the alternative, in one run, as ratios. Each module is a command."""
+"""Benchmarks: each module is a command that measures something beside its alternatives, in one run, as ratios."""

@@ -1,6 +1,6 @@
-"""Every benchmark of speed, one after the other, into one table: `python -m experiments.benchmarks.all --peers DIR`.
+"""Every benchmark of speed, one after the other, in one table: `python -m experiments.benchmarks.all --peers DIR`.
 
-Writes `benchmarks.md` and `benchmarks.json` to --out. `--quick` takes the small model on one thread with few rounds.
+Writes `benchmarks.md` and `benchmarks.json` to --out. `--quick` measures the small model on one thread in one round.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from experiments.benchmarks import ppo_step, recording, rollout, timing
@@ -21,7 +19,7 @@ from experiments.benchmarks.peers import environment
 from experiments.benchmarks.timing import Measured
 from ppo_repro.config.files import load_config
 
-# what exact numerics are to reach: question -> times faster than the peer
+# targets of exact numerics: question -> times faster than the peer
 TARGETS = {rollout.QUESTION: 1.5, ppo_step.QUESTION: 2.0}
 RECORDING_SHARE, RECORD_BYTES, HELP_SECONDS = 0.02, 60.0, 0.3
 
@@ -38,7 +36,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured."""
+    """The sizes, threads and rounds that are measured."""
 
     rollout_sizes: tuple[str, ...]
     step_sizes: tuple[str, ...]
@@ -54,16 +52,8 @@ WHOLE = Extent(("small", "large"), ("small", "large"), (1, 2), 5, 21)
 
 def help_seconds(rounds: int = 7) -> float:
     """Median wall seconds of `ppo-repro --help`."""
-
-    def work() -> None:
-        subprocess.run([sys.executable, "-m", "ppo_repro", "--help"], check=True, capture_output=True)
-
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return median(times)
+    command = [sys.executable, "-m", "ppo_repro", "--help"]
+    return timing.median_seconds(lambda: subprocess.run(command, check=True, capture_output=True), rounds)
 
 
 def speed_verdicts(rows: list[Measured]) -> list[Verdict]:
@@ -72,7 +62,7 @@ def speed_verdicts(rows: list[Measured]) -> list[Verdict]:
         Verdict(
             f"{r.question}, {r.model}, {r.threads} threads",
             f"{TARGETS[r.question]:.1f} times as fast",
-            # on a busy machine the two ratios part, and the one of wall time says nothing
+            # on a busy machine the two ratios differ, and that of wall time says nothing
             f"{r.speedup.median:.2f} ({r.speedup.lowest:.2f}-{r.speedup.highest:.2f}); "
             f"by CPU s {r.cpu_speedup.median:.2f}",
             r.speedup.median >= TARGETS[r.question],
@@ -98,15 +88,15 @@ def recording_verdicts(ways: list[recording.Way], disk: recording.Disk) -> list[
     ]
 
 
-def verdict_table(found: list[Verdict]) -> str:
-    """Markdown."""
+def verdict_table(verdicts: list[Verdict]) -> str:
+    """The verdicts as Markdown."""
     lines = ["| what | target | measured | |", "|---|---|---|---|"]
-    lines += [f"| {v.what} | {v.target} | {v.measured} | {'reached' if v.reached else 'missed'} |" for v in found]
+    lines += [f"| {v.what} | {v.target} | {v.measured} | {'reached' if v.reached else 'missed'} |" for v in verdicts]
     return "\n".join(lines)
 
 
 def take(peers: Path, extent: Extent) -> tuple[str, dict[str, Any]]:
-    """Measure; the page and the tree of JSON."""
+    """Measure, and return the page and the tree for JSON."""
     python = environment.make(peers / "trl")
     rows = rollout.measure(extent.rollout_sizes, extent.threads, extent.rounds)
     rows += ppo_step.measure(python, extent.step_sizes, extent.threads, extent.rounds)
@@ -131,7 +121,7 @@ def take(peers: Path, extent: Extent) -> tuple[str, dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Every benchmark of speed into one table.")
+    parser = argparse.ArgumentParser(description="Every benchmark of speed in one table.")
     parser.add_argument("--peers", type=Path, required=True, help="folder for the environments of the peers")
     parser.add_argument("--out", type=Path, default=Path("."), help="where benchmarks.md and benchmarks.json go")
     how = parser.add_mutually_exclusive_group()

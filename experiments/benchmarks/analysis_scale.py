@@ -1,9 +1,9 @@
-"""Does the mismatch analysis stay linear in time and flat in memory? Token tables of a million rows and more.
+"""Does the mismatch analysis stay linear in time and flat in memory, for token tables of a million rows and more?
 
 `python -m experiments.benchmarks.analysis_scale --folder /tmp/scale` writes synthetic runs with the real writer, runs
 each analysis over them in a fresh process, beside the same aggregates in DuckDB (installed into an environment of its
-own under the folder), prints Markdown and JSON, and deletes the data. One measurement alone:
-`... --rows 100000000`. Nothing else should run on the machine.
+own under the folder), prints Markdown and JSON, and deletes the data. `--rows 100000000` measures one size. Nothing
+else should run on the machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LENGTH, ITERATION_ROWS = 250, 1_000_000
 # measured: eight random float32 columns and a random token id, compressed, with room to spare
 BYTES_PER_ROW = 60
 WAYS = ("summary, contents", "summary, pages", "all tables, pages", "duckdb")
-# what both sides compute, and how far they may be apart, relatively: DuckDB adds floats in another order, has no expm1
+# aggregates of both sides and their largest relative difference: DuckDB adds floats in another order, has no expm1
 # (exp(d) - 1 - d keeps four digits here) and approximates quantiles
 SHARED = {"n_tokens": 0.0, "frac_bitwise_equal": 1e-9, "abs_mean": 1e-9, "k3": 1e-3, "ess_seq": 1e-9, "abs_p99": 0.02}
 
@@ -94,7 +94,7 @@ def token_columns(iteration: int, rows: int, seed: int) -> dict[str, Any]:
 
 
 def write_run(run_dir: Path, rows: int, seed: int = 0) -> None:
-    """A complete run whose token table has `rows` rows; its other tables are empty."""
+    """Write a complete run whose token table has `rows` rows; its other tables are empty."""
     writer.publish_run(writer.lay_out_run(run_dir, "{}\n", {}, "0", {}, LANGUAGE), run_dir)
     current = manifest.load_head(run_dir)
     columns = TextColumn("writing {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -124,17 +124,14 @@ print(json.dumps({{"cpu": used.ru_utime + used.ru_stime, "peak": peak / 1024, "f
 OURS = """
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from analysis import mismatch
+from analysis.mismatch.tables import measure, summary_of, tables, watched, whole
 from analysis.pairs.runs import run_pairs
 columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
 with Progress(*columns, console=Console(stderr=True)) as bar:
     task = bar.add_task(way, total=int(rows))
     pairs = run_pairs(run_dir, verify="contents" if "contents" in way else "pages")
-    pairs = mismatch.watched(pairs, lambda tokens: bar.advance(task, tokens))
-    if way.startswith("summary"):
-        table = mismatch.summary_of(pairs)
-    else:
-        table = mismatch.tables([mismatch.whole(mismatch.measure(pairs))]).update
+    pairs = watched(pairs, lambda tokens: bar.advance(task, tokens))
+    table = summary_of(pairs) if way.startswith("summary") else tables([whole(measure(pairs))]).update
 found = dict(zip(table["metric"][::-1], table["value"][::-1]))
 """
 
@@ -144,7 +141,7 @@ source = f"read_parquet('{run_dir}/records/tokens/*.parquet', hive_partitioning=
 pairs = (f"select iteration, sequence, rollout_logprobs a, old_logprobs b, "
     f"old_logprobs::double - rollout_logprobs::double d from {source}")
 connection = duckdb.connect()
-connection.execute("SET enable_progress_bar = false")  # it would be written between the figures
+connection.execute("SET enable_progress_bar = false")  # it would be printed between the numbers
 connection.execute("set threads = 1")
 tokens = connection.execute(f"select count(*), avg((a = b)::int), avg(abs(d)), avg(exp(d) - 1 - d), avg(0.5 * d * d), "
     f"avg(-d), avg(exp(d)), avg(exp(abs(d))), corr(exp(a::double), exp(b::double)), max(abs(d)), min(exp(d)), "
@@ -177,35 +174,35 @@ def measure(way: str, run_dir: Path, rows: int, python: Path | str) -> Result:
     wall = time.perf_counter() - started
     if done.returncode:
         raise RuntimeError(f"{way} over {rows} rows ended with {done.returncode}")
-    said = json.loads(done.stdout)
-    return Result(way, rows, wall, said["cpu"], said["peak"], {name: said["found"][name] for name in SHARED})
+    output = json.loads(done.stdout)
+    return Result(way, rows, wall, output["cpu"], output["peak"], {name: output["found"][name] for name in SHARED})
 
 
 def disagreements(results: Sequence[Result]) -> list[str]:
-    """Shared aggregates that differ by more than `SHARED` allows from the first result of the same rows."""
-    found = []
+    """Messages about aggregates that differ by more than `SHARED` allows from the first result of the same rows."""
+    messages = []
     for rows in sorted({result.rows for result in results}):
         first, *others = [result for result in results if result.rows == rows]
         for other in others:
             for name, allowed in SHARED.items():
                 a, b = first.found[name], other.found[name]
                 if abs(a - b) > allowed * abs(a):
-                    found.append(f"{rows} rows, {name}: {a!r} by {first.way}, {b!r} by {other.way}")
-    return found
+                    messages.append(f"{rows} rows, {name}: {a!r} by {first.way}, {b!r} by {other.way}")
+    return messages
 
 
 def markdown(results: Sequence[Result]) -> str:
     """A table of the results."""
     lines = ["| rows | analysis | wall s | CPU s | peak MiB | rows/s |", "|---|---|---|---|---|---|"]
-    for one in results:
-        speed = f"{one.rows_per_second:,.0f}"
-        times = f"{one.wall_seconds:.1f} | {one.cpu_seconds:.1f}"
-        lines.append(f"| {one.rows:,} | {one.way} | {times} | {one.peak_mib:,.0f} | {speed} |")
+    for result in results:
+        speed = f"{result.rows_per_second:,.0f}"
+        times = f"{result.wall_seconds:.1f} | {result.cpu_seconds:.1f}"
+        lines.append(f"| {result.rows:,} | {result.way} | {times} | {result.peak_mib:,.0f} | {speed} |")
     return "\n".join(lines)
 
 
 def benchmark(rows: int, folder: Path, ways: Sequence[str]) -> list[Result]:
-    """All analyses of one run, which is deleted in the end; raises UserError where the disk is too small."""
+    """All analyses of one run, which is deleted at the end; raises UserError where the disk is too small."""
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = rows * BYTES_PER_ROW, shutil.disk_usage(folder).free
     if free < needed:
@@ -219,23 +216,23 @@ def benchmark(rows: int, folder: Path, ways: Sequence[str]) -> list[Result]:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where two analyses disagree, 2 where the arguments are wrong."""
     parser = argparse.ArgumentParser(prog="python -m experiments.benchmarks.analysis_scale", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="sizes of the token tables")
-    parser.add_argument("--folder", type=Path, required=True, help="where the data is put, and deleted again")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the data, which is deleted again")
     parser.add_argument("--no-peer", action="store_true", help="without DuckDB")
-    chosen = parser.parse_args(arguments)
-    if min(chosen.rows) < 1:
-        parser.error("--rows: every size is at least 1")
+    arguments = parser.parse_args(argv)
+    if min(arguments.rows) < 1:
+        parser.error("--rows: every size must be at least 1")
     try:
-        ways = WAYS[:-1] if chosen.no_peer else WAYS
-        results = [result for rows in chosen.rows for result in benchmark(rows, chosen.folder, ways)]
+        ways = WAYS[:-1] if arguments.no_peer else WAYS
+        results = [result for rows in arguments.rows for result in benchmark(rows, arguments.folder, ways)]
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     finally:
-        shutil.rmtree(chosen.folder / "duckdb-venv", ignore_errors=True)
+        shutil.rmtree(arguments.folder / "duckdb-venv", ignore_errors=True)
     print(markdown(results))
     wrong = disagreements(results)
     print_json({"results": [asdict(result) for result in results], "disagreements": wrong})

@@ -1,7 +1,7 @@
 """Does another device give the same bits? Runs the eager specification on the CPU and on CUDA, side by side.
 
-`python -m experiments.benchmarks.device [--device cuda]` prints a digest of every stage for the CPU, for the
-device and for native numerics on both; exit status 1 if an exact digest differs, 2 if there is no device.
+`python -m experiments.benchmarks.device [--device cuda]` prints digests of every stage on the CPU and on the device,
+for exact and for native numerics; exit status 1 if an exact digest differs, 2 if there is no device.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ def trained(source: PreTrainedModel, device: torch.device, mode: str) -> dict[st
     policy = make_policy(source, mode, CONTEXT).to(device)
     optimizer = make_optimizer(policy, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0), mode)
     batch = _batch(device)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
 
     def backward() -> None:
         logprobs, entropies = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, mode)
-        found.setdefault("log-probs and entropies", digest(logprobs, entropies))
+        digests.setdefault("log-probs and entropies", digest(logprobs, entropies))
         loss = -logprobs - entropies * 0.01
         torch.autograd.backward(loss, torch.full_like(loss, 1.0 / len(loss)))
 
     for step in range(STEPS):
         optimizer.step(backward, batch.real_tokens)
-        found[f"weights after step {step + 1}"] = digest(*policy.parameters())
-    return found
+        digests[f"weights after step {step + 1}"] = digest(*policy.parameters())
+    return digests
 
 
 def elementwise(device: torch.device) -> dict[str, str]:
@@ -102,7 +102,7 @@ def main() -> int:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        print(f"error: --device {name}: not there ({str(error).splitlines()[0]})", file=sys.stderr)
+        print(f"error: --device {name}: not available ({str(error).splitlines()[0]})", file=sys.stderr)
         return 2
     backend.use("eager", 1)
     cpu = torch.device("cpu")
@@ -110,14 +110,14 @@ def main() -> int:
     failed = False
     exact = [elementwise(cpu), elementwise(device)]
     for stage in exact[0]:
-        digests = [found[stage] for found in exact]
+        digests = [stages[stage] for stages in exact]
         failed |= stage != "torch.exp" and len(set(digests)) > 1
         print(_row(stage, digests))
     for family, model in _models().items():
         for mode in ("exact", "native"):
             both = [trained(model, cpu, mode), trained(model, device, mode)]
             for stage in both[0]:
-                digests = [found[stage] for found in both]
+                digests = [stages[stage] for stages in both]
                 failed |= mode == "exact" and len(set(digests)) > 1
                 print(_row(f"{family} {mode} {stage}", digests))
     print("exact numerics: " + ("NOT the same bits" if failed else "the same bits"))

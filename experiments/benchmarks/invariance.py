@@ -1,7 +1,7 @@
-"""One run under every layout, backend, instruction set, number of processes and interruption: how many fingerprints?
+"""How many fingerprints has one run under different layouts, backends, instruction sets, processes, interruptions?
 
 `python -m experiments.benchmarks.invariance` runs the five iterations of invariance.yaml once per condition, in
-exact and in native numerics, and prints the table. Exit status 1 if exact numerics give more than one.
+exact and in native numerics, and prints the table. Exit status 1 if exact numerics give more than one fingerprint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYOUTS: tuple[tuple[str, ...], ...] = (
     ("threads=2",),
     ("threads=2", "padding=none", "rollout_slots=5", "update_micro_batch=3"),
 )
-# each takes instructions away from torch, MKL, NumPy or the kernels' compiler
+# each disables instructions in torch, MKL, NumPy or the kernels' compiler
 CAPS: tuple[dict[str, str], ...] = (
     {"ATEN_CPU_CAPABILITY": "default", "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""},
     {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"},
@@ -53,7 +53,7 @@ RANKS: tuple[tuple[int, str], ...] = ((2, "[]"), (2, "[3,1]"), (4, "[1,0,2,5]"))
 
 @dataclass(frozen=True)
 class Outcome:
-    """One condition: the fingerprint of the run and its rows of tokens, those of every epoch included."""
+    """One condition: the fingerprint of the run, and its rows of tokens including those of every epoch."""
 
     condition: str
     fingerprint: str
@@ -67,7 +67,7 @@ def _outcome(condition: str, run_dir: Path) -> Outcome:
 
 
 def _layout(out: Path, numerics: Sequence[str], layout: Sequence[str]) -> Outcome:
-    overrides = [*numerics, *(f"layout.{part}" for part in layout)]
+    overrides = [*numerics, *(f"layout.{field}" for field in layout)]
     run_dir, _ = run(LanguageKind(Silent()), load_config(CONFIG, overrides), out)
     return _outcome(" ".join(layout) or "as configured", run_dir)
 
@@ -88,7 +88,7 @@ def _resumed(out: Path, numerics: Sequence[str]) -> Outcome:
     condition = "interrupted after 3, resumed from 2, padding=left rollout_slots=7"
     try:
         resume(LanguageKind(Silent()), run_dir, ["layout.padding=left", "layout.rollout_slots=7"])
-    except PromiseBroken:  # what it computed again came out otherwise, so it was not resumed
+    except PromiseBroken:  # recomputed iterations differed, so the run was not resumed
         return Outcome(condition, "not the same", 0)
     return _outcome(condition, run_dir)
 
@@ -98,7 +98,7 @@ def _process(
 ) -> Outcome:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "ppo_repro", "run", str(CONFIG), "--out", str(out), "--json"]
-    sets = [part for setting in (*numerics, f"layout.rank_shares={shares}") for part in ("--set", setting)]
+    sets = [argument for setting in (*numerics, f"layout.rank_shares={shares}") for argument in ("--set", setting)]
     done = subprocess.run(
         [*command, *sets],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -138,16 +138,16 @@ def main() -> int:
     for mode in arguments.mode:
         bits = arguments.operand_bits if mode == "exact" else 20
         with tempfile.TemporaryDirectory() as folder:
-            found = []
+            results = []
             for outcome in outcomes(mode, Path(folder), bits):
                 print(
                     f"{mode:<8}{outcome.fingerprint[:12]}  {outcome.tokens:>8,} tokens  {outcome.condition}", flush=True
                 )
-                found.append(outcome)
-        distinct = len({outcome.fingerprint for outcome in found})
-        compared = sum(outcome.tokens for outcome in found[1:])
+                results.append(outcome)
+        distinct = len({outcome.fingerprint for outcome in results})
+        compared = sum(outcome.tokens for outcome in results[1:])
         print(
-            f"{mode}: {distinct} fingerprints in {len(found)} conditions, {compared:,} tokens compared with the first"
+            f"{mode}: {distinct} fingerprints in {len(results)} conditions, {compared:,} tokens compared with the first"
         )
         failed |= mode == "exact" and distinct > 1
     return int(failed)

@@ -1,4 +1,4 @@
-"""A Qwen2 forward in as few float32 torch operations as one would write by hand: the fast thing to beat.
+"""A Qwen2 forward in as few float32 torch operations as one would write by hand: the baseline to beat.
 
 Fused q/k/v and gate/up products, a static key/value cache, scaled_dot_product_attention, no module calls.
 """
@@ -89,7 +89,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def forward(m: Lean, ids: Tensor, start: int, cache: list[tuple[Tensor, Tensor]] | None) -> Tensor:
     """Logits [B, L, V] of ids [B, L] at positions start..; all sequences have the same length.
 
-    With a cache ([B, Hk, positions, D] for keys and values of each layer), writes it and looks back in it.
+    A cache ([B, Hk, positions, D] for keys and values of each layer) is written to and attended over.
     """
     b, length = ids.shape
     x = m.embedding[ids]

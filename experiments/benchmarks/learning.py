@@ -25,7 +25,7 @@ LAST = 10  # iterations
 
 
 def warm_started(seed: int, out: Path) -> Path:
-    """Folder of the policy that the quickstart's warm start makes: both modes go on from the same weights."""
+    """Folder of the policy after the quickstart's warm start, from which both modes continue."""
     still = ["ppo.iterations=1", "ppo.learning_rate=0", "value.learning_rate=0"]
     run_dir, _ = run(LanguageKind(Silent()), load_config(QUICKSTART, [f"seed={seed}", *still]), out)
     return run_dir / "checkpoints" / "final"
@@ -52,19 +52,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="learning in exact and native numerics, paired by seed")
     parser.add_argument("--seeds", type=int, default=5)
     seeds = range(parser.parse_args().seeds)
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             policy = warm_started(seed, Path(folder))
             for mode in ("exact", "native"):
-                before, after, score, seconds = found[seed, mode] = learnt(seed, mode, policy, Path(folder))
+                before, after, score, seconds = results[seed, mode] = learnt(seed, mode, policy, Path(folder))
                 print(
                     f"seed {seed} {mode:<7} accuracy {before:.3f} -> {after:.3f}, "
                     f"score of the last {LAST} iterations {score:.3f}, {seconds:.0f} s",
                     flush=True,
                 )
     for name, column in (("accuracy after", 1), (f"score of the last {LAST}", 2)):
-        centre, low, high = interval([found[s, "exact"][column] - found[s, "native"][column] for s in seeds])
+        centre, low, high = interval([results[s, "exact"][column] - results[s, "native"][column] for s in seeds])
         print(f"{name}: exact - native = {centre:+.4f}, 95 % interval [{low:+.4f}, {high:+.4f}], {len(seeds)} seeds")
 
 

@@ -1,7 +1,7 @@
-"""Does a run grow? Memory and seconds of each iteration of a small run, and their growth over iterations.
+"""Does a run grow, in memory or in time per iteration? Growth over the iterations of a small run.
 
 `python -m experiments.benchmarks.memory --json memory.json` runs both numerics, each in a process of its own;
-`--leak 1024` is the control: it keeps 1 KiB of every iteration, which has to be found.
+`--leak 1024` is the control: it keeps 1 KiB of every iteration, which must be detected.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from scipy import stats
 from ppo_repro.records import reader
 
 CONFIG = Path(__file__).with_name("memory.yaml")
-BLOCKS = 10  # a multiple of BLOCKS iterations is left after the warm-up; evaluations fall on every block alike
-# growth of an iteration that must not be overlooked: a gigabyte in a million iterations
+BLOCKS = 10  # the iterations after the warm-up are a multiple of this, with as many evaluations in every block
+# growth per iteration that must not be missed: a gigabyte in a million iterations
 MATTERS_KIB = 1.0
-MATTERS_BLOCKS = 10.0  # of the interpreter, which have 100 bytes on average
+MATTERS_BLOCKS = 10.0  # of the interpreter, 100 bytes on average
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Slope:
     per_iteration: float
     low: float
     high: float
-    mean: float  # of what is measured
+    mean: float  # of the measured values
 
     def verdict(self, matters: float) -> str:
-        """Flat is only what excludes growth of `matters` an iteration: a wide interval with 0 in it decides nothing."""
+        """Flat requires an interval that excludes growth of `matters`: a wide interval with 0 in it decides nothing."""
         if self.low > 0.0:
             return "grows"
         if self.high < 0.0:
@@ -55,14 +55,14 @@ class Sample:
     """One iteration."""
 
     resident_kib: int
-    allocated_kib: float  # given out by malloc; free space that malloc keeps hides growth from resident memory
-    blocks: int  # held by the interpreter; those of at most 512 bytes are not from malloc
+    allocated_kib: float  # given out by malloc; resident memory misses growth into malloc's free space
+    blocks: int  # of the interpreter; those of at most 512 bytes are not from malloc
     seconds: float
 
 
 @dataclass(frozen=True)
 class Growth:
-    """One run in one mode of numerics; the first `skipped` iterations, which fill caches, are in no slope."""
+    """One run in one mode of numerics; slopes leave out the first `skipped` iterations, which fill caches."""
 
     mode: str
     iterations: int
@@ -78,9 +78,9 @@ class Growth:
 def growth(values: list[float], skipped: int) -> Slope:
     """Mean change per iteration after the first `skipped` >= 1 values, with Student's interval over BLOCKS increments.
 
-    Memory keeps what it was: its levels are sums of all changes before, and least squares finds a slope in most
-    random walks. Their increments over blocks are independent draws; those of noise around a level fall back after
-    they rose, which makes the interval too wide, not too narrow.
+    Levels of memory are sums of all earlier changes, and least squares finds a slope in most random walks. Increments
+    over blocks are independent draws. Noise around a level makes them negatively correlated, and the interval too
+    wide, not too narrow.
     """
     size = (len(values) - skipped) // BLOCKS
     levels = np.asarray(values[len(values) - 1 - size * BLOCKS :: size], np.float64)
@@ -91,13 +91,13 @@ def growth(values: list[float], skipped: int) -> Slope:
 
 
 def trend(values: list[float]) -> Slope:
-    """Least squares over the means of BLOCKS equal blocks, with Student's interval: for times, which keep nothing.
+    """Least squares over the means of BLOCKS equal blocks, with Student's interval: for times, which do not accumulate.
 
-    What does not fill a block at the beginning is left out.
+    The first iterations are left out where they do not fill a block.
     """
     size = len(values) // BLOCKS
-    kept = np.asarray(values[len(values) - size * BLOCKS :], np.float64)
-    means = kept.reshape(BLOCKS, size).mean(1)
+    whole_blocks = np.asarray(values[len(values) - size * BLOCKS :], np.float64)
+    means = whole_blocks.reshape(BLOCKS, size).mean(1)
     centres = np.arange(BLOCKS) * size
     fit = stats.linregress(centres, means)
     half = float(stats.t.ppf(0.975, BLOCKS - 2)) * float(fit.stderr)
@@ -118,19 +118,19 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def allocated_kib() -> float:
-    """What malloc has given out and not got back in this process, KiB; AttributeError without glibc 2.33."""
+    """Memory that malloc has given out and not got back in this process, KiB; AttributeError without glibc 2.33."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _Mallinfo2
-    found = mallinfo2()
-    return float(found.uordblks + found.hblkhd) / 1024
+    info = mallinfo2()
+    return float(info.uordblks + info.hblkhd) / 1024
 
 
 def fill_caches() -> None:
-    """Bring two caches to their final size, which otherwise grow for thousands of iterations, and only so far.
+    """Bring two caches to their final size, which they would otherwise reach after thousands of iterations.
 
-    NumPy keeps 7 freed blocks of each size below 1024 bytes, so that the first array of some number of tokens adds
-    to it: 3.5 MiB at most. CPython's table of interned strings does not use the places of strings that are gone
-    until all are used up; then it takes three places for each string there is, which can be twice what it had.
+    NumPy keeps 7 freed blocks of each size below 1024 bytes, at most 3.5 MiB, so each new number of tokens adds some.
+    CPython's table of interned strings reuses the slots of freed strings only when all slots are used; then it is
+    rebuilt with three slots per string, which can double it.
     """
     for size in range(1, 1024):
         [np.empty(size, np.uint8) for _ in range(7)]
@@ -139,7 +139,7 @@ def fill_caches() -> None:
 
 
 def sample(mode: str, iterations: int, leak: int, out: Path) -> None:
-    """Run in this process and print the fields of a Sample for each iteration; `leak`: bytes to keep of each."""
+    """Run in this process and print the fields of a Sample for each iteration; `leak`: bytes to keep per iteration."""
     from ppo_repro.config.files import load_config
     from ppo_repro.runs.language import LanguageKind
     from ppo_repro.runs.run import run
@@ -156,7 +156,7 @@ def sample(mode: str, iterations: int, leak: int, out: Path) -> None:
                 fill_caches()
             if leak:
                 self.kept.append(bytes(leak))
-            # the last iteration is told of after its checkpoint, the others before theirs
+            # the last iteration is reported after its checkpoint, the others before theirs
             if done < total:
                 print(resident_kib(), allocated_kib(), sys.getallocatedblocks(), now - self.last, flush=True)
             self.last = time.perf_counter()
@@ -171,7 +171,7 @@ def measure(mode: str, iterations: int, skipped: int, leak: int = 0) -> Growth:
         command = [sys.executable, "-m", "experiments.benchmarks.memory", "--sample", mode, out]
         done = subprocess.run(
             [*command, "--iterations", str(iterations), "--leak", str(leak)],
-            # malloc counts what it keeps for a thread, up to 7 blocks of each of 64 sizes, as given out
+            # malloc counts its per-thread cache, up to 7 blocks of each of 64 sizes, as given out
             env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"},
             stdout=subprocess.PIPE,
             text=True,
@@ -195,13 +195,13 @@ def measure(mode: str, iterations: int, skipped: int, leak: int = 0) -> Growth:
     )
 
 
-def markdown(found: list[Growth]) -> str:
+def markdown(runs: list[Growth]) -> str:
     """One row per mode and quantity."""
     lines = [
         "| numerics | of each iteration | mean | change per iteration | 95 % interval | verdict |",
         "|---|---|---|---|---|---|",
     ]
-    for run in found:
+    for run in runs:
         rows = (
             ("resident memory", " KiB", run.resident, MATTERS_KIB),
             ("memory given out by malloc", " KiB", run.allocated, MATTERS_KIB),
@@ -222,9 +222,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Memory and time per iteration over a long small run.")
     parser.add_argument("--iterations", type=int, default=300)
-    parser.add_argument("--skip", type=int, default=100, help="first iterations in no slope")
+    parser.add_argument("--skip", type=int, default=100, help="first iterations that slopes leave out")
     parser.add_argument("--leak", type=int, default=0, help="control: bytes to keep of every iteration")
-    parser.add_argument("--json", type=Path, help="write everything here too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--sample", nargs=2, metavar=("MODE", "OUT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.sample:
@@ -234,10 +234,10 @@ def main() -> None:
         parser.error(f"--skip {arguments.skip}: must be at least 1 and leave at least {2 * BLOCKS} of the iterations")
     if arguments.leak < 0:
         parser.error(f"--leak {arguments.leak}: must be a number of bytes, 0 or more")
-    found = [measure(mode, arguments.iterations, arguments.skip, arguments.leak) for mode in ("exact", "native")]
-    print(markdown(found))
+    runs = [measure(mode, arguments.iterations, arguments.skip, arguments.leak) for mode in ("exact", "native")]
+    print(markdown(runs))
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(growth) for growth in found], indent=1) + "\n")
+        arguments.json.write_text(json.dumps([asdict(growth) for growth in runs], indent=1) + "\n")
 
 
 if __name__ == "__main__":

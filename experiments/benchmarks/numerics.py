@@ -1,8 +1,8 @@
 """Exact against native numerics, phase by phase: decoding, full forward, forward and backward.
 
-`python -m experiments.benchmarks.numerics` interleaves, on 1 and 2 threads, stock transformers in float32, a
-lean hand-written float32 loop and the exact numerics (AMX, float64 BLAS, 14-bit operands), and prints the
-medians as ratios to stock, next to the floors that the machine's measured peaks allow.
+`python -m experiments.benchmarks.numerics` interleaves, on 1 and 2 threads, stock transformers in float32, a lean
+hand-written float32 loop and the exact numerics (AMX, float64 BLAS, 14-bit operands). It prints medians as ratios to
+stock, and as multiples of the floor that follows from the machine's measured peaks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCau
 
 from experiments.benchmarks import lean
 from experiments.benchmarks.machine import Peaks, measure
+from experiments.benchmarks.workload import set_random_weights
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import backend
@@ -29,7 +30,6 @@ from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.trunk.forward import TrunkForward
-from ppo_repro.seeding import bell
 
 PROMPT, RESPONSE = 32, 64
 CONTEXT = PROMPT + RESPONSE
@@ -40,10 +40,10 @@ PHASES = ("decode", "forward", "forward+backward")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute; `run[phase]` does the phase once."""
+    """One way to compute; `run[phase]` runs the phase once."""
 
     name: str
-    backend: str  # what exact kernels use; eager for what has none
+    backend: str  # of the exact kernels; eager for candidates without them
     run: dict[str, Callable[[], object]]
 
 
@@ -75,10 +75,7 @@ def source(hidden: int) -> Qwen2ForCausalLM:
         tie_word_embeddings=True,
     )
     model = Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.from_numpy(bell(p.numel(), "benchmark", 0, name)).view(p.shape)
-            p.copy_(1.0 + 0.1 * noise if "norm" in name else noise * (p.shape[-1] ** -0.5))
+    set_random_weights(model)
     return model
 
 
@@ -172,21 +169,21 @@ def _exact(model: PreTrainedModel, ids: Tensor, batch: TokenBatch, name: str, ki
 
 
 def candidates(hidden: int, sequences: int) -> list[Candidate]:
-    """Everything to be compared, on the same weights and tokens."""
+    """All candidates, on the same weights and tokens."""
     model = source(hidden)
     ids = torch.randint(0, VOCABULARY, (sequences, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     rows = ids.tolist()
     batch = lay_out([r[:PROMPT] for r in rows], [r[PROMPT:] for r in rows], "right")
     ids = ids[:, :CONTEXT]
-    found = [_stock(model, ids, batch), _lean(model, ids, batch)]
+    compared = [_stock(model, ids, batch), _lean(model, ids, batch)]
     if backend.has_amx():
-        found.append(_exact(model, ids, batch, "exact, AMX", "amx", 20))
-        found.append(_exact(model, ids, batch, "exact, AMX, 14 bits", "amx", 14))
-    return [*found, _exact(model, ids, batch, "exact, float64 BLAS", "dgemm", 20)]
+        compared.append(_exact(model, ids, batch, "exact, AMX", "amx", 20))
+        compared.append(_exact(model, ids, batch, "exact, AMX, 14 bits", "amx", 14))
+    return [*compared, _exact(model, ids, batch, "exact, float64 BLAS", "dgemm", 20)]
 
 
 def compare(hidden: int, sequences: int, threads: int, rounds: int) -> Iterator[Result]:
-    """Interleaved rounds after one to warm up; the ratio is the median over rounds of time / stock's time."""
+    """Interleaved rounds after a warm-up round; the ratio is the median over rounds of time / stock's time."""
     compared = candidates(hidden, sequences)
     for phase in PHASES:
         times: dict[str, list[float]] = {c.name: [] for c in compared}
@@ -204,7 +201,7 @@ def compare(hidden: int, sequences: int, threads: int, rounds: int) -> Iterator[
 
 
 def floor_seconds(hidden: int, sequences: int, phase: str, rate: float, bytes_per_weight: float, peak: Peaks) -> float:
-    """Arithmetic and memory floor of a phase: multiply-accumulates over the rate, weights read over bandwidth."""
+    """Floor of a phase: multiply-accumulates / rate or, for decoding, bytes of weights read / bandwidth, if larger."""
     weights = products(hidden)
     if phase == "decode":
         arithmetic = weights * sequences * CONTEXT / rate
@@ -213,7 +210,7 @@ def floor_seconds(hidden: int, sequences: int, phase: str, rate: float, bytes_pe
 
 
 def report(results: list[Result], peaks: dict[int, Peaks]) -> str:
-    """A Markdown table; `of floor` is the time over the floor of that candidate's own arithmetic."""
+    """A Markdown table; `/ floor` is the time over the floor of that candidate's own arithmetic."""
     lines = ["| hidden | batch | threads | phase | | seconds | / stock | range | / floor |", "|" + "---|" * 9]
     for r in results:
         peak = peaks[r.threads]
@@ -253,8 +250,8 @@ def main() -> None:
     ]
     print(report(results, peaks))
     if arguments.json:
-        found = {"peaks": [asdict(p) for p in peaks.values()], "results": [asdict(r) for r in results]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        tree = {"peaks": [asdict(p) for p in peaks.values()], "results": [asdict(r) for r in results]}
+        arguments.json.write_text(json.dumps(tree, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A whole PPO step beside TRL's PPOTrainer: rollout, scoring, advantages, 4 epochs of minibatches, two optimizers.
 
-`python -m experiments.benchmarks.ppo_step --peers DIR` makes an environment for `trl` in DIR (kept for the next
-time), starts it as a process of its own and asks both sides for a step in turn. Both begin with the same weights and
-prompts; 32 prompts of 16 tokens, 64 response tokens, 4 epochs of 4 minibatches, a value model of its own, float32.
+`python -m experiments.benchmarks.ppo_step --peers DIR` makes an environment for `trl` in DIR (kept for later calls),
+starts it as a process of its own and requests a step from both sides in turn. Both begin with the same weights and
+prompts: 32 prompts of 16 tokens, 64 response tokens, 4 epochs of 4 minibatches, a separate value model, float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
 
 
 def config_of(folder: Path, size: Size, mode: str, bits: int = 20) -> RunConfig:
-    """The run that is measured: of model and prompts in `folder`."""
+    """The run that is measured, with the model and prompts in `folder`."""
     numerics = [f"numerics.mode={mode}", f"numerics.max_context={workload.CONTEXT}"]
     return load_config(
         CONFIG,
@@ -94,7 +94,7 @@ class Own:
 
 
 def own(folder: Path, size: Size, name: str) -> Own:
-    """A run of its own, before its first iteration; `name` is one of MODES."""
+    """A run in `name`, one of MODES, before its first iteration."""
     mode, bits = name.partition(",")[0], 14 if name.endswith("14 bits") else 20
     config = config_of(folder, size, mode, bits)
     prepared = without_stop(config, prepare(config, lambda step, total, loss: None))
@@ -106,7 +106,7 @@ def own(folder: Path, size: Size, name: str) -> Own:
 
 @contextmanager
 def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
-    """A TRL process; the function asks it for one step on so many threads."""
+    """A TRL process; the function requests one step on this many threads."""
     numbers = (workload.PROMPT, workload.RESPONSE, workload.SEQUENCES, workload.EPOCHS, workload.MINIBATCHES)
     log = (folder / "trl.log").open("w")
     process = subprocess.Popen(
@@ -114,11 +114,11 @@ def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
-    asked, answers = process.stdin, process.stdout
+    requests, answers = process.stdin, process.stdout
 
     def step(threads: int) -> Cost:
-        asked.write(f"step {threads}\n")
-        asked.flush()
+        requests.write(f"step {threads}\n")
+        requests.flush()
         answer = answers.readline()
         if not answer:
             raise RuntimeError("the TRL process ended: " + (folder / "trl.log").read_text()[-2000:])
@@ -127,7 +127,7 @@ def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
     try:
         yield step
     finally:
-        asked.close()
+        requests.close()
         process.wait(60)
         log.close()
 
@@ -135,7 +135,7 @@ def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
 def measure(
     python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int, modes: Sequence[str] = MODES
 ) -> list[Measured]:
-    """Every size on every number of threads; the peer and our runs go on through all of them."""
+    """Every size on every number of threads; peer and runs of a size continue through all of them."""
     rows: list[Measured] = []
     for name in sizes:
         size = SIZES[name]

@@ -1,8 +1,8 @@
-"""What recording costs: its share of the time, its bytes on disk, and whether the run notices.
+"""What does recording cost: its share of the time, its bytes on disk, and does it change a bit?
 
-`python -m experiments.benchmarks.recording` takes the iterations of one configuration (default: the quickstart)
-three ways, in turn: not recorded, recorded as `ppo-repro run` does, on a thread of its own, and recorded before the
-next iteration begins. All three must end with the same weights in every bit.
+`python -m experiments.benchmarks.recording` runs one configuration (default: the quickstart) in three ways, in turn:
+not recorded, recorded on a thread of its own as `ppo-repro run` does, and recorded before the next iteration begins.
+All three must end with the same weights in every bit.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ppo_repro.runs.tables import iteration_tables
 
 QUICKSTART = Path(__file__).parents[1] / "quickstart.yaml"
 WAYS = ("not recorded", "on a thread", "before going on")
-TURN = 3  # iterations before another way takes its turn: the thread then writes beside its own run
+TURN = 3  # consecutive iterations of one way, so that the thread writes beside its own run
 Record = Callable[[Iteration], None]
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to treat the records. Seconds are medians over iterations."""
+    """One way to record. Seconds are medians over iterations."""
 
     name: str
     iteration: float  # wall, records included
     cpu: float
     recording: float  # wall that the loop spends on records: building tables, waiting for the thread or the disk
-    share: float  # of it in all of the wall time
+    share: float  # recording / wall, over all iterations
     policy_digest: str  # after the last iteration
     value_digest: str
 
@@ -99,20 +99,20 @@ def _take(config: RunConfig, prepared: Prepared, way: str, run_dir: Path) -> Ite
 
 
 def measure(config: RunConfig, folder: Path) -> tuple[list[Way], Disk]:
-    """All ways in turn, TURN iterations at a time; the first turn, which compiles and fills caches, is in no median."""
+    """All ways in turn, TURN iterations at a time; the first turn, which compiles and fills caches, is not measured."""
     prepared = {way: prepare(config, lambda step, total, loss: None) for way in WAYS}
     takes = {way: _take(config, prepared[way], way, folder / way.replace(" ", "-")) for way in WAYS}
     backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
-    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+    times: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(config.ppo.iterations // TURN):
         for way in WAYS:
-            found[way] += [next(takes[way]) for _ in range(TURN)]
-    for way in WAYS:  # lets the writers end
+            times[way] += [next(takes[way]) for _ in range(TURN)]
+    for way in WAYS:  # lets the writers finish
         assert next(takes[way], None) is None
     rows = []
     for way in WAYS:
-        state, kept = prepared[way].state, found[way][TURN:]
-        wall, cpu, recording = (list(column) for column in zip(*kept, strict=True))
+        state, measured = prepared[way].state, times[way][TURN:]
+        wall, cpu, recording = (list(column) for column in zip(*measured, strict=True))
         digests = weights_digest(state.policy.named_parameters()), weights_digest(state.value_parameters().items())
         rows.append(Way(way, median(wall), median(cpu), median(recording), sum(recording) / sum(wall), *digests))
     return rows, disk_of(folder / "on-a-thread")
@@ -163,8 +163,8 @@ def main() -> int:
         ways, disk = measure(config, Path(folder))
     print(markdown(ways, disk))
     if arguments.json:
-        found = {"machine": timing.machine(), "ways": [asdict(w) for w in ways], "disk": asdict(disk)}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        tree = {"machine": timing.machine(), "ways": [asdict(w) for w in ways], "disk": asdict(disk)}
+        arguments.json.write_text(json.dumps(tree, indent=1) + "\n")
     return 0 if same_bits(ways) else 1
 
 

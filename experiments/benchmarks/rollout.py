@@ -1,7 +1,7 @@
-"""Sampling beside `generate` of transformers: 32 prompts of 16 tokens, 64 new tokens each, nobody stops early.
+"""Sampling beside `generate` of transformers: 32 prompts of 16 tokens, 64 new tokens each, no early stop.
 
 `python -m experiments.benchmarks.rollout`: the exact and the native engine and stock `generate` (float32, dynamic
-cache), interleaved in one process. The engines also give the log-prob of every token; `generate` gives tokens only.
+cache), interleaved in one process. The engines also return the log-prob of every token; `generate` only tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RES
 
 
 def engine(model: LlamaForCausalLM, size: Size, mode: str, kind: str, bits: int, threads: int) -> Callable[[], Cost]:
-    """One execution of the built-in engine, its backend chosen before the clock starts."""
+    """One execution of the built-in engine; its backend is chosen before the clock starts."""
     sampler = TorchEngine(make_policy(model, mode, CONTEXT, bits), frozenset(), mode, CONTEXT, SEQUENCES, 0)
     requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, SEQUENCES))]
 
     def work() -> None:
-        found = sampler.generate(requests, SAMPLING)
-        assert sum(len(c.response_ids) for c in found) == SEQUENCES * RESPONSE
+        completions = sampler.generate(requests, SAMPLING)
+        assert sum(len(c.response_ids) for c in completions) == SEQUENCES * RESPONSE
 
     def run() -> Cost:
         backend.use(kind, threads)
@@ -69,13 +69,13 @@ def stock(model: LlamaForCausalLM, size: Size, threads: int) -> Callable[[], Cos
 
 
 def candidates(size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
-    """Everything to be compared, on the same weights and prompts."""
+    """All candidates, on the same weights and prompts."""
     model = make_model(size)
-    found = {PEER: stock(model, size, threads), "exact": engine(model, size, "exact", "auto", 20, threads)}
+    compared = {PEER: stock(model, size, threads), "exact": engine(model, size, "exact", "auto", 20, threads)}
     if backend.has_amx():
-        found["exact, float64 BLAS"] = engine(model, size, "exact", "dgemm", 20, threads)
-    found["exact, 14 bits"] = engine(model, size, "exact", "auto", 14, threads)
-    return {**found, "native": engine(model, size, "native", "eager", 20, threads)}
+        compared["exact, float64 BLAS"] = engine(model, size, "exact", "dgemm", 20, threads)
+    compared["exact, 14 bits"] = engine(model, size, "exact", "auto", 14, threads)
+    return {**compared, "native": engine(model, size, "native", "eager", 20, threads)}
 
 
 def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int) -> list[Measured]:

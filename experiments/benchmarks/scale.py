@@ -1,8 +1,8 @@
-"""How cost grows: with tokens, sequence length, model size, recorded iterations, processes; and a model fitted to it.
+"""How does cost grow with tokens, sequence length, model size, recorded iterations and processes? And a cost model.
 
 `python -m experiments.benchmarks.scale` measures CPU seconds of PPO iterations of small models in exact numerics on
-one thread, fits CPU seconds = a + b products + c attention + d parameters x steps with coefficients >= 0, and says how
-far the fit is off, each case predicted from the others.
+one thread, fits CPU seconds = a + b products + c attention + d parameters x steps with coefficients >= 0, and reports
+the error of the fit, with each case predicted from the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -50,7 +50,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Found:
+class CaseCost:
     """CPU seconds and sampled tokens of one iteration of a case."""
 
     case: Case
@@ -67,24 +67,24 @@ def cases() -> list[Case]:
 
 
 def features(case: Case) -> list[float]:
-    """What the terms of the cost model count in one iteration: 1, multiply-accumulates, parameters x steps.
+    """The terms of the cost model for one iteration: 1, multiply-accumulates (two terms), parameters x steps.
 
-    A token passes the weights once in the rollout, three times in the scoring (policy, reference, value model) and six
-    times an epoch (forward and backward, two networks). A query meets half of the context on average.
+    A token is multiplied by the weights once in the rollout, three times in scoring (policy, reference, value model)
+    and six times an epoch (forward and backward, two networks). A query attends to half of the context on average.
     """
     inputs = case.sequences * (PROMPT + case.response - 1)
     passes = 1 + 3 + 6 * EPOCHS
-    seen = (PROMPT + case.response) / 2
+    mean_context = (PROMPT + case.response) / 2
     size = case.size
     return [
         1.0,
         float(inputs * passes * workload.weights(size)),
-        float(inputs * passes * size.layers * 2 * size.hidden * seen),
+        float(inputs * passes * size.layers * 2 * size.hidden * mean_context),
         float(2 * workload.weights(size) * EPOCHS * MINIBATCHES),
     ]
 
 
-def measure(case: Case, rounds: int) -> Found:
+def measure(case: Case, rounds: int) -> CaseCost:
     """Median CPU seconds of an iteration, records not included, after one to warm up."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -105,7 +105,7 @@ def measure(case: Case, rounds: int) -> Found:
         backend.use("auto", 1)
         iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
         costs = [timing.cost_of(lambda: next(iterations)) for _ in range(rounds + 1)][1:]
-    return Found(case, median(c.cpu for c in costs), case.sequences * case.response)
+    return CaseCost(case, median(c.cpu for c in costs), case.sequences * case.response)
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ class Fit:
     largest_error: float
 
 
-def fit(found: Sequence[Found]) -> Fit:
+def fit(results: Sequence[CaseCost]) -> Fit:
     """Least squares on relative errors, no coefficient negative."""
-    x = np.array([features(f.case) for f in found])
-    y = np.array([f.cpu for f in found])
+    x = np.array([features(f.case) for f in results])
+    y = np.array([f.cpu for f in results])
     errors = []
-    for left_out in range(len(found)):
-        kept = np.arange(len(found)) != left_out
-        errors.append(abs(float(x[left_out] @ _solve(x[kept], y[kept])) / y[left_out] - 1.0))
+    for left_out in range(len(results)):
+        others = np.arange(len(results)) != left_out
+        errors.append(abs(float(x[left_out] @ _solve(x[others], y[others])) / y[left_out] - 1.0))
     return Fit(dict(zip(TERMS, _solve(x, y).tolist(), strict=True)), median(errors), max(errors))
 
 
@@ -137,24 +137,15 @@ def _solve(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Committing:
-    """What the iterations recorded so far cost; medians of wall seconds on this machine's disk."""
+    """The cost of the iterations recorded so far; medians of wall seconds on this machine's disk."""
 
     iterations: int
     commit: float  # checking the manifest, appending a line, replacing the manifest; three flushes
-    load: float  # what a reader takes for manifest and iterations
-
-
-def _median_seconds(work: Callable[[], None], repeats: int = 5) -> float:
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return median(times)
+    load: float  # reading manifest and iterations
 
 
 def committing(iterations: int) -> Committing:
-    """Commit further iterations of a run that has so many; their tables are not written."""
+    """Commit one more iteration to a run with this many; tables are not written."""
     tables = {table.name: TableEntry(rows=1, digest="0" * 64) for table in schema.TABLES}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
@@ -165,8 +156,8 @@ def committing(iterations: int) -> Committing:
             lines.append(iteration_log.to_line(entry))
             head = head.model_copy(update={"fingerprint": entry.chain})
         durable.write_at(run_dir / iteration_log.FILE_NAME, 0, b"".join(lines))
-        counted = {"num_iterations": iterations, "log_bytes": sum(map(len, lines))}
-        manifest.save(head.model_copy(update=counted), run_dir)
+        totals = {"num_iterations": iterations, "log_bytes": sum(map(len, lines))}
+        manifest.save(head.model_copy(update=totals), run_dir)
         lines.clear()
 
         def commit() -> None:
@@ -177,21 +168,21 @@ def committing(iterations: int) -> Committing:
         def load() -> None:
             manifest.load(run_dir)
 
-        return Committing(iterations, _median_seconds(commit), _median_seconds(load))
+        return Committing(iterations, timing.median_seconds(commit, 5), timing.median_seconds(load, 5))
 
 
 @dataclass(frozen=True)
 class Processes:
-    """A short quickstart by so many processes, wall seconds."""
+    """Wall seconds of a short quickstart with this many processes."""
 
     processes: int
     update: float  # of the last iteration
     whole: float  # from the start of the command to its end
-    iterations: float  # of it all iterations
+    iterations: float  # the part of `whole` inside iterations
 
 
 def processes(count: int) -> Processes:
-    """`ppo-repro run`, under torchrun where there are several processes."""
+    """Measure `ppo-repro run`, under torchrun for several processes."""
     launcher = ["torch.distributed.run", f"--nproc-per-node={count}", "-m"] if count > 1 else []
     with tempfile.TemporaryDirectory() as out:
         started = time.perf_counter()
@@ -205,11 +196,11 @@ def processes(count: int) -> Processes:
 
 
 def lines(
-    found: Sequence[Found], fitted: Fit, commits: Sequence[Committing], ranks: Sequence[Processes]
+    results: Sequence[CaseCost], fitted: Fit, commits: Sequence[Committing], ranks: Sequence[Processes]
 ) -> Iterator[str]:
-    """Markdown."""
+    """The tables as Markdown."""
     yield from ("| axis | hidden | sequences | response | tokens | CPU s | CPU ms per token |", "|" + "---|" * 7)
-    for f in found:
+    for f in results:
         c = f.case
         where = f"{c.axis} | {c.size.hidden} | {c.sequences} | {c.response}"
         yield f"| {where} | {f.tokens} | {f.cpu:.3f} | {1e3 * f.cpu / f.tokens:.3f} |"
@@ -230,15 +221,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="numbers of processes (default 1 2)")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
-    found = [measure(case, arguments.rounds) for case in cases()]
-    fitted = fit(found)
+    results = [measure(case, arguments.rounds) for case in cases()]
+    fitted = fit(results)
     commits = [committing(count) for count in (100, 1_000, 10_000, 100_000)]
     ranks = [processes(count) for count in arguments.ranks]
-    print("\n".join(lines(found, fitted, commits, ranks)))
+    print("\n".join(lines(results, fitted, commits, ranks)))
     if arguments.json:
         tree = {
             "machine": timing.machine(),
-            "cases": [asdict(f) for f in found],
+            "cases": [asdict(f) for f in results],
             "fit": asdict(fitted),
             "committing": [asdict(c) for c in commits],
             "processes": [asdict(p) for p in ranks],

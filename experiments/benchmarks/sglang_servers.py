@@ -1,7 +1,8 @@
-"""The same responses from the built-in engine, from exact SGLang and from SGLang as it comes, interleaved.
+"""The same responses from the built-in engine, from exact SGLang and from stock SGLang, interleaved.
 
-`python -m experiments.benchmarks.sglang_servers --python .venv-sglang/bin/python`: a Qwen3 of 4 layers made here, 32
-prompts, at most 128 new tokens, one thread for each program. The cache of a server is emptied before each turn.
+`python -m experiments.benchmarks.sglang_servers --python .venv-sglang/bin/python`: a Qwen3 of 4 layers with random
+weights, 32 prompts, at most 128 new tokens, one thread for each program. The cache of a server is emptied before each
+turn.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def configuration(hidden: int, python: str, numerics: str) -> RunConfig:
-    """The quickstart with another model, which is not warm-started."""
+    """The quickstart with a larger model, which is not warm-started."""
     sets = [
         f"model.hidden_size={hidden}",
         "model.num_layers=4",
@@ -52,7 +53,7 @@ def configuration(hidden: int, python: str, numerics: str) -> RunConfig:
 
 
 def processor_seconds(group: int) -> float:
-    """CPU seconds so far of the processes of a group that live."""
+    """CPU seconds so far of the living processes of a group."""
     total = 0.0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -66,13 +67,13 @@ def processor_seconds(group: int) -> float:
 
 @contextmanager
 def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iterator[Callable[[], Cost]]:
-    """A turn of one server, the client's share included."""
+    """A function that measures one turn of a server, including the client."""
     prepared = prepare(config, lambda step, total, loss: None)
     settings = config.rollout.engine
     assert isinstance(settings, SGLangServers)
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
     with sglang_engine(config, settings, policy, stops, folder, lambda seconds: None) as engine:
-        group = next(found.process.group for found in engine.fleet.servers if found.process)
+        group = next(one.process.group for one in engine.fleet.servers if one.process)
         yield lambda: turn_of(engine, requests, group)
 
 
@@ -86,16 +87,16 @@ def turn_of(engine: SGLangEngine, requests: Sequence[Request], group: int) -> Co
 
 
 def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
-    """All three, and whether the exact ones gave the same."""
+    """All three engines, interleaved."""
     config = configuration(hidden, python, "exact")
     prepared = prepare(config, lambda step, total, loss: None)
     prompts = sorted(prepared.task.prompt_ids.values())
     requests = [Request(prompts[i * 7 % len(prompts)], i) for i in range(PROMPTS)]
-    found: list[Completion] = []
+    completions: list[Completion] = []
 
     def built_in() -> Cost:
         def work() -> None:
-            found[:] = prepared.engine.generate(requests, SAMPLING)
+            completions[:] = prepared.engine.generate(requests, SAMPLING)
 
         return timing.cost_of(work)
 
@@ -106,13 +107,13 @@ def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
             turn = stack.enter_context(server(own, requests, Path(folder) / numerics))
             candidates[f"SGLang, {numerics}"] = turn
         costs = timing.interleaved(candidates, rounds)
-    tokens = sum(len(c.response_ids) for c in found)
+    tokens = sum(len(c.response_ids) for c in completions)
     return timing.compared(QUESTION, f"4 x {hidden}", 1, tokens, costs, BUILT_IN)
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="The built-in engine, exact SGLang and plain SGLang on one work.")
+    parser = argparse.ArgumentParser(description="The built-in engine, exact SGLang and stock SGLang.")
     parser.add_argument("--python", required=True, help="interpreter of an environment made by .ci/sglang.sh")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 896])
     timing.add_options(parser, rounds=5)

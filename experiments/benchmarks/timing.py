@@ -1,4 +1,4 @@
-"""Wall and CPU seconds of interleaved candidates, their medians and spread, and the tables made of them."""
+"""Wall and CPU seconds of interleaved candidates, their medians and spread, and tables of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one execution. CPU seconds are the process's, all threads and system time included."""
+    """Seconds of one execution. CPU seconds are of the process, with all threads and system time."""
 
     wall: float
     cpu: float
@@ -24,7 +24,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, smallest and largest of the rounds."""
+    """Median, smallest and largest value over rounds."""
 
     median: float
     lowest: float
@@ -48,10 +48,15 @@ class Measured:
 
 
 def cost_of(work: Callable[[], object]) -> Cost:
-    """Execute once."""
+    """Execute once and measure."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def median_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Median wall seconds of one call."""
+    return median(cost_of(work).wall for _ in range(repeats))
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -60,14 +65,14 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def interleaved(candidates: Mapping[str, Callable[[], Cost]], rounds: int, warm_ups: int = 1) -> dict[str, list[Cost]]:
-    """Costs by candidate; every round runs each of them once, so that a slow moment of the machine meets all alike."""
-    found: dict[str, list[Cost]] = {name: [] for name in candidates}
+    """Costs by candidate; every round runs each once, so that a slow moment of the machine affects all of them."""
+    costs: dict[str, list[Cost]] = {name: [] for name in candidates}
     for index in range(warm_ups + rounds):
         for name, run in candidates.items():
             cost = run()
             if index >= warm_ups:
-                found[name].append(cost)
-    return found
+                costs[name].append(cost)
+    return costs
 
 
 def compared(
@@ -111,29 +116,29 @@ def table(rows: Sequence[Measured]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """What every benchmark of speed can be asked; `rounds` is the default."""
+    """The options of every benchmark of speed; `rounds` is the default."""
     parser.add_argument("--rounds", type=int, default=rounds, help=f"measured rounds (default {rounds})")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
 
 
 def report(rows: Sequence[Measured], path: Path | None) -> None:
-    """Print the table; where there is a path, write machine and rows there as JSON."""
+    """Print the table; with a path, also write machine and rows there as JSON."""
     print(table(rows))
     if path is not None:
-        found = {"machine": machine(), "results": [asdict(r) for r in rows]}
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        tree = {"machine": machine(), "results": [asdict(r) for r in rows]}
+        path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, str | int]:
     """Processor, cores and versions, for the head of a table."""
-    found = [
+    processors = [
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if line.startswith("model name")
     ]
     return {
-        "processor": found[0] if found else platform.processor(),
-        "cores": len(found),
+        "processor": processors[0] if processors else platform.processor(),
+        "cores": len(processors),
         "amx": int(torch.cpu._is_amx_tile_supported()),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""The work that is compared: two sizes of Llama, prompts of 16 tokens, responses of 64, nobody stops early."""
+"""The work that is compared: two sizes of Llama, prompts of 16 tokens, responses of 64, none of which stops early."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_repro.seeding import bell, permutation
 
@@ -33,8 +33,16 @@ LARGE = Size("4x896, vocabulary 8192", 4, 896, 4864, 2, 8192)
 SIZES = {"small": SMALL, "large": LARGE}
 
 
+def set_random_weights(model: PreTrainedModel) -> None:
+    """Random weights from named streams."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.from_numpy(bell(p.numel(), "benchmark", 0, name)).view(p.shape)
+            p.copy_(1.0 + 0.1 * noise if "norm" in name else noise * (p.shape[-1] ** -0.5))
+
+
 def make_model(size: Size) -> LlamaForCausalLM:
-    """Random weights from named streams; embedding and head are one matrix."""
+    """A Llama with random weights; embedding and head are one matrix."""
     config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
@@ -48,22 +56,19 @@ def make_model(size: Size) -> LlamaForCausalLM:
         eos_token_id=None,
     )
     model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.from_numpy(bell(p.numel(), "benchmark", 0, name)).view(p.shape)
-            p.copy_(1.0 + 0.1 * noise if "norm" in name else noise * (p.shape[-1] ** -0.5))
+    set_random_weights(model)
     return model
 
 
 def weights(size: Size) -> int:
-    """Multiply-accumulates of one token's products, the head's included: elements of the weight matrices."""
+    """Multiply-accumulates of one token's products, including the head: elements of the weight matrices."""
     kv = 2 * 64 * size.kv_heads
     layer = 2 * size.hidden * size.hidden + size.hidden * kv + 3 * size.hidden * size.intermediate
     return size.layers * layer + size.hidden * size.vocabulary
 
 
 def prompt_ids(size: Size, count: int, stream: int = 0) -> list[tuple[int, ...]]:
-    """`count` prompts of PROMPT tokens, no two alike."""
+    """`count` different prompts of PROMPT tokens."""
     return [
         tuple(int(i) for i in permutation(size.vocabulary, "benchmark prompt", stream, row)[:PROMPT])
         for row in range(count)
@@ -71,7 +76,7 @@ def prompt_ids(size: Size, count: int, stream: int = 0) -> list[tuple[int, ...]]
 
 
 def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
-    """A word `w<i>` per token; the last one is the end token of the tokenizer, which nothing stops at here."""
+    """A word `w<i>` per token; the last one is the end token, at which nothing stops here."""
     words = {f"w{i}": i for i in range(size.vocabulary)}
     bare = Tokenizer(models.WordLevel(words, unk_token="w0"))
     bare.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -80,10 +85,10 @@ def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
 
 
 def write_folder(size: Size, folder: Path, prompts: int) -> None:
-    """Model, tokenizer and `prompts.jsonl` of so many prompts: what every candidate starts from."""
+    """Write model, tokenizer and `prompts.jsonl` with this many prompts, from which every candidate starts."""
     make_model(size).save_pretrained(folder)
     make_tokenizer(size).save_pretrained(folder)
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for ids in prompt_ids(size, prompts):
-            # one answer, so that scores are there to be judged
+            # an answer, so that there are scores
             file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in ids), "answer": "w1"}) + "\n")

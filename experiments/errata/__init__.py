@@ -1,1 +1,1 @@
-"""Claims of teaching material held against reality: each program states a claim as it is taught and what is so."""
+"""Claims of teaching material, tested: each program states a claim as it is taught, and what holds instead."""

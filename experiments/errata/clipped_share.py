@@ -1,7 +1,8 @@
 """Is "10-40 % clipped" a sign of good training? The quickstart over clip ranges and learning rates.
 
-`python -m experiments.errata.clipped_share` trains the same warm-started policy in each cell and prints the share of
-ratios outside the band (both sides, as the rule counts), that whose gradient the clip removed, and what was learnt.
+`python -m experiments.errata.clipped_share` trains the same warm-started policy in each cell. It prints the share of
+ratios outside the band (on both sides, as the rule counts), the share whose gradient the clip removed, and the
+accuracy.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def measure(policy: Path, clip_range: float, learning_rate: float, iterations: i
 
 
 def verdict(share: float) -> str:
-    """What the rule says of a share."""
+    """What the rule says about a share."""
     if share < 0.05:
         return "epsilon too large"
     if share > 0.6:
@@ -62,7 +63,7 @@ def verdict(share: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="clipped share against what was learnt")
+    parser = argparse.ArgumentParser(description="clipped share against accuracy")
     parser.add_argument("--iterations", type=int, default=40)
     iterations = parser.parse_args().iterations
     with tempfile.TemporaryDirectory() as folder:

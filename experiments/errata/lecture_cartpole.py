@@ -1,12 +1,12 @@
-"""A lecture's CartPole program for PPO, as printed and put right.
+"""A lecture's CartPole program for PPO, as printed and corrected.
 
 As printed it learns nothing: one step counter serves as the limit of an episode (500) and as the clock of the
-updates (2,048), and is never set back. Were an update reached, it would end in an error of shapes, and behind
-that wait ratios of every step with every other step. The faults are kept here to the letter, the networks are
-ours: they are never trained, so they cannot matter.
+updates (2,048), and is never reset. An update, if it were reached, would fail with an error of shapes, and without
+that error would compute ratios of every step with every other step. The faults are reproduced exactly; the networks
+are ours, which makes no difference because they are never trained.
 
-`python -m experiments.errata.lecture_cartpole` runs it, then the same settings in a loop that is right, then
-`experiments/control/cartpole_fast.yaml`; it exits with 1 if one of them does not do what is said here.
+`python -m experiments.errata.lecture_cartpole` runs it, then the same settings in a correct loop, then
+`experiments/control/cartpole_fast.yaml`; it exits with 1 if one of them does not behave as described here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SOLVED = 475.0  # mean return from which CartPole-v1 counts as solved
 
 @dataclass(frozen=True)
 class Printed:
-    """What the program did."""
+    """The outcome of the program as printed."""
 
     env_steps: int
     updates: int
@@ -47,7 +47,7 @@ class Printed:
 
 
 def values_for_gae(values: Sequence[Tensor], next_value: Tensor) -> Tensor:
-    """The values of N steps and the next one, each [1, 1] as the network gives them, put together as printed."""
+    """The values of N steps and the next one, each [1, 1] as the network gives them, concatenated as printed."""
     return torch.cat([torch.cat(list(values)).squeeze(), next_value])
 
 
@@ -71,9 +71,9 @@ def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, upd
             with torch.no_grad():
                 action = agent.distribution.sample(agent.policy(observation), noise[steps])
                 values.append(agent.values(observation)[:, None])
-            found = environments.step(action.numpy())
-            done = bool(found.terminated[0] or found.truncated[0])
-            total += float(found.rewards[0])
+            step = environments.step(action.numpy())
+            done = bool(step.terminated[0] or step.truncated[0])
+            total += float(step.rewards[0])
             steps += 1
             if steps % update_every == 0:
                 values_for_gae(values, values[-1])  # where an update would begin
@@ -95,19 +95,19 @@ def main() -> None:
     printed = run_as_printed()
     print(
         f"as printed: {printed.env_steps} environment steps, {printed.updates} updates, mean return of the last "
-        f"50 episodes {printed.last_50_return:.2f}, weights {'changed' if printed.learned else 'as they were'}",
+        f"50 episodes {printed.last_50_return:.2f}, weights {'changed' if printed.learned else 'unchanged'}",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        for name, path in (("its settings, loop put right", SETTINGS), ("corrected", CORRECTED)):
-            found = run_config(path, Path(folder))
+        for name, path in (("its settings, correct loop", SETTINGS), ("corrected", CORRECTED)):
+            summary = run_config(path, Path(folder))
             print(
-                f"{name}: {found.tokens:,} environment steps, mean return of the last 100 training episodes "
-                f"{found.last_100_return:.2f}, of 100 episodes with the likeliest actions {found.eval_after:.2f}",
+                f"{name}: {summary.tokens:,} environment steps, mean return of the last 100 training episodes "
+                f"{summary.last_100_return:.2f}, of 100 episodes with the likeliest actions {summary.eval_after:.2f}",
                 flush=True,
             )
     as_said = (printed.env_steps, printed.updates, printed.last_50_return, printed.learned) == (500, 0, 0.0, False)
-    sys.exit(0 if as_said and found.last_100_return >= SOLVED else 1)
+    sys.exit(0 if as_said and summary.last_100_return >= SOLVED else 1)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Measurements side by side with the alternative, in one run, as ratios. Each module is a command."""
+"""Does PPO with a KL penalty end where its objective has its maximum? See README.md."""

@@ -1,8 +1,8 @@
-"""How far a trained policy is from the known optimum, by summing over every response there is.
+"""How far is a trained policy from the known optimum? Computed by summing over every possible response.
 
-The objective J(pi) = E[R(x, y)] - beta KL(pi || reference), KL over whole responses, has its maximum
+The objective J(pi) = E[R(x, y)] - beta KL(pi || reference), with KL over whole responses, has its maximum
 beta log Z(x), Z(x) = sum_y pi_ref(y|x) exp(R(x, y) / beta), at pi*(y|x) = pi_ref(y|x) exp(R / beta) / Z, and
-J(pi) = beta log Z - beta KL(pi || pi*). README.md says why PPO has it as its fixed point.
+J(pi) = beta log Z - beta KL(pi || pi*). README.md explains why this is the fixed point of PPO.
 
 `python -m experiments.optimum.exact RUN` prints both for every prompt of a recorded run.
 """
@@ -35,7 +35,7 @@ Response = tuple[int, ...]
 
 
 def all_responses(vocab_size: int, stop_ids: frozenset[int], longest: int) -> list[Response]:
-    """Every response: ended by a stop token, or cut off after `longest` tokens."""
+    """Every possible response: ended by a stop token, or cut off after `longest` tokens."""
     going_on = [i for i in range(vocab_size) if i not in stop_ids]
     ended = [
         (*begin, stop)
@@ -54,11 +54,11 @@ def response_logprobs(
     batch = lay_out([prompt] * len(responses), responses, "right")
     logits = policy_logits(policy, batch)
     tokens, _ = token_statistics(logits, batch.targets, config.rollout.temperature, None, config.numerics.mode)
-    return torch.stack([part.sum() for part in tokens.to(torch.float64).split([len(y) for y in responses])])
+    return torch.stack([response.sum() for response in tokens.to(torch.float64).split([len(y) for y in responses])])
 
 
 def log_sum_exp(x: Tensor) -> float:
-    """log of the sum of exp, over all elements."""
+    """The log of the sum of exp over all elements."""
     return float(torch.logsumexp(x, 0))
 
 
@@ -68,14 +68,14 @@ def objective(log_p: Tensor, log_ref: Tensor, rewards: Tensor, beta: float) -> f
 
 
 def optimum(log_ref: Tensor, rewards: Tensor, beta: float) -> tuple[float, Tensor]:
-    """beta log Z and log pi*."""
+    """(beta log Z, log pi*)."""
     tilted = log_ref + rewards / beta
     return beta * log_sum_exp(tilted), tilted - log_sum_exp(tilted)
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Objectives of one prompt: of the reference, of a policy, and the greatest there is."""
+    """Objectives of one prompt: of the reference, of a policy, and the maximum."""
 
     prompt: str
     reference: float
@@ -87,25 +87,27 @@ class Distance:
 
 
 def distances(config: RunConfig, prepared: Prepared, policy: PreTrainedModel, beta: float) -> list[Distance]:
-    """For every training prompt."""
+    """The distance of every training prompt."""
     task = prepared.task
     (reward,) = task.judge.functions
     assert reward is not None, "the reward is a function of the experiment"
     responses = all_responses(policy.config.vocab_size, prepared.engine.stop_ids, config.rollout.max_response_tokens)
     texts = [decode(task.tokenizer, y) for y in responses]
-    found = []
+    results = []
     for problem in sorted(task.problems.train, key=lambda p: p.key):
         rewards = [reward(problem.prompt, text, problem.answer) for text in texts]
         ids = task.prompt_ids[problem.key]
         log_p, log_ref = (response_logprobs(m, ids, responses, config) for m in (policy, prepared.state.reference))
-        found.append(distance(problem.prompt, log_p, log_ref, torch.tensor(rewards, dtype=torch.float64), beta, texts))
-    return found
+        results.append(
+            distance(problem.prompt, log_p, log_ref, torch.tensor(rewards, dtype=torch.float64), beta, texts)
+        )
+    return results
 
 
 def distance(
     prompt: str, log_p: Tensor, log_ref: Tensor, rewards: Tensor, beta: float, texts: Sequence[str]
 ) -> Distance:
-    """From log-probs and rewards of all responses to one prompt, float64 [n] each."""
+    """The distance of one prompt from log-probs and rewards of all its responses, float64 [n] each."""
     best, log_best = optimum(log_ref, rewards, beta)
     return Distance(
         prompt=prompt,
@@ -119,7 +121,7 @@ def distance(
 
 
 def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
-    """The distances of a recorded run's final policy, for the run's own beta or another one."""
+    """The distances of a recorded run's final policy, for another beta or (None) the run's own."""
     config = load_recorded_config(run_dir)
     prepared = prepare(config, lambda step, total, loss: None)
     source, _ = load_folder(final_folder(run_dir))
@@ -133,9 +135,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="folder of a recorded run")
     parser.add_argument("--beta", type=float, help="measure for this weight of the KL instead of the run's")
     arguments = parser.parse_args()
-    found = read(arguments.run, arguments.beta)
+    results = read(arguments.run, arguments.beta)
     print("prompt  reference     policy    optimum  gap/optimum  gap/gain   reward   KL nats  likeliest at the optimum")
-    for d in found:
+    for d in results:
         gap = d.optimum - d.policy
         print(
             f"{d.prompt:<6} {d.reference:>10.5f} {d.policy:>10.5f} {d.optimum:>10.5f} {gap / d.optimum:>12.3%}"

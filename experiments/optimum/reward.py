@@ -1,4 +1,4 @@
-"""A reward that has to be looked ahead for: to end early costs what could still have been said."""
+"""A reward that requires looking ahead: ending early costs the reward of further letters."""
 
 
 def score(prompt: str, response: str, answer: str) -> float:

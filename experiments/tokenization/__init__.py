@@ -1,1 +1,1 @@
-"""Does the tokenizer matter? Studies as data, and an exact table of what cannot depend on it."""
+"""Does the tokenizer matter? Grid files of studies, and an exact table of what cannot depend on it."""

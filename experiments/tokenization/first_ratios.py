@@ -1,7 +1,7 @@
 """Log-probs of the first iteration's responses after decoding and encoding them again, beside those sampled.
 
-The model is the one that the run started as. In exact numerics ids that are those of their text, and ids before the
-first that is not, have the bits that the sampler recorded.
+The model is the run's initial policy. In exact numerics, ids that encoding their text gives back, and ids before the
+first that it does not, have the bits that the sampler recorded.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ COMPARED = (
 )  # fmt: skip
 Drift = Literal["none", "cut", "special", "bytes"]
 DRIFTS = {
-    "none": "the ids are those of their text",
+    "none": "encoding the text gives the same ids",
     "cut": "the same bytes in other tokens",
-    "special": "a token without text, other than the end of a response that stopped: no text has it",
-    "bytes": "other bytes: what is no UTF-8, or spells the name of a special token, does not survive as text",
+    "special": "a token without text, other than the end of a response that stopped: no text contains it",
+    "bytes": "other bytes: what is not UTF-8, or spells the name of a special token, does not survive as text",
 }
 
 
 def checked_config(run_dir: Path, control: bool) -> RunConfig:
-    """The configuration of a run whose first log-probs can be compared; UserError says why others cannot."""
+    """The configuration of a run whose first log-probs can be compared; UserError where they cannot."""
     if reader.open_manifest(run_dir).kind != "language":
-        raise UserError(f"{run_dir}: a run on an environment has no text; give a run of a language model")
+        raise UserError(f"{run_dir}: a control run has no text; give a run of a language model")
     config = load_recorded_config(run_dir)
     mode, rollout = config.numerics.mode, config.rollout
     if mode == "native" and not control:
@@ -62,23 +62,23 @@ def checked_config(run_dir: Path, control: bool) -> RunConfig:
     require_undisturbed(config)
     if rollout.top_k or rollout.top_p < 1.0:
         raise UserError(
-            f"{run_dir}: rollout.top_k = {rollout.top_k}, top_p = {rollout.top_p} cut the distribution, and which "
-            "tokens were left is not recorded; give a run with top_k 0 and top_p 1"
+            f"{run_dir}: rollout.top_k = {rollout.top_k}, top_p = {rollout.top_p} truncate the distribution, and the "
+            "remaining tokens are not recorded; give a run with top_k 0 and top_p 1"
         )
     check_shares(config.layout.rank_shares, 1)
     return config
 
 
 def start_model(run_dir: Path, config: RunConfig) -> PreTrainedModel:
-    """The policy before its first step, made again, or from the reference of the run's checkpoints.
+    """The policy before its first step: made again, or the reference of the run's checkpoints.
 
-    UserError where inputs changed or the weights are not those that the manifest names.
+    UserError where inputs changed, or where the weights have another digest than the manifest says.
     """
-    found = reader.open_manifest(run_dir)
-    check_inputs(found.inputs)
-    kept = reference_folder(run_dir)
-    state = prepare(config, lambda step, total, loss: None, kept if kept.is_dir() else None).state
-    digest, recorded = weights_digest(state.reference.named_parameters()), found.final.get("initial_policy_digest")
+    manifest = reader.open_manifest(run_dir)
+    check_inputs(manifest.inputs)
+    folder = reference_folder(run_dir)
+    state = prepare(config, lambda step, total, loss: None, folder if folder.is_dir() else None).state
+    digest, recorded = weights_digest(state.reference.named_parameters()), manifest.final.get("initial_policy_digest")
     if digest != recorded:
         raise UserError(
             f"{run_dir}: started from weights {recorded}, made again they are {digest}; native numerics need the "
@@ -89,31 +89,31 @@ def start_model(run_dir: Path, config: RunConfig) -> PreTrainedModel:
 
 @torch.no_grad()
 def logprobs_of(policy: PreTrainedModel, prompts: Ids, responses: Ids, config: RunConfig) -> list[Floats]:
-    """log p(token) of each response's tokens, float32, nats, at the run's temperature, in its numerics and layout."""
-    found: list[Floats] = []
+    """log p of each response's tokens, float32, nats, at the run's temperature, in its numerics and layout."""
+    logprobs: list[Floats] = []
     size = config.layout.forward_micro_batch or max(1, len(prompts))
     for start in range(0, len(prompts), size):
-        asked, said = prompts[start : start + size], responses[start : start + size]
-        batch = lay_out(asked, said, config.layout.padding)
+        prompt_ids, response_ids = prompts[start : start + size], responses[start : start + size]
+        batch = lay_out(prompt_ids, response_ids, config.layout.padding)
         hidden, head = hidden_states(trunk_of(policy), batch), head_of(policy)
-        parts = [
+        chunks = [
             token_statistics(
                 head(hidden[rows]), batch.targets[rows], config.rollout.temperature, None, config.numerics.mode
             )[0]
             for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // policy.config.vocab_size))
         ]
-        ends = np.cumsum([len(row) for row in said])
-        found += np.split(torch.cat(parts).numpy(), ends[:-1])
-    return found
+        ends = np.cumsum([len(row) for row in response_ids])
+        logprobs += np.split(torch.cat(chunks).numpy(), ends[:-1])
+    return logprobs
 
 
 def kind_of_drift(ids: Sequence[int], again: Sequence[int], spelled: dict[int, bytes]) -> Drift:
-    """One of DRIFTS; `spelled`: the bytes of every token that has text."""
+    """The key of DRIFTS; `spelled`: the bytes of every token that has text."""
     if list(ids) == list(again):
         return "none"
     if any(token not in spelled for token in ids):
         return "special"
-    # the new ids can have a special token, where the text spells its name
+    # the new ids can have a special token if the text spells its name
     before, after = (b"".join(spelled.get(token, b"") for token in row) for row in (ids, again))
     return "cut" if before == after else "bytes"
 
@@ -124,17 +124,17 @@ def outside_band(log_ratios: NDArray[np.float64], clip_range: float) -> NDArray[
 
 
 def compared(sampled: Floats, again: Floats, same: int, clip_range: float) -> dict[str, float]:
-    """One response: log-probs of its sampled ids and of those of its text, of which the first `same` ids are equal.
+    """One response: log-probs of its sampled ids and of the new ids of its text, of which the first `same` are equal.
 
     `same_tokens` and how many of them differ in any bit (`unequal`); `tokens_again`; `log_ratio` = sum again - sum
-    sampled, nats, 0 only where the sums are equal, and whether its ratio is outside 1 ± clip_range; by position, as a
-    trainer does that cuts both to the shorter length: `aligned` tokens, how many of them are outside, and whether the
-    first other token is (NaN where one side has none there).
+    sampled, nats, 0 only if the sums are equal, and whether its ratio is outside 1 ± clip_range. By position, as in a
+    trainer that cuts both to the shorter length: `aligned` tokens, how many of them are outside, and whether the first
+    different token is (NaN where one side has none).
     """
     differs = sampled[:same].view(np.int32) != again[:same].view(np.int32)
     shorter = min(len(sampled), len(again))
     outside = outside_band(again[:shorter].astype(np.float64) - sampled[:shorter], clip_range)
-    # one rounding of an exact sum, so that 0 is equality
+    # an exact sum rounded once, so that 0 means equality
     log_ratio = math.fsum([*again.tolist(), *(-sampled).tolist()])
     return {
         "same_tokens": same,
@@ -151,7 +151,7 @@ def compared(sampled: Floats, again: Floats, same: int, clip_range: float) -> di
 def response_table(run_dir: Path, clip_range: float, control: bool) -> pd.DataFrame:
     """One row per response of the first iteration: drift (of DRIFTS), finish_reason, tokens, scored, and `compared`.
 
-    A response whose text has no token, or with its prompt more than numerics.max_context, has `scored` False and NaN.
+    A response without new ids, or with more than numerics.max_context including its prompt, has `scored` False and NaN.
     UserError as `checked_config` and `start_model`.
     """
     config = checked_config(run_dir, control)
@@ -161,24 +161,26 @@ def response_table(run_dir: Path, clip_range: float, control: bool) -> pd.DataFr
     tokenizer = recorded_tokenizer(run_dir)
     spelled = token_bytes(tokenizer)
     drift = retokenization(sequences, tokenizer)
-    said, texts_ids = encoded_again(sequences, tokenizer)
-    # the end token that was sampled, which is no text, ends the new ids too
-    ends = [list(row[len(ids) :]) for row, ids in zip(sequences["response_ids"], said, strict=True)]
+    text_ids, texts_ids = encoded_again(sequences, tokenizer)
+    # a sampled end token, which has no text, ends the new ids too
+    ends = [list(row[len(ids) :]) for row, ids in zip(sequences["response_ids"], text_ids, strict=True)]
     again = [[*ids, *map(int, end)] for ids, end in zip(texts_ids, ends, strict=True)]
     prompts = [list(map(int, row)) for row in sequences["prompt_ids"]]
     sampled = [rows.to_numpy(np.float32) for _, rows in tokens.groupby("sequence", sort=True)["rollout_logprobs"]]
     limit = config.numerics.max_context
     scored = [0 < len(new) <= limit - len(prompt) for prompt, new in zip(prompts, again, strict=True)]
-    chosen = [i for i, can in enumerate(scored) if can]
-    found = logprobs_of(start_model(run_dir, config), [prompts[i] for i in chosen], [again[i] for i in chosen], config)
+    scored_rows = [i for i, can in enumerate(scored) if can]
+    logprobs = logprobs_of(
+        start_model(run_dir, config), [prompts[i] for i in scored_rows], [again[i] for i in scored_rows], config
+    )
     first = drift["first_drift_pos"].to_numpy(np.float64)
     numbers = {
         i: compared(sampled[i], new, len(sampled[i]) if math.isnan(first[i]) else int(first[i]), clip_range)
-        for i, new in zip(chosen, found, strict=True)
+        for i, new in zip(scored_rows, logprobs, strict=True)
     }
     table = pd.DataFrame(
         {
-            "drift": [kind_of_drift(a, b, spelled) for a, b in zip(said, texts_ids, strict=True)],
+            "drift": [kind_of_drift(a, b, spelled) for a, b in zip(text_ids, texts_ids, strict=True)],
             "finish_reason": sequences["finish_reason"],
             "tokens": [len(row) for row in sampled],
             "scored": scored,

@@ -1,12 +1,12 @@
-"""What one run of a tokenization study came to, as numbers: its scores, KL in several units, clip shares and drift."""
+"""The numbers of one run of a tokenization study: its scores, KL in several units, clip shares and drift."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
+from analysis.grids.outcomes import complete_cells
 from analysis.tokenization.tables import iteration_tables, run_drift
 from analysis.tokenization.tokenizer import recorded_tokenizer
 from analysis.tokenization.words import BOUNDARIES
@@ -35,7 +35,7 @@ MEASURES = {
     "word_out": "share of words whose ratio was outside the clip band in the last epoch, white space leading",
     "gain_per_nat": "least squares slope through 0 of score - start on KL per response, over iterations",
     "gain_per_token_nat": "the same on KL per token",
-    "drift_first": "share of responses whose ids are not those of their text, first iteration",
+    "drift_first": "share of responses whose text encodes to other ids, first iteration",
     "drift_last": "the same, last iteration",
 }
 
@@ -60,11 +60,11 @@ def of_run(run_dir: Path) -> dict[str, float]:
     tables = {b: iteration_tables(run_dir, final, boundary=b, cluster="sequence") for b in BOUNDARIES}
     summary, clip = tables["leading"].tok_summary, tables["leading"].tok_clip
     if clip is None:
-        raise UserError(f"{run_dir}: its objective has no clip band; the studies take `clip`")
+        raise UserError(f"{run_dir}: its objective has no clip band; the studies need `clip`")
     start, gains = float(rows["score_mean"].iloc[0]), rows["score_mean"] - rows["score_mean"].iloc[0]
     exact, per_word = (_value(summary, name, "word", "ratio_of_sums") for name in ("kl_exact", "tokens"))
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), boundary="leading", iterations=[0, final])
-    found = {
+    measures = {
         "start": start,
         "score": float(end["score_mean"].mean()),
         "gain": float(end["score_mean"].mean()) - start,
@@ -79,9 +79,9 @@ def of_run(run_dir: Path) -> dict[str, float]:
     }
     for boundary in BOUNDARIES:
         shares = tables[boundary].tok_summary
-        found[f"first_{boundary}"] = _value(shares, "kl_exact_first_share", "share", "ratio_of_sums")
-        found[f"entropy_{boundary}"] = _value(shares, "entropy_first_share", "share", "ratio_of_sums")
-    return found | {
+        measures[f"first_{boundary}"] = _value(shares, "kl_exact_first_share", "share", "ratio_of_sums")
+        measures[f"entropy_{boundary}"] = _value(shares, "entropy_first_share", "share", "ratio_of_sums")
+    return measures | {
         "token_out": float(clip["token_out"].iloc[-1]),
         "token_out_words": float(clip["token_out"].iloc[-1]) * per_word,
         "word_out": float(clip["word_out"].iloc[-1]),
@@ -92,23 +92,9 @@ def of_run(run_dir: Path) -> dict[str, float]:
     }
 
 
-def complete_cells(grid: Path) -> pd.DataFrame:
-    """One row per complete cell: point (labels of the axes), seed, fingerprint, run_dir; UserError if none is."""
-    table = pd.read_parquet(grid / "cells.parquet")
-    table = table[table["state"] == "complete"].reset_index(drop=True)
-    if table.empty:
-        raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
-    axes = [name for name in table.columns if name.startswith("axis.")]
-    points = [", ".join(map(str, labels)) for labels in table[axes].itertuples(index=False)]
-    found = table[["seed", "fingerprint"]].copy()
-    found.insert(0, "point", np.array(points, dtype=object))
-    found["run_dir"] = [grid / str(run_dir) for run_dir in table["run_dir"]]
-    return found
-
-
 def of_grid(grid: Path) -> pd.DataFrame:
-    """One row per complete cell: point (labels of the axes), seed, fingerprint and MEASURES; UserError if none is."""
+    """One row per complete cell: point (labels of the axes), seed, fingerprint and MEASURES; UserError without any."""
     cells = complete_cells(grid)
-    found = pd.DataFrame([of_run(run_dir) for run_dir in cells["run_dir"]])
-    found.insert(0, "point", cells["point"])
-    return pd.concat([found, cells[["seed", "fingerprint"]]], axis=1)
+    table = pd.DataFrame([of_run(grid / str(run_dir)) for run_dir in cells["run_dir"]])
+    table.insert(0, "point", cells["point"])
+    return pd.concat([table, cells[["seed", "fingerprint"]]], axis=1)

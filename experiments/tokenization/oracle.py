@@ -1,13 +1,13 @@
-"""E0: what a tokenizer can change in a KL divergence, by exact sums over every string there is.
+"""E0: what can a tokenizer change in a KL divergence? Computed by exact sums over every possible string.
 
-Two distributions p and q over all strings of at most six letters a, b and space. A tokenizer cuts each string in one
-way; from the probability of the strings follow the exact conditionals of every token, the end token included. Then
+p and q are two distributions over all strings of at most six letters a, b and space. A tokenizer cuts each string in
+one way; the probabilities of strings determine the conditionals of every token, including the end token. Then
 
 * P1: over the tokens of a string, sum log p(token | before) / q(token | before) = log p(string) / q(string);
 * P2: KL over token sequences = KL over strings + E_p KL(p(cut | string) || q(cut | string)), by the chain rule, and
-  the last term is 0 where every string is cut in one way only;
-* P3: the expected sums of k1, of k3 and of the divergence per position are that KL for every tokenizer; those of k2,
-  |k1| and clamped k1 are not the same for all tokenizers, nor is any mean per token.
+  the last term is 0 where every string is cut in only one way;
+* P3: the expected sums of k1, of k3 and of the divergence per position equal that KL for every tokenizer; those of k2,
+  |k1| and clamped k1 depend on the tokenizer, and so does every mean per token.
 
 `python -m experiments.tokenization.oracle` prints the table and exits with 1 where P1 to P3 do not hold to 1e-9.
 """
@@ -32,12 +32,12 @@ CLAMP = 0.3  # k1 is cut off at this many nats, either side
 TOLERANCE = 1e-9
 Ids = tuple[int, ...]
 Distribution = dict[Ids, float]  # over sequences of token ids, END last
-Tokenizer = dict[int, str]  # what each token spells; END spells nothing
+Tokenizer = dict[int, str]  # the text of each token; END has none
 
 
 @dataclass(frozen=True)
 class Row:
-    """Expectations under p of one tokenizer, nats per string unless it says per token."""
+    """Expectations under p for one tokenizer, in nats per string unless named per token."""
 
     tokenizer: str
     tokens: int  # in the vocabulary, END included
@@ -70,20 +70,20 @@ def random_distribution(name: str) -> dict[str, float]:
 def train_bpe(corpus: Mapping[str, float], merges: int) -> list[tuple[str, str]]:
     """The first `merges` merges of BPE on weighted strings; ties go to the first pair. Sennrich et al., 2016."""
     pieces = {s: list(s) for s in corpus}
-    found: list[tuple[str, str]] = []
+    trained: list[tuple[str, str]] = []
     for _ in range(merges):
         counts: Counter[tuple[str, str]] = Counter()
         for s, cut in pieces.items():
             for pair in itertools.pairwise(cut):
                 counts[pair] += corpus[s]  # type: ignore[assignment]
         best = min(counts, key=lambda pair: (-counts[pair], pair))
-        found.append(best)
+        trained.append(best)
         pieces = {s: apply_merge(cut, best) for s, cut in pieces.items()}
-    return found
+    return trained
 
 
 def apply_merge(cut: Sequence[str], pair: tuple[str, str]) -> list[str]:
-    """Every two neighbours that are the pair, from the left, become one piece."""
+    """The pieces with every occurrence of the pair, from the left, joined into one."""
     out: list[str] = []
     for piece in cut:
         if out and (out[-1], piece) == pair:
@@ -97,55 +97,57 @@ def bpe(merges: Sequence[tuple[str, str]]) -> Callable[[str], list[str]]:
     """The cut of a string by merges in their order."""
 
     def cut(text: str) -> list[str]:
-        found = list(text)
+        pieces = list(text)
         for pair in merges:
-            found = apply_merge(found, pair)
-        return found
+            pieces = apply_merge(pieces, pair)
+        return pieces
 
     return cut
 
 
 def word_level(text: str) -> list[str]:
     """Words with the white space before them."""
-    found: list[str] = []
+    pieces: list[str] = []
     for before, letter in itertools.pairwise(["\0", *text]):
-        if not found or (letter == " " and before != " "):
-            found.append("")
-        found[-1] += letter
-    return found
+        if not pieces or (letter == " " and before != " "):
+            pieces.append("")
+        pieces[-1] += letter
+    return pieces
 
 
 def canonical(p: Mapping[str, float], cut: Callable[[str], list[str]], ids: Mapping[str, int]) -> Distribution:
-    """The distribution over token sequences in which each string has one cut."""
+    """The distribution over token sequences where each string has one cut."""
     return {(*(ids[piece] for piece in cut(s)), END): mass for s, mass in p.items()}
 
 
 def spread(p: Mapping[str, float], tokenizer: Tokenizer, name: str) -> Distribution:
-    """The same strings over all their cuts, each string's in random shares of its own."""
+    """The same strings over all their cuts, in random shares for each string."""
     spelled = {i: piece.encode() for i, piece in tokenizer.items()}
-    found: Distribution = {}
+    distribution: Distribution = {}
     for s, mass in p.items():
         cuts = list(segmentations(s.encode(), spelled))
         shares = (words(len(cuts), "oracle", name, s) >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 0.01
-        found |= {(*c, END): mass * share for c, share in zip(cuts, (shares / shares.sum()).tolist(), strict=True)}
-    return found
+        distribution |= {
+            (*c, END): mass * share for c, share in zip(cuts, (shares / shares.sum()).tolist(), strict=True)
+        }
+    return distribution
 
 
 def conditionals(p: Distribution, size: int) -> dict[Ids, npt.NDArray[np.float64]]:
-    """p(next | prefix), [size], of every prefix with any mass: exact autoregressive conditionals."""
+    """Exact autoregressive conditionals: p(next | prefix), [size], for every prefix with any mass."""
     masses: dict[Ids, list[list[float]]] = defaultdict(lambda: [[] for _ in range(size)])
     for ids, mass in p.items():
         for t, token in enumerate(ids):
             masses[ids[:t]][token].append(mass)
-    found = {}
+    by_prefix = {}
     for prefix, columns in masses.items():
         total = np.array([math.fsum(column) for column in columns])
-        found[prefix] = total / math.fsum(total.tolist())
-    return found
+        by_prefix[prefix] = total / math.fsum(total.tolist())
+    return by_prefix
 
 
 def next_logprobs(of: Mapping[Ids, npt.NDArray[np.float64]]) -> Callable[[Ids], npt.NDArray[np.float64]]:
-    """The conditionals as a model: log-probs of the next token, -inf where there is none."""
+    """The conditionals as a model: log-probs of the next token, -inf for impossible ones."""
 
     def ask(prefix: Ids) -> npt.NDArray[np.float64]:
         with np.errstate(divide="ignore"):
@@ -160,7 +162,7 @@ def kl(p: Sequence[float], q: Sequence[float]) -> float:
 
 
 def measure(name: str, p: Distribution, q: Distribution, tokenizer: Tokenizer, p_string: Mapping[str, float]) -> Row:
-    """All expectations of one tokenizer, by summing over every token sequence."""
+    """All expectations for one tokenizer, by summing over every token sequence."""
     size = len(tokenizer)
     of_p, of_q = conditionals(p, size), conditionals(q, size)
     text = {ids: "".join(tokenizer[i] for i in ids) for ids in p}
@@ -237,32 +239,32 @@ def marginal_gap() -> tuple[float, float]:
     spelled = {i: piece.encode() for i, piece in tokenizer.items()}
     worst, gap = 0.0, math.inf
     for s in strings():
-        found = exact_marginal(s.encode(), spelled, ask, end_id=END, max_segmentations=100).logprob
+        logprob = exact_marginal(s.encode(), spelled, ask, end_id=END, max_segmentations=100).logprob
         alone = segmentation_logprob([ids[piece] for piece in cut(s)], ask, end_id=END)
-        worst, gap = max(worst, abs(found - math.log(p[s]))), min(gap, found - alone)
+        worst, gap = max(worst, abs(logprob - math.log(p[s]))), min(gap, logprob - alone)
     return worst, gap
 
 
 def broken(rows: Sequence[Row]) -> list[str]:
-    """What of P1 to P3 does not hold; none is right."""
-    found = []
+    """Messages about parts of P1 to P3 that do not hold."""
+    failures = []
     *one_cut, all_cuts = rows
     for row in rows:
         whole = row.string_kl + row.cut_kl
         for name, value in (("sum k1", row.sum_k1), ("sum k3", row.sum_k3), ("sum exact", row.sum_exact)):
             if not abs(value - whole) <= TOLERANCE:
-                found.append(f"{row.tokenizer}: {name} = {value!r} is not the KL {whole!r}")
+                failures.append(f"{row.tokenizer}: {name} = {value!r} is not the KL {whole!r}")
         if not row.telescoping <= TOLERANCE:
-            found.append(f"{row.tokenizer}: sums of k1 miss log p/q by {row.telescoping!r}")
+            failures.append(f"{row.tokenizer}: sums of k1 miss log p/q by {row.telescoping!r}")
     if any(not abs(row.cut_kl) <= TOLERANCE for row in one_cut):
-        found.append("a tokenizer with one cut per string has a KL between cuts")
+        failures.append("a tokenizer with one cut per string has a KL between cuts")
     if not all_cuts.cut_kl > 1e-3:
-        found.append("spreading over cuts added nothing")
+        failures.append("spreading over cuts added nothing")
     for name in ("sum_k2", "sum_abs_k1", "sum_clamped_k1", "token_mean", "mean_of_means"):
         values = [getattr(row, name) for row in one_cut]
         if not max(values) - min(values) > 1e-3:
-            found.append(f"{name} is the same for all tokenizers, which nothing promises")
-    return found
+            failures.append(f"{name} is the same for all tokenizers, which is not expected")
+    return failures
 
 
 def main() -> None:
@@ -277,11 +279,11 @@ def main() -> None:
         )
     worst, gap = marginal_gap()
     print(f"log p(text) over all cuts is log p(string) to {worst:.0e}, above the canonical cut's by {gap:.4f} at least")
-    found = broken(rows)
+    failures = broken(rows)
     if not worst <= TOLERANCE or gap < 0.0:
-        found.append("summing over all cuts does not give the probability of the string")
-    print("\n".join(found) or f"P1 to P3 hold to {TOLERANCE:.0e}")
-    sys.exit(1 if found else 0)
+        failures.append("summing over all cuts does not give the probability of the string")
+    print("\n".join(failures) or f"P1 to P3 hold to {TOLERANCE:.0e}")
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A language of four topics whose answers are four words of the prompt's topic, and the reward that says so.
+"""A language of four topics, whose answers are four words of the prompt's topic, and its reward.
 
-It is made from nothing and does not know any tokenizer. `python -m experiments.tokenization.topics FILE.jsonl` writes
-the prompts.
+It is generated without data and independent of any tokenizer. `python -m experiments.tokenization.topics FILE.jsonl`
+writes the prompts.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ TOPICS, WORDS, SLOTS, PROMPTS = 4, 60, 4, 1000
 def lexicon() -> list[list[str]]:
     """The words of each topic, commonest first; rarer words have more syllables, from one to four."""
     raw = iter(words(20000, "topics", "syllables").tolist())
-    seen: set[str] = set()
-    found: list[list[str]] = [[] for _ in range(TOPICS)]
+    used: set[str] = set()
+    topics: list[list[str]] = [[] for _ in range(TOPICS)]
     for rank in range(WORDS):
-        for topic in found:
+        for topic in topics:
             word = ""
-            while not word or word in seen:
+            while not word or word in used:
                 syllables = 1 + rank * 4 // WORDS
                 word = "".join(
                     CONSONANTS[next(raw) % len(CONSONANTS)] + VOWELS[next(raw) % len(VOWELS)] for _ in range(syllables)
                 )
-            seen.add(word)
+            used.add(word)
             topic.append(word)
-    return found
+    return topics
 
 
 LEXICON = lexicon()
@@ -42,33 +42,33 @@ TOPIC_OF = {word: number for number, topic in enumerate(LEXICON) for word in top
 def zipf_rank(draw: int) -> int:
     """A rank with probability proportional to 1 / (rank + 1), from a 64-bit word."""
     weights = [840_000_000 // (rank + 1) for rank in range(WORDS)]
-    place = draw % sum(weights)
+    rest = draw % sum(weights)
     for rank, weight in enumerate(weights):
-        if place < weight:
+        if rest < weight:
             return rank
-        place -= weight
-    raise AssertionError("the place lies below the sum")
+        rest -= weight
+    raise AssertionError("the draw is below the sum of the weights")
 
 
 def entries() -> list[dict[str, str]]:
     """Prompts such as `ba miro:` with answers such as ` ka ba lune so`, all words of one topic."""
-    found: dict[str, dict[str, str]] = {}
+    by_prompt: dict[str, dict[str, str]] = {}
     raw = iter(words(PROMPTS * 40, "topics", "prompts").tolist())
-    while len(found) < PROMPTS:
+    while len(by_prompt) < PROMPTS:
         topic = LEXICON[next(raw) % TOPICS]
         prompt = f"{topic[next(raw) % WORDS]} {topic[next(raw) % WORDS]}:"
         answer = "".join(f" {topic[zipf_rank(next(raw))]}" for _ in range(SLOTS))
-        found.setdefault(prompt, {"prompt": prompt, "answer": answer, "key": prompt})
-    return list(found.values())
+        by_prompt.setdefault(prompt, {"prompt": prompt, "answer": answer, "key": prompt})
+    return list(by_prompt.values())
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-    """Share of a response's words that are of the prompt's topic and not said before; 0 unless there are four."""
-    said: Sequence[str] = response.split()
+    """Share of a response's words that are of the prompt's topic and not repeated; 0 unless there are four words."""
+    spoken: Sequence[str] = response.split()
     topic = TOPIC_OF[prompt.rstrip(":").split()[0]]
-    if len(said) != SLOTS:
+    if len(spoken) != SLOTS:
         return 0.0
-    return sum(TOPIC_OF.get(word) == topic for word in set(said)) / SLOTS
+    return sum(TOPIC_OF.get(word) == topic for word in set(spoken)) / SLOTS
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How good is a warm start, in a unit that no tokenizer changes: `python -m experiments.tokenization.warm_starts`.
+"""How good is a warm start, in a unit independent of the tokenizer? `python -m experiments.tokenization.warm_starts`
 
 Prints, by tokenizer and warm-start steps, -log p(answer and its end | prompt) of held-out prompts in nats per character
 of the answers, and in nats per token.
@@ -29,7 +29,7 @@ TOKENIZERS = {
 
 
 def held_out_nats(config: RunConfig) -> tuple[float, float]:
-    """-sum log p of the held-out answers with their end tokens, per character of the answers and per token."""
+    """-sum log p of the held-out answers and their end tokens, per character of the answers and per token."""
     prepared = prepare(config, lambda step, total, loss: None)
     task = prepared.task
     tokenizer, problems = task.tokenizer, task.problems.held_out

@@ -1,4 +1,4 @@
-"""Every fault is really committed, and the diagnosis names it and no other: the whole table, over models and seeds."""
+"""Every fault is actually made, and the diagnosis names it and no other, over models and seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each framework's keys against its published formula, written once more on padded matrices, slowly, in NumPy."""
+"""Each framework's keys against its published formula, written again slowly on padded matrices in NumPy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.clipping.flags import token_flags
+from analysis.clipping.update_rows import load_iterations
 from analysis.dialects import cleanrl, nemo_rl, openrlhf, prime_rl, slime, tinker, trl, verl, verl_rollout_corr
 from analysis.dialects.report import DIALECTS, definitions, long_table, main
-from analysis.update_rows import load_iterations
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from tests.support.clip_rows import RULE, make_item

@@ -1,4 +1,4 @@
-"""Pairs of runs come whole, in one shape, and with the recorded bits."""
+"""Pairs from runs are complete, in one shape, and have the recorded bits."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_a_run_against_itself_and_against_another(exact_run: Path, native_run: P
     ("ids", "message"),
     [
         ([[5, 6, 7], [5, 6, 8]], r"first differing token is iteration 0, sequence 2, position 2: token 7 against .* 8"),
-        ([[5, 6, 7], [5, 6]], "only one of them has iteration 0, sequence 2, position 2: token 7"),
-        ([[5, 6], [5, 6, 7]], "only one of them has iteration 0, sequence 2, position 2: token 7"),
+        ([[5, 6, 7], [5, 6]], "only one has iteration 0, sequence 2, position 2: token 7"),
+        ([[5, 6], [5, 6, 7]], "only one has iteration 0, sequence 2, position 2: token 7"),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 2, 100])

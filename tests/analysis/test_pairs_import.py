@@ -1,4 +1,4 @@
-"""Files of other stacks become pairs; nothing is guessed, and what does not fit is refused with its row."""
+"""Files of other stacks become pairs; nothing is guessed, and wrong input is refused with its row."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_response_length_must_fit(tmp_path: Path) -> None:
 
 def test_positions_of_whole_responses_cannot_be_named(tmp_path: Path) -> None:
     rows = [row | {"p": [0] * len(row["ids"])} for row in rows_of(NAMES)]
-    with pytest.raises(UserError, match="rows are whole responses, which are counted; position must be None"):
+    with pytest.raises(UserError, match="rows are whole responses, numbered by row; position must be None"):
         list(imported_pairs(write(tmp_path / "a.jsonl", rows), dataclasses.replace(NAMES, position="p")))
 
 

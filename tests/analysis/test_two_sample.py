@@ -41,7 +41,7 @@ def mmd_by_definition(a: Ints, b: Ints, strata: npt.NDArray[np.int64]) -> float:
 def test_padding() -> None:
     found = two_sample.padded([np.array([5, 6], np.int32), np.array([], np.int32), np.array([7], np.int32)], 2)
     assert found.tolist() == [[5, 6], [-1, -1], [7, -1]]
-    with pytest.raises(ValueError, match="2 tokens in 1 columns"):
+    with pytest.raises(ValueError, match="2 tokens does not fit into 1 columns"):
         two_sample.padded([np.array([5, 6], np.int32)], 1)
 
 
@@ -94,7 +94,7 @@ def test_prompts_that_say_nothing() -> None:
     many = np.zeros((2100, 1), np.int64)
     with pytest.raises(UserError, match="4200 responses to one prompt, at most 4096"):
         two_sample.mmd_hamming(many, many, many[:, 0], many[:, 0], rng(), paired=True)
-    with pytest.raises(ValueError, match="one width, and pairs one stratum"):
+    with pytest.raises(ValueError, match="the same width, and pairs the same stratum"):
         two_sample.mmd_hamming(a, b, strata, strata[::-1], rng(), paired=True)
 
 

@@ -1,4 +1,4 @@
-"""What is said of a grid: measures of a cell, comparisons by seed, correlations of shares, and the figures."""
+"""The tables of a grid: measures of a cell, comparisons by seed, correlations of shares, and the figures."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.grids.distinct_results import counted
 from analysis.grids.distinct_results import main as fingerprints_main
-from analysis.grids.figure import across, by_point, place, span, ticks
+from analysis.grids.distinct_results import results_by_seed
+from analysis.grids.figure import across, by_point, position, span, ticks
 from analysis.grids.figure import main as figure_main
 from analysis.grids.outcomes import MEASURES, measures_of, mismatch, outcomes
 from analysis.grids.table import comparisons, interval, markdown, rank_correlation, report, rows
@@ -57,9 +57,9 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
 
 def test_what_cannot_be_compared_is_one_line() -> None:
     found = grid_of({"x": [0.0, 1.0], "y": [0.0, 1.0, 2.0]})
-    with pytest.raises(UserError, match=r"^--against q: is no point of this grid; there are x; y$"):
+    with pytest.raises(UserError, match=r"^--against q: is not a point of this grid; there are x; y$"):
         comparisons(found, "accuracy", "q")
-    with pytest.raises(UserError, match=r"^y and x have other seeds; finish the grid"):
+    with pytest.raises(UserError, match=r"^y and x have different seeds; finish the grid"):
         comparisons(found, "accuracy", "x")
 
 
@@ -139,7 +139,7 @@ def test_results_are_counted_within_a_seed(tmp_path: Path, capsys: pytest.Captur
         columns=["axis.numerics.mode", "seed", "axis.layout.rollout_slots", "fingerprint"],
     )  # fmt: skip
     cells["state"] = ["complete"] * 5 + ["failed"]
-    table = counted(cells, "numerics.mode")
+    table = results_by_seed(cells, "numerics.mode")
     assert table.to_numpy().tolist() == [["exact", 1, 2, 2, 1], ["native", 1, 2, 2, 2], ["exact", 2, 2, 1, 1]]
     assert fingerprints_main([str(tmp_path), "--by", "x"]) == 2 and "has no cells.parquet" in capsys.readouterr().err
     cells.to_parquet(tmp_path / "cells.parquet")
@@ -154,7 +154,7 @@ def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert table_main([str(grid)]) == 0
     assert capsys.readouterr().out.startswith("| mode | seeds | accuracy |")
     assert table_main([str(grid), "--against", "q"]) == 2
-    assert capsys.readouterr().err == "--against q: is no point of this grid; there are exact; native\n"
+    assert capsys.readouterr().err == "--against q: is not a point of this grid; there are exact; native\n"
     for given in ([], ["--across", "outside"]):
         assert figure_main([str(grid), str(tmp_path / "f.svg"), *given]) == 0
         ElementTree.fromstring((tmp_path / "f.svg").read_text())
@@ -165,10 +165,10 @@ def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_every_run_is_drawn_where_it_belongs() -> None:
     found = grid_of({"x": [0.0, 1.0], "y": [0.5, math.nan]}, outside={"x": [0.0, 0.5], "y": [0.2, 0.3]})
     axis = span(found["accuracy"])
-    assert axis == pytest.approx((-0.05, 1.05)) and place(0.5, axis, 0.0, 10.0) == pytest.approx(5.0)
+    assert axis == pytest.approx((-0.05, 1.05)) and position(0.5, axis, 0.0, 10.0) == pytest.approx(5.0)
     drawn = by_point(found, "accuracy")
     dots = [float(x) for x in re.findall(r'<circle cx="([\d.]+)"', drawn)]
-    assert dots == pytest.approx([place(v, axis, 230.0, 740.0) for v in (0.0, 1.0, 0.5)], abs=0.06)
+    assert dots == pytest.approx([position(v, axis, 230.0, 740.0) for v in (0.0, 1.0, 0.5)], abs=0.06)
     assert "y (1 not finite)" in drawn
     assert len(re.findall("<circle", across(found, "outside", "accuracy"))) == 3
 

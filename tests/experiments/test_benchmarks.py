@@ -1,4 +1,4 @@
-"""What the benchmarks compute beside times: floors, intervals, and the comparison of devices."""
+"""What the benchmarks compute from times: floors, intervals, and the comparison of devices."""
 
 from __future__ import annotations
 

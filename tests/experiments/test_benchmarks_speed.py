@@ -1,4 +1,4 @@
-"""What the benchmarks of speed compute beside times: ratios, bytes, the fit of the cost model, the peer's torch."""
+"""What the benchmarks of speed compute from times: ratios, bytes, the fit of the cost model, the peer's torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from experiments.benchmarks import all as everything
 from experiments.benchmarks import recording, scale, timing, workload
 from experiments.benchmarks.peers import environment
-from experiments.benchmarks.scale import Case, Found
+from experiments.benchmarks.scale import Case, CaseCost
 from experiments.benchmarks.timing import Cost
 from ppo_repro.config.files import load_config
 from tests.support.paths import SMALL
@@ -61,7 +61,7 @@ def test_every_prompt_of_the_folder_has_its_tokens(tmp_path: Path) -> None:
 
 def test_the_cost_model_finds_what_made_the_numbers_and_says_how_far_it_is_off() -> None:
     truth = np.array([0.05, 2e-11, 3e-10, 1e-9])
-    found = [Found(c, float(np.array(scale.features(c)) @ truth), c.sequences * c.response) for c in scale.cases()]
+    found = [CaseCost(c, float(np.array(scale.features(c)) @ truth), c.sequences * c.response) for c in scale.cases()]
     fitted = scale.fit(found)
     assert list(fitted.coefficients.values()) == pytest.approx(truth.tolist(), rel=1e-6)
     assert fitted.largest_error < 1e-6

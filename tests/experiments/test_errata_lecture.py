@@ -1,4 +1,4 @@
-"""What a lecture prints about PPO, run: its program, its advice on the clip range, its adaptive clip range."""
+"""A lecture's claims about PPO, run: its program, its advice on the clip range, its adaptive clip range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of the studies E1 to E7: measures of a cell, comparisons by seed, and which tables there are."""
+"""The tables of the studies E1 to E7: measures of a cell, comparisons by seed, and which tables are printed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_cells_of_another_study_are_points_under_their_name_here() -> None:
 
 def test_what_cannot_be_compared_is_one_line() -> None:
     found = cells({"a": {"kl": [1.0, 2.0]}, "b": {"kl": [1.0]}, "c": {"kl": [0.0, 1.0]}})
-    for a, b, said in (("a", "b", "other seeds"), ("a", "c", "not positive"), ("a", "d", "point d: has no complete")):
+    refusals = (("a", "b", "different seeds"), ("a", "c", "not positive"), ("a", "d", "point d: has no complete"))
+    for a, b, said in refusals:
         with pytest.raises(UserError, match=said):
             paired(found, a, b, "kl", True)
     with pytest.raises(UserError, match="e4_credit: is compared with cells of e2_ppo"):
@@ -120,7 +121,7 @@ def test_the_command(
     native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measures, "LAST", 1)
-    assert main([str(tmp_path)]) == 2 and "holds no grid of these studies" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2 and "has no grid of these studies" in capsys.readouterr().err
     row = {"state": "complete", "fingerprint": "f", "run_dir": str(native_run)}
     points = [{**row, "seed": seed, "axis.digits": point} for point in POINTS["e7_digits"] for seed in (0, 1)]
     (tmp_path / "e7_digits").mkdir()

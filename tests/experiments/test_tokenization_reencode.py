@@ -117,7 +117,7 @@ def test_the_control_finds_differences_and_is_asked_for(
     assert main(["--control", str(exact_run)]) == 2
     assert "numerics.mode = exact is no control" in capsys.readouterr().err
     assert main(["--control", str(native_run)]) == 0
-    assert "a control has to have some" in capsys.readouterr().out
+    assert "a control must have some" in capsys.readouterr().out
 
 
 def test_logprobs_are_those_of_the_temperature_sampled_at(exact_run: Path) -> None:
@@ -152,7 +152,7 @@ def test_the_verdict_can_fail() -> None:
     assert verdict(unequal, True)[1] and not verdict(equal, True)[1]
     nothing = pd.DataFrame([row | {"scored": False, "same_tokens": np.nan, "unequal": np.nan}])
     assert verdict(nothing, False) == (
-        "0 of 0 tokens before any other id have another log-prob than was sampled: nothing was compared",
+        "0 of 0 tokens before any different id have another log-prob than was sampled: nothing was compared",
         False,
     )
 

@@ -1,4 +1,4 @@
-"""The studies are data that a grid can run: every cell is a configuration, names what it changes, and has a reader."""
+"""The studies are grid files: every cell is a valid configuration, names what it changes, and has a reader."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from hypothesis import strategies as st
 
-from analysis.update_rows import ClipRule, IterationRows, joined
+from analysis.clipping.update_rows import ClipRule, IterationRows, join_tokens
 
 RULE = ClipRule("old", 0.2, 0.2, None, 0.2, True)
 
@@ -62,8 +62,8 @@ def make_item(
         part["clip_flag"], part["value_clipped"], part["new_entropies"] = "none", False, -old
         part["new_values"] = np.zeros(count) if values is None else values[1][epoch]
         parts.append(part.sort_values(["minibatch", "sequence", "position"], kind="stable"))
-    rows = joined(tokens, pd.concat(parts, ignore_index=True), rule.anchor)
-    # exactly the log-ratios asked for, not what is left of them after + anchor - anchor
+    rows = join_tokens(tokens, pd.concat(parts, ignore_index=True), rule.anchor)
+    # exactly the requested log-ratios, without the rounding of + anchor - anchor
     order = pd.DataFrame({"sequence": sequence, "position": position, "place": np.arange(count)})
     place = rows[["sequence", "position"]].merge(order, on=["sequence", "position"], how="left")["place"]
     rows["log_ratios"] = np.asarray(log_ratios, dtype=np.float64)[rows["epoch"], place]

@@ -1,4 +1,4 @@
-"""A run made by hand whose texts attack the page that shows them; every table is consistent with the others."""
+"""A handmade run whose texts attack the page that shows them; its tables are consistent."""
 
 from __future__ import annotations
 

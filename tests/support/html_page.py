@@ -6,7 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from typing import Any
 
-# what the parser must not look into: neither is markup
+# contents that the parser must skip because they are not markup
 RAW = re.compile(r"(<(script|style)[^>]*>)(.*?)(</\2>)", re.DOTALL)
 REFERENCES = ("for", "aria-labelledby", "aria-describedby", "aria-controls")
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.update_rows import ClipRule, IterationRows
+from analysis.clipping.update_rows import ClipRule, IterationRows
 from tests.support.clip_rows import RULE, make_item
 
-PAD = np.nan  # a formula that forgets its mask shows it
+PAD = np.nan  # a formula that forgets its mask gives NaN
 
 
 class Padded:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 def chunk(
     logprobs_a: Sequence[float], logprobs_b: Sequence[float], lengths: Sequence[int] | None = None, iteration: int = 0
 ) -> pd.DataFrame:
-    """Sequences of the given lengths, one without; token ids count up."""
+    """Sequences of these lengths (None: a single one); token ids count up."""
     sizes = np.array([len(logprobs_a)] if lengths is None else lengths, dtype=np.int64)
     assert sizes.sum() == len(logprobs_a) == len(logprobs_b)
     starts = np.repeat(np.cumsum(sizes) - sizes, sizes)

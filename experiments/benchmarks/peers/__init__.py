@@ -1,1 +1,1 @@
-"""What the benchmarks compare ppo_repro with: an environment of its own for each, and the script that runs in it."""
+"""What the benchmarks compare ppo_repro with: for each peer an environment, and the script that runs in it."""

@@ -1,4 +1,4 @@
-"""Makes the environment that a peer runs in: a virtual environment of pinned versions, kept between calls."""
+"""Makes the environment of a peer: a virtual environment with pinned versions, kept between calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAMP = "peer.txt"
 def torch_requirement(listed: str) -> list[str]:
     """Arguments of `pip install` for the CPU build of torch, from what `pip index versions torch` printed.
 
-    The build named +cpu where the index has one; otherwise the one of PyTorch's own index.
+    The build named +cpu if the index has one, else that of PyTorch's own index.
     """
     if re.search(rf"(?<![\d.]){re.escape(TORCH)}\+cpu(?![\w.])", listed):
         return [f"torch=={TORCH}+cpu"]
@@ -33,14 +33,14 @@ def _run(command: list[str]) -> str:
 
 
 def make(folder: Path) -> Path:
-    """The python of an environment with TRL in `folder`, made where it is not there yet; UserError where that fails."""
-    python, stamp, wanted = folder / "bin" / "python", folder / STAMP, "\n".join((f"torch=={TORCH}", *PINS)) + "\n"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+    """The python of an environment with TRL in `folder`, made if it does not exist; UserError where that fails."""
+    python, stamp, pins = folder / "bin" / "python", folder / STAMP, "\n".join((f"torch=={TORCH}", *PINS)) + "\n"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == pins:
         return python
     _run([sys.executable, "-m", "venv", str(folder)])
     pip = [str(python), "-m", "pip"]
     torch = torch_requirement(_run([*pip, "index", "versions", "torch"]))
     _run([*pip, "install", "--quiet", *torch])
     _run([*pip, "install", "--quiet", f"torch=={TORCH}", *PINS])
-    stamp.write_text(wanted, encoding="utf-8")
+    stamp.write_text(pins, encoding="utf-8")
     return python

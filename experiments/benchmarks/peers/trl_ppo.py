@@ -25,7 +25,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 
 class NoReward(nn.Module):
-    """A reward model that costs nothing, because the other side's verifier costs nothing either: score 0."""
+    """A reward model that costs nothing and always gives 0; the verifier of the other side costs nothing either."""
 
     base_model_prefix = "trunk"
 
@@ -40,7 +40,7 @@ class NoReward(nn.Module):
 
 
 class OnRequest(TrainerCallback):
-    """Holds the trainer between steps until the next request; what it waits is in no measurement."""
+    """Holds the trainer between steps until the next request; the waiting is not measured."""
 
     def __init__(self, answers: Any) -> None:
         self.answers, self.wall, self.cpu = answers, 0.0, 0.0
@@ -56,8 +56,8 @@ class OnRequest(TrainerCallback):
         self.wait()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        found = {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
-        print(json.dumps(found), file=self.answers, flush=True)
+        cost = {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
+        print(json.dumps(cost), file=self.answers, flush=True)
         self.wait()
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     folder, numbers = Path(sys.argv[1]), [int(x) for x in sys.argv[2:7]]
     prompt, response, sequences, epochs, minibatches = numbers
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the trainer prints is no answer
+    os.dup2(2, 1)  # output of the trainer must not mix with the answers
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     policy = AutoModelForCausalLM.from_pretrained(
@@ -74,7 +74,7 @@ def main() -> None:
     value = AutoModelForSequenceClassification.from_pretrained(
         folder, num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     )
-    # an id outside of the vocabulary, so that no sampled token is taken for padding
+    # an id outside the vocabulary, so that no sampled token is taken for padding
     tokenizer.add_special_tokens({"pad_token": "[pad]"})
     assert tokenizer.pad_token_id == policy.config.vocab_size
     rows = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What is clipped more than the rest: buckets, enrichment and vocabulary, by hand and by their sums."""
+"""Which tokens are clipped more than others: buckets, enrichment and vocabulary, by hand and by their sums."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from analysis.clipping.bucket import clip_bucket, eligible, step_needed
 from analysis.clipping.enrichment import auroc, clip_enrichment, clip_vocab, jaccard, merged_vocab
 from analysis.clipping.flags import token_flags
-from analysis.update_rows import IterationRows
+from analysis.clipping.update_rows import IterationRows
 from tests.support.clip_rows import RULE, items, make_item
 from tests.support.runs import small_config
 

@@ -1,4 +1,4 @@
-"""What clipping does over the steps of an iteration: transitions, overshoot, early stops, what an update gained."""
+"""Clipping over the steps of an iteration: transitions, overshoot, early stops, the gain of an update."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from analysis.clipping.dynamics import band_transitions, early_stop, epochs_to_half, overshoot_shares
 from analysis.clipping.quality import evaluation_gains, update_numbers, update_quality
+from analysis.clipping.update_rows import IterationRows
 from analysis.clipping.words import clip_words, word_ratios
-from analysis.update_rows import IterationRows
 from ppo_repro.errors import UserError
 from tests.support.clip_rows import items, make_item, single
 from tests.support.runs import small_config

@@ -1,4 +1,4 @@
-"""Every definition of clipped, by hand and against a slow version; agreement with what training recorded."""
+"""Every definition of clipped, by hand and against a slow version; agreement with the records of training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from analysis.clipping.flags import (
     value_flags,
 )
 from analysis.clipping.quality import clipped_surrogates
-from analysis.update_rows import ClipRule, IterationRows, clip_rule, joined, load_iterations, policy_rows
+from analysis.clipping.update_rows import ClipRule, IterationRows, clip_rule, join_tokens, load_iterations, policy_rows
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
@@ -266,7 +266,7 @@ def test_flags_agree_under_every_kind_of_clip(name: str, tmp_path: Path) -> None
 def test_an_objective_without_a_clip_is_refused_by_name(kind: str, exact_config: RunConfig) -> None:
     config = small_config(f"ppo.objective={{kind: {kind}}}")
     row = pd.Series({"clip_range": np.nan, "return_scale": np.nan})
-    with pytest.raises(UserError, match=f"ppo.objective.kind = {kind}: clips nothing"):
+    with pytest.raises(UserError, match=f"ppo.objective.kind = {kind} clips nothing"):
         clip_rule("run", config, row)
     assumed = clip_rule("run", config, row, (0.1, 0.3))
     assert (assumed.low, assumed.high, assumed.dual, assumed.is_recorded) == (0.1, 0.3, None, False)
@@ -282,4 +282,4 @@ def test_rows_without_a_token_are_refused() -> None:
     item = make_item([2], np.zeros((1, 2)), np.ones(2))
     updates = item.rows[["epoch", "minibatch", "sequence", "position", "new_logprobs"]]
     with pytest.raises(UserError, match="1 rows of updates have no row in tokens"):
-        joined(item.tokens.iloc[:1], updates, "old")
+        join_tokens(item.tokens.iloc[:1], updates, "old")

@@ -161,7 +161,7 @@ def test_margin_by_hand() -> None:
     margin = paired.margin_from_aa(np.exp(array(1, 2, 3)))
     assert margin == pytest.approx(math.exp(2 + 2.9199856 * math.sqrt(4 / 3)))
     for means in (array(1, 2), array(1, 2, 0), array(1, 2, math.nan)):
-        with pytest.raises(UserError, match="takes three or more positive numbers"):
+        with pytest.raises(UserError, match="needs three or more positive numbers"):
             paired.margin_from_aa(means)
 
 

@@ -120,7 +120,7 @@ def outcome(frame: pd.DataFrame, pairing: str) -> pd.DataFrame:
         ({"axis": "y"}, "axis = 'y': the grid has x, z"),
         ({"b": "s"}, "no cell has label 's'; there are p, q, r"),
         ({"b": "p"}, "name two labels"),
-        ({"metric": "cell"}, "is no column of numbers; there are seed, final.score"),
+        ({"metric": "cell"}, "is not a column of numbers; there are seed, final.score"),
         ({"margin": 0.0}, "margin = 0.0: must be positive"),
         ({"alpha": 1.0}, "alpha = 1.0: must be between 0 and 1"),
         ({"pairing": "prompt"}, "pairing = 'prompt': must be seed or none"),
@@ -136,7 +136,7 @@ def test_cells_that_cannot_be_compared() -> None:
     for frame, said in (
         (GRID.assign(state=np.where(GRID.index == 3, "failed", "complete")), "cells not complete: p,1,4; finish them"),
         (GRID.assign(**{"final.score": np.where(GRID.index == 3, math.nan, 1.0)}), "not finite in some cells"),
-        (pd.concat([GRID, GRID]), "seed 1 is there twice"),
+        (pd.concat([GRID, GRID]), "seed 1 occurs twice"),
         (GRID[(GRID["axis.x"] != "q") | (GRID["axis.z"] != "2")], "not run with the same settings"),
         (GRID[GRID.index != 3], "different seeds"),
     ):

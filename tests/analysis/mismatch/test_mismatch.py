@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.mismatch import sums as mismatch_sums
 from analysis.mismatch.metrics import update_table, wide
 from analysis.mismatch.sequence import Bounds, mismatch_sequence
+from analysis.mismatch.sums import MismatchSums, merge_sums, mismatch_sums
 from analysis.mismatch.token import bucket_of, mismatch_token, ordered_bits, ulp_distance
 from tests.support.pairs import CHUNKS, chunk, cut
 
@@ -24,12 +24,12 @@ SOME = settings(max_examples=30)
 
 def measured(frame: pd.DataFrame) -> pd.Series:
     """Value by (metric, reduction)."""
-    table = update_table(mismatch_sums.mismatch_sums(mismatch_token(frame)))
+    table = update_table(mismatch_sums(mismatch_token(frame)))
     return table.set_index(["metric", "reduction"])["value"]
 
 
-def same_sums(a: mismatch_sums.MismatchSums, b: mismatch_sums.MismatchSums) -> bool:
-    def plain(sums: mismatch_sums.MismatchSums) -> dict[str, Any]:
+def same_sums(a: MismatchSums, b: MismatchSums) -> bool:
+    def plain(sums: MismatchSums) -> dict[str, Any]:
         return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(sums).items()}
 
     return plain(a) == plain(b)
@@ -159,9 +159,9 @@ def test_means_are_those_of_the_definitions(frame: pd.DataFrame) -> None:
 @SOME
 @given(CHUNKS, st.lists(st.integers(0, 7), max_size=4))
 def test_no_chunking_changes_a_bit(frame: pd.DataFrame, borders: list[int]) -> None:
-    whole = mismatch_sums.mismatch_sums(mismatch_token(frame))
-    parts = [mismatch_sums.mismatch_sums(mismatch_token(part)) for part in cut(frame, borders)]
-    assert same_sums(reduce(mismatch_sums.merge, parts), whole)
+    whole = mismatch_sums(mismatch_token(frame))
+    parts = [mismatch_sums(mismatch_token(part)) for part in cut(frame, borders)]
+    assert same_sums(reduce(merge_sums, parts), whole)
 
 
 @SOME
@@ -170,7 +170,7 @@ def test_no_order_of_sequences_changes_a_bit(frame: pd.DataFrame, random: Any) -
     order = list(frame["sequence"].unique())
     random.shuffle(order)
     shuffled = pd.concat([frame[frame["sequence"] == sequence] for sequence in order], ignore_index=True)
-    found = [mismatch_sums.mismatch_sums(mismatch_token(one)) for one in (frame, shuffled)]
+    found = [mismatch_sums(mismatch_token(one)) for one in (frame, shuffled)]
     assert same_sums(*found)
 
 
@@ -369,7 +369,7 @@ def test_buckets_hold_their_lower_edge() -> None:
 
 
 def test_the_wide_table() -> None:
-    table = update_table(mismatch_sums.mismatch_sums(mismatch_token(chunk([-1.0], [-1.5]))))
+    table = update_table(mismatch_sums(mismatch_token(chunk([-1.0], [-1.5]))))
     assert wide(table)["abs_mean/token_mean"].tolist() == [0.5]
     both = pd.concat([table.assign(iteration=0), table.assign(iteration=3)])
     assert wide(both)["iteration"].tolist() == [0, 3] and len(wide(both).columns) == len(table) + 1

@@ -1,4 +1,4 @@
-"""Buckets, corrections, clip floor and the drivers: by hand, merged, and against what training recorded."""
+"""Buckets, corrections, clip floor and tables: by hand, merged, and against the records of training."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_tables_are_written_and_come_back(tmp_path: Path) -> None:
     expected = pd.concat(list(mismatch.sequence_tables(chunks)), ignore_index=True)
     pd.testing.assert_frame_equal(found, expected, check_dtype=False)
     assert mismatch.write_parquet(mismatch.token_tables(chunks), tmp_path / "tokens.parquet") == 15
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         mismatch.write_parquet(mismatch.token_tables(chunks), tmp_path / "tokens.parquet")
     with pytest.raises(UserError, match="there is nothing to write"):
         mismatch.write_parquet([], tmp_path / "none.parquet")

@@ -1,4 +1,4 @@
-"""Axes, charts and markup: places and ticks by hand, safety and order as properties."""
+"""Axes, charts and markup: positions and ticks by hand, safety and order as properties."""
 
 import math
 import xml.etree.ElementTree as ET
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.report.axes import LEFT, PLOT_HEIGHT, RIGHT, TOP, WIDTH, Axis, Plot, axis_for, ticks
-from analysis.report.charts import Line, Rule, area_chart, bar_chart, heat_levels, heat_map, line_chart
-from analysis.report.markup import element, escape, number, share, spread, table
+from analysis.report.drawing.axes import LEFT, PLOT_HEIGHT, RIGHT, TOP, WIDTH, Axis, Plot, axis_for, ticks
+from analysis.report.drawing.charts import Line, Rule, area_chart, bar_chart, heat_levels, heat_map, line_chart
+from analysis.report.drawing.markup import element, escape, number, share, spread, table
 
 FINITE = st.floats(-1e12, 1e12)
 

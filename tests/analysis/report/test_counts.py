@@ -1,4 +1,4 @@
-"""What the figures are drawn from: by hand, against slow definitions, and against what training recorded."""
+"""The counts behind the figures: by hand, against slow definitions, and against the records of training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from analysis.report import counts, curves
+from analysis.report.figures import counts, curves
 from analysis.report.load import iterations_of, token_rows
 from analysis.report.responses import REASONS, response_summary, select, token_data
 from ppo_repro.errors import UserError
@@ -104,7 +104,11 @@ def test_seeds_become_one_line_with_their_spread() -> None:
 
 def test_curves_agree_with_what_training_recorded(exact_run: Path) -> None:
     iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
-    rows = [row for item in iterations_of(exact_run, len(iterations)) for row in curves.sampled_rows(item)]
+    rows = [
+        row
+        for item in iterations_of(exact_run, len(iterations))
+        for row in curves.sampled_rows(item.iteration, item.sequences, item.tokens)
+    ]
     found = pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps)])
     recorded = {
         "score": "score_mean", "accuracy": "accuracy", "ref_kl_per_sequence": "ref_kl_per_sequence",

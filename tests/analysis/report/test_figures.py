@@ -1,4 +1,4 @@
-"""The figures of analyses: from small frames, what the chart shows and what is said of it."""
+"""The figures of analyses, from small frames: the chart and its caption."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.report import counts
-from analysis.report.clipping_figures import (
+from analysis.report.drawing.figure import Figure, figure_html
+from analysis.report.figures import counts
+from analysis.report.figures.clipping import (
     ClipBounds,
     definition_figure,
     extremes_figure,
@@ -18,9 +19,8 @@ from analysis.report.clipping_figures import (
     quadrant_figure,
     ratio_figure,
 )
-from analysis.report.figure import Figure, figure_html
-from analysis.report.mismatch_figures import bucket_figure, delta_figure, divergence_figure, probability_figure
-from analysis.report.text_figures import share_figure, unit_figure
+from analysis.report.figures.mismatch import bucket_figure, delta_figure, divergence_figure, probability_figure
+from analysis.report.figures.units import share_figure, unit_figure
 
 BOUNDS = ClipBounds(0.8, 1.2, False)
 

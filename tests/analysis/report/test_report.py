@@ -1,4 +1,4 @@
-"""The report as a file: what it says, that it is whole, safe and the same every time; the command."""
+"""The report as a file: its text, that it is complete, safe and reproducible; the command."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_embedded_json_cannot_leave_its_element(text: str) -> None:
 
 def test_what_is_not_finite_is_counted_and_shown_as_it_is(hostile_run: Path, tmp_path: Path) -> None:
     page = build.run_page(make_hostile_run(tmp_path / "run", broken=True), 20)
-    assert "Not finite: 2 ratios, 2 log-prob differences. They are in no figure." in text_of(page)
+    assert "Not finite: 2 ratios, 2 log-prob differences. No figure includes them." in text_of(page)
     shown = [r for r in embedded(page)["responses"] if r["sequence"] == 0]
     assert [r["columns"]["ratio_0"][0] for r in shown] == ["inf", "inf"]
     assert [r["columns"]["delta"][0] for r in shown] == ["nan", "nan"]
@@ -139,9 +139,9 @@ def test_the_command_writes_the_page_and_says_where(
 def test_mistakes_are_one_line(tmp_path: Path, hostile_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no such folder"):
         build.write_report(tmp_path / "nowhere", None, None)
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="has no run"):
         build.write_report(tmp_path, None, None)
-    with pytest.raises(UserError, match="is a control run; reports are of language runs"):
+    with pytest.raises(UserError, match="is a control run; reports are for language runs"):
         build.write_report(make_run(tmp_path / "control", kind="control"), None, None)
     with pytest.raises(UserError, match="--responses 5: a grid has no token view"):
         build.write_report(hostile_run.parent, tmp_path / "x.html", 5)

@@ -1,4 +1,4 @@
-"""KL and entropy by unit: hand-worked, conserved over units, with the standard errors of their definition."""
+"""KL and entropy by unit: by hand, conserved over units, with the standard errors of their definition."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_credit_refuses_what_makes_no_sense() -> None:
         terminal_weights(np.array([1]), 1.0, 1.5)
     with pytest.raises(UserError, match=r"^tokens_per_char = 0.0: must be above 0"):
         half_life_chars(1.0, 0.5, 0.0)
-    with pytest.raises(UserError, match=r"^gamma = 0.9: fades faster"):
+    with pytest.raises(UserError, match=r"^gamma = 0.9: alone decays faster"):
         char_matched_lambda(0.9, 1.0, 0.1, 1.0)
 
 

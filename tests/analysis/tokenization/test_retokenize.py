@@ -1,4 +1,4 @@
-"""Encoding again what was decoded, the card of a tokenizer, and all the cuts of a text."""
+"""Encoding decoded text again, the card of a tokenizer, and all segmentations of a text."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def test_a_special_token_inside_a_response_is_drift(tokenizers: dict[str, Record
 
 def test_a_tokenizer_of_another_run_is_refused(tokenizers: dict[str, RecordedTokenizer]) -> None:
     table = responses(tokenizers["bpe"], tokenizers["bpe"].encode(["ab ab"]), True)
-    with pytest.raises(UserError, match=r"^tokenizer: spells response 0 .*, recorded is 'ab ab'; restore"):
+    with pytest.raises(UserError, match=r"^tokenizer: decodes response 0 as .*, recorded is 'ab ab'; restore"):
         retokenization(table, tokenizers["words"])
 
 
 def test_a_run_without_a_tokenizer_and_a_broken_one_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no tokenizer.json, looked for checkpoints/final/tokenizer.json and"):
+    with pytest.raises(UserError, match=r"has no tokenizer.json, looked for checkpoints/final/tokenizer.json and"):
         recorded_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
@@ -153,7 +153,7 @@ def test_cards_by_hand(tokenizers: dict[str, RecordedTokenizer]) -> None:
     assert cards["bpe"].pre_tokenizer == "ByteLevel" and cards["characters"].pre_tokenizer == "none"
     assert cards["bpe_single_digits"].pre_tokenizer.startswith("Split(") and cards["bpe"].type == "BPE"
     assert "a" not in cards["bpe"].round_trip_failures and "a, b. c!" in cards["bpe"].round_trip_failures
-    with pytest.raises(UserError, match=r"^texts: hold no word"):
+    with pytest.raises(UserError, match=r"^texts: have no word"):
         tokenizer_card(tokenizers["bpe"], [" "])
 
 

@@ -1,4 +1,4 @@
-"""The analysis of a recorded run agrees with what training recorded; the exact table of E0 holds."""
+"""The analysis of a run agrees with the records of training; the exact table of E0 holds."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_broken_proposition_is_named(rows: list[oracle.Row]) -> None:
     wrong = [dataclasses.replace(rows[0], sum_k1=rows[0].sum_k1 + 1e-8), *rows[1:]]
     assert [line.partition(" = ")[0] for line in oracle.broken(wrong)] == ["characters: sum k1"]
     same = [dataclasses.replace(row, sum_k2=5.0) for row in rows]
-    assert oracle.broken(same) == ["sum_k2 is the same for all tokenizers, which nothing promises"]
+    assert oracle.broken(same) == ["sum_k2 is the same for all tokenizers, which is not expected"]
 
 
 def test_summing_over_all_cuts_gives_the_string(rows: list[oracle.Row]) -> None:

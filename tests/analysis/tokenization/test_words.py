@@ -1,4 +1,4 @@
-"""Words under both conventions for white space, classes of text, and that they partition what was said."""
+"""Words under both conventions for white space, classes of text, and that they partition the text."""
 
 from __future__ import annotations
 
@@ -130,5 +130,5 @@ def test_rows_of_several_iterations_or_out_of_order_are_refused() -> None:
 
 def test_another_convention_is_refused_in_one_line() -> None:
     tokens, sequences = frames([["a"]])
-    with pytest.raises(UserError, match=r"^boundary = 'middle': must be one of leading, trailing; name"):
+    with pytest.raises(UserError, match=r"^boundary = 'middle': must be one of leading, trailing$"):
         find_words(tokens, text_of(sequences), "middle")  # type: ignore[arg-type]

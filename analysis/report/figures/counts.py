@@ -1,6 +1,6 @@
-"""Histograms and sums for the figures: fixed edges, one iteration at a time, so that results simply add up.
+"""Histograms and sums for the figures, one iteration at a time, with fixed edges, so that results can be added.
 
-Everything is float64 from the recorded columns. What is not finite is counted apart and is in no histogram.
+Everything is float64 from the recorded columns. Values that are not finite are counted separately, in no histogram.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ ADVANTAGE_EDGES: Floats = np.linspace(-4.0, 4.0, 41)
 RATIO_EDGES: Floats = 2.0 ** np.linspace(-2.0, 2.0, 49)
 OVERSHOOT_EDGES: Floats = 10.0 ** np.linspace(-4.0, 2.0, 49)
 _POSITIVE = 10.0 ** np.linspace(-9.0, 1.0, 31)
-# from -10 to 10 nats, finer towards 0; the bin in the middle is |delta| < 1e-9
+# from -10 to 10 nats, finer towards 0; the middle bin is |delta| < 1e-9
 DELTA_EDGES: Floats = np.concatenate([-_POSITIVE[::-1], _POSITIVE])
 FLAGS = ("clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low")
 
 
 def histogram(values: Floats, edges: Floats) -> Counts:
-    """How many finite values lie in each bin [lo, hi); what is beyond the ends is in the outer bins."""
-    found = values[np.isfinite(values)]
-    place = np.clip(np.searchsorted(edges, found, side="right") - 1, 0, len(edges) - 2)
-    return np.bincount(place, minlength=len(edges) - 1).astype(np.int64)
+    """How many finite values lie in each bin [lo, hi); values beyond the ends are in the outer bins."""
+    finite = values[np.isfinite(values)]
+    bins = np.clip(np.searchsorted(edges, finite, side="right") - 1, 0, len(edges) - 2)
+    return np.bincount(bins, minlength=len(edges) - 1).astype(np.int64)
 
 
 def histogram_2d(x: Floats, y: Floats, x_edges: Floats, y_edges: Floats) -> Counts:
-    """The same in two dimensions, [x bins, y bins], over pairs of which both are finite."""
+    """The same in two dimensions, [x bins, y bins], over pairs that are both finite."""
     both = np.isfinite(x) & np.isfinite(y)
     columns, rows = len(x_edges) - 1, len(y_edges) - 1
     i = np.clip(np.searchsorted(x_edges, x[both], side="right") - 1, 0, columns - 1)
@@ -57,14 +57,14 @@ def log_ratios(updates: pd.DataFrame) -> Floats:
 
 
 def ratio_histogram(updates: pd.DataFrame) -> pd.DataFrame:
-    """epoch, minibatch, bin_lo, bin_hi (log-ratio, nats), count; one row per step and bin that holds a token."""
+    """epoch, minibatch, bin_lo, bin_hi (log-ratio, nats), count; one row per step and bin that has a token."""
     edges, values = LOG_RATIO_EDGES, log_ratios(updates)
-    there = np.isfinite(values)
-    place = np.clip(np.searchsorted(edges, values[there], side="right") - 1, 0, len(edges) - 2)
-    counted = updates.loc[there, ["epoch", "minibatch"]].assign(bin=place).value_counts(sort=False)
-    found = counted.rename("count").reset_index().sort_values(["epoch", "minibatch", "bin"], ignore_index=True)
-    bins = found["bin"].to_numpy(np.int64)
-    return found.drop(columns="bin").assign(bin_lo=edges[bins], bin_hi=edges[bins + 1])
+    finite = np.isfinite(values)
+    bin_of = np.clip(np.searchsorted(edges, values[finite], side="right") - 1, 0, len(edges) - 2)
+    counts = updates.loc[finite, ["epoch", "minibatch"]].assign(bin=bin_of).value_counts(sort=False)
+    table = counts.rename("count").reset_index().sort_values(["epoch", "minibatch", "bin"], ignore_index=True)
+    bins = table["bin"].to_numpy(np.int64)
+    return table.drop(columns="bin").assign(bin_lo=edges[bins], bin_hi=edges[bins + 1])
 
 
 def quadrant_grid(advantages: Floats, updates: pd.DataFrame) -> Counts:
@@ -75,55 +75,59 @@ def quadrant_grid(advantages: Floats, updates: pd.DataFrame) -> Counts:
 def overshoot_counts(updates: pd.DataFrame, lowest: float, highest: float) -> pd.DataFrame:
     """epoch, beyond, count, total: token updates whose ratio is more than `beyond` outside [lowest, highest]."""
     ratios = updates["ratios"].to_numpy(np.float64)
-    there = np.isfinite(ratios)
-    over = np.maximum(ratios - highest, lowest - ratios)[there]
-    epochs = updates["epoch"].to_numpy(np.int64)[there]
-    parts = []
+    finite = np.isfinite(ratios)
+    over = np.maximum(ratios - highest, lowest - ratios)[finite]
+    epochs = updates["epoch"].to_numpy(np.int64)[finite]
+    tables = []
     for epoch in np.unique(epochs):
-        mine = np.sort(over[epochs == epoch])
-        count = len(mine) - np.searchsorted(mine, OVERSHOOT_EDGES, side="right")
-        parts.append(pd.DataFrame({"epoch": epoch, "beyond": OVERSHOOT_EDGES, "count": count, "total": len(mine)}))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["epoch", "beyond", "count", "total"])
+        sorted_over = np.sort(over[epochs == epoch])
+        count = len(sorted_over) - np.searchsorted(sorted_over, OVERSHOOT_EDGES, side="right")
+        tables.append(
+            pd.DataFrame({"epoch": epoch, "beyond": OVERSHOOT_EDGES, "count": count, "total": len(sorted_over)})
+        )
+    return (
+        pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["epoch", "beyond", "count", "total"])
+    )
 
 
 def flag_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
     """Counts of the recorded clip flags of one iteration, and of the token updates that have one."""
-    found = updates["clip_flag"].value_counts()
-    counted = {flag: int(found.get(flag, 0)) for flag in FLAGS}
-    return {"iteration": iteration, **counted, "token_updates": int(found.sum())}
+    flags = updates["clip_flag"].value_counts()
+    counts = {flag: int(flags.get(flag, 0)) for flag in FLAGS}
+    return {"iteration": iteration, **counts, "token_updates": int(flags.sum())}
 
 
 def extremes_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
-    """Smallest and largest finite ratio of one iteration, and how many recorded ones are not finite."""
+    """Smallest and largest finite ratio of one iteration, and how many recorded ratios are not finite."""
     ratios = updates["ratios"].to_numpy(np.float64)
-    there = ratios[np.isfinite(ratios)]
-    least, most = (float(there.min()), float(there.max())) if len(there) else (np.nan, np.nan)
-    # NaN is how null reads; the flag tells a step from a rest
+    finite = ratios[np.isfinite(ratios)]
+    least, most = (float(finite.min()), float(finite.max())) if len(finite) else (np.nan, np.nan)
+    # null reads as NaN; only the flag says whether there was a step
     broken = int((updates["clip_flag"].notna().to_numpy() & ~np.isfinite(ratios)).sum())
     return {"iteration": iteration, "min_ratio": least, "max_ratio": most, "nonfinite_ratios": broken}
 
 
 def text_row(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, float]:
-    """Sums of one iteration for the units of text: KL(policy || reference) exact and entropy in nats, and counts.
+    """Sums of one iteration for the units of text: exact KL(policy || reference) and entropy in nats, and counts.
 
     `first` is the first token of a word, `continuation` every other one, `special` a token without text of its own.
     """
     kl, entropy = (tokens[name].to_numpy(np.float64) for name in ("ref_kl", "entropies"))
     first = tokens["sub_idx"].to_numpy() == 0
     special = special_tokens(tokens)
-    parts = {"first": first & ~special, "continuation": ~first & ~special, "special": special}
+    kinds = {"first": first & ~special, "continuation": ~first & ~special, "special": special}
     row: dict[str, float] = {"iteration": iteration, "sequences": len(sequences), "tokens": len(tokens)}
     row["words"] = int((first & ~special).sum())
     row["characters"] = int(sequences["response"].str.len().sum())
     row["bytes"] = int(sum(len(text.encode()) for text in sequences["response"]))
-    for name, which in parts.items():
+    for name, which in kinds.items():
         row |= {f"kl_{name}": float(kl[which].sum()), f"entropy_{name}": float(entropy[which].sum())}
         row[f"tokens_{name}"] = int(which.sum())
     return row
 
 
 def special_tokens(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
-    """Tokens without text that are alone in their word: end tokens and the like, not parts of a character."""
+    """Tokens without text that are alone in their word: end tokens and the like, not bytes of a character."""
     empty = (tokens["char_start"] == tokens["char_end"]).to_numpy()
     words = tokens.groupby(["iteration", "sequence", "word_id"])["position"].transform("size").to_numpy()
     return np.asarray(empty & (words == 1), dtype=np.bool_)

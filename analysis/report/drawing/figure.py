@@ -1,4 +1,4 @@
-"""A figure: a chart, what it shows in words, and its numbers as a table."""
+"""A figure: a chart, a caption, and its numbers as a table."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from analysis.report.markup import element, escape, table
+from analysis.report.drawing.markup import element, escape, table
 
 
 @dataclass(frozen=True)
 class Figure:
-    """`chart` is SVG; `numbers` is what was drawn; `caption` says how to read it."""
+    """`chart` is SVG, `numbers` are the numbers drawn, `caption` says how to read them."""
 
     title: str
     chart: str
@@ -21,7 +21,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: `key` is its anchor; `notes` are sentences that stand before the figures."""
+    """A section of the page: `key` is its anchor, `notes` are sentences before the figures."""
 
     key: str
     title: str
@@ -30,7 +30,7 @@ class Section:
 
 
 def figure_html(figure: Figure) -> str:
-    """The figure as HTML, its numbers folded away."""
+    """The figure as HTML, with its numbers folded."""
     numbers = element("summary", "Numbers") + element(
         "div", table(figure.numbers, figure.title), class_="scroll", tabindex="0"
     )
@@ -46,7 +46,7 @@ def figure_html(figure: Figure) -> str:
 def section_html(section: Section) -> str:
     """The section as HTML."""
     notes = "".join(element("p", escape(note)) for note in section.notes)
-    drawn = "".join(figure_html(figure) for figure in section.figures)
+    charts = "".join(figure_html(figure) for figure in section.figures)
     title = element("h2", escape(section.title), id=f"{section.key}-title")
-    figures = element("div", drawn, class_="figures") if drawn else ""
+    figures = element("div", charts, class_="figures") if charts else ""
     return element("section", title + notes + figures, id=section.key, aria_labelledby=f"{section.key}-title")

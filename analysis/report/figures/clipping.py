@@ -1,4 +1,4 @@
-"""Figures of what clipping did: recorded ratios = exp(new_logprobs - anchor) and recorded clip flags."""
+"""Figures of clipping: recorded ratios = exp(new_logprobs - anchor) and recorded clip flags."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report import counts
-from analysis.report.axes import Axis, axis_for
-from analysis.report.charts import Line, Rule, area_chart, heat_map, line_chart
-from analysis.report.counts import Counts
-from analysis.report.figure import Figure
-from analysis.report.markup import number, share
-from analysis.report.mismatch_figures import fullest_cells
+from analysis.report.drawing.axes import Axis, axis_for
+from analysis.report.drawing.charts import Line, Rule, area_chart, heat_map, line_chart
+from analysis.report.drawing.figure import Figure
+from analysis.report.drawing.markup import number, share
+from analysis.report.figures import counts
+from analysis.report.figures.counts import Counts
+from analysis.report.figures.mismatch import fullest_cells
 
 Floats = npt.NDArray[np.float64]
 FLAG_WORDS = {
@@ -25,7 +25,7 @@ FLAG_WORDS = {
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """Where the objective clips the ratio in the last iteration; `adaptive` where other iterations had others."""
+    """The bounds of the ratio in the last iteration; `adaptive` if other iterations had other bounds."""
 
     low: float
     high: float
@@ -34,15 +34,15 @@ class ClipBounds:
     def rules(self, log: bool) -> tuple[Rule, Rule]:
         """Both bounds as lines, at the ratio or at its logarithm."""
 
-        def place(bound: float) -> float:
+        def at(bound: float) -> float:
             return float(np.log(bound)) if log else bound
 
         low, high = f"lower bound {self.low:g}", f"upper bound {self.high:g}"
-        return Rule(place(self.low), low, below=True), Rule(place(self.high), high)
+        return Rule(at(self.low), low, below=True), Rule(at(self.high), high)
 
 
 def ratio_figure(histogram: pd.DataFrame, bounds: ClipBounds | None) -> Figure:
-    """Log-ratios over the steps of an iteration, all iterations together, each step's column adding up to 1.
+    """Log-ratios by step of the iteration, all iterations together, each step's column adding up to 1.
 
     `histogram` has columns epoch, minibatch, bin_lo, bin_hi (nats), count.
     """
@@ -55,16 +55,16 @@ def ratio_figure(histogram: pd.DataFrame, bounds: ClipBounds | None) -> Figure:
     shares = grid / grid.sum(axis=1, keepdims=True)
     reach = _reach(edges, grid.sum(axis=0), bounds)
     inside = np.flatnonzero((edges[:-1] >= -reach - 1e-9) & (edges[1:] <= reach + 1e-9))
-    kept = edges[inside[0] : inside[-1] + 2]
+    visible_edges = edges[inside[0] : inside[-1] + 2]
     x = Axis("step of the iteration", 0.0, float(len(steps)), ticks=_step_ticks(steps))
     y = Axis("log ratio (nats)", -reach, reach)
     outside = _outside(grid, edges, bounds)
     about = f"Log-ratios by step of the iteration. {outside}"
     at = np.arange(len(steps) + 1, dtype=np.float64)
-    chart = heat_map(at, kept, shares[:, inside], x, y, about, rules=bounds.rules(log=True) if bounds else ())
+    chart = heat_map(at, visible_edges, shares[:, inside], x, y, about, rules=bounds.rules(log=True) if bounds else ())
     caption = (
         "Each column is a step (epoch.minibatch), all iterations together; stronger is a larger share of its tokens "
-        f"(log scale). {outside} What is beyond ±2 nats is in the outermost bins."
+        f"(log scale). {outside} Log-ratios beyond ±2 nats are in the outermost bins."
     )
     numbers = _step_numbers(steps, grid, edges)
     return Figure("Log-ratios over the steps", chart, caption, numbers)
@@ -84,14 +84,14 @@ def flag_figure(flags: pd.DataFrame) -> Figure:
     removed = int(rows[["clip_high", "clip_low", "clip_dual"]].to_numpy().sum())
     wrong = int(rows[["wrong_high", "wrong_low"]].to_numpy().sum())
     count = int(total.sum())
-    said = (
+    summary = (
         f"Of {number(count)} token updates the clip removed the gradient of {share(removed, count)}; "
         f"{share(wrong, count)} were outside the band and kept it."
     )
-    chart = area_chart(at, list(shares.items()), x, y, said)
+    chart = area_chart(at, list(shares.items()), x, y, summary)
     caption = (
-        f"{said} Clipped high: advantage above 0 and ratio above the upper bound; clipped low: the mirror image; wrong "
-        "side: outside the band, but the gradient leads back and is kept."
+        f"{summary} Clipped high: advantage above 0 and ratio above the upper bound; clipped low: the mirror image; "
+        "wrong side: outside the band, but the gradient leads back into it and is kept."
     )
     return Figure("Clip flags by iteration", chart, caption, flags)
 
@@ -102,26 +102,26 @@ def definition_figure(steps: pd.DataFrame) -> Figure:
     `steps` has columns iteration, n_tok, band_out, grad_zero, clip_floor (shares of the n_tok tokens of a step).
     """
     names = {"outside the band": "band_out", "gradient removed": "grad_zero", "without any step": "clip_floor"}
-    found = steps[steps["n_tok"] > 0]
-    weights = found["n_tok"].to_numpy(np.float64)
-    weighted = found[[*names.values()]].mul(weights, axis=0).assign(iteration=found["iteration"], n_tok=weights)
+    stepped = steps[steps["n_tok"] > 0]
+    weights = stepped["n_tok"].to_numpy(np.float64)
+    weighted = stepped[[*names.values()]].mul(weights, axis=0).assign(iteration=stepped["iteration"], n_tok=weights)
     sums = weighted.groupby("iteration").sum()
     rates = sums[[*names.values()]].div(sums["n_tok"], axis=0)
     at = rates.index.to_numpy(np.float64)
     lines = [Line(name, at, rates[column].to_numpy(np.float64)) for name, column in names.items()]
     whole = sums[[*names.values()]].sum() / sums["n_tok"].sum()
-    said = ", ".join(f"{name} {number(100 * float(whole[column]), 3)} %" for name, column in names.items())
+    summary = ", ".join(f"{name} {number(100 * float(whole[column]), 3)} %" for name, column in names.items())
     y = axis_for("share of token updates", [line.y for line in lines])
-    chart = line_chart(lines, axis_for("iteration", [at]), y, f"Clip fraction by three definitions: {said}.")
+    chart = line_chart(lines, axis_for("iteration", [at]), y, f"Clip fraction by three definitions: {summary}.")
     caption = (
-        f"Whole run: {said}. Outside the band counts both signs of the advantage, as some dashboards do; without any "
-        "step is what the mismatch alone would clip."
+        f"Whole run: {summary}. Outside the band counts both signs of the advantage, as some dashboards do; without "
+        "any step is what the mismatch alone would clip."
     )
     return Figure("Clip fraction, by definition", chart, caption, rates.reset_index())
 
 
 def quadrant_figure(grid: Counts, bounds: ClipBounds | None) -> Figure:
-    """Ratio against advantage, the two regions without gradient shaded; `grid` as `counts.quadrant_grid` makes it."""
+    """Ratio against advantage, the two regions without gradient shaded; `grid` from `counts.quadrant_grid`."""
     x_edges, y_edges = counts.ADVANTAGE_EDGES, counts.RATIO_EDGES
     x = Axis("advantage", float(x_edges[0]), float(x_edges[-1]))
     marks = tuple((2.0**power, f"{2.0**power:g}") for power in (-2, -1, 0, 1, 2))
@@ -131,8 +131,8 @@ def quadrant_figure(grid: Counts, bounds: ClipBounds | None) -> Figure:
     about = f"{total:,} token updates by advantage and ratio."
     rules = (Rule(1.0, ""), Rule(0.0, "", "x"))
     chart = heat_map(x_edges, y_edges, grid, x, y, about, rules=rules, under=under)
-    said = "Shaded: the clip removes the gradient. " if bounds else ""
-    caption = f"{said}Stronger is more token updates (log scale); what is beyond the ends is in the outermost bins."
+    shading = "Shaded: the clip removes the gradient. " if bounds else ""
+    caption = f"{shading}Stronger is more token updates (log scale); values beyond the ends are in the outermost bins."
     numbers = fullest_cells(x_edges, y_edges, grid, "advantage", "ratio")
     return Figure("Ratio and advantage", chart, caption, numbers)
 
@@ -148,23 +148,25 @@ def extremes_figure(extremes: pd.DataFrame, bounds: ClipBounds | None) -> Figure
     include = (bounds.low, bounds.high) if bounds else (1.0,)
     y = axis_for("ratio", list(values.values()), log=True, include=include)
     largest = float(np.nanmax(values["max_ratio"])) if np.isfinite(values["max_ratio"]).any() else np.nan
-    said = f"Largest ratio of all: {number(largest)}."
+    summary = f"Largest ratio of all: {number(largest)}."
     rules = bounds.rules(log=False) if bounds else ()
-    chart = line_chart(lines, axis_for("iteration", [at]), y, f"Extreme ratios by iteration. {said}", rules)
-    caption = f"{said} Clipping takes a token's gradient away; it does not bound its ratio, which other tokens move on."
+    chart = line_chart(lines, axis_for("iteration", [at]), y, f"Extreme ratios by iteration. {summary}", rules)
+    caption = (
+        f"{summary} Clipping removes a token's gradient; it does not bound its ratio, which other tokens still move."
+    )
     return Figure("Extreme ratios", chart, caption, extremes)
 
 
 def overshoot_figure(overshoot: pd.DataFrame) -> Figure:
-    """Share of token updates that are more than x beyond the nearer bound, one line per epoch.
+    """Share of token updates more than x beyond the nearer bound, one line per epoch.
 
     `overshoot` has columns epoch, beyond, count, total.
     """
     lines = []
     for epoch, rows in overshoot.groupby("epoch"):
         survival = rows["count"].to_numpy(np.float64) / rows["total"].to_numpy(np.float64)
-        there = survival > 0
-        lines.append(Line(f"epoch {epoch}", rows["beyond"].to_numpy(np.float64)[there], survival[there]))
+        positive = survival > 0
+        lines.append(Line(f"epoch {epoch}", rows["beyond"].to_numpy(np.float64)[positive], survival[positive]))
     drawn = [line for line in lines if len(line.x)]
     x = axis_for("ratio beyond the nearer bound, more than", [line.x for line in drawn], log=True)
     y = axis_for("share of token updates", [line.y for line in drawn], log=True)
@@ -175,7 +177,7 @@ def overshoot_figure(overshoot: pd.DataFrame) -> Figure:
 
 
 def _reach(edges: Floats, filled: Floats, bounds: ClipBounds | None) -> float:
-    """Half the height of the plot: all that holds tokens, and the bounds."""
+    """Half the height of the plot: up to the last bin with tokens, and beyond the bounds."""
     used = np.flatnonzero(filled)
     far = float(max(-edges[used[0]], edges[used[-1] + 1])) if len(used) else 0.0
     near = float(max(-np.log(bounds.low), np.log(bounds.high))) if bounds else 0.0
@@ -184,22 +186,22 @@ def _reach(edges: Floats, filled: Floats, bounds: ClipBounds | None) -> float:
 
 
 def _step_numbers(steps: pd.DataFrame, grid: Floats, edges: Floats) -> pd.DataFrame:
-    """Tokens of each step, and between which log-ratios (bins) the middle 98 % of them lie."""
-    part = np.cumsum(grid, axis=1) / grid.sum(axis=1, keepdims=True)
-    low, high = (part < 0.01).sum(axis=1), (part < 0.99).sum(axis=1)
-    found = {
+    """Tokens of each step, and the log-ratios (bin edges) between which the middle 98 % of them lie."""
+    cumulative = np.cumsum(grid, axis=1) / grid.sum(axis=1, keepdims=True)
+    low, high = (cumulative < 0.01).sum(axis=1), (cumulative < 0.99).sum(axis=1)
+    columns = {
         "tokens": grid.sum(axis=1).astype(np.int64),
         "1 % below (nats)": edges[low + 1],
         "99 % below": edges[high + 1],
     }
-    return steps.assign(**found)
+    return steps.assign(**columns)
 
 
 def _outside(grid: Floats, edges: Floats, bounds: ClipBounds | None) -> str:
     if bounds is None:
         return "The objective has no clip bounds."
     middle = (edges[:-1] + edges[1:]) / 2
-    # whole bins: the flags of the records say it exactly
+    # by whole bins; the recorded flags have the exact number
     beyond = (middle < np.log(bounds.low)) | (middle > np.log(bounds.high))
     total = float(grid.sum())
     moved = " in the last iteration (they adapt)" if bounds.adaptive else ""

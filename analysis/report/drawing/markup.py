@@ -1,4 +1,4 @@
-"""Text into HTML: escaping, elements, numbers as people read them, tables."""
+"""HTML from text: escaping, elements, numbers in readable form, tables."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import pandas as pd
 
 MAX_ROWS = 120
 
-# what may not stand in HTML at all, and what reorders or hides the text around it
+# characters that HTML does not allow, and characters that reorder or hide the text around them
 _HIDDEN = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x200E, 0x200F}
 _HIDDEN |= {0x2028, 0x2029, 0x2060, 0xFEFF, 0xFFFE, 0xFFFF}
 _SHOWN = {code: f"⟨U+{code:04X}⟩" for code in sorted(_HIDDEN)} | {0x0A: "↵\n", 0x09: "⇥"}
 
 
 def escape(text: object) -> str:
-    """Text that is safe inside elements and quoted attributes; what cannot be seen is named, such as ⟨U+202E⟩."""
+    """Text that is safe inside elements and quoted attributes; invisible characters are named, as in ⟨U+202E⟩."""
     return html.escape(str(text).translate(_SHOWN), quote=True)
 
 
 def element(tag: str, content: str = "", **attributes: str | float | bool) -> str:
-    """`<tag name="value">content</tag>`, values escaped, content as it is; `for_` and `class_` lose the underscore."""
-    parts = [tag]
+    """`<tag name="value">content</tag>`, with values escaped, not content; `for_` and `class_` lose the underscore."""
+    words = [tag]
     for name, value in attributes.items():
         if value is not False:
-            parts.append(f'{name.rstrip("_").replace("_", "-")}="{escape("" if value is True else value)}"')
-    return f"<{' '.join(parts)}>{content}</{tag}>"
+            words.append(f'{name.rstrip("_").replace("_", "-")}="{escape("" if value is True else value)}"')
+    return f"<{' '.join(words)}>{content}</{tag}>"
 
 
 def number(value: object, digits: int = 4) -> str:
-    """A number for people: thousands grouped, `digits` significant ones; a dash where there is none."""
+    """A number in readable form: thousands grouped, `digits` significant digits; a dash for NaN."""
     if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
     if isinstance(value, int | np.integer):
@@ -49,25 +49,25 @@ def number(value: object, digits: int = 4) -> str:
     return fixed.rstrip("0").rstrip(".") if "." in fixed else fixed
 
 
-def share(part: int, whole: int) -> str:
-    """`33 %`, with more digits for small shares, never a rounded 0 or 100."""
-    if whole == 0 or part in (0, whole):
-        return "100 %" if part and part == whole else "0 %"
-    percent = 100 * part / whole
+def share(count: int, whole: int) -> str:
+    """A share such as `33 %`, with more digits for small ones; never rounded to 0 or 100."""
+    if whole == 0 or count in (0, whole):
+        return "100 %" if count and count == whole else "0 %"
+    percent = 100 * count / whole
     if percent < 10:
         return f"{percent:.2g} %"
     return f"{percent:.0f} %" if percent < 99 else f"{min(percent, 99.99):.2f} %"
 
 
 def spread(count: int, limit: int) -> npt.NDArray[np.int64]:
-    """Up to `limit` of the indices 0 to count - 1, evenly spread, the first and the last among them."""
+    """Up to `limit` of the indices 0 to count - 1, evenly spread, including the first and the last."""
     if count <= limit:
         return np.arange(count, dtype=np.int64)
     return np.unique(np.linspace(0, count - 1, limit).round().astype(np.int64))
 
 
 def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
-    """A frame as an HTML table; of more than `limit` rows evenly spread ones, and the caption says so."""
+    """A frame as an HTML table; if it has more than `limit` rows, evenly spread ones, and the caption says so."""
     rows = spread(len(frame), limit)
     if len(rows) < len(frame):
         caption = f"{caption} ({len(rows)} of {len(frame):,} rows, evenly spread)"
@@ -83,10 +83,10 @@ def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
 
 
 def _row(cells: Sequence[object]) -> str:
-    shown = []
+    elements = []
     for cell in cells:
         if isinstance(cell, str):
-            shown.append(element("td", element("bdi", escape(cell), dir="auto")))
+            elements.append(element("td", element("bdi", escape(cell), dir="auto")))
         else:
-            shown.append(element("td", escape(number(cell)), class_="number"))
-    return element("tr", "".join(shown))
+            elements.append(element("td", escape(number(cell)), class_="number"))
+    return element("tr", "".join(elements))

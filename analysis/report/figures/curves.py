@@ -8,15 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report.axes import axis_for
-from analysis.report.charts import Line, line_chart
-from analysis.report.figure import Figure
-from analysis.report.load import IterationRecords
-from analysis.report.markup import number
+from analysis.report.drawing.axes import axis_for
+from analysis.report.drawing.charts import Line, line_chart
+from analysis.report.drawing.figure import Figure
+from analysis.report.drawing.markup import number
 
 Floats = npt.NDArray[np.float64]
 
-# metric: title, unit, how to read it
+# metric -> title, unit, caption
 METRICS = {
     "score": ("Score", "", "Mean score of the sampled responses; band: ± one standard error over the responses."),
     "accuracy": ("Accuracy, sampled", "", "Share of correct sampled responses; band: ± one standard error."),
@@ -43,14 +42,14 @@ METRICS = {
 
 
 def mean_and_error(values: Floats) -> tuple[float, float]:
-    """Mean and standard error of independent values, s / sqrt(n) with s of n - 1; NaN error for one value."""
+    """Mean and standard error s / sqrt(n) of independent values, s with n - 1; the error of one value is NaN."""
     count = len(values)
     error = float(values.std(ddof=1) / np.sqrt(count)) if count > 1 else np.nan
     return float(values.mean()), error
 
 
 def ratio_and_error(sums: Floats, counts: Floats) -> tuple[float, float]:
-    """sum(sums) / sum(counts) with the standard error of a ratio whose units are the clusters (responses).
+    """sum(sums) / sum(counts), and the standard error of that ratio over clusters (responses).
 
     error^2 = n / (n - 1) * sum((s_i - r c_i)^2) / (sum c_i)^2.
     """
@@ -61,16 +60,15 @@ def ratio_and_error(sums: Floats, counts: Floats) -> tuple[float, float]:
     return ratio, float(np.sqrt(count / (count - 1) * np.square(sums - ratio * counts).sum()) / total)
 
 
-def sampled_rows(records: IterationRecords) -> list[dict[str, float | str]]:
-    """iteration, metric, value, low, high of what the sampled responses of one iteration give."""
-    sequences, tokens = records.sequences, records.tokens
+def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> list[dict[str, float | str]]:
+    """iteration, metric, value, low, high: the metrics that come from the sampled responses of one iteration."""
     owner = tokens["sequence"].to_numpy(np.int64)
     lengths = sequences["response_length"].to_numpy(np.float64)
 
     def per_sequence(name: str) -> Floats:
         return np.asarray(np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences)), dtype=np.float64)
 
-    found = {
+    estimates = {
         "score": mean_and_error(sequences["scores"].to_numpy(np.float64)),
         "accuracy": mean_and_error(sequences["is_correct"].to_numpy(np.float64)),
         "ref_kl_per_sequence": mean_and_error(per_sequence("ref_kl")),
@@ -78,41 +76,41 @@ def sampled_rows(records: IterationRecords) -> list[dict[str, float | str]]:
         "response_length": mean_and_error(lengths),
     }
     return [
-        {"iteration": records.iteration, "metric": name, "value": mean, "low": mean - error, "high": mean + error}
-        for name, (mean, error) in found.items()
+        {"iteration": iteration, "metric": name, "value": mean, "low": mean - error, "high": mean + error}
+        for name, (mean, error) in estimates.items()
     ]
 
 
 def recorded_rows(iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The same columns for what the iterations and steps tables hold; low and high are NaN where there is no band."""
-    parts = []
+    """The same columns for metrics of the iterations and steps tables; low and high are NaN where there is no band."""
+    tables = []
     for name in ("eval_accuracy", "explained_variance"):
         rows = iterations.loc[iterations[name].notna(), ["iteration", name]]
-        parts.append(rows.rename(columns={name: "value"}).assign(metric=name, low=np.nan, high=np.nan))
+        tables.append(rows.rename(columns={name: "value"}).assign(metric=name, low=np.nan, high=np.nan))
     for name in ("clip_fraction", "grad_norm"):
         grouped = steps.groupby("iteration", as_index=False)[name].agg(value="mean", low="min", high="max")
-        parts.append(grouped[grouped["value"].notna()].assign(metric=name))
-    return pd.concat(parts, ignore_index=True)[["iteration", "metric", "value", "low", "high"]]
+        tables.append(grouped[grouped["value"].notna()].assign(metric=name))
+    return pd.concat(tables, ignore_index=True)[["iteration", "metric", "value", "low", "high"]]
 
 
 def over_seeds(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Curves of several seeds as one: mean over the seeds that have the iteration, ± one standard error of them."""
+    """The curves of several seeds as one: mean over the seeds that have the iteration, ± one standard error."""
     joined = pd.concat(curves, ignore_index=True)
     grouped = joined.groupby(["metric", "iteration"], as_index=False)["value"].agg(["mean", "sem", "size"])
-    found = grouped.rename(columns={"mean": "value", "size": "seeds"})
-    found["low"], found["high"] = found["value"] - found["sem"], found["value"] + found["sem"]
-    return found[["iteration", "metric", "value", "low", "high", "seeds"]]
+    means = grouped.rename(columns={"mean": "value", "size": "seeds"})
+    means["low"], means["high"] = means["value"] - means["sem"], means["value"] + means["sem"]
+    return means[["iteration", "metric", "value", "low", "high", "seeds"]]
 
 
 def learning_figures(curves: Sequence[tuple[str, pd.DataFrame]], band: str = "") -> tuple[Figure, ...]:
-    """One figure per metric, one line per named curve (a run, or a cell of a grid); `band` replaces what bands are."""
+    """One figure per metric, one line per named curve (a run, or a cell of a grid); `band` says what bands are."""
     figures = []
     for metric, (title, unit, caption) in METRICS.items():
         lines = [(name, frame[frame["metric"] == metric].sort_values("iteration")) for name, frame in curves]
         lines = [(name, frame) for name, frame in lines if len(frame)]
         if lines:
-            said = f"{caption.partition(';')[0].rstrip('.')}; {band}" if band else caption
-            figures.append(_figure(title, unit, said, lines))
+            reading = f"{caption.partition(';')[0].rstrip('.')}; {band}" if band else caption
+            figures.append(_figure(title, unit, reading, lines))
     return tuple(figures)
 
 
@@ -120,15 +118,15 @@ def _figure(title: str, unit: str, caption: str, lines: Sequence[tuple[str, pd.D
     def column(frame: pd.DataFrame, name: str) -> Floats:
         return frame[name].to_numpy(np.float64)
 
-    drawn = []
+    curves = []
     for name, frame in lines:
         low, high = column(frame, "low"), column(frame, "high")
-        drawn.append(Line(name, column(frame, "iteration"), column(frame, "value"), low, high))
+        curves.append(Line(name, column(frame, "iteration"), column(frame, "value"), low, high))
     ranges = [column(frame, name) for _, frame in lines for name in ("value", "low", "high")]
-    x = axis_for("iteration", [line.x for line in drawn])
+    x = axis_for("iteration", [line.x for line in curves])
     label = f"{title.lower().replace('kl', 'KL')}{f' ({unit})' if unit else ''}"
-    ends = [f"{line.name}: {number(line.y[0])} to {number(line.y[-1])}" for line in drawn]
-    chart = line_chart(drawn, x, axis_for(label, ranges), f"{title} by iteration. {'; '.join(ends)}.")
+    ends = [f"{line.name}: {number(line.y[0])} to {number(line.y[-1])}" for line in curves]
+    chart = line_chart(curves, x, axis_for(label, ranges), f"{title} by iteration. {'; '.join(ends)}.")
     numbers = [frame.drop(columns="metric").assign(line=name) for name, frame in lines]
     joined = pd.concat(numbers, ignore_index=True)
     return Figure(title, chart, caption, joined if len(lines) > 1 else joined.drop(columns="line"))

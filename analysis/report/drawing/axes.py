@@ -1,4 +1,4 @@
-"""Axes of a chart: ranges, ticks, places on the page, the frame around the plot, the legend above it."""
+"""Axes of a chart: ranges, ticks, positions on the page, the frame around the plot, the legend above it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from analysis.report.markup import element, escape
+from analysis.report.drawing.markup import element, escape
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,7 +31,7 @@ class Axis:
     ticks: tuple[tuple[float, str], ...] = ()
 
     def at(self, values: Floats | float) -> Floats:
-        """Where values lie between the ends, 0 at `lo` and 1 at `hi`; beyond the ends at the ends, NaN stays."""
+        """Where values lie between the ends, 0 at `lo` and 1 at `hi`, clipped to the ends; NaN stays NaN."""
         data = np.asarray(values, dtype=np.float64)
         lo, hi = self.lo, self.hi
         if self.log:
@@ -43,7 +43,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Plot:
-    """Where the plot lies inside the picture, in its units."""
+    """The position of the plot inside the picture, in its units."""
 
     x: Axis
     y: Axis
@@ -64,10 +64,10 @@ class Plot:
 
 
 def axis_for(label: str, values: Iterable[object], log: bool = False, include: Sequence[float] = ()) -> Axis:
-    """An axis that holds every finite value (positive, if log) and what is to be included, with a little room."""
-    joined = np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in (*values, list(include))])
-    found = joined[np.isfinite(joined) & ((joined > 0) | (not log))]
-    lo, hi = (float(found.min()), float(found.max())) if len(found) else (1.0, 10.0)
+    """An axis over every finite value (positive, if log) and the values to `include`, with a little room."""
+    data = np.concatenate([np.asarray(values_of, dtype=np.float64).ravel() for values_of in (*values, list(include))])
+    usable = data[np.isfinite(data) & ((data > 0) | (not log))]
+    lo, hi = (float(usable.min()), float(usable.max())) if len(usable) else (1.0, 10.0)
     if log:
         lo, hi = 10.0 ** math.floor(math.log10(lo)), 10.0 ** math.ceil(math.log10(hi))
         return Axis(label, lo, hi if hi > lo else lo * 10.0, True)
@@ -75,12 +75,12 @@ def axis_for(label: str, values: Iterable[object], log: bool = False, include: S
         room = abs(lo) * 0.1 or 1.0
     else:
         room = (hi - lo) * 0.04
-    # a quantity that is never negative keeps its zero line clean
+    # an axis of a quantity that is never negative begins at 0, not below
     return Axis(label, max(lo - room, 0.0) if lo >= 0 else lo - room, hi + room)
 
 
 def ticks(axis: Axis) -> list[tuple[float, str]]:
-    """Round values within an axis with their labels, about five."""
+    """About five round values within an axis, with their labels."""
     if axis.ticks:
         return list(axis.ticks)
     if axis.log:
@@ -100,38 +100,38 @@ def _power(power: int) -> str:
 
 
 def legend(names: Sequence[str], marks: Sequence[str]) -> tuple[str, float]:
-    """The row or rows above the plot, one mark (class of a colour) per name, and the height they take."""
+    """The rows above the plot, one mark (CSS class of a colour) per name, and the height they take."""
     if len(names) < 2:
         return "", TOP
-    parts, x, y = [], LEFT, 13.0
+    elements, x, y = [], LEFT, 13.0
     for name, mark in zip(names, marks, strict=True):
         width = 24 + CHARACTER * len(name)
         if x > LEFT and x + width > WIDTH:
             x, y = LEFT, y + LEGEND_ROW
-        parts.append(f'<rect class="{mark}" x="{x:.1f}" y="{y - 8:.1f}" width="14" height="8"></rect>')
-        parts.append(f'<text x="{x + 19:.1f}" y="{y:.1f}">{escape(name)}</text>')
+        elements.append(f'<rect class="{mark}" x="{x:.1f}" y="{y - 8:.1f}" width="14" height="8"></rect>')
+        elements.append(f'<text x="{x + 19:.1f}" y="{y:.1f}">{escape(name)}</text>')
         x += width + 9
-    return element("g", "".join(parts), class_="legend"), y + 12.0
+    return element("g", "".join(elements), class_="legend"), y + 12.0
 
 
 def frame(plot: Plot) -> str:
     """Grid lines, tick labels and axis labels."""
-    parts = []
+    elements = []
     right, bottom = WIDTH - RIGHT, plot.top + PLOT_HEIGHT
     for value, label in ticks(plot.y):
         y = float(plot.down(value))
-        parts.append(f'<path class="grid" d="M{LEFT:.1f} {y:.1f}H{right:.1f}"></path>')
-        parts.append(f'<text class="end" x="{LEFT - 6:.1f}" y="{y + 4:.1f}">{escape(label)}</text>')
+        elements.append(f'<path class="grid" d="M{LEFT:.1f} {y:.1f}H{right:.1f}"></path>')
+        elements.append(f'<text class="end" x="{LEFT - 6:.1f}" y="{y + 4:.1f}">{escape(label)}</text>')
     for value, label in ticks(plot.x):
         x = float(plot.across(value))
-        parts.append(f'<path class="grid" d="M{x:.1f} {plot.top:.1f}V{bottom:.1f}"></path>')
-        parts.append(f'<text class="middle" x="{x:.1f}" y="{bottom + 17:.1f}">{escape(label)}</text>')
+        elements.append(f'<path class="grid" d="M{x:.1f} {plot.top:.1f}V{bottom:.1f}"></path>')
+        elements.append(f'<text class="middle" x="{x:.1f}" y="{bottom + 17:.1f}">{escape(label)}</text>')
     middle = (LEFT + right) / 2
-    parts.append(f'<text class="middle label" x="{middle:.1f}" y="{bottom + 38:.1f}">{escape(plot.x.label)}</text>')
+    elements.append(f'<text class="middle label" x="{middle:.1f}" y="{bottom + 38:.1f}">{escape(plot.x.label)}</text>')
     center = plot.top + PLOT_HEIGHT / 2
     turned = f'transform="rotate(-90 13 {center:.1f})" x="13" y="{center:.1f}"'
-    parts.append(f'<text class="middle label" {turned}>{escape(plot.y.label)}</text>')
-    return element("g", "".join(parts), class_="axes")
+    elements.append(f'<text class="middle label" {turned}>{escape(plot.y.label)}</text>')
+    return element("g", "".join(elements), class_="axes")
 
 
 def picture(plot: Plot, content: str, about: str) -> str:

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from analysis.report.axes import LEFT, PLOT_HEIGHT, RIGHT, WIDTH, Axis, Floats, Plot, frame, legend, picture
-from analysis.report.markup import element, escape
+from analysis.report.drawing.axes import LEFT, PLOT_HEIGHT, RIGHT, WIDTH, Axis, Floats, Plot, frame, legend, picture
+from analysis.report.drawing.markup import element, escape
 
 COLOURS = 8
 HEAT_LEVELS = 9
-# points are drawn one by one where a line has few of them
+# a line with at most this many points also shows each point
 FEW_POINTS = 30
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line over x, and where there is one the band from `low` to `high`; NaN makes a gap."""
+    """A line over x, with an optional band from `low` to `high`; NaN makes a gap."""
 
     name: str
     x: Floats
@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Rule:
-    """A straight line across the plot at a value of y, or of x, with its label; that of y stands above or below it."""
+    """A straight line across the plot at a value of y, or of x, with a label; that of y is above or below the line."""
 
     value: float
     label: str
@@ -39,38 +39,38 @@ class Rule:
 
 
 def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = ()) -> str:
-    """Lines with their bands; colour and dashes tell them apart."""
+    """Lines with their bands, distinguished by colour and dashes."""
     names = [line.name for line in lines]
     above, top = legend(names, [f"fill{i % COLOURS}" for i in range(len(lines))])
     plot = Plot(x, y, top)
     bands = [_band(plot, line, i) for i, line in enumerate(lines)]
-    drawn = [_line(plot, line, i) for i, line in enumerate(lines)]
-    return picture(plot, above + frame(plot) + "".join(bands) + _rules(plot, rules) + "".join(drawn), about)
+    curves = [_line(plot, line, i) for i, line in enumerate(lines)]
+    return picture(plot, above + frame(plot) + "".join(bands) + _rules(plot, rules) + "".join(curves), about)
 
 
 def area_chart(at: Floats, layers: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str) -> str:
-    """Layers stacked on each other from the bottom, in their order."""
+    """Layers stacked from the bottom, in their order."""
     above, top = legend([name for name, _ in layers], [f"fill{i % COLOURS}" for i in range(len(layers))])
     plot = Plot(x, y, top)
     base = np.zeros(len(at))
-    parts = []
+    paths = []
     for i, (_, height) in enumerate(layers):
         d = _closed(plot.across(at), plot.down(base), plot.down(base + height))
-        parts.append(f'<path class="area fill{i % COLOURS}" d="{d}"></path>')
+        paths.append(f'<path class="area fill{i % COLOURS}" d="{d}"></path>')
         base = base + height
-    return picture(plot, above + frame(plot) + "".join(parts), about)
+    return picture(plot, above + frame(plot) + "".join(paths), about)
 
 
 def bar_chart(
     lo: Floats, hi: Floats, groups: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str,
     rules: Sequence[Rule] = (),
 ) -> str:  # fmt: skip
-    """Bars from the bottom of the plot, `lo` to `hi` wide; several groups stand side by side within that."""
+    """Bars from the bottom of the plot, from `lo` to `hi`; several groups share that width side by side."""
     above, top = legend([name for name, _ in groups], [f"fill{i % COLOURS}" for i in range(len(groups))])
     plot = Plot(x, y, top)
     left, right, bottom = plot.across(lo), plot.across(hi), top + PLOT_HEIGHT
     width = (right - left) / len(groups)
-    parts = []
+    paths = []
     for i, (_, heights) in enumerate(groups):
         tops, start = plot.down(heights), left + i * width
         cells = [
@@ -78,8 +78,8 @@ def bar_chart(
             for a, b, t in zip(start + 0.4, start + width - 0.4, tops, strict=True)
             if t < bottom
         ]
-        parts.append(f'<path class="bar fill{i % COLOURS}" d="{"".join(cells)}"></path>')
-    return picture(plot, above + frame(plot) + "".join(parts) + _rules(plot, rules), about)
+        paths.append(f'<path class="bar fill{i % COLOURS}" d="{"".join(cells)}"></path>')
+    return picture(plot, above + frame(plot) + "".join(paths) + _rules(plot, rules), about)
 
 
 def heat_map(
@@ -91,35 +91,35 @@ def heat_map(
     level = heat_levels(counts)
     left, right = plot.across(x_edges[:-1]), plot.across(x_edges[1:])
     low, high = plot.down(y_edges[:-1]), plot.down(y_edges[1:])
-    parts = [_box(plot, *box) for box in under]
+    paths = [_box(plot, *box) for box in under]
     for shade in range(1, HEAT_LEVELS + 1):
-        found = np.argwhere(level == shade)
-        cells = [f"M{left[i]:.1f} {low[j]:.1f}V{high[j]:.1f}H{right[i]:.1f}V{low[j]:.1f}Z" for i, j in found.tolist()]
+        bins = np.argwhere(level == shade)
+        cells = [f"M{left[i]:.1f} {low[j]:.1f}V{high[j]:.1f}H{right[i]:.1f}V{low[j]:.1f}Z" for i, j in bins.tolist()]
         if cells:
-            parts.append(f'<path class="heat{shade}" d="{"".join(cells)}"></path>')
+            paths.append(f'<path class="heat{shade}" d="{"".join(cells)}"></path>')
     if diagonal:
         ends = np.array([max(x.lo, y.lo), min(x.hi, y.hi)])
-        parts.append(f'<path class="rule" d="{_open(plot.across(ends), plot.down(ends))}"></path>')
-    return picture(plot, frame(plot) + "".join(parts) + _rules(plot, rules), about)
+        paths.append(f'<path class="rule" d="{_open(plot.across(ends), plot.down(ends))}"></path>')
+    return picture(plot, frame(plot) + "".join(paths) + _rules(plot, rules), about)
 
 
 def heat_levels(counts: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
-    """0 for nothing, 1 to 9 for the logarithm of what is there, 9 for the most."""
-    found = np.asarray(counts, dtype=np.float64)
-    there = found > 0
-    if not there.any():
-        return np.zeros(found.shape, dtype=np.int64)
-    least, most = float(found[there].min()), float(found.max())
+    """0 for a count of 0, else 1 to 9 by the logarithm of the count, 9 for the largest."""
+    values = np.asarray(counts, dtype=np.float64)
+    filled = values > 0
+    if not filled.any():
+        return np.zeros(values.shape, dtype=np.int64)
+    least, most = float(values[filled].min()), float(values.max())
     if most == least:
-        return np.where(there, HEAT_LEVELS, 0)
-    place = np.log(np.where(there, found, least) / least) / np.log(most / least)
-    return np.where(there, 1 + np.minimum((place * HEAT_LEVELS).astype(np.int64), HEAT_LEVELS - 1), 0)
+        return np.where(filled, HEAT_LEVELS, 0)
+    fraction = np.log(np.where(filled, values, least) / least) / np.log(most / least)
+    return np.where(filled, 1 + np.minimum((fraction * HEAT_LEVELS).astype(np.int64), HEAT_LEVELS - 1), 0)
 
 
 def _line(plot: Plot, line: Line, index: int) -> str:
     x, y = plot.across(line.x), plot.down(np.asarray(line.y, dtype=np.float64))
-    pieces = [_open(x[part], y[part]) for part in _pieces(y) if len(part) > 1]
-    alone = [part[0] for part in _pieces(y) if len(part) == 1]
+    pieces = [_open(x[piece], y[piece]) for piece in _pieces(y) if len(piece) > 1]
+    alone = [piece[0] for piece in _pieces(y) if len(piece) == 1]
     dots = [k for k in range(len(y)) if np.isfinite(y[k])] if len(y) <= FEW_POINTS else alone
     path = f'<path class="line stroke{index % COLOURS}" d="{"".join(pieces)}"></path>' if pieces else ""
     circles = [f'<circle class="fill{index % COLOURS}" cx="{x[k]:.1f}" cy="{y[k]:.1f}" r="2.4"></circle>' for k in dots]
@@ -130,14 +130,14 @@ def _band(plot: Plot, line: Line, index: int) -> str:
     if line.low is None or line.high is None:
         return ""
     x, low, high = plot.across(line.x), plot.down(line.low), plot.down(line.high)
-    pieces = [_closed(x[part], low[part], high[part]) for part in _pieces(low + high) if len(part) > 1]
+    pieces = [_closed(x[piece], low[piece], high[piece]) for piece in _pieces(low + high) if len(piece) > 1]
     return f'<path class="band fill{index % COLOURS}" d="{"".join(pieces)}"></path>' if pieces else ""
 
 
 def _pieces(y: Floats) -> list[npt.NDArray[np.int64]]:
-    """Runs of consecutive indices where y is a number."""
-    there = np.flatnonzero(np.isfinite(y))
-    return [part for part in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1) if len(part)]
+    """Runs of consecutive indices where y is finite."""
+    finite = np.flatnonzero(np.isfinite(y))
+    return [piece for piece in np.split(finite, np.flatnonzero(np.diff(finite) > 1) + 1) if len(piece)]
 
 
 def _open(x: Floats, y: Floats) -> str:
@@ -155,19 +155,19 @@ def _box(plot: Plot, x_lo: float, x_hi: float, y_lo: float, y_hi: float) -> str:
 
 
 def _rules(plot: Plot, rules: Sequence[Rule]) -> str:
-    parts = []
+    elements = []
     right, bottom = WIDTH - RIGHT, plot.top + PLOT_HEIGHT
     for rule in rules:
         if rule.along == "y":
             y = float(plot.down(rule.value))
-            parts.append(f'<path class="rule" d="M{LEFT:.1f} {y:.1f}H{right:.1f}"></path>')
+            elements.append(f'<path class="rule" d="M{LEFT:.1f} {y:.1f}H{right:.1f}"></path>')
             line = y + 13 if rule.below or y < plot.top + 14 else y - 4
-            place = f'class="end rule-label" x="{right - 4:.1f}" y="{line:.1f}"'
+            attributes = f'class="end rule-label" x="{right - 4:.1f}" y="{line:.1f}"'
         else:
             x = float(plot.across(rule.value))
-            parts.append(f'<path class="rule" d="M{x:.1f} {plot.top:.1f}V{bottom:.1f}"></path>')
+            elements.append(f'<path class="rule" d="M{x:.1f} {plot.top:.1f}V{bottom:.1f}"></path>')
             late = x > (LEFT + right) / 2
             side = "end rule-label" if late else "rule-label"
-            place = f'class="{side}" x="{x - 4 if late else x + 4:.1f}" y="{plot.top + 13:.1f}"'
-        parts.append(f"<text {place}>{escape(rule.label)}</text>")
-    return element("g", "".join(parts)) if parts else ""
+            attributes = f'class="{side}" x="{x - 4 if late else x + 4:.1f}" y="{plot.top + 13:.1f}"'
+        elements.append(f"<text {attributes}>{escape(rule.label)}</text>")
+    return element("g", "".join(elements)) if elements else ""

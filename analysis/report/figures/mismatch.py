@@ -6,18 +6,18 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report import counts
-from analysis.report.axes import Axis, axis_for
-from analysis.report.charts import Line, bar_chart, heat_map, line_chart
-from analysis.report.counts import Counts
-from analysis.report.figure import Figure
-from analysis.report.markup import number, share
+from analysis.report.drawing.axes import Axis, axis_for
+from analysis.report.drawing.charts import Line, bar_chart, heat_map, line_chart
+from analysis.report.drawing.figure import Figure
+from analysis.report.drawing.markup import number, share
+from analysis.report.figures import counts
+from analysis.report.figures.counts import Counts
 
 Floats = npt.NDArray[np.float64]
 
 
 def probability_figure(grid: Counts) -> Figure:
-    """Two-dimensional histogram of the probabilities; `grid` as `counts.probability_grid` makes it."""
+    """Two-dimensional histogram of the probabilities; `grid` from `counts.probability_grid`."""
     edges = counts.PROBABILITY_EDGES
     x = Axis("probability under the sampler", 1e-6, 1.0, True)
     y = Axis("probability under the trainer", 1e-6, 1.0, True)
@@ -28,7 +28,7 @@ def probability_figure(grid: Counts) -> Figure:
     )
     chart = heat_map(edges, edges, grid, x, y, about, diagonal=True)
     caption = (
-        "Every response token, six bins per decade, what is rarer than 1e-6 in the first bin; stronger is more tokens "
+        "Every response token, six bins per decade, probabilities below 1e-6 in the first bin; stronger is more tokens "
         "(log scale); on the line both agree. The test for equal bits is in the summary."
     )
     return Figure(
@@ -36,30 +36,28 @@ def probability_figure(grid: Counts) -> Figure:
     )
 
 
-def delta_figure(found: Counts) -> Figure:
+def delta_figure(counted: Counts) -> Figure:
     """Histogram of delta on a symmetric logarithmic scale; `found` counts in `counts.DELTA_EDGES`."""
     edges = counts.DELTA_EDGES
-    places = np.arange(len(edges), dtype=np.float64)
+    bin_edges = np.arange(len(edges), dtype=np.float64)
     middle = (len(edges) - 2) // 2
     per_decade = 3
     marks = [(middle + 0.5, "0")]
     for decade in range(-8, 2, 2):
         step = (decade + 9) * per_decade
         marks += [(middle - step, f"-1e{decade}"), (middle + 1.0 + step, f"1e{decade}")]
-    used = np.flatnonzero(found)
+    used = np.flatnonzero(counted)
     reach = max(int(np.abs(used - middle).max()) if len(used) else 0, 4 * per_decade) + 1
     lo, hi = max(middle - reach, 0), min(middle + 1 + reach, len(edges) - 1)
-    shown = tuple(sorted((place, label) for place, label in marks if lo <= place <= hi))
-    x = Axis("old - rollout log-prob (nats), logarithmic both ways", float(lo), float(hi), ticks=shown)
-    total, zero = int(found.sum()), int(found[middle])
-    y = axis_for("tokens", [found[found > 0]], log=True, include=(1.0,))
+    labels = tuple(sorted((at, label) for at, label in marks if lo <= at <= hi))
+    x = Axis("old - rollout log-prob (nats), logarithmic both ways", float(lo), float(hi), ticks=labels)
+    total, zero = int(counted.sum()), int(counted[middle])
+    y = axis_for("tokens", [counted[counted > 0]], log=True, include=(1.0,))
     y = Axis(y.label, 0.5, y.hi, True, tuple((10.0**p, f"{10**p:,}") for p in range(0, 12) if 10.0**p <= y.hi))
     about = f"Histogram of the log-prob difference; {share(zero, total)} of {total:,} tokens are within 1e-9 nats of 0."
-    chart = bar_chart(places[:-1], places[1:], [("tokens", found.astype(np.float64))], x, y, about)
-    caption = (
-        "Bin in the middle: less than 1e-9 nats apart. Rounding is symmetric about 0; a shift to one side is a bias."
-    )
-    numbers = pd.DataFrame({"from (nats)": edges[:-1][used], "to (nats)": edges[1:][used], "tokens": found[used]})
+    chart = bar_chart(bin_edges[:-1], bin_edges[1:], [("tokens", counted.astype(np.float64))], x, y, about)
+    caption = "Middle bin: less than 1e-9 nats apart. Rounding is symmetric about 0; a shift to one side is a bias."
+    numbers = pd.DataFrame({"from (nats)": edges[:-1][used], "to (nats)": edges[1:][used], "tokens": counted[used]})
     return Figure("Log-prob difference", chart, caption, numbers)
 
 
@@ -68,29 +66,29 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
 
     `buckets` has columns kind, lo, hi, n, abs_mean, abs_p99, abs_max (nats), one row per bucket.
     """
-    found = buckets[(buckets["kind"] == kind) & (buckets["n"] > 0)].sort_values("lo", ignore_index=True)
+    filled = buckets[(buckets["kind"] == kind) & (buckets["n"] > 0)].sort_values("lo", ignore_index=True)
     columns = {"largest": "abs_max", "99th percentile": "abs_p99", "mean": "abs_mean"}
-    values = {name: found[column].to_numpy(np.float64) for name, column in columns.items()}
-    # below the smallest, or its bar would have no height
+    values = {name: filled[column].to_numpy(np.float64) for name, column in columns.items()}
+    # the axis begins below the smallest value, or its bar would have no height
     above_zero = [value[value > 0] / 2 for value in values.values()]
     y = axis_for("|old - rollout| (nats)", [*values.values(), *above_zero], log=True)
-    places = np.arange(len(found), dtype=np.float64)
-    ends = [_short(value) for value in [*found["lo"], found["hi"].iloc[-1]]]
+    bar_edges = np.arange(len(filled), dtype=np.float64)
+    ends = [_short(value) for value in [*filled["lo"], filled["hi"].iloc[-1]]]
     every = max(1, len(ends) // 8)
     marks = tuple((float(k), end) for k, end in enumerate(ends) if k % every == 0)
     words = {"prob": "probability under the sampler", "position": "position in the response (tokens)"}
-    x = Axis(words[kind], 0.0, float(len(found)), ticks=marks)
+    x = Axis(words[kind], 0.0, float(len(filled)), ticks=marks)
     about = (
         f"Mean |difference| by {words[kind]}: {number(values['mean'][0])} nats in the first bucket, "
         f"{number(values['mean'][-1])} in the last."
     )
-    chart = bar_chart(places, places + 1.0, list(values.items()), x, y, about)
+    chart = bar_chart(bar_edges, bar_edges + 1.0, list(values.items()), x, y, about)
     title = {"prob": "Difference by probability", "position": "Difference by position"}[kind]
     caption = {
         "prob": "Rounding moves the log-probs of rare tokens most: the error goes with 1 - p.",
         "position": "An error that accumulates through the cache would grow with position.",
     }[kind]
-    return Figure(title, chart, caption, found[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
+    return Figure(title, chart, caption, filled[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
 
 
 def divergence_figure(divergences: pd.DataFrame) -> Figure:
@@ -103,11 +101,11 @@ def divergence_figure(divergences: pd.DataFrame) -> Figure:
         rows = divergences[divergences["metric"] == metric].sort_values("iteration")
         value, error = (rows[name].to_numpy(np.float64) for name in ("value", "se"))
         size = np.abs(value)
-        there = size > 0  # a logarithmic scale has no zero
+        positive = size > 0  # a logarithmic scale has no zero
         low, high = np.where(size > error, size - error, np.nan), size + error
         name = "|k1|" if metric == "k1" else metric
         at = rows["iteration"].to_numpy(np.float64)
-        lines.append(Line(name, at[there], size[there], low[there], high[there]))
+        lines.append(Line(name, at[positive], size[positive], low[positive], high[positive]))
     y = axis_for("nats per token, token_mean", [line.y for line in lines], log=True)
     x = axis_for("iteration", [line.x for line in lines])
     last = ", ".join(f"{line.name} {number(line.y[-1])}" for line in lines if len(line.y))
@@ -121,12 +119,12 @@ def divergence_figure(divergences: pd.DataFrame) -> Figure:
 
 
 def _short(value: float) -> str:
-    """0.01, but 1e-4: labels stand close to each other."""
+    """A short label, such as 0.01 or 1e-4."""
     return f"{value:g}" if value == 0 or value >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")
 
 
 def fullest_cells(x: Floats, y: Floats, grid: Counts, x_name: str, y_name: str) -> pd.DataFrame:
-    """The cells that hold something, the fullest first, at most 60."""
+    """At most 60 cells with the most tokens, the fullest first."""
     i, j = np.nonzero(grid)
     order = np.argsort(-grid[i, j], kind="stable")[:60]
     i, j = i[order], j[order]

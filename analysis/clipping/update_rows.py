@@ -1,4 +1,4 @@
-"""What an update saw, one row per token and step, from the records: the frame that the clip analyses share."""
+"""What each update step saw, one row per token, from the records: the frame that clip analyses and dialects share."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ TOKEN_COLUMNS = [
 
 @dataclass(frozen=True)
 class ClipRule:
-    """What was clipped in one iteration. Ratios in [1 - low, 1 + high] are in the band."""
+    """The clip in force in one iteration. Ratios in [1 - low, 1 + high] are in the band."""
 
     anchor: str  # rollout or old: the denominator of the ratio
     low: float
     high: float
-    dual: float | None  # ratios above it keep no gradient where the advantage is negative
+    dual: float | None  # where the advantage is negative, ratios above it have no gradient
     value_range: float | None  # of the value around its old prediction, reward units; None: not clipped
-    is_recorded: bool  # False: a range that was asked for, not the one that the loss applied
+    is_recorded: bool  # whether the loss applied it; False for a range that was requested for the analysis
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,22 @@ def recorded_config(run_dir: Path | str) -> RunConfig:
 def clip_rule(
     run_dir: Path | str, config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None
 ) -> ClipRule:
-    """The rule in force in an iteration (its row of `iterations`), or the given `band` (low, high) in its place.
+    """The rule in force in an iteration (its row of `iterations`), or `band` (low, high) in its place.
 
-    Raises UserError where the objective has no clip and no band is given, or where the band is not one.
+    Raises UserError where the objective has no clip and there is no band, or where the band is out of range.
     """
     objective, value, dual = config.ppo.objective, config.value, None
     if band is not None:
         low, high = band
         if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
-            raise UserError(
-                f"clip range = {low:g}, {high:g}: the lower one lies between 0 and 1, the upper one above 0"
-            )
+            raise UserError(f"clip range = {low:g}, {high:g}: the lower must be between 0 and 1, the upper above 0")
     elif isinstance(objective, ClipObjective):
-        low, high = objective.clip_range, objective.high
-        dual = objective.dual_clip
+        low, high, dual = objective.clip_range, objective.high, objective.dual_clip
     elif isinstance(objective, AdaptiveClipObjective):
         low = high = float(iteration["clip_range"])
     else:
         raise UserError(
-            f"{run_dir}: ppo.objective.kind = {objective.kind}: clips nothing; allowed are clip and adaptive_clip; "
+            f"{run_dir}: ppo.objective.kind = {objective.kind} clips nothing, only clip and adaptive_clip do; "
             "give a clip range to see what it would have clipped"
         )
     value_range = None if isinstance(value, NoValue) else value.clip_range
@@ -90,7 +87,7 @@ def clip_rule(
     return ClipRule(config.ppo.ratio_anchor, low, high, dual, value_range, band is None)
 
 
-def joined(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
+def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
     """Rows of `updates` with their token's columns and log_ratios = new_logprobs - anchor, float64 nats.
 
     The order of `updates` is kept. Raises UserError where a row has no token.
@@ -121,7 +118,7 @@ def load_iterations(
             sequences=reader.read_sequences(run_dir, iterations=[index], columns=["sequence", "response", "scores"]),
             tokens=tokens,
             steps=reader.read_steps(run_dir, iterations=[index], columns=STEP),
-            rows=joined(tokens, updates, rule.anchor),
+            rows=join_tokens(tokens, updates, rule.anchor),
         )
 
 
@@ -131,7 +128,7 @@ def policy_rows(item: IterationRows) -> pd.DataFrame:
 
 
 def steps_of(rows: pd.DataFrame) -> dict[tuple[int, int], npt.NDArray[np.intp]]:
-    """(epoch, minibatch) -> positions of its rows."""
+    """(epoch, minibatch) -> indices of its rows."""
     epochs, minibatches = (rows[name].to_numpy(np.int64) for name in STEP)
     present = np.unique(np.stack([epochs, minibatches]), axis=1).T.tolist()
     return {(e, m): np.flatnonzero((epochs == e) & (minibatches == m)) for e, m in present}

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from ppo_repro.config.run import RunConfig
+from tests.support.row_dependent import NOISE, row_dependent_linear
 from tests.support.runs import small_config
 
 # the same cases every time; `make test-long` takes --hypothesis-profile=new, which draws others and prints how to repeat
@@ -30,6 +31,20 @@ def default_backend() -> Iterator[None]:
     backend.use("eager", 1)
     yield
     backend.use("eager", 1)
+
+
+@pytest.fixture
+def row_dependent() -> Iterator[None]:
+    """Native numerics whose results depend on the number of rows on every processor."""
+    with row_dependent_linear():
+        yield
+
+
+@pytest.fixture
+def row_noise() -> Iterator[None]:
+    """The same with differences as small as those of stock torch; `native_run` was recorded so."""
+    with row_dependent_linear(NOISE):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -49,12 +64,13 @@ def exact_run(exact_config: RunConfig, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run in native numerics: the negative control."""
+    """The same run in native numerics: the negative control. What computes it again needs `row_noise`."""
     from ppo_repro.runs.run import run
     from ppo_repro.watcher import Silent
 
     config = small_config("numerics.mode=native")
-    return run(config, tmp_path_factory.mktemp("native"), Silent())[0]
+    with row_dependent_linear(NOISE):
+        return run(config, tmp_path_factory.mktemp("native"), Silent())[0]
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import settings
 
 from ppo_repro.config.run import RunConfig
-from tests.support.row_dependent import NOISE, row_dependent_linear
 from tests.support.runs import small_config
 
 # the same cases every time; `make test-long` takes --hypothesis-profile=new, which draws others and prints how to repeat
@@ -36,6 +35,8 @@ def default_backend() -> Iterator[None]:
 @pytest.fixture
 def row_dependent() -> Iterator[None]:
     """Native numerics whose results depend on the number of rows on every processor."""
+    from tests.support.row_dependent import row_dependent_linear
+
     with row_dependent_linear():
         yield
 
@@ -43,6 +44,8 @@ def row_dependent() -> Iterator[None]:
 @pytest.fixture
 def row_noise() -> Iterator[None]:
     """The same with differences as small as those of stock torch; `native_run` was recorded so."""
+    from tests.support.row_dependent import NOISE, row_dependent_linear
+
     with row_dependent_linear(NOISE):
         yield
 
@@ -67,6 +70,7 @@ def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in native numerics: the negative control. What computes it again needs `row_noise`."""
     from ppo_repro.runs.run import run
     from ppo_repro.watcher import Silent
+    from tests.support.row_dependent import NOISE, row_dependent_linear
 
     config = small_config("numerics.mode=native")
     with row_dependent_linear(NOISE):

@@ -32,6 +32,24 @@ def default_backend() -> Iterator[None]:
     backend.use("eager", 1)
 
 
+@pytest.fixture
+def row_dependent() -> Iterator[None]:
+    """Native numerics whose results depend on the number of rows on every processor."""
+    from tests.support.row_dependent import row_dependent_linear
+
+    with row_dependent_linear():
+        yield
+
+
+@pytest.fixture
+def row_noise() -> Iterator[None]:
+    """The same with differences as small as those of stock torch; `native_run` was recorded so."""
+    from tests.support.row_dependent import NOISE, row_dependent_linear
+
+    with row_dependent_linear(NOISE):
+        yield
+
+
 @pytest.fixture(scope="session")
 def exact_config() -> RunConfig:
     """A small but complete run in exact numerics."""
@@ -49,12 +67,14 @@ def exact_run(exact_config: RunConfig, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run in native numerics: the negative control."""
+    """The same run in native numerics: the negative control. What computes it again needs `row_noise`."""
     from ppo_repro.watcher import Silent
     from tests.support.language import run
+    from tests.support.row_dependent import NOISE, row_dependent_linear
 
     config = small_config("numerics.mode=native")
-    return run(config, tmp_path_factory.mktemp("native"), Silent())[0]
+    with row_dependent_linear(NOISE):
+        return run(config, tmp_path_factory.mktemp("native"), Silent())[0]
 
 
 @pytest.fixture(scope="session")

@@ -74,12 +74,6 @@ def test_cut_distributions_travel_between_processes(tmp_path: Path) -> None:
 
 
 @slow
-def test_native_fingerprints_change_with_the_processes(native_run: Path, tmp_path: Path) -> None:
-    found = fingerprint(2, SMALL, tmp_path, "numerics.mode=native")
-    assert found != manifest.load(native_run).fingerprint
-
-
-@slow
 def test_a_rerun_in_two_processes(tiny_run: Path) -> None:
     done = torchrun(2, "rerun", tiny_run)
     assert done.returncode == 0, done.stderr
@@ -89,6 +83,7 @@ def test_a_rerun_in_two_processes(tiny_run: Path) -> None:
 
 @slow
 def test_a_rerun_that_differs_ends_every_rank_with_one(native_run: Path) -> None:
+    # recorded with other linear layers than these processes have
     ended = cli_ranks(2, "rerun", native_run)
     assert [e.code for e in ended] == [1, 1]
     assert ended[0].out.startswith("different: table ") and ended[1].out == ended[1].err == ""

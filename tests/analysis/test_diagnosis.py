@@ -20,6 +20,8 @@ from ppo_repro.errors import UserError
 from tests.support import mismatch_faults as faults
 from tests.support.mismatch_faults import Setting
 
+pytestmark = pytest.mark.usefixtures("row_noise")
+
 Fault = Callable[[Setting], pd.DataFrame]
 # fault, cause with every column, causes from ids, places and log-probs alone
 UNSHAPED = "stale_weights or dropout or temperature"

@@ -26,6 +26,8 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.rollout.test_rollout import STOPS, requests_of
 from tests.support.models import CONTEXT, policy, unequal
 
+pytestmark = pytest.mark.usefixtures("row_noise")
+
 SAMPLINGS = {"plain": Sampling(1.0, 0, 1.0, 10), "cut": Sampling(1.3, 0, 0.8, 10)}
 
 
@@ -159,14 +161,14 @@ def test_the_command_on_a_run(
 ) -> None:
     assert call(monkeypatch, exact_run, "--out", tmp_path, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["first_divergent_op"] == {"exact": "", "native": "layer 0 self_attn"}
+    assert found["first_divergent_op"] == {"exact": "", "native": "layer 0 self_attn.q_proj"}
     folder = Path(found["folder"])
     assert origin(read_ops(folder, "exact")) is None
     ops = read_ops(folder, "native")
     start = origin(ops)
-    assert isinstance(start, Origin) and (start.layer, start.op) == (0, "self_attn") and start.rel_l2 < 1e-5
+    assert isinstance(start, Origin) and (start.layer, start.op) == (0, "self_attn.q_proj") and start.rel_l2 < 1e-5
     heat = by_layer_and_op(ops)
-    assert list(heat.index) == [-1, 0, 1] and heat.loc[0, "self_attn.q_proj"] == 0.0 and heat.loc[1, "layer"] > 0
+    assert list(heat.index) == [-1, 0, 1] and heat.loc[0, "input_layernorm"] == 0.0 and heat.loc[1, "layer"] > 0
     assert list(read_ladder(folder, "native")["way"].unique()) == ["one", "but_one"]
     assert len(found["ops"]) == len(read_table(folder, "mismatch_op"))
     with pytest.raises(UserError, match="there are exact, native"):

@@ -308,6 +308,7 @@ def test_help_needs_no_heavy_import() -> None:
     assert done.stdout.rstrip().endswith("[]") and "rerun" in done.stdout
 
 
+@pytest.mark.usefixtures("row_noise")
 def test_probe_holds_and_its_control_finds_differences(cli: Cli) -> None:
     code, out, _ = cli("probe", SMALL, "--json")
     found = json.loads(out)

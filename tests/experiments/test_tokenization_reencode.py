@@ -107,6 +107,7 @@ def test_an_exact_run_keeps_every_bit_that_is_promised(exact_run: Path, capsys: 
     assert "in exact numerics there must be none" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("row_noise")
 def test_the_control_finds_differences_and_is_asked_for(
     native_run: Path, exact_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

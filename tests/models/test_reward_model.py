@@ -64,10 +64,11 @@ def test_scores_have_the_same_bits_under_every_layout(architecture: str) -> None
     assert unequal(scores(model, LAYOUTS[0]), expected) == 0
 
 
+@pytest.mark.usefixtures("row_dependent")
 def test_native_scores_depend_on_the_layout() -> None:
     model = make_policy(classifier("qwen3"), "native", CONTEXT)
-    found = [scores(model, layout) for layout in LAYOUTS]
-    assert any(unequal(other, found[0]) for other in found)
+    found = [scores(model, layout) for layout in LAYOUTS[:3]]
+    assert all(unequal(other, found[0]) for other in found[1:])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -128,6 +129,7 @@ def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(a
     assert names == {f"trunk.{n}" for n, _ in trunk_of(model).named_parameters()} | {"head.weight", "head.bias"}
 
 
+@pytest.mark.usefixtures("row_dependent")
 def test_a_value_model_in_native_numerics_depends_on_the_layout() -> None:
     model = make_policy(classifier("qwen2"), "native", CONTEXT)
     value_model = value_model_from(model, "native", CONTEXT)

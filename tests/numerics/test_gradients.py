@@ -68,9 +68,10 @@ def test_weights_after_training_do_not_depend_on_the_layout(architecture: str) -
     assert len({trained(architecture, "exact", layout) for layout in layouts}) == 1
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.usefixtures("row_dependent")
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_native_weights_after_training_depend_on_the_layout(architecture: str) -> None:
-    assert len({trained(architecture, "native", layout) for layout in LAYOUTS[:3]}) >= 2
+    assert len({trained(architecture, "native", layout) for layout in LAYOUTS[:3]}) == 3
 
 
 def reference_gradients(

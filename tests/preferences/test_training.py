@@ -85,8 +85,9 @@ def test_a_trained_reward_model_does_not_depend_on_the_layout() -> None:
     assert [s.pairs for s in found[0].steps] == [16, 16, 16, 12] * 2
 
 
+@pytest.mark.usefixtures("row_dependent")
 def test_a_native_one_does() -> None:
-    assert len({train("native", row).steps[-1].digest for row in LAYOUTS}) >= 2
+    assert len({train("native", row).steps[-1].digest for row in LAYOUTS}) == 4
 
 
 def test_the_seed_orders_the_pairs() -> None:
@@ -144,21 +145,23 @@ def dpo(mode: str, row: tuple[int, int, str, str, int]) -> tuple[list[Preference
     return list(dpo_steps(policy, optimizer, pairs, reference, 0.2, 0.9, schedule, mode, row[2])), policy
 
 
+@pytest.mark.usefixtures("row_dependent")
 def test_dpo_steps_do_not_depend_on_the_layout_and_native_ones_do() -> None:
     found = [dpo("exact", row)[0] for row in LAYOUTS]
     assert all(other == found[0] for other in found) and len(found[0]) == 6
     assert found[0][0].margin == 0.0 and found[0][0].accuracy == 0.5, "policy and reference are one at the start"
     assert found[0][0].loss == pytest.approx(0.6931471805599453, rel=1e-15)
-    assert len({dpo("native", row)[0][-1].digest for row in LAYOUTS}) >= 2
+    assert len({dpo("native", row)[0][-1].digest for row in LAYOUTS}) == 4
 
 
+@pytest.mark.usefixtures("row_dependent")
 def test_pair_log_probs_have_the_same_bits_under_every_layout() -> None:
     policy, pairs = make_policy(source_model("gpt2"), "exact", CONTEXT), ragged_pairs(9)
     found = [pair_logprobs(policy, pairs, 0.9, "exact", layout(row)) for row in LAYOUTS]
     assert all(unequal(f.chosen, found[0].chosen) == 0 == unequal(f.rejected, found[0].rejected) for f in found)
     native = make_policy(source_model("gpt2"), "native", CONTEXT)
     controls = [pair_logprobs(native, pairs, 0.9, "native", layout(row)) for row in LAYOUTS]
-    assert any(unequal(c.chosen, controls[0].chosen) for c in controls)
+    assert all(unequal(c.chosen, controls[0].chosen) for c in controls[1:])
     stock = source_model("gpt2").double()
     for pair, chosen in zip(pairs, found[0].chosen.tolist(), strict=True):
         with torch.no_grad():

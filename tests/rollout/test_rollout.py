@@ -129,6 +129,7 @@ def test_every_schedule_and_layout_of_one_batch(architecture: str, sampling: Sam
         assert unequal(got, joined(reference)) == 0
 
 
+@pytest.mark.usefixtures("row_dependent")
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_native_rollout_differs_from_the_training_forward_and_between_schedules(architecture: str) -> None:
     requests = requests_of(40, 1)
@@ -138,7 +139,7 @@ def test_native_rollout_differs_from_the_training_forward_and_between_schedules(
     for padding in PADDINGS:
         got = forward_logprobs(policy(architecture, "native"), "native", requests, reference, PLAIN, padding, 3)
         shares.append(unequal(got, joined(reference)) / len(got))
-    # stock torch changes most log-probs by their last bits
+    # 1.000 was measured: the row counts of both paths differ in every pass
     assert min(shares) > 0.3, shares
     assert not same(engine(architecture, "native", 3, 3).generate(requests, PLAIN), reference)
 
@@ -253,6 +254,7 @@ def values_of(architecture: str, mode: str, padding: str, micro_batch: int) -> T
     return scored(prompts, responses, padding, micro_batch, lambda b, *_: value_predictions(model, b))
 
 
+@pytest.mark.usefixtures("row_dependent")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_values_do_not_depend_on_the_layout_and_native_ones_do(architecture: str) -> None:
     layouts = [(padding, micro_batch) for padding in PADDINGS for micro_batch in (1, 3, 0)]
@@ -288,6 +290,7 @@ def test_a_hundred_thousand_sampled_tokens_have_no_unequal_bit() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("row_dependent")
 def test_native_differs_over_five_thousand_sampled_tokens() -> None:
     compared, differing = sweep("native", 5_000)
     assert compared >= 5_000 and differing > 0.3 * compared, f"{differing} of {compared} tokens differ"
@@ -320,8 +323,9 @@ def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(slots: int,
     assert saved < computed
 
 
+@pytest.mark.usefixtures("row_dependent")
 def test_a_prefix_taken_from_the_cache_shows_in_native_numerics() -> None:
-    assert not all(same(generated("native", n, 0, False)[0], generated("native", n, 0, True)[0]) for n in (21, 5))
+    assert not any(same(generated("native", n, 0, False)[0], generated("native", n, 0, True)[0]) for n in (21, 5))
 
 
 def test_a_prefix_is_the_longest_that_a_slot_still_holds() -> None:

@@ -25,6 +25,7 @@ from ppo_repro.watcher import Silent
 from tests.commands.test_cli import PROMPTS, Cli, folder_config, one_line, write_prompts
 from tests.support.language import resume
 from tests.support.resume import OTHER_LAYOUT, THREADS, Recorded, kill, launch_run, newest, record, wait_until
+from tests.support.row_dependent import NOISE, row_dependent_linear
 from tests.support.runs import small_config
 from tests.support.synthetic_run import rewrite_cell
 
@@ -38,7 +39,8 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     overrides = "ppo.iterations=7", "checkpoints.every=2", "numerics.mode=native"
-    return record(small_config(*overrides), tmp_path_factory.mktemp("native"))
+    with row_dependent_linear(NOISE):
+        return record(small_config(*overrides), tmp_path_factory.mktemp("native"))
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,7 @@ def test_a_run_without_checkpoints_starts_again_and_compares(plain: Recorded, tm
     plain.require_same(run_dir)
 
 
+@pytest.mark.usefixtures("row_noise")
 def test_native_numerics_resume_under_their_own_layout_only(native: Recorded, tmp_path: Path) -> None:
     run_dir = native.copy(3, tmp_path)
     resume(run_dir, Silent())

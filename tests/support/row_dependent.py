@@ -1,30 +1,59 @@
-"""A negative control that differs by construction: linear layers whose last digits depend on the number of rows.
+"""Negative controls that differ by construction: linear layers whose last digits depend on the number of rows.
 
-Stock torch does that on many processors and shapes, but not on all: a control must not rest on it.
+Matrix products are computed by kernels that are chosen by the size of the batch: for few rows the terms of a sum are
+added in another order than for many, so the last bits of a row depend on what else is computed beside it. That is why
+stock torch breaks the promises that exact numerics keep. Which sizes show it depends on the processor and the BLAS,
+on some machines hardly any do, so no control may rest on it. Here every number of rows has a kernel of its own.
+
+`python -m tests.support.row_dependent ARGUMENTS` is `ppo-repro ARGUMENTS` with such layers in native numerics; each
+environment variable of `CAPPING` that is set makes them others, as another instruction set would.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-STEP = 2.0**-16  # 128 units of the last place: enough to show in a log-prob near log(1/2)
+COARSE = 2.0**-12  # shows in every log-prob, also near log(1/2), and in weights after a few steps
+NOISE = 2.0**-22  # 2 units of the last place for each doubling of the rows: log-probs differ by 1e-6 to 1e-5 nats
+CAPPING = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "NPY_DISABLE_CPU_FEATURES")
+STOCK = {nn.Linear: nn.Linear.forward, Conv1D: Conv1D.forward}
+
+
+def _forward_of(kind: type[nn.Module], step: float) -> Any:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        # in float64: factors nearer to each other than float32 numbers are still round some elements differently
+        return (STOCK[kind](self, x).double() * (1.0 + step * math.log2(1 + rows))).to(x.dtype)
+
+    return forward
 
 
 @contextmanager
-def row_dependent_linear() -> Iterator[None]:
-    """While open, `nn.Linear` gives (x W^T + b) (1 + n 2^-16) for n rows. The layers of exact numerics are others."""
-    stock = nn.Linear.forward
+def row_dependent_linear(step: float = COARSE) -> Iterator[None]:
+    """While open, `nn.Linear` and `Conv1D` give (x W^T + b)(1 + step log2(1 + n)) for n rows.
 
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        return stock(self, x) * torch.tensor(1.0 + rows * STEP, dtype=x.dtype)
-
-    nn.Linear.forward = forward
+    The backward pass has the same factor, so gradients depend on the micro-batches too. The layers of exact numerics
+    are other classes. An inner context replaces an outer one.
+    """
+    before = {kind: kind.forward for kind in STOCK}
+    for kind in STOCK:
+        kind.forward = _forward_of(kind, step)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Linear.forward = stock
+        for kind, forward in before.items():
+            kind.forward = forward  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from ppo_repro.commands.cli import main
+
+    with row_dependent_linear(NOISE * (1 + sum(name in os.environ for name in CAPPING))):
+        main()

@@ -93,6 +93,7 @@ def test_classification_scores_are_those_of_the_unmodified_model_at_the_last_tok
     assert all(unequal(found, scores["exact"][0]) == 0 for found in scores["exact"])
 
 
+@pytest.mark.usefixtures("row_dependent")
 def test_native_classification_scores_depend_on_the_layout() -> None:
     model = make_policy(classifier("gpt2", 3), "native", CONTEXT)
     sequences, _ = ragged(20, 4, prompt=25)

@@ -16,7 +16,7 @@ from ppo_repro.buffers import Iteration
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import trunk_of
-from ppo_repro.numerics.products import Weight
+from ppo_repro.numerics.products import PreparedWeight
 
 PHASES = ("rollout", "forward", "update")
 ROWS, TERMS, OUTPUTS, REPEATS = 512, 1024, 1024, 9  # about a tenth of a second in all
@@ -39,7 +39,7 @@ def product_rate(mode: str, bits: int) -> float:
     """
     x = torch.ones(ROWS, TERMS) / 3
     w = torch.ones(OUTPUTS, TERMS) / 7
-    prepared = Weight("the measured peak", bits)
+    prepared = PreparedWeight("the measured peak", bits)
 
     def work() -> Tensor:
         return prepared.contract(x, w, 1) if mode == "exact" else x @ w.t()

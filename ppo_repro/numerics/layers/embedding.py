@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactEmbedding, ExactModule
-from ppo_repro.numerics.products import Weight
+from ppo_repro.numerics.products import PreparedWeight
 
 
 class _Conv1D(Function):
@@ -20,7 +20,12 @@ class _Conv1D(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, prepared: Weight, accumulator: GradientAccumulator | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        prepared: PreparedWeight,
+        accumulator: GradientAccumulator | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         y = prepared.contract(rows, weight, 0, bias)
@@ -49,7 +54,7 @@ class ExactConv1D(ExactModule):
     def __init__(self, source: Conv1D, name: str, bits: int = OPERAND_BITS) -> None:
         super().__init__()
         self.weight, self.bias = source.weight, source.bias
-        self.prepared = Weight(name, bits)
+        self.prepared = PreparedWeight(name, bits)
 
     def forward(self, x: Tensor) -> Tensor:
         return _Conv1D.apply(x, self.weight, self.bias, self.prepared, self.accumulator)

@@ -16,7 +16,7 @@ from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, operand_bits, quant
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.kernels import norms
 from ppo_repro.numerics.layers.silu import SiLU, silu
-from ppo_repro.numerics.products import NOTHING, Weight, array
+from ppo_repro.numerics.products import NOTHING, PreparedWeight, array
 
 
 class ExactModule(nn.Module):
@@ -40,7 +40,7 @@ class _Linear(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        prepared: Weight,
+        prepared: PreparedWeight,
         accumulator: GradientAccumulator | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -63,7 +63,7 @@ class _Linear(Function):
         return dx, None, None, None, None
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, prepared: Weight, shape: torch.Size) -> Tensor:
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, prepared: PreparedWeight, shape: torch.Size) -> Tensor:
     return prepared.contract(rows, weight, 1, bias).view(*shape[:-1], -1)
 
 
@@ -73,7 +73,7 @@ class ExactLinear(ExactModule):
     def __init__(self, source: nn.Linear, name: str, bits: int = OPERAND_BITS) -> None:
         super().__init__()
         self.weight, self.bias = source.weight, source.bias
-        self.prepared = Weight(name, bits)
+        self.prepared = PreparedWeight(name, bits)
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # decoding one token, autograd's own work would be a sixth of the time

@@ -118,8 +118,8 @@ def _through_layers(trunk: Trunk, weights: Sequence[decoder_layer.Weights], x: n
         own = slice(first, last)
         aimed = slots[own], positions[own], valid[own]
         for layer, w, (key, value) in zip(trunk.layers, weights, new, strict=True):
-            places = decoder_layer.Places(*aimed, *[bound[own] for bound in seen[layer.window]])
-            held, result = decoder_layer.Held(*cache.arrays[layer.index]), (x[own], key[own], value[own])
+            places = decoder_layer.NewTokens(*aimed, *[bound[own] for bound in seen[layer.window]])
+            held, result = decoder_layer.LayerCache(*cache.arrays[layer.index]), (x[own], key[own], value[own])
             found = decoder_layer.decoder_layer(w, layer.spec, *tables, places, held, *result)
             if found != decoder_layer.FINITE:
                 raise NumericsError(_problem(layer, found))

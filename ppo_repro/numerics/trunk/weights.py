@@ -26,7 +26,7 @@ from ppo_repro.numerics.kernels.amx.product import NO_BIAS
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.layers.fused_attention import spec_of
 from ppo_repro.numerics.layers.linear import ExactEmbedding, ExactLinear, ExactRMSNorm, ExactRotary, ExactSiLU
-from ppo_repro.numerics.products import Weight, array
+from ppo_repro.numerics.products import PreparedWeight, array
 
 TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
 
@@ -35,7 +35,7 @@ TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
 class Linear:
     """y = x W^T + b. Parameters are the live ones; `accumulator` takes their gradients, None where all are frozen."""
 
-    prepared: Weight
+    prepared: PreparedWeight
     weight: Tensor
     bias: Tensor | None
     bias_values: np.ndarray  # empty without a bias

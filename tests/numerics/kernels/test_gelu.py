@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.numerics.arithmetic.gates import LAST_TAIL, LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
-from ppo_repro.numerics.kernels import gelu
+from ppo_repro.numerics.kernels import activations
 from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.layers.activations import Gated, gated
 from tests.support.awkward import cases, matrix
@@ -67,19 +67,19 @@ def test_kernels_are_the_specification_over_the_whole_range(name: str) -> None:
 @kernel
 def _normal_cdf(x, g, slope):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        g[i], slope[i] = gelu._normal_cdf(x[i])
+        g[i], slope[i] = activations._normal_cdf(x[i])
 
 
 @kernel
 def _tanh_gate(x, g, slope):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        g[i], slope[i] = gelu._tanh_gate(x[i])
+        g[i], slope[i] = activations._tanh_gate(x[i])
 
 
 @kernel
 def _quick_gate(x, g, slope):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        g[i], slope[i] = gelu._quick_gate(x[i])
+        g[i], slope[i] = activations._quick_gate(x[i])
 
 
 @pytest.mark.parametrize("name", GATES)

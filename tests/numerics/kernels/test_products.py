@@ -15,7 +15,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactLinear
-from ppo_repro.numerics.products import NOTHING, Weight, add_products, row_exponents
+from ppo_repro.numerics.products import NOTHING, PreparedWeight, add_products, row_exponents
 from tests.support.awkward import cases, matrix
 from tests.support.models import seeded, unequal
 
@@ -51,7 +51,7 @@ def check_contraction(case: tuple[int, int, str], m: int, n: int, p: int, thread
     expected = product(x, w, p)
     for name in BACKENDS:
         backend.use(name, threads)
-        prepared = Weight("w", p)
+        prepared = PreparedWeight("w", p)
         assert unequal(prepared.contract(x, w, 1), expected) == 0, name
         assert unequal(prepared.contract(x, w.t(), 0), expected) == 0, name
         assert unequal(prepared.contract(x, w, 1, bias), expected + bias) == 0, name
@@ -78,7 +78,7 @@ def test_large_contractions_equal_the_reference_in_parts(m: int, k: int, n: int,
     found, sums = [], []
     for name in BACKENDS:
         backend.use(name, threads)
-        found += [Weight("w", 20).contract(x, w, 1), Weight("w", 20).contract(x, w.t().contiguous(), 0)]
+        found += [PreparedWeight("w", 20).contract(x, w, 1), PreparedWeight("w", 20).contract(x, w.t().contiguous(), 0)]
         one = torch.ones(k, dtype=torch.float64)
         sums.append(torch.zeros(n, m, dtype=torch.int64))
         add_products(w.t().contiguous(), one * 2**18, 21, x.t().contiguous(), one * 2**14, 17, sums[-1], False)
@@ -100,7 +100,7 @@ def test_a_changed_weight_is_packed_into_the_memory_of_the_old_one(
     for name in BACKENDS:
         backend.use(name, threads)
         for dim in (0, 1):
-            prepared, weight = Weight("w", p), (w if dim else w.t()).contiguous().clone()
+            prepared, weight = PreparedWeight("w", p), (w if dim else w.t()).contiguous().clone()
             prepared.contract(x, weight, dim)
             weight.copy_(other if dim else other.t())
             assert unequal(prepared.contract(x, weight, dim), product(x, other, p)) == 0, (name, dim)

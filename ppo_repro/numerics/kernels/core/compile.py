@@ -1,4 +1,7 @@
-"""How kernels are compiled: no fast-math beyond sums already proven exact, the GIL released, cached on disk."""
+"""How kernels are compiled: every operation rounded as written, the GIL released, machine code cached on disk.
+
+Fast-math flags are used only for sums that are exact in every order.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def sources_digest(numerics: Path) -> str:
-    """SHA-256 over the version of Numba and every file kernels are made from: those of `kernels` and `arithmetic`."""
+    """SHA-256 over the version of Numba and the names and bytes of all files in `kernels` and `arithmetic`.
+
+    Kernels take constants and functions from no other folder of the package.
+    """
     digest = hashlib.sha256(numba.__version__.encode())
     for folder in ("arithmetic", "kernels"):
         for source in sorted((numerics / folder).rglob("*.py")):
@@ -25,10 +31,10 @@ def sources_digest(numerics: Path) -> str:
 
 
 def _cache_folder() -> Path:
-    """One folder for each state of the kernel sources.
+    """A folder of its own for each state of the kernel sources.
 
-    Numba looks only at the file that defines a kernel; it would go on using machine code made from an older
-    version of what the kernel takes from other files.
+    Numba checks only the file that defines a kernel. It would reuse stale machine code after a change in a file from
+    which the kernel takes a constant or a function.
     """
     digest = sources_digest(Path(__file__).parents[2])
     base = numba_config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -47,21 +53,21 @@ def _compile(function: F, fastmath: set[str] | bool) -> F:
 
 
 def kernel(function: F) -> F:
-    """Compile at the first call; every operation is rounded separately, in the order written.
+    """Compile at the first call; every operation is rounded by itself, in the order written.
 
-    `error_model="numpy"` because a test for a zero divisor keeps loops from being vectorised.
+    `error_model="numpy"`: Python's check for a zero divisor would prevent loops from being vectorised.
     """
     return _compile(function, False)
 
 
 def exact_sum(function: F) -> F:
-    """Like `kernel`, for sums that are exact in every order: they may be reordered and use fused multiply-add.
+    """Like `kernel`, for sums that are exact in every order: the compiler may reorder them and fuse multiply and add.
 
-    `nsz` stays off: it may change the sign of a zero.
+    `nsz` stays off, because it may change the sign of a zero.
     """
     return _compile(function, {"reassoc", "contract"})
 
 
 def inline(function: F) -> F:
-    """A small scalar function put into its callers before they are compiled."""
+    """A small function that is inlined into its callers before they are compiled."""
     return numba.njit(inline="always", error_model="numpy")(function)

@@ -209,14 +209,13 @@ MACHINES = {"host": {}, "haswell": {"NUMBA_CPU_NAME": "haswell"}, "generic": {"N
 REPORT = """
 from tests.support.attention_cases import digest
 print(digest(200))
-from ppo_repro.numerics.kernels import attention, attention_backward, attention_block, attention_keys, small_products
+from ppo_repro.numerics.kernels.attention import backward, block, forward, keys, tiles
 def asm(kernel):
     return kernel.inspect_asm(kernel.signatures[0])
-rounded = [attention_block.quantise_row, attention_block.round_scores, attention_block.weigh, attention.fold,
-           attention.store_block, attention_backward.differentiate, attention_backward.fold_scores,
-           attention_keys.raise_maxima, attention_keys.store_keys]
+rounded = [block.quantise_row, block.round_scores, block.weigh, forward.fold, forward.store_block,
+           backward.differentiate, backward.fold_scores, keys.raise_maxima, keys.store_keys]
 print(sum("vfmadd" in asm(kernel) or "vfnmadd" in asm(kernel) or "vfmsub" in asm(kernel) for kernel in rounded))
-print("vfmadd" in asm(small_products.set_rows), "zmm" in asm(small_products.set_rows))
+print("vfmadd" in asm(tiles.set_rows), "zmm" in asm(tiles.set_rows))
 """
 
 

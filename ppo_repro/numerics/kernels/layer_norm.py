@@ -29,7 +29,7 @@ class IntegerSums(NamedTuple):
 
 @exact_sum
 def _sum_on_grid(row, up):  # type: ignore[no-untyped-def]
-    """sum rne(row up): integers below 2^53 in every order."""
+    """sum rne(row up), a sum of integers below 2^53: exact in every order."""
     total = 0.0
     for c in range(row.size):
         total += np.rint(np.float64(row[c]) * up)

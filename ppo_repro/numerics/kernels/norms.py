@@ -19,7 +19,7 @@ NO_GRID = -(1 << 30)  # there is no contribution; as the exponent of a grid: no 
 
 @exact_sum
 def scaled_dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
-    """sum rne(a a_up) rne(b b_up) of float64 rows: integers below 2^53 in every order."""
+    """sum rne(a a_up) rne(b b_up) of float64 rows, a sum of integers below 2^53: exact in every order."""
     total = 0.0
     for c in range(a.size):
         total += np.rint(a[c] * a_up) * np.rint(b[c] * b_up)

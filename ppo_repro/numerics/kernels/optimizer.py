@@ -15,7 +15,7 @@ from ppo_repro.numerics.kernels.core.rows import largest_bits
 from ppo_repro.numerics.kernels.core.scalar import pow2_32
 from ppo_repro.numerics.kernels.token_statistics import Array
 
-_CHUNK = 1 << 10  # so many squares of at most 2^52 fit into int64
+_CHUNK = 1 << 10  # sums of this many squares of at most 2^52 fit into int64
 _SPLIT, _BELOW = 32, (1 << 32) - 1
 # nanoseconds per element, measured roughly; they only decide how many threads are worth waking
 NS_ADAMW, NS_LARGEST, NS_SQUARES, NS_CONVERT = 1.0, 0.15, 0.5, 0.6

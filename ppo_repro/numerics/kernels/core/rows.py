@@ -1,6 +1,6 @@
 """Rows on grids: exponents, grid values for products by the BLAS, and exact sums of integers.
 
-Maxima are taken of the bits of magnitudes, which vectorises and tells NaN and infinity by the way.
+Maxima are taken over the bits of magnitudes: this vectorises, and also detects NaN and infinity.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def largest_bits_64(row):  # type: ignore[no-untyped-def]
 
 @exact_sum
 def sum_of_squares(row, up):  # type: ignore[no-untyped-def]
-    """sum rne(row up)^2: integers below 2^53 in every order."""
+    """sum rne(row up)^2, a sum of integers below 2^53: exact in every order."""
     total = 0.0
     for c in range(row.size):
         a = np.rint(np.float64(row[c]) * up)

@@ -111,7 +111,7 @@ def _quick_gate(x):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _gate_rows(gate, x, y):  # type: ignore[no-untyped-def]
+def _apply_gate(gate, x, y):  # type: ignore[no-untyped-def]
     """y = x g(x), the argument of g clamped to [-LIMIT, LIMIT] and the factor x to at least -LIMIT; NaN stays NaN."""
     for i in range(y.size):
         wide = np.float64(x[i])
@@ -121,7 +121,7 @@ def _gate_rows(gate, x, y):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _gate_rows_backward(gate, grad, x, dx):  # type: ignore[no-untyped-def]
+def _apply_gate_backward(gate, grad, x, dx):  # type: ignore[no-untyped-def]
     """dx = grad (g + x g'), x clamped to [-LIMIT, LIMIT]; NaN stays NaN."""
     for i in range(dx.size):
         wide = np.float64(x[i])
@@ -133,7 +133,7 @@ def _gate_rows_backward(gate, grad, x, dx):  # type: ignore[no-untyped-def]
 
 @kernel
 def _gelu(x, y):  # type: ignore[no-untyped-def]
-    _gate_rows(_normal_cdf, x, y)
+    _apply_gate(_normal_cdf, x, y)
 
 
 def gelu(x: np.ndarray, y: np.ndarray) -> None:
@@ -143,7 +143,7 @@ def gelu(x: np.ndarray, y: np.ndarray) -> None:
 
 @kernel
 def _gelu_backward(grad, x, dx):  # type: ignore[no-untyped-def]
-    _gate_rows_backward(_normal_cdf, grad, x, dx)
+    _apply_gate_backward(_normal_cdf, grad, x, dx)
 
 
 def gelu_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
@@ -153,7 +153,7 @@ def gelu_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
 
 @kernel
 def _gelu_tanh(x, y):  # type: ignore[no-untyped-def]
-    _gate_rows(_tanh_gate, x, y)
+    _apply_gate(_tanh_gate, x, y)
 
 
 def gelu_tanh(x: np.ndarray, y: np.ndarray) -> None:
@@ -163,7 +163,7 @@ def gelu_tanh(x: np.ndarray, y: np.ndarray) -> None:
 
 @kernel
 def _gelu_tanh_backward(grad, x, dx):  # type: ignore[no-untyped-def]
-    _gate_rows_backward(_tanh_gate, grad, x, dx)
+    _apply_gate_backward(_tanh_gate, grad, x, dx)
 
 
 def gelu_tanh_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
@@ -173,7 +173,7 @@ def gelu_tanh_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
 
 @kernel
 def _quick_gelu(x, y):  # type: ignore[no-untyped-def]
-    _gate_rows(_quick_gate, x, y)
+    _apply_gate(_quick_gate, x, y)
 
 
 def quick_gelu(x: np.ndarray, y: np.ndarray) -> None:
@@ -183,7 +183,7 @@ def quick_gelu(x: np.ndarray, y: np.ndarray) -> None:
 
 @kernel
 def _quick_gelu_backward(grad, x, dx):  # type: ignore[no-untyped-def]
-    _gate_rows_backward(_quick_gate, grad, x, dx)
+    _apply_gate_backward(_quick_gate, grad, x, dx)
 
 
 def quick_gelu_backward(grad: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:

@@ -50,8 +50,8 @@ class Program:
 def program(a_digits: int, b_digits: int) -> Program:
     """All digit products in an order that reuses the loaded digit of B.
 
-    A product waits for the previous one into the same accumulator. So a level that occurs again within three products gets
-    a second accumulator while there are some left.
+    A product waits for the previous one into the same accumulator. So a level that occurs again within three products
+    gets a second accumulator while there are some left.
     """
     levels = a_digits + b_digits - 1
     tiles = [[level] for level in range(levels)]

@@ -1,1 +1,1 @@
-"""Exact numerics: sums that do not depend on their order, and elementwise operations written out."""
+"""Exact numerics: sums whose order does not matter, and elementary functions written out operation by operation."""

@@ -1,7 +1,7 @@
-"""What computes the exact numerics on this machine: a choice of speed that no result can show.
+"""The backend that computes the exact numerics on this machine. It changes the speed, but no bit of a result.
 
-`eager` is the specification in torch, on any device. On CPUs Numba kernels take its place, with matrix
-products in float64 (`dgemm`) or in 8-bit integers on AMX tiles (`amx`).
+`eager` is the specification in torch, on any device. On CPUs Numba kernels replace it, with matrix products in float64
+(`dgemm`) or in 8-bit integers on AMX tiles (`amx`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ B = TypeVar("B")
 
 
 def has_amx() -> bool:
-    """Whether this CPU has AMX int8 tiles, the system lets this process use them and kernels are compiled for it."""
-    compiled_for_another = numba_config.CPU_NAME not in (None, "host") or numba_config.CPU_FEATURES is not None
-    return not compiled_for_another and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+    """Whether this CPU has AMX int8 tiles, this process may use them and kernels are compiled for this CPU."""
+    other_target = numba_config.CPU_NAME not in (None, "host") or numba_config.CPU_FEATURES is not None
+    return not other_target and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
 def choose(backend: str) -> str:
-    """The backend that a name stands for here (`auto`: the fastest); UserError for `amx` on a CPU without it."""
+    """The backend for a name (`auto`: the fastest on this CPU); UserError for `amx` on a CPU without it."""
     if backend == "auto":
         return "amx" if has_amx() else "dgemm"
     if backend == "amx" and not has_amx():
@@ -40,9 +40,9 @@ def choose(backend: str) -> str:
 
 
 def use(backend: str, threads: int) -> str:
-    """Compute with `choose(backend)` on so many threads; returns its name.
+    """Compute with `choose(backend)` on `threads` threads from now on; returns its name.
 
-    Process-wide, as torch's own number of threads is.
+    This holds for the whole process, like torch's own number of threads.
     """
     global _active
     backend = choose(backend)
@@ -53,7 +53,7 @@ def use(backend: str, threads: int) -> str:
 
 
 def side_by_side(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-    """first() and second(), which must not depend on each other, at the same time where kernels have two threads.
+    """first() and second(), which must not depend on each other; in parallel where kernels have two threads.
 
     Both see the grad mode of the caller. The first exception is raised here when both have ended.
     """
@@ -74,5 +74,5 @@ def active() -> str:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether kernels take the place of the eager code for this tensor."""
+    """Whether kernels replace the eager code for this tensor."""
     return _active != "eager" and x.device.type == "cpu"

@@ -1,7 +1,7 @@
-"""From logits to what PPO needs of them: the token's log-prob, the entropy, distances to a reference.
+"""What PPO needs from logits: log-probs of tokens, entropies, distances to a reference.
 
-The distribution is softmax(logits / temperature) restricted to the eligible tokens and renormalised: the
-one that was sampled from. Without top-k/top-p every token is eligible.
+The distribution is the one that was sampled from: softmax(logits / temperature) over the eligible tokens. Without
+top-k and top-p every token is eligible. Sums over the vocabulary are exact in exact numerics.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic.distribution import distribution, expectation, require_finite
+from ppo_repro.numerics.arithmetic.distribution import Distribution, distribution, expectation, require_finite
 from ppo_repro.numerics.arithmetic.grid import operand_bits, quantise
 from ppo_repro.numerics.kernels import token_statistics as statistics
+from ppo_repro.numerics.products import array
 
 
 class _TokenStatistics(Function):
@@ -42,13 +43,13 @@ class _TokenStatistics(Function):
 
 
 class _FusedTokenStatistics(Function):
-    """The same from the logits themselves; between the passes only they and four numbers a row are kept."""
+    """`_TokenStatistics` by kernels; saves only the logits and four numbers for each row for the backward."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, ctx.rows = statistics.forward(_array(logits), targets.numpy(), temperature, _mask(logits, eligible))
+        out, ctx.rows = statistics.forward(array(logits), targets.numpy(), temperature, _mask(logits, eligible))
         ctx.save_for_backward(logits, targets, eligible)
         ctx.temperature = temperature
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
@@ -58,13 +59,9 @@ class _FusedTokenStatistics(Function):
         logits, targets, eligible = ctx.saved_tensors
         seeds = torch.stack([d_logprob, d_entropy]).numpy()
         gradient = statistics.backward(
-            _array(logits), targets.numpy(), ctx.temperature, _mask(logits, eligible), ctx.rows, seeds
+            array(logits), targets.numpy(), ctx.temperature, _mask(logits, eligible), ctx.rows, seeds
         )
         return torch.from_numpy(gradient), None, None, None
-
-
-def _array(logits: Tensor) -> statistics.Array:
-    return logits.detach().contiguous().numpy()
 
 
 def _mask(logits: Tensor, eligible: Tensor | None) -> statistics.Array:
@@ -78,8 +75,8 @@ def token_statistics(
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy -sum p log p, float32 [n] each, nats; differentiable in the logits.
 
-    logits float32 [n, V], targets int64 [n], eligible bool [n, V] or None. Raises NumericsError on
-    logits that are not finite.
+    logits float32 [n, V], targets int64 [n], eligible bool [n, V] or None. Raises NumericsError if logits are not
+    finite.
     """
     if mode == "exact":
         if backend.has_kernels(logits):
@@ -90,7 +87,7 @@ def token_statistics(
     if eligible is not None:
         scaled = scaled.masked_fill(~eligible, float("-inf"))
     log_p = scaled.log_softmax(-1)
-    # minus infinity times a gradient of zero would be no number
+    # minus infinity times a gradient of zero would be NaN
     finite = log_p if eligible is None else log_p.masked_fill(~eligible, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], entropy
@@ -106,10 +103,14 @@ def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> 
 def kl_divergence(p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v), float32 [n], nats, over the eligible tokens, by an exact sum."""
     p, q = distribution(p_logits / temperature, eligible), distribution(q_logits / temperature, eligible)
+    return expectation(p, _log_ratios(p, q))[:, 0].to(torch.float32)
+
+
+def _log_ratios(p: Distribution, q: Distribution) -> Tensor:
+    """log p_v - log q_v, float64 [n, V]; 0 where p has no mass."""
     log_p = p.shifted.to(torch.float64) - p.log_total
     log_q = q.shifted.to(torch.float64) - q.log_total
-    difference = torch.where(p.masses > 0, log_p - log_q, 0.0)
-    return expectation(p, difference)[:, 0].to(torch.float32)
+    return torch.where(p.masses > 0, log_p - log_q, 0.0)
 
 
 class _Divergence(Function):
@@ -118,22 +119,23 @@ class _Divergence(Function):
     @staticmethod
     def forward(ctx: Any, scaled: Tensor, q_scaled: Tensor, eligible: Tensor | None) -> Tensor:
         p, q = distribution(scaled, eligible), distribution(q_scaled, eligible)
-        log_p = p.shifted.to(torch.float64) - p.log_total
-        log_q = q.shifted.to(torch.float64) - q.log_total
-        difference = torch.where(p.masses > 0, log_p - log_q, 0.0)
-        divergence = expectation(p, difference)
-        ctx.save_for_backward(p.masses / p.total, difference, divergence)
+        log_ratios = _log_ratios(p, q)
+        divergence = expectation(p, log_ratios)
+        ctx.save_for_backward(p.masses / p.total, log_ratios, divergence)
         return divergence[:, 0].to(torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        p, difference, divergence = ctx.saved_tensors
-        d = p * (difference - divergence) * grad.to(torch.float64)[:, None]
+        p, log_ratios, divergence = ctx.saved_tensors
+        d = p * (log_ratios - divergence) * grad.to(torch.float64)[:, None]
         return d.to(torch.float32), None, None
 
 
 def kl_loss(logits: Tensor, ref_logits: Tensor, temperature: float, eligible: Tensor | None, mode: str) -> Tensor:
-    """KL(p || reference) over the eligible tokens, float32 [n], nats, differentiable in `logits`. Shapes as above."""
+    """KL(p || reference) over the eligible tokens, float32 [n], nats; differentiable in `logits`.
+
+    Shapes as in `token_statistics`.
+    """
     if mode == "exact":
         return _Divergence.apply(logits / temperature, ref_logits / temperature, eligible)
     scaled, ref_scaled = logits / temperature, ref_logits / temperature
@@ -141,33 +143,33 @@ def kl_loss(logits: Tensor, ref_logits: Tensor, temperature: float, eligible: Te
         scaled, ref_scaled = (x.masked_fill(~eligible, float("-inf")) for x in (scaled, ref_scaled))
     log_p, log_q = scaled.log_softmax(-1), ref_scaled.log_softmax(-1)
     difference = log_p - log_q
-    if eligible is not None:  # minus infinity in both
+    if eligible is not None:  # both are minus infinity for the other tokens
         difference = log_p.masked_fill(~eligible, 0.0) - log_q.masked_fill(~eligible, 0.0)
     return (log_p.exp() * difference).sum(-1)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Two distributions at n tokens that were sampled from the first. float32 [n] each."""
+    """Scores of n tokens under a policy, from which they were sampled, and a reference; float32 [n] each."""
 
     logprobs: Tensor
     entropies: Tensor
     prob_sq_sums: Tensor
     ref_logprobs: Tensor
-    ref_kl: Tensor  # KL(first || second)
+    ref_kl: Tensor  # KL(policy || reference)
 
 
 def score(
     logits: Tensor, ref_logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
 ) -> Scores:
-    """Everything that is recorded about each token before the update. Shapes and errors as in `token_statistics`.
+    """The scores of each token that are recorded before the update. Shapes and errors as in `token_statistics`.
 
     The divergence and the sum of squares are exact in both modes.
     """
     if mode == "exact" and backend.has_kernels(logits):
         mask = _mask(logits, eligible)
-        found = statistics.compare(_array(logits), _array(ref_logits), targets.numpy(), temperature, mask)
-        return Scores(*torch.from_numpy(found))
+        scores = statistics.compare(array(logits), array(ref_logits), targets.numpy(), temperature, mask)
+        return Scores(*torch.from_numpy(scores))
     logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
     ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode)
     ref_kl = kl_divergence(logits, ref_logits, temperature, eligible)
@@ -175,12 +177,12 @@ def score(
 
 
 def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
-    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None where nothing was cut."""
+    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None for bit sets of width 0, where all tokens are eligible."""
     if kept_tokens.shape[1] == 0:
         return None
     return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_))
 
 
 def pack_bits(eligible: Tensor) -> Tensor:
-    """bool [n, V] -> uint8 [n, ceil(V/8)], first token in the highest bit."""
+    """bool [n, V] -> bit sets uint8 [n, ceil(V/8)], the first token in the highest bit."""
     return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))

@@ -1,4 +1,7 @@
-"""The products of the exact numerics, by the backend in use: contractions and integer sums over tokens."""
+"""The products of the exact numerics by the backend in use: contractions, and integer sums over tokens.
+
+All backends give the same bits, because every sum is exact.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.elementwise import pow2
 from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, MIN_EXPONENT, contract, exponent, operand_bits, quantise
-from ppo_repro.numerics.kernels import bias_gradients, dgemm
+from ppo_repro.numerics.kernels import dgemm
 from ppo_repro.numerics.kernels.amx import gradient, operands
 from ppo_repro.numerics.kernels.amx import product as amx
 from ppo_repro.numerics.kernels.core import rows
@@ -27,54 +30,54 @@ def array(x: Tensor) -> np.ndarray:
     return (x.detach() if x.requires_grad else x).contiguous().numpy()
 
 
-class _Prepared(threading.local):
-    """What was last made of a tensor: layers that share an input, as queries, keys and values do, prepare it once.
+class _LastResult(threading.local):
+    """A cache of one entry: layers that share an input, like queries, keys and values, prepare it once.
 
-    Each thread has its own. The tensor is kept until the next one, so that no other can have its address.
+    Each thread has its own. The tensor is kept alive with the entry, so that no other can get its address.
     """
 
     def __init__(self) -> None:
         self._tensor: Tensor | None = None
         self._key: tuple[object, ...] = ()
-        self._made: Any = None
+        self._result: Any = None
 
     def of(self, x: Tensor, kind: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        """What `make` gives, unless the last call was for the same unchanged numbers and kind."""
+        """make(), or its last result if that was for the same unchanged tensor and kind."""
         key = (x.data_ptr(), x._version, tuple(x.shape), x.stride(), *kind)
         if self._tensor is None or key != self._key:
-            self._made, self._tensor, self._key = make(), x.detach(), key
-        return self._made
+            self._result, self._tensor, self._key = make(), x.detach(), key
+        return self._result
 
 
-_contracted, _measured, _accumulated = _Prepared(), _Prepared(), _Prepared()
+_operands, _exponents, _packed_inputs = _LastResult(), _LastResult(), _LastResult()
 
 
-Operand = operands.Quantised | dgemm.Dense
+Operand = operands.PackedRows | dgemm.GridMatrix
 
 
 def _operand(x: np.ndarray, kind: str, p: int) -> Operand:
-    return operands.quantise_rows(x, p) if kind == "amx" else dgemm.prepare_rows(x, p)
+    return operands.quantise_rows(x, p) if kind == "amx" else dgemm.prepare(x, p)
 
 
 class PreparedWeight:
-    """A weight matrix prepared for contractions, made anew when the weight or the backend changes."""
+    """A weight matrix prepared for contractions; prepared again when the weight or the backend changes."""
 
     def __init__(self, name: str, most_bits: int) -> None:
         self.name, self.most_bits = name, most_bits
-        self._made_from: tuple[int, int, str] = (0, -1, "")
-        self._prepared: dict[int, Any] = {}
-        self._room: dict[int, operands.Packed] = {}  # outdated ones: memory asked for anew is cleared page by page
+        self._source: tuple[int, int, str] = (0, -1, "")
+        self._prepared: dict[int, Any] = {}  # by dimension of the contraction
+        self._outdated: dict[int, operands.PackedWeight] = {}  # to be overwritten: the system clears new memory first
 
     def bits(self, terms: int) -> int:
         """Operand bits of a contraction with this weight."""
         return min(self.most_bits, operand_bits(terms))
 
     def _get(self, weight: Tensor, dim: int, kind: str) -> Any:
-        # in-place changes count up the version; other storage under the same parameter shows in the address
-        made_from = (weight.data_ptr(), weight._version, kind)
-        if made_from != self._made_from:
-            self._room |= {dim: made for dim, made in self._prepared.items() if isinstance(made, operands.Packed)}
-            self._prepared, self._made_from = {}, made_from
+        # in-place changes increase the version; new storage under the same parameter has another address
+        source = (weight.data_ptr(), weight._version, kind)
+        if source != self._source:
+            self._outdated |= {d: w for d, w in self._prepared.items() if isinstance(w, operands.PackedWeight)}
+            self._prepared, self._source = {}, source
         if dim not in self._prepared:
             self._prepared[dim] = self._prepare(weight.detach(), dim, kind)
         return self._prepared[dim]
@@ -82,42 +85,42 @@ class PreparedWeight:
     def _prepare(self, weight: Tensor, dim: int, kind: str) -> Any:
         p = self.bits(weight.shape[dim])
         if kind == "amx":
-            return operands.pack(array(weight), p, dim == 1, self._room.pop(dim, None))
-        rows_of = weight if dim == 1 else weight.t()
-        return dgemm.prepare(array(rows_of), p) if kind == "dgemm" else quantise(rows_of, p)
+            return operands.pack(array(weight), p, dim == 1, self._outdated.pop(dim, None))
+        outputs = weight if dim == 1 else weight.t()
+        return dgemm.prepare(array(outputs), p) if kind == "dgemm" else quantise(outputs, p)
 
     def contract(self, x: Tensor, weight: Tensor, dim: int, bias: Tensor | None = None) -> Tensor:
         """fl32(sum_k x[.., k] w[.., k]) + 0 [+ bias] over dimension `dim` of weight [N, K].
 
-        x [M, K] float32 -> [M, N] for dim 1; [M, N] -> [M, K] for dim 0. Raises NumericsError naming the
-        module where x or the weight is not finite.
+        x [M, K] float32 -> [M, N] for dim 1; [M, N] -> [M, K] for dim 0. Raises NumericsError naming the module if x or
+        the weight is not finite.
         """
         if not backend.has_kernels(x):
             grid = quantise(x, self.bits(weight.shape[dim]), where=f"the input of {self.name}")
             y = contract(grid, self._get(weight, dim, "eager"))
             return y if bias is None else y + bias
         kind, p = self._kernels(weight.shape[dim]), self.bits(weight.shape[dim])
-        operand = _contracted.of(x, (kind, p), lambda: _operand(array(x), kind, p))
+        operand = _operands.of(x, (kind, p), lambda: _operand(array(x), kind, p))
         return torch.from_numpy(self.product(operand, weight, dim, amx.NO_BIAS if bias is None else array(bias)))
 
     def _kernels(self, terms: int) -> str:
         return "dgemm" if backend.active() == "amx" and terms > operands.MAX_TERMS else backend.active()
 
     def operand(self, x: np.ndarray) -> Operand:
-        """x [M, K] float32 on its grid, for `product` with any weight of so many bits; for kernels only."""
+        """x [M, K] float32 on its grids, for `product` with any weight of the same bits; for kernels only."""
         terms = x.shape[1]
         return _operand(x, self._kernels(terms), self.bits(terms))
 
-    def packed(self, weight: Tensor) -> operands.Packed:
-        """The weight as contractions on AMX along its rows take it; NumericsError where it is not finite."""
-        found: operands.Packed = self._get(weight, 1, "amx")
-        if not found.finite:
+    def packed(self, weight: Tensor) -> operands.PackedWeight:
+        """The weight packed for contractions on AMX along its rows; NumericsError if it is not finite."""
+        packed: operands.PackedWeight = self._get(weight, 1, "amx")
+        if not packed.finite:
             raise NumericsError(f"the input or the weight of {self.name} is not finite")
-        return found
+        return packed
 
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
-        """`contract` with an input already on its grid; the bias may be empty."""
-        if isinstance(operand, operands.Quantised):
+        """`contract` with an input already on its grids; the bias may be empty."""
+        if isinstance(operand, operands.PackedRows):
             y = np.empty((operand.rows, weight.shape[1 - dim]), np.float32)
             finite = amx.contract(operand, self._get(weight, dim, "amx"), amx.padded_bias(bias), y)
         else:
@@ -129,10 +132,10 @@ class PreparedWeight:
 
 
 def row_exponents(x: Tensor) -> Tensor | None:
-    """int64 [M]: smallest e >= -100 with max |row| < 2^e, NOTHING for zeros; None if a row is not finite."""
+    """int64 [M]: smallest e >= -100 with max |row| < 2^e, NOTHING for a row of zeros; None if a row is not finite."""
     if backend.has_kernels(x) and x.dtype == torch.float32:
-        found = rows.row_exponents(array(x))
-        return None if found is None else torch.from_numpy(found).to(torch.int64)
+        exponents = rows.row_exponents(array(x))
+        return None if exponents is None else torch.from_numpy(exponents).to(torch.int64)
     largest = x.abs().amax(-1)
     if not torch.isfinite(largest).all():
         return None
@@ -140,22 +143,22 @@ def row_exponents(x: Tensor) -> Tensor | None:
 
 
 def input_exponents(x: Tensor) -> Tensor | None:
-    """`row_exponents` of the inputs of a layer, found once where several layers share them."""
-    found: Tensor | None = _measured.of(x, (backend.active(),), lambda: row_exponents(x))
-    return found
+    """`row_exponents` of the inputs of a layer, computed once if several layers share them."""
+    exponents: Tensor | None = _exponents.of(x, (backend.active(),), lambda: row_exponents(x))
+    return exponents
 
 
 def largest_product(x: Tensor, grad: Tensor) -> int | None:
-    """Largest sum of the exponents of a row of inputs and its gradient, int64 [T] each; None where all are NOTHING."""
+    """Largest x[t] + grad[t] of row exponents of inputs and gradients, int64 [T]; None if each row has a NOTHING."""
     if backend.has_kernels(x):
-        found = int(rows.largest_sum(array(x), array(grad)))
-        return None if found == NOTHING else found
+        largest = int(rows.largest_sum(array(x), array(grad)))
+        return None if largest == NOTHING else largest
     live = (x != NOTHING) & (grad != NOTHING)
     return int((x + grad)[live].max()) if bool(live.any()) else None
 
 
 def product_units(x: Tensor, grad: Tensor, shift: int, x_bits: int) -> tuple[Tensor, Tensor]:
-    """2^(x + shift), or 2^-1022 where a row is NOTHING, and 2^(x_bits - max(x, MIN_EXPONENT)); float64 [T]."""
+    """2^(x + shift), but 2^-1022 where x or grad is NOTHING, and 2^(x_bits - max(x, MIN_EXPONENT)); float64 [T]."""
     if backend.has_kernels(x):
         up, x_up = torch.empty(len(x), dtype=torch.float64), torch.empty(len(x), dtype=torch.float64)
         rows.product_units(array(x), array(grad), shift, x_bits, MIN_EXPONENT, up.numpy(), x_up.numpy())
@@ -175,23 +178,23 @@ def add_products(
     if backend.has_kernels(grad):
         kind = backend.active()
         kernels = gradient if kind == "amx" else dgemm
-        inputs = _accumulated.of(x, (kind, x_bits), lambda: kernels.pack_inputs(array(x), array(x_up), x_bits))
+        inputs = _packed_inputs.of(x, (kind, x_bits), lambda: kernels.pack_inputs(array(x), array(x_up), x_bits))
         kernels.accumulate(array(grad), array(up), bits, inputs, out.numpy(), fresh)
         return
     if fresh:
         out.zero_()
     z = (grad.to(torch.float64) * up[:, None]).round_()
     integers = (x.to(torch.float64) * x_up[:, None]).round_()
-    chunk = 1 << (MANTISSA_BITS - bits - x_bits)  # so many products sum exactly in float64
+    chunk = 1 << (MANTISSA_BITS - bits - x_bits)  # sums of this many products are exact in float64
     for start in range(0, len(z), chunk):
         out += (z[start : start + chunk].t() @ integers[start : start + chunk]).to(torch.int64)
 
 
 def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: Tensor | None, out: Tensor) -> None:
-    """out += sum_t rne(x[t] 2^shift), or out[ids[t]] += ..., over rows of exponents up to `limit`."""
+    """out += sum_t rne(x[t] 2^shift), or out[ids[t]] += rne(x[t] 2^shift), over rows with exponents up to `limit`."""
     if backend.has_kernels(x) and x.dtype == torch.float32:
-        places = np.empty(0, np.int64) if ids is None else array(ids)
-        bias_gradients.add_rows(array(x), array(exponents), limit, 2.0**shift, places, out.numpy())
+        indices = np.empty(0, np.int64) if ids is None else array(ids)
+        rows.add_rows_on_grid(array(x), array(exponents), limit, 2.0**shift, indices, out.numpy())
         return
     fitting = exponents <= limit
     unit = pow2(torch.tensor(shift, device=x.device))

@@ -1,4 +1,4 @@
-"""Integer gradients: one set of bits for every way to cut up a step, and the values autograd gives."""
+"""Integer gradients: the same bits however a step is split up, and the values of autograd."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def exact_gradients(source: torch.nn.Module, batch: TokenBatch, scale: float) ->
         accumulator.begin()
         logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "exact")
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, scale))
-        found = accumulator.finish()
-    assert found is not None
-    return found
+        result = accumulator.finish()
+    assert result is not None
+    return result
 
 
 def worst_gradient(architecture: str, scale: float) -> float:
@@ -126,7 +126,7 @@ def test_the_padding_token_gets_no_embedding_gradient_like_in_the_unmodified_mod
     batch = lay_out([[0, 5, 0, 7]], [[3, 0, 2]], "right")
     row = exact_gradients(source_model("qwen2"), batch, 1.0)["model.embed_tokens.weight"].abs().amax(-1)
     assert row[0] == 0 and row[5] > 0
-    # an untied head learns about it all the same
+    # an untied head has a gradient for it nevertheless
     assert exact_gradients(source_model("qwen2"), batch, 1.0)["lm_head.weight"][0].abs().amax() > 0
 
 
@@ -152,8 +152,8 @@ def once(accumulator: GradientAccumulator, weight: Tensor, x: Tensor, grad: Tens
     accumulator.begin()
     for a, b in zip(x.split(split), grad.split(split), strict=True):
         accumulator.add_linear(weight, a, b)
-    found = accumulator.finish()
-    return found["w"] if found else None
+    result = accumulator.finish()
+    return result["w"] if result else None
 
 
 @settings(max_examples=60)
@@ -186,7 +186,7 @@ def test_row_gradients_ignore_order_and_splits_and_plain_sums_do_not(kind: str) 
     values = torch.randn(300, 5, generator=seeded(0)).double() * 2.0 ** torch.randint(-20, 1, (300, 1))
     values = values.to(torch.float32)
     ids = torch.randint(0, 3, (300,), generator=seeded(1))
-    found, plain = set(), set()
+    exact, plain = set(), set()
     for seed, split in ((0, 300), (1, 7), (2, 100), (3, 1)):
         order = torch.randperm(300, generator=seeded(seed))
         parameter = torch.zeros(5) if kind == "rows" else torch.zeros(3, 5)
@@ -200,7 +200,7 @@ def test_row_gradients_ignore_order_and_splits_and_plain_sums_do_not(kind: str) 
                 else:
                     accumulator.add_rows(parameter, values[piece], ids[piece])
             result = accumulator.finish()
-        found.add(tuple(result["w"].flatten().tolist()))
+        exact.add(tuple(result["w"].flatten().tolist()))
         if kind == "rows":
             stock = sum((values[piece].sum(0) for piece in order.split(split)), torch.zeros(5))
             reference = values.double().sum(0)
@@ -210,11 +210,11 @@ def test_row_gradients_ignore_order_and_splits_and_plain_sums_do_not(kind: str) 
         plain.add(tuple(stock.flatten().tolist()))
         # contributions are rounded to 2^-42 of the largest, sums to float32
         assert torch.allclose(result["w"].double(), reference, rtol=2.0**-23, atol=300 * 2.0**-38)
-    assert len(found) == 1 and len(plain) > 1
+    assert len(exact) == 1 and len(plain) > 1
 
 
 @pytest.mark.parametrize("shift", [-40, -5, -4, 0, 4, 5, 40])
-def test_a_grid_outside_the_window_is_replaced_and_the_step_done_again(shift: int) -> None:
+def test_a_grid_outside_the_window_is_replaced_and_the_step_redone(shift: int) -> None:
     x, grad = linear_case(50, 0, 3)
     calibrated, weight = accumulator_of((4, 6), None)
     assert once(calibrated, weight, x, grad, 50) is None
@@ -233,12 +233,12 @@ def test_inside_the_window_nothing_saturates_or_wraps() -> None:
     accumulator, weight = accumulator_of((1, 1), 1)
     tokens = 4096
     x, grad = torch.full((tokens, 1), 1.0 - 2.0**-20), torch.full((tokens, 1), 2.0**4 - 2.0**-19)
-    found = once(accumulator, weight, x, grad, tokens)
-    assert found is not None
+    got = once(accumulator, weight, x, grad, tokens)
+    assert got is not None
     integers, scale = quantise(x[:1], 20)
     exact = tokens * Fraction(float(integers[0, 0] * scale[0, 0])) * Fraction(2**4 - 2.0**-19)
     # the gradient itself is rounded to 26 bits, the result to 24
-    assert abs(Fraction(float(found)) / exact - 1) < Fraction(1, 2**23)
+    assert abs(Fraction(float(got)) / exact - 1) < Fraction(1, 2**23)
 
 
 def test_only_gradients_that_are_finite_are_accepted() -> None:
@@ -294,12 +294,12 @@ def test_the_norm_of_nothing_is_zero() -> None:
     assert exact_norm([torch.tensor([3.0]), torch.tensor([[-4.0]])]) == 5.0
 
 
-def test_gradient_checkpointing_changes_no_bit_and_keeps_less() -> None:
+def test_gradient_checkpointing_changes_no_bit_and_saves_less() -> None:
     source = source_model("qwen3")
     prompts, responses = ragged(COUNT, 3, prompt=12)
     batch = lay_out(prompts, responses, "right")
-    found: set[tuple[str, ...]] = set()
-    kept: list[int] = []
+    digests: set[tuple[str, ...]] = set()
+    saved_bytes: list[int] = []
     for recompute in (False, True):
         policy = make_policy(source, "exact", CONTEXT)
         if recompute:
@@ -312,13 +312,13 @@ def test_gradient_checkpointing_changes_no_bit_and_keeps_less() -> None:
             return x
 
         def backward(policy: PreTrainedModel = policy, keep: Callable[[Tensor], Tensor] = keep) -> None:
-            # what checkpointed layers keep while they recompute is inside their own hooks
+            # the tensors that checkpointed layers save while they recompute go to their own hooks
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "exact")
             torch.autograd.backward(-logprobs, torch.ones_like(logprobs))
 
         optimizer.step(backward, batch.real_tokens)
-        found.add((weights_digest(policy.named_parameters()),))
-        kept.append(sum(sizes))
-    assert len(found) == 1
-    assert kept[1] < kept[0] / 2
+        digests.add((weights_digest(policy.named_parameters()),))
+        saved_bytes.append(sum(sizes))
+    assert len(digests) == 1
+    assert saved_bytes[1] < saved_bytes[0] / 2

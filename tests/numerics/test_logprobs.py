@@ -1,4 +1,4 @@
-"""Log-probs, entropies and distances against float64, and row by row."""
+"""Log-probs, entropies and distances: against float64, and each row independent of the others."""
 
 from __future__ import annotations
 
@@ -220,14 +220,14 @@ def test_the_divergence_as_a_loss_has_the_gradient_of_the_divergence(mode: str, 
     logits, other, _, eligible = masked_case()
     mask = eligible if cut else None
     leaf, exact = logits.clone().requires_grad_(), logits.to(torch.float64).requires_grad_()
-    found = kl_loss(leaf, other, 0.7, mask, mode)
+    loss = kl_loss(leaf, other, 0.7, mask, mode)
     expected = reference_kl(exact, other, 0.7, mask)
     seeds = torch.arange(1.0, 7.0)
-    found.backward(seeds)
+    loss.backward(seeds)
     expected.backward(seeds.to(torch.float64))
-    assert found.dtype == torch.float32 and exact.grad is not None and leaf.grad is not None
+    assert loss.dtype == torch.float32 and exact.grad is not None and leaf.grad is not None
     # float32 logits of size 3 divided by 0.7: 1e-6 relative
-    assert torch.allclose(found.to(torch.float64), expected, rtol=0, atol=2e-6)
+    assert torch.allclose(loss.to(torch.float64), expected, rtol=0, atol=2e-6)
     assert torch.allclose(leaf.grad.to(torch.float64), exact.grad, rtol=0, atol=1e-5)
 
 
@@ -240,7 +240,7 @@ def test_equal_distributions_have_no_divergence_and_no_gradient() -> None:
 
 
 def test_native_gradients_are_numbers_where_tokens_were_cut() -> None:
-    """0 times minus infinity is no number: what was cut must not reach the entropy's gradient."""
+    """0 times minus infinity is NaN: tokens that are not eligible must not reach the entropy's gradient."""
     logits, _, targets, eligible = masked_case()
     leaf, exact = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     for x, mode in ((leaf, "native"), (exact, "exact")):

@@ -186,16 +186,22 @@ def test_the_interpreter_is_looked_into_before_it_is_used(tmp_path: Path) -> Non
 
 
 def test_the_digest_of_the_numerics_sees_every_file_of_them(tmp_path: Path) -> None:
-    for part in ("numerics", "kernels", "rollout"):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "a.py").write_text("1")
-    first = numerics_digest(tmp_path)
-    (tmp_path / "rollout" / "a.py").write_text("2")
-    assert numerics_digest(tmp_path) == first
+    nested = tmp_path / "numerics" / "kernels" / "core"
+    for folder in (nested, tmp_path / "sglang_plugin", tmp_path / "rollout"):
+        folder.mkdir(parents=True)
+        (folder / "a.py").write_text("1")
     (tmp_path / "rollout" / "sampler.py").write_text("1")
-    with_sampler = numerics_digest(tmp_path)
-    (tmp_path / "kernels" / "a.py").write_text("2")
-    assert len({first, with_sampler, numerics_digest(tmp_path)}) == 3
+    digests = [numerics_digest(tmp_path)]
+    (tmp_path / "rollout" / "a.py").write_text("2")
+    assert numerics_digest(tmp_path) == digests[0]
+    for changed in (tmp_path / "rollout" / "sampler.py", tmp_path / "sglang_plugin" / "a.py", nested / "a.py"):
+        changed.write_text("2")
+        digests.append(numerics_digest(tmp_path))
+    (nested / "a.py").rename(nested / "b.py")
+    digests.append(numerics_digest(tmp_path))
+    (nested / "b.py").rename(nested.parent / "b.py")
+    digests.append(numerics_digest(tmp_path))
+    assert len(set(digests)) == 6
 
 
 def test_a_relative_interpreter_is_recorded_with_its_folder() -> None:

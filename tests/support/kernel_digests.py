@@ -12,7 +12,7 @@ import json
 import numpy as np
 import torch
 
-from ppo_repro.numerics.kernels import gelu, gumbel, layer_norm, norms, optimizer
+from ppo_repro.numerics.kernels import activations, gumbel, layer_norm, norms, optimizer
 from ppo_repro.numerics.kernels import token_statistics as statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings
 from tests.numerics.kernels.test_gelu import GATES
@@ -35,10 +35,10 @@ COMPILED = (
     layer_norm._backward,
     norms.rms_norm_rows,
     norms._backward,
-    gelu._gelu,
-    gelu._gelu_backward,
-    gelu._gelu_tanh,
-    gelu._gelu_tanh_backward,
+    activations._gelu,
+    activations._gelu_backward,
+    activations._gelu_tanh,
+    activations._gelu_tanh_backward,
 )
 
 

@@ -1,7 +1,8 @@
-"""Elementwise law: only + - x / rounding and bit operations, each rounded once, in a written order.
+"""Elementary functions that give the same bits on every machine.
 
-Library exp, log, cos, sin and (on CPUs) torch.sqrt change with the instruction set, the vector width or
-the position of an element; these do not. Cody and Waite, Software Manual for the Elementary Functions, 1980.
+The elementwise law: only + - * /, rounding and bit operations, each rounded once, in a fixed order. Library exp,
+log, cos, sin and (on CPUs) torch.sqrt depend on the instruction set, the vector width or the position of an element.
+Cody and Waite, Software Manual for the Elementary Functions, 1980.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ EXP64_COEFFICIENTS = tuple(1.0 / math.factorial(i) for i in range(14, -1, -1))
 
 
 def pow2(exponent: Tensor) -> Tensor:
-    """2^exponent as float64, exactly, by writing the exponent bits. Integer input in [-1022, 1023]."""
+    """2^exponent as float64, exactly, by setting the exponent bits. Integer input in [-1022, 1023]."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def sqrt(x: Tensor) -> Tensor:
     """Correctly rounded square root of a float32 or float64 tensor.
 
-    torch.sqrt on CPUs goes through a vector library that misrounds; NumPy uses the hardware instruction.
+    On CPUs torch.sqrt calls a vector library that does not always round correctly; NumPy uses the CPU's instruction.
     """
     if x.device.type == "cpu":
         return torch.from_numpy(np.asarray(np.sqrt(x.detach().contiguous().numpy())))
@@ -97,11 +98,11 @@ def exp64(x: Tensor) -> Tensor:
 
 
 def power(base: float, exponents: Tensor) -> Tensor:
-    """base^exponents in float64 as exp(exponent * ln(base)); base > 0, results well inside the range."""
+    """base^exponents in float64 as exp(exponent * ln(base)); base > 0, for results well inside the range."""
     return exp64(exponents.to(torch.float64) * log(torch.tensor([base], dtype=torch.float64)))
 
 
-# pi/2 in three parts of at most 33 bits each, so that n * part is exact for n < 2^20 (fdlibm)
+# pi/2 in three parts of at most 33 bits each, so that n times each is exact for n < 2^20 (fdlibm)
 PIO2_PARTS = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
 SIN_TERMS = tuple((-1.0) ** k / math.factorial(2 * k + 1) for k in range(9, -1, -1))
 COS_TERMS = tuple((-1.0) ** k / math.factorial(2 * k) for k in range(9, -1, -1))
@@ -114,8 +115,8 @@ def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
     """
     n = (angle * (2.0 / math.pi)).round()
     r = angle
-    for part in PIO2_PARTS:
-        r = r - n * part
+    for pio2 in PIO2_PARTS:
+        r = r - n * pio2
     z = r * r
     sine, cosine = torch.full_like(r, SIN_TERMS[0]), torch.full_like(r, COS_TERMS[0])
     for s, c in zip(SIN_TERMS[1:], COS_TERMS[1:], strict=True):

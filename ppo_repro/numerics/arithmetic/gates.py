@@ -1,6 +1,6 @@
-"""The gates g of Gaussian error linear units, y = x g(x), with their derivatives, by the elementwise law in float64.
+"""The gates g of Gaussian error linear units, y = x g(x), and their derivatives.
 
-Hendrycks and Gimpel, 2016.
+Computed in float64 by the elementwise law. Hendrycks and Gimpel, 2016.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ppo_repro.numerics.arithmetic.elementwise import exp64
 
-Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # float64 x -> g(x) and its derivative
+Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # float64 x -> g(x) and g'(x)
 
-# beyond it every gate is 0 or 1 to float32; infinities take the values of the limit
+# arguments are clamped to this: beyond it every gate rounds to 0 or 1 in float32
 LIMIT = 512.0
-LAST_TAIL = 37.0  # beyond it the normal distribution's tail is taken to be as it is there
+LAST_TAIL = 37.0  # |x| is clamped to this in the normal distribution
 DENSITY_AT_0 = 1.0 / math.sqrt(2.0 * math.pi)
 SQRT_2_OVER_PI = 0.7978845608028654
 CUBIC = 0.044715
@@ -49,7 +49,7 @@ MILLS_COEFFICIENTS = (
 def normal_cdf(x: Tensor) -> tuple[Tensor, Tensor]:
     """Phi(x) = (1 + erf(x / sqrt 2)) / 2 and its derivative phi(x), float64, relative error below 1e-12.
 
-    Phi(-a) = phi(a) M(a) for a >= 0, so that the tail keeps its digits. |x| is clamped to 37, Phi(-37) = 6e-300.
+    Phi(-a) = phi(a) M(a) for a >= 0, which keeps the tail's relative accuracy. |x| is clamped to 37, Phi(-37) = 6e-300.
     """
     a = x.abs().clamp(max=LAST_TAIL)
     density = exp64(a * a * -0.5) * DENSITY_AT_0
@@ -62,7 +62,7 @@ def normal_cdf(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _logistic(u: Tensor) -> tuple[Tensor, Tensor]:
-    """s = 1 / (1 + exp(-u)) and s (1 - s), neither of which loses digits where it is small."""
+    """s = 1 / (1 + exp(-u)) and s (1 - s), each with small relative error even where it is tiny."""
     e = exp64(-u)
     s = 1.0 / (e + 1.0)
     return s, e * s * s

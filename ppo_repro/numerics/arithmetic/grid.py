@@ -1,8 +1,8 @@
-"""Numbers on grids, and sums of their products that are exact in every order.
+"""Rounding to grids, and sums of products that are exact in every order.
 
-A row is put on a grid of its own, x ~ A * 2^(e - p) with integers |A| <= 2^p. Products of grid integers
-and all their partial sums stay below 2^53, so float64 holds them exactly, in any order, with or without
-fused multiply-add, on any device; one rounding follows. A row's grid depends on that row alone.
+Each row is rounded to its own grid, x ~ A * 2^(e - p) with integers |A| <= 2^p. Products of grid integers and all
+their partial sums stay below 2^53, so float64 holds them exactly, in any order, with or without fused multiply-add,
+on any device. One rounding follows. A row's grid depends on that row alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ppo_repro.numerics.arithmetic.elementwise import pow2
 
 MANTISSA_BITS = 53
 OPERAND_BITS = 20
-# below this a row's grid no longer follows it: scales stay normal float32 numbers
+# smallest exponent of a grid: so scales stay normal float32 numbers
 MIN_EXPONENT = -100
 
 
@@ -38,7 +38,7 @@ def operand_bits(terms: int) -> int:
 
 
 def folded_bits(max_terms: int) -> int:
-    """Bits of a number that carries its row's exponent, for sums of up to `max_terms` products with 20 bits.
+    """Grid bits of a weight that is multiplied by a scale first, for sums of up to `max_terms` products with 20 bits.
 
     Raises NumericsError where fewer than 12 bits would be left.
     """
@@ -51,16 +51,15 @@ def folded_bits(max_terms: int) -> int:
 def exponent(maximum: Tensor) -> Tensor:
     """Smallest e with maximum < 2^e, int64, clamped below at -100. Non-negative finite input."""
     e = torch.frexp(maximum)[1].to(torch.int64).clamp_(min=MIN_EXPONENT)
-    # frexp calls 0 = 0 * 2^0; a zero row that is folded into another one must not outweigh what is there
+    # frexp says 0 = 0 * 2^0; where scales are multiplied into weights, a row of zeros must not raise their grid
     return e.masked_fill_(maximum == 0, MIN_EXPONENT)
 
 
 def quantise(x: Tensor, bits: int, dim: int = -1, where: str = "a number") -> tuple[Tensor, Tensor]:
-    """Put each row of `x` along `dim` on its own grid.
+    """Round each row of `x` along `dim` to its own grid; returns the integers A and their scale.
 
-    A = rne(x 2^(bits - e)), 2^e > max |x|, returned as integer-valued float64 of the shape of x, and the
-    scale 2^(e - bits), float64, of size 1 along `dim`. Input float32 or float64; NumericsError naming
-    `where` if it is not finite.
+    A = rne(x 2^(bits - e)) with 2^e > max |x|, as float64 of the shape of x. The scale is 2^(e - bits), float64, of
+    size 1 along `dim`. x is float32 or float64; NumericsError naming `where` if it is not finite.
     """
     largest = x.abs().amax(dim, keepdim=True)
     if not torch.isfinite(largest).all():
@@ -72,19 +71,19 @@ def quantise(x: Tensor, bits: int, dim: int = -1, where: str = "a number") -> tu
 def contract(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
     """y = fl32(sum_k A[.., i, k] B[.., j, k] scale_a[i] scale_b[j]) + 0, float32 [.., I, J].
 
-    `a` [.., I, K] and `b` [.., J, K] as given by `quantise`. The added zero makes the sign of zero a law.
+    `a` [.., I, K] and `b` [.., J, K] are results of `quantise`. Adding zero turns -0 into 0.
     """
     total = a[0] @ b[0].transpose(-1, -2)
     return total.mul_(a[1]).mul_(b[1].transpose(-1, -2)).to(torch.float32).add_(0.0)
 
 
 def exact_mean(values: Tensor) -> float:
-    """Mean of a tensor: the exactly rounded sum, which no order changes, over the count. 0 elements give 0."""
+    """Mean of a tensor: the correctly rounded sum, the same in every order, over the count. 0 elements give 0."""
     flat = values.detach().to(torch.float64).reshape(-1).tolist()
     return math.fsum(flat) / len(flat) if flat else 0.0
 
 
 def exact_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums of consecutive runs of [N] values, `lengths` [B] with sum N -> [B] float64, each correctly rounded."""
-    parts = values.detach().to(torch.float64).split(lengths.tolist())
-    return torch.tensor([math.fsum(part.tolist()) for part in parts], dtype=torch.float64)
+    runs = values.detach().to(torch.float64).split(lengths.tolist())
+    return torch.tensor([math.fsum(run.tolist()) for run in runs], dtype=torch.float64)

@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from ppo_repro.numerics.arithmetic import elementwise
 
-SERIES_END = 0.41421356  # sqrt(2) - 1: up to here log(1 + e) would lose digits of e
+SERIES_END = 0.41421356  # sqrt(2) - 1; up to here the sum 1 + e would lose digits of e
 # where the smaller of sigma(x) and sigma(-x) is still a normal number of the type
 LARGEST_ARGUMENT = {torch.float32: 87.0, torch.float64: 708.0}
 
@@ -26,7 +26,7 @@ def log1p(e: Tensor) -> Tensor:
 
 
 def _exp_of_minus_magnitude(x: Tensor) -> Tensor:
-    """exp(-|x|) as float64; the argument stops where the result would leave the normal numbers of x's type."""
+    """exp(-|x|) as float64; |x| is clamped so that the result is a normal number of the type of x."""
     return elementwise.exp64(-x.to(torch.float64).abs().clamp(max=LARGEST_ARGUMENT[x.dtype]))
 
 
@@ -39,7 +39,7 @@ def sigmoid(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """ln(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), of the type of x (float32 or float64); never 0, never overflows.
 
-    Relative error below 1e-15 before it is rounded to the type.
+    Relative error below 1e-15 before rounding to that type.
     """
     return (x.to(torch.float64).clamp(min=0.0) + log1p(_exp_of_minus_magnitude(x))).to(x.dtype)
 

@@ -1,5 +1,5 @@
-"""The exact numerics again, fused for CPUs in Numba: NumPy arrays in, the reference's bits out.
+"""The exact numerics for CPUs, compiled by Numba: NumPy arrays in, the same bits as the eager code out.
 
-Nothing here defines a number. The eager torch code in `numerics` is the specification; every kernel must
-equal it bit for bit, and chooses only the order of exact sums and where intermediate results live.
+Nothing here defines a number. The eager torch code in `numerics` is the specification, and every kernel must equal it
+bit for bit. Kernels choose only the order of exact sums and where intermediate results are stored.
 """

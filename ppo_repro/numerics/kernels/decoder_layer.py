@@ -1,7 +1,8 @@
-"""A whole decoder layer for one new token of each row, in one call.
+"""A whole decoder layer for one new token of each row, in one call, on AMX.
 
-The kernels of the parts, in their order, and so their bits. Called one by one from Python they take a small model as
-long as the calls do, and each is too short to be worth waking a second thread; all of them together are worth one.
+It calls the kernels of the single operations in their order, so it gives their bits. Called one by one from Python, the
+kernels of a small model take no longer than the calls themselves, and each is too short to be worth waking a second
+thread; all of them together are worth one.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ppo_repro.numerics.kernels.amx.product import CONFIGURATIONS, multiply_bloc
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.kernels.attention.forward import forward_cached, store
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
-from ppo_repro.numerics.kernels.core.memory import LINE, from_line
-from ppo_repro.numerics.kernels.core.rows import INFINITY_BITS
+from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line
+from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS
 from ppo_repro.numerics.kernels.core.vectors import TILE
 from ppo_repro.numerics.kernels.layer_parts import rotate_rows, silu_times_flat
 from ppo_repro.numerics.kernels.norms import rms_norm_rows
 
-# what was not finite; the name of a product stands for its input, since its weight was looked at before
+# what was not finite; a linear layer stands for its input, since its weight was checked before
 FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_MLP, GATE, DOWN = range(10)
 
 
@@ -32,7 +33,7 @@ class Norm(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """An `operands.Packed` and its bias, padded to a multiple of 16 or empty."""
+    """The fields of `operands.PackedWeight`, and the bias padded to a multiple of 16, or empty."""
 
     tiles: np.ndarray
     scales: np.ndarray
@@ -44,6 +45,8 @@ class Matrix(NamedTuple):
 
 
 class Weights(NamedTuple):
+    """All weights of a layer, in the order of their use."""
+
     before_attention: Norm
     query: Matrix
     key: Matrix
@@ -57,33 +60,33 @@ class Weights(NamedTuple):
     down: Matrix
 
 
-class Held(NamedTuple):
-    """What the cache has of this layer, see `attention.forward_cached`."""
+class LayerCache(NamedTuple):
+    """The cached keys and values of this layer, see `attention.forward.forward_cached`."""
 
     keys: np.ndarray
     values: np.ndarray
     scales: np.ndarray
 
 
-class Places(NamedTuple):
-    """Of each row: its slot, its position, and the first and last key that it sees; int64 [R] and [R, 1]."""
+class NewTokens(NamedTuple):
+    """The new token of each row; it sees keys begin..end-1."""
 
-    slots: np.ndarray
-    positions: np.ndarray
-    valid: np.ndarray  # bool
-    begin: np.ndarray
-    end: np.ndarray
+    slots: np.ndarray  # [R] int64
+    positions: np.ndarray  # [R, 1] int64
+    valid: np.ndarray  # [R, 1] bool
+    begin: np.ndarray  # [R, 1] int64
+    end: np.ndarray  # [R, 1] int64
 
 
-# These are put into `_layer` before it is compiled: compiled by themselves they would be compiled once more in it.
+# These are inlined into `_layer`: kernels of their own would be compiled by themselves and once more within it.
 
 
 @inline
 def _operand(x, rows, p, digits):  # type: ignore[no-untyped-def]
-    """Flat x [rows, terms] as A tiles, their scales, and whether all of it is finite."""
+    """Flat x [rows, terms] as tiles of an A operand, their scales, and whether x is finite."""
     terms = x.size // rows
     blocks, row_blocks = (terms + 63) >> 6, (rows + 15) >> 4
-    tiles = from_line(np.empty(row_blocks * blocks * digits * TILE + LINE, np.int8))
+    tiles = align_to_line(np.empty(row_blocks * blocks * digits * TILE + LINE, np.int8))
     scales, exponents = np.empty(row_blocks * 16), np.empty(rows, np.int64)
     return tiles, scales, fill_tiles(x, x.view(np.int32), terms, p, digits, 0, rows, tiles, scales, exponents)
 
@@ -101,7 +104,7 @@ def _product_into(palettes, matrix, tiles, scales, rows, y):  # type: ignore[no-
 
 @inline
 def _product(palettes, matrix, tiles, scales, rows):  # type: ignore[no-untyped-def]
-    """`_product_into` an array of its own."""
+    """`_product_into` a new array."""
     y = np.empty(rows * matrix.columns, np.float32)
     _product_into(palettes, matrix, tiles, scales, rows, y)
     return y
@@ -109,7 +112,7 @@ def _product(palettes, matrix, tiles, scales, rows):  # type: ignore[no-untyped-
 
 @inline
 def _normed(norm, x):  # type: ignore[no-untyped-def]
-    """The norm of each row of flat x, and whether all of it is finite."""
+    """The norm of each row of flat x, and whether x is finite."""
     y, rows = np.empty(x.size, np.float32), x.size // norm.weight.size
     finite = rms_norm_rows(x, x.view(np.int32), norm.weight, norm.eps, norm.p, 0, rows, np.empty(rows), y)
     return y, finite
@@ -122,9 +125,9 @@ def _add(x, y):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _attention(palettes, w, spec, cosine, sine, places, held, x, key, value):  # type: ignore[no-untyped-def]
-    """x += attention, in place; new keys and values as they are into `key` and `value`. What was not finite."""
-    rows = places.slots.size
+def _attention(palettes, w, spec, cosine, sine, tokens, cache, x, key, value):  # type: ignore[no-untyped-def]
+    """x += attention, in place. Sets `key` and `value` to the new keys and values. Returns what was not finite."""
+    rows = tokens.slots.size
     y, finite = _normed(w.before_attention, x)
     if not finite:
         return BEFORE_ATTENTION
@@ -143,14 +146,15 @@ def _attention(palettes, w, spec, cosine, sine, places, held, x, key, value):  #
             return KEY_NORM
         for i in range(key.size):
             key[i] = y[i]
-    positions = places.positions[:, 0]
+    positions = tokens.positions[:, 0]
     rotate_rows(query, cosine, sine, positions, spec.heads, spec.dim, 0, rows)
     rotate_rows(key, cosine, sine, positions, spec.kv_heads, spec.dim, 0, rows)
-    store(0, rows, spec, places.slots, places.positions, places.valid, key, value, held.keys, held.values, held.scales)
+    slots = tokens.slots
+    store(0, rows, spec, slots, tokens.positions, tokens.valid, key, value, cache.keys, cache.values, cache.scales)
     y = np.empty(query.size, np.float32)
     worst = forward_cached(
-        0, rows * spec.kv_heads, spec, query, places.slots, places.begin, places.end,
-        held.keys, held.values, held.scales, y,
+        0, rows * spec.kv_heads, spec, query, slots, tokens.begin, tokens.end,
+        cache.keys, cache.values, cache.scales, y,
     )  # fmt: skip
     if worst >= INFINITY_BITS:
         return ATTENTION
@@ -163,7 +167,7 @@ def _attention(palettes, w, spec, cosine, sine, places, held, x, key, value):  #
 
 @inline
 def _mlp(palettes, w, x, rows):  # type: ignore[no-untyped-def]
-    """x += down(silu(gate) up), in place. What was not finite."""
+    """x += down(silu(gate) up), in place. Returns what was not finite."""
     y, finite = _normed(w.before_mlp, x)
     if not finite:
         return BEFORE_MLP
@@ -182,11 +186,11 @@ def _mlp(palettes, w, x, rows):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _layer(palettes, w, spec, cosine, sine, places, held, x, key, value):  # type: ignore[no-untyped-def]
-    problem = _attention(palettes, w, spec, cosine, sine, places, held, x, key, value)
+def _layer(palettes, w, spec, cosine, sine, tokens, cache, x, key, value):  # type: ignore[no-untyped-def]
+    problem = _attention(palettes, w, spec, cosine, sine, tokens, cache, x, key, value)
     if problem != FINITE:
         return problem
-    return _mlp(palettes, w, x, places.slots.size)
+    return _mlp(palettes, w, x, tokens.slots.size)
 
 
 def decoder_layer(
@@ -194,16 +198,16 @@ def decoder_layer(
     spec: Spec,
     cosine: np.ndarray,
     sine: np.ndarray,
-    places: Places,
-    held: Held,
+    tokens: NewTokens,
+    cache: LayerCache,
     x: np.ndarray,
     key: np.ndarray,
     value: np.ndarray,
 ) -> int:
-    """x [R, H] float32 through a layer, in place, on the calling thread; 0, or what was not finite.
+    """Apply a layer to x [R, H] float32, in place, on the calling thread. Returns FINITE, or what was not finite.
 
-    Attention with rotary positions [P, D] flat, then a gated MLP, each after its norm. New keys and values [R, Hk D] go
-    to the cache and, as they are, to `key` and `value`.
+    Attention with rotary tables cosine and sine [P, D], flat, then a gated MLP, each after its norm. The new keys and
+    values [R, Hk D] are stored in the cache on their grids, and in `key` and `value` as float32.
     """
-    rows = x.reshape(-1), key.reshape(-1), value.reshape(-1)
-    return int(_layer(CONFIGURATIONS, weights, spec, cosine, sine, places, held, *rows))
+    flat = x.reshape(-1), key.reshape(-1), value.reshape(-1)
+    return int(_layer(CONFIGURATIONS, weights, spec, cosine, sine, tokens, cache, *flat))

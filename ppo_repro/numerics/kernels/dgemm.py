@@ -1,7 +1,7 @@
-"""The contraction by the float64 matrix product of the BLAS, for any CPU: grid values in, one rounding after.
+"""Contractions by the float64 matrix product of the BLAS, for any CPU: grid values in, one rounding after.
 
-A grid value is A 2^(e - p); products and their sums are exact in float64 as those of the integers are, so
-no scale has to be carried along. torch multiplies, one thread for each part.
+A grid value is A 2^(e - p). Products of grid values and their sums are exact in float64 just as those of the integers
+A, so no scales are needed. torch multiplies, one thread for each part.
 """
 
 from __future__ import annotations
@@ -11,51 +11,43 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
 from ppo_repro.numerics.kernels.core.rows import add_integers, grid_values, round_rows, scaled
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Grid values [rows, terms] float64, each row on its grid: of inputs, or of a weight matrix's output columns."""
+class GridMatrix:
+    """A matrix whose rows are on grids: the inputs, or the weights with one row for each output."""
 
-    values: torch.Tensor
-    exponents: np.ndarray  # int64 [rows] as of `rows.row_exponents`
-    p: int
+    values: torch.Tensor  # [rows, terms] float64 grid values
+    exponents: np.ndarray  # int64 [rows], see `rows.row_exponents`
+    p: int  # bits of the grids
     finite: bool
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The inputs of a layer, [T, K] float64 integers of at most 2^bits."""
+class IntegerInputs:
+    """The inputs of a layer as integers, for integer gradients."""
 
-    integers: torch.Tensor
+    integers: torch.Tensor  # [T, K] float64, at most 2^bits
     bits: int
 
 
-def prepare(w: np.ndarray, p: int) -> Dense:
-    """Grid values of w [columns, terms] float32, C-contiguous, along its rows."""
-    values, exponents = np.empty(w.shape), np.empty(len(w), np.int64)
-    finite = grid_values(w, p, exponents, values)
-    return Dense(torch.from_numpy(values), exponents, p, finite)
-
-
-def prepare_rows(x: np.ndarray, p: int) -> Dense:
-    """Grid values of the inputs x [M, terms] float32, C-contiguous, along their rows."""
+def prepare(x: np.ndarray, p: int) -> GridMatrix:
+    """Grid values of inputs or weights x [rows, terms] float32, C-contiguous, along their rows."""
     values, exponents = np.empty(x.shape), np.empty(len(x), np.int64)
-    finite: list[bool] = []
 
-    def part(first: int, last: int) -> None:
-        finite.append(grid_values(x[first:last], p, exponents[first:last], values[first:last]))
+    def run(first: int, last: int) -> bool:
+        return grid_values(x[first:last], p, exponents[first:last], values[first:last])
 
-    in_parts(part, len(x), 1.0 * x.shape[1])
-    return Dense(torch.from_numpy(values), exponents, p, all(finite))
+    finite = results_of_parts(run, len(x), 1.0 * x.shape[1])
+    return GridMatrix(torch.from_numpy(values), exponents, p, all(finite))
 
 
-def contract(x: Dense, weight: Dense, bias: np.ndarray, y: np.ndarray) -> bool:
+def contract(x: GridMatrix, weight: GridMatrix, bias: np.ndarray, y: np.ndarray) -> bool:
     """y = fl32(sum of x w on their grids) + 0 [+ bias]; x [M, terms], y [M, columns] float32, C-contiguous.
 
-    Returns False, with y undefined, if x or w holds an infinity or NaN. ValueError unless their grids are the same.
+    Returns False, with y undefined, if x or w holds an infinity or NaN. ValueError if their grid bits differ.
     """
     if x.p != weight.p:
         raise ValueError(f"grids of {x.p} bits times grids of {weight.p}")
@@ -71,15 +63,15 @@ def contract(x: Dense, weight: Dense, bias: np.ndarray, y: np.ndarray) -> bool:
     return True
 
 
-def pack_inputs(x: np.ndarray, x_up: np.ndarray, x_bits: int) -> Inputs:
+def pack_inputs(x: np.ndarray, x_up: np.ndarray, x_bits: int) -> IntegerInputs:
     """rne(x[t, k] x_up[t]), at most 2^x_bits; x [T, K] float32, x_up [T] float64, C-contiguous."""
-    return Inputs(torch.from_numpy(scaled(x, x_up)), x_bits)
+    return IntegerInputs(torch.from_numpy(scaled(x, x_up)), x_bits)
 
 
-def accumulate(grad: np.ndarray, up: np.ndarray, bits: int, x: Inputs, sums: np.ndarray, fresh: bool) -> None:
-    """sums[n, k] += sum_t rne(grad[t, n] up[t]) x[t, k], exactly; see gradient.accumulate.
+def accumulate(grad: np.ndarray, up: np.ndarray, bits: int, x: IntegerInputs, sums: np.ndarray, fresh: bool) -> None:
+    """sums[n, k] += sum_t rne(grad[t, n] up[t]) x[t, k], exactly; see `amx.gradient.accumulate`.
 
-    So many tokens at a time that their sum stays below 2^53.
+    Tokens are taken in chunks whose sums stay below 2^53.
     """
     if fresh:
         sums[:] = 0

@@ -1,9 +1,9 @@
-"""The token that `rollout.sampler` samples, with a logarithm only for the few that can win.
+"""Gumbel sampling as `rollout.sampler` defines it, computing logarithms only for the few tokens that can win.
 
-A token's score is log p + g with Gumbel noise g = -ln(-ln u). Since -ln u >= 1 - u, g <= -ln(1 - u); and
-log2 y >= (bits of y as float32) 2^-23 - 127, the chord between powers of two below a concave function. So
-the hash alone bounds the score from above, in a few vectorised operations, and only tokens whose bound
-reaches the best exact score are computed exactly.
+A token's score is log p + g with Gumbel noise g = -ln(-ln u). Since -ln u >= 1 - u, g <= -ln(1 - u). And
+log2 y >= (bits of y as float32) 2^-23 - 127: chords between powers of two lie below a concave function. So the hash
+gives an upper bound of the score in a few vectorised operations, and only tokens whose bound reaches the best score
+are computed exactly. The sampled tokens are those of the eager code.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 from ppo_repro.numerics.arithmetic.distribution import MASS_UNIT
 from ppo_repro.numerics.arithmetic.elementwise import LN2
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
-from ppo_repro.numerics.kernels.core.logarithm import log64
 from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.scalar import log64
 from ppo_repro.numerics.kernels.token_statistics import Array, extremes, top_and_reach, weigh
 
 LARGEST_HASH = 0xFFFFFFFF
-# Bounds are float32 sums; every score that can win is above -12 - 710 (the likeliest token's log p, the least
+# Bounds are float32 sums. Every score that can win is above -12 - 710 (log p of the likeliest token, the smallest
 # noise), where their roundings and that of u stay below 2e-4.
 SLACK = np.float32(1e-3)
 NS_PER_TOKEN = 3.5
@@ -28,7 +28,7 @@ _PER_UNIT = 1.0 / MASS_UNIT
 _C1, _C2 = np.uint32(0xCC9E2D51), np.uint32(0x1B873593)
 _M5, _N = np.uint32(5), np.uint32(0xE6546B64)
 _F1, _F2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
-_BYTES = np.uint32(16)  # four words
+_BYTES = np.uint32(16)  # hashed: four words
 _NEVER = np.float32(-np.inf)
 # -ln(y / 2^32) <= LN2 (127 + 32) - (bits of y) LN2 2^-23
 _OFFSET, _SLOPE = np.float32(LN2 * (127 + 32)), np.float32(LN2 * 2.0**-23)
@@ -50,7 +50,7 @@ def absorb(h, word):  # type: ignore[no-untyped-def]
 
 @inline
 def finish(h):  # type: ignore[no-untyped-def]
-    """The end of the hash of four words."""
+    """MurmurHash3's finalisation after four words."""
     h = np.uint32(h ^ _BYTES)
     h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(16))) * _F1)
     h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(13))) * _F2)
@@ -63,20 +63,20 @@ def noise_of_hash(h):  # type: ignore[no-untyped-def]
     log_u = -_FLOAT64_MAX
     if h > 0:
         log_u = log64(np.float64(h) / np.float64(LARGEST_HASH))
-    least = -(2.0**-32)
-    return -log64(-(log_u if log_u < least else least))
+    largest = -(2.0**-32)
+    return -log64(-(log_u if log_u < largest else largest))
 
 
 @kernel
 def bound_of_hash(h):  # type: ignore[no-untyped-def]
-    """A float32 that `noise_of_hash` does not exceed by more than a few roundings."""
+    """An upper bound of `noise_of_hash`, up to a few roundings; float32."""
     y = np.float32(np.uint32(LARGEST_HASH) - h)
     return _OFFSET - np.float32(y.view(np.int32)) * _SLOPE
 
 
 @kernel
 def bounds(start, log_p, eligible, columns, out):  # type: ignore[no-untyped-def]
-    """out_v >= log_p_v + noise of a row, -inf where not eligible; `start` is the hash of its first three words."""
+    """out_v >= log_p_v + noise_v of a row, -inf where not eligible; `start` is the hash of the first three words."""
     if columns.size:
         for v in range(out.size):
             bound = log_p[v] + bound_of_hash(finish(absorb(start, columns[v])))
@@ -88,7 +88,7 @@ def bounds(start, log_p, eligible, columns, out):  # type: ignore[no-untyped-def
 
 @kernel
 def winner(start, log_p, columns, bound, highest):  # type: ignore[no-untyped-def]
-    """First token of the largest log_p_v + noise, given upper bounds and the highest of them."""
+    """The first token with the largest log_p_v + noise_v, given upper bounds and the highest of them."""
     probable = 0
     while bound[probable] != highest:
         probable += 1
@@ -108,31 +108,31 @@ def winner(start, log_p, columns, bound, highest):  # type: ignore[no-untyped-de
 def _sample(first, last, logits, seeds, positions, temperature, eligible, columns, tokens, logprobs):  # type: ignore[no-untyped-def]
     shifted, masses = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.int32)
     log_p, bound = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.float32)
-    everyone = np.empty(0, np.bool_)
+    all_eligible = np.empty(0, np.bool_)
     for i in range(first, last):
-        top, _ = top_and_reach(logits[i], everyone, temperature)
-        log_total = log64(weigh(logits[i], everyone, temperature, top, shifted, masses) * _PER_UNIT)
+        top, _ = top_and_reach(logits[i], all_eligible, temperature)
+        log_total = log64(weigh(logits[i], all_eligible, temperature, top, shifted, masses) * _PER_UNIT)
         for v in range(log_p.size):
             log_p[v] = np.float64(shifted[v]) - log_total
         start = absorb(np.uint32(0), seeds[i] & LARGEST_HASH)
         start = absorb(start, (seeds[i] >> 32) & LARGEST_HASH)
         start = absorb(start, positions[i] & LARGEST_HASH)
         bounds(start, log_p, eligible[i], columns[i], bound)
-        tokens[i] = winner(start, log_p, columns[i], bound, extremes(bound, everyone)[1])
+        tokens[i] = winner(start, log_p, columns[i], bound, extremes(bound, all_eligible)[1])
         logprobs[i] = log_p[tokens[i]]
 
 
 def sample(
     logits: Array, seeds: Array, positions: Array, temperature: float, cut: tuple[Array, Array] | None
 ) -> tuple[Array, Array]:
-    """(token int64 [n], its log-prob in the whole distribution float32 [n]) for logits float32 [n, V].
+    """Tokens int64 [n] and their log-probs in the full distribution float32 [n], for logits float32 [n, V].
 
-    `cut` holds which tokens are eligible, bool [n, V], and the column of noise of each, int64 [n, V]; without
-    it every token is eligible and its own column. Raises NumericsError.
+    `cut` says which tokens are eligible, bool [n, V], and which column of the noise each takes, int64 [n, V]. Without
+    it every token is eligible and takes its own column. Raises NumericsError if logits are not finite.
     """
     n, v = logits.shape
     tokens, logprobs = np.empty(n, np.int64), np.empty(n, np.float32)
     eligible, columns = cut or (np.empty((n, 0), np.bool_), np.empty((n, 0), np.int64))
-    fixed = (logits, seeds, positions, np.float32(temperature), eligible, columns, tokens, logprobs)
-    in_parts(lambda first, last: _sample(first, last, *fixed), n, NS_PER_TOKEN * v)
+    arguments = (logits, seeds, positions, np.float32(temperature), eligible, columns, tokens, logprobs)
+    in_parts(lambda first, last: _sample(first, last, *arguments), n, NS_PER_TOKEN * v)
     return tokens, logprobs

@@ -1,4 +1,7 @@
-"""Layer norm, forward and backward, one pass over each row while it is in the cache."""
+"""Layer norm, forward and backward, row by row while a row is in the cache.
+
+Sums over a row are sums of integers below 2^53, exact in every order; all else is rounded as in the eager code.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,16 @@ from typing import NamedTuple
 import numpy as np
 
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
-from ppo_repro.numerics.kernels.core.pool import in_parts
-from ppo_repro.numerics.kernels.core.rows import INFINITY_BITS, largest_bits
-from ppo_repro.numerics.kernels.core.scalar import exponent32, exponent64, pow2_64
-from ppo_repro.numerics.kernels.norms import (
-    INFINITY_BITS_64,
-    NO_GRID,
-    NOT_FINITE,
-    add_row,
-    dot_of,
-    largest64,
-    sum_of_squares,
-)
+from ppo_repro.numerics.kernels.core.pool import results_of_parts
+from ppo_repro.numerics.kernels.core.rows import largest_bits, largest_bits_64, sum_of_squares
+from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS, INFINITY_BITS_64, exponent32, exponent64, pow2_64
+from ppo_repro.numerics.kernels.norms import NO_GRID, NOT_FINITE, add_row, scaled_dot
 
 
 class IntegerSums(NamedTuple):
-    """Where rows of contributions are added: sums [H] int64 += rne(row unit) of rows below 2^grid.
+    """The integer gradient of a parameter: sums [H] int64 += rne(row unit) for each row of contributions below 2^grid.
 
-    Rows that reach 2^grid are left out: the step will be done again. Empty sums: no gradient is wanted.
+    Rows that reach 2^grid are left out: the step will be redone. Empty sums: no gradient is wanted.
     """
 
     grid: int
@@ -34,7 +29,7 @@ class IntegerSums(NamedTuple):
 
 @exact_sum
 def _sum_on_grid(row, up):  # type: ignore[no-untyped-def]
-    """sum rne(row up): integers below 2^53 in every order."""
+    """sum rne(row up), a sum of integers below 2^53: exact in every order."""
     total = 0.0
     for c in range(row.size):
         total += np.rint(np.float64(row[c]) * up)
@@ -43,6 +38,7 @@ def _sum_on_grid(row, up):  # type: ignore[no-untyped-def]
 
 @kernel
 def _forward(x, bits, weight, bias, eps, mean_bits, p, first, last, mean, inverse, y):  # type: ignore[no-untyped-def]
+    """Rows first..last-1 of `layer_norm`, flat; `bits` are those of x. Returns whether they are finite."""
     size = weight.size
     centred = np.empty(size)
     finite = True
@@ -54,7 +50,7 @@ def _forward(x, bits, weight, bias, eps, mean_bits, p, first, last, mean, invers
         middle = _sum_on_grid(row, pow2_64(mean_bits - e)) * pow2_64(e - mean_bits) / size
         for c in range(size):
             centred[c] = np.float64(row[c]) - middle
-        e = exponent64(largest64(centred))
+        e = exponent64(largest_bits_64(centred))
         down = pow2_64(e - p)
         mean_square = sum_of_squares(centred, pow2_64(p - e)) * (down * down) / size
         scale = 1.0 / np.sqrt(mean_square + eps)
@@ -76,18 +72,16 @@ def layer_norm(
 ) -> bool:
     """y = w (x - mean) inverse + b, inverse = 1 / sqrt(var + eps); x, y [T, H] float32, mean, inverse [T] float64.
 
-    `bits` are those of the grids of the mean and of the mean square. Returns False if x holds an infinity or NaN.
+    `bits` are the grid bits of the mean and of the mean square. Returns False if x holds an infinity or NaN.
     """
     rows, size = x.shape
-    finite: list[bool] = []
     flat, out = x.reshape(-1), y.reshape(-1)
-    patterns = flat.view(np.int32)
+    x_bits = flat.view(np.int32)
 
-    def run(first: int, last: int) -> None:
-        finite.append(_forward(flat, patterns, weight, bias, eps, *bits, first, last, mean, inverse, out))
+    def run(first: int, last: int) -> bool:
+        return bool(_forward(flat, x_bits, weight, bias, eps, *bits, first, last, mean, inverse, out))
 
-    in_parts(run, rows, 1.5 * size)
-    return all(finite)
+    return all(results_of_parts(run, rows, 1.5 * size))
 
 
 @kernel
@@ -95,7 +89,7 @@ def _backward(  # type: ignore[no-untyped-def]
     grad, x, weight, mean, inverse, mean_bits, p, first, last, dx, weight_grid, weight_unit, weight_sums,
     bias_grid, bias_unit, bias_sums,
 ):  # fmt: skip
-    """Rows first..last; the largest exponents of the contributions to weight and bias, NOT_FINITE twice if so."""
+    """Rows first..last-1 of `layer_norm_backward`, flat. Returns what it does, for these rows."""
     size = weight.size
     finite = True
     upstream, normed, weighted, contribution = np.empty(size), np.empty(size), np.empty(size), np.empty(size)
@@ -110,12 +104,12 @@ def _backward(  # type: ignore[no-untyped-def]
             upstream[c], normed[c] = d, n
             weighted[c] = d * np.float64(weight[c])
             contribution[c] = d * n
-        largest = largest64(weighted)
-        largest_normed = largest64(normed)  # not finite for a row of equal numbers where eps is 0
+        largest = largest_bits_64(weighted)
+        largest_normed = largest_bits_64(normed)  # not finite for a row of equal numbers where eps is 0
         finite &= max(largest, largest_normed) < INFINITY_BITS_64
         a, b = exponent64(largest), exponent64(largest_normed)
         mean_weighted = _sum_on_grid(weighted, pow2_64(mean_bits - a)) * pow2_64(a - mean_bits) / size
-        dot = dot_of(weighted, pow2_64(p - a), normed, pow2_64(p - b)) * (pow2_64(a - p) * pow2_64(b - p)) / size
+        dot = scaled_dot(weighted, pow2_64(p - a), normed, pow2_64(p - b)) * (pow2_64(a - p) * pow2_64(b - p)) / size
         for c in range(size):
             out[c] = np.float32(((weighted[c] - mean_weighted) - normed[c] * dot) * scale)
         weight_top = max(weight_top, add_row(contribution, weight_grid, weight_unit, weight_sums))
@@ -131,29 +125,25 @@ def layer_norm_backward(
     inverse: np.ndarray,
     bits: tuple[int, int],
     dx: np.ndarray,
-    of_weight: IntegerSums,
-    of_bias: IntegerSums,
+    weight_gradient: IntegerSums,
+    bias_gradient: IntegerSums,
 ) -> tuple[int, int]:
     """dx = inverse (w dy - mean(w dy) - n mean(w dy n)), n = (x - mean) inverse, and the integer gradients.
 
-    The weight's contributions are dy n, the bias's dy. Returns the largest exponents of any row's, NO_GRID where
-    there is none, or NOT_FINITE for both.
+    A row contributes dy n to the weight and dy to the bias. Returns the largest exponents of any row's contributions
+    to each, NO_GRID where there is none, or NOT_FINITE for both.
     """
     rows, size = x.shape
     arrays = grad.reshape(-1), x.reshape(-1), weight, mean, inverse
-    found: list[tuple[int, int, np.ndarray, np.ndarray]] = []
 
-    def run(first: int, last: int) -> None:
-        parts = np.zeros_like(of_weight.sums), np.zeros_like(of_bias.sums)
-        tops = _backward(
-            *arrays, *bits, first, last, dx.reshape(-1), of_weight.grid, of_weight.unit, parts[0],
-            of_bias.grid, of_bias.unit, parts[1],
-        )  # fmt: skip
-        found.append((int(tops[0]), int(tops[1]), *parts))
+    def run(first: int, last: int) -> tuple[int, int, np.ndarray, np.ndarray]:
+        own_weight, own_bias = (g._replace(sums=np.zeros_like(g.sums)) for g in (weight_gradient, bias_gradient))
+        tops = _backward(*arrays, *bits, first, last, dx.reshape(-1), *own_weight, *own_bias)
+        return int(tops[0]), int(tops[1]), own_weight.sums, own_bias.sums
 
-    in_parts(run, rows, 2.2 * size)
-    weight_sums, bias_sums = of_weight.sums, of_bias.sums
-    for _, _, weight_part, bias_part in found:
-        weight_sums += weight_part
-        bias_sums += bias_part
-    return max((f[0] for f in found), default=NO_GRID), max((f[1] for f in found), default=NO_GRID)
+    results = results_of_parts(run, rows, 2.2 * size)
+    weight_sums, bias_sums = weight_gradient.sums, bias_gradient.sums
+    for _, _, own_weight_sums, own_bias_sums in results:
+        weight_sums += own_weight_sums
+        bias_sums += own_bias_sums
+    return max((r[0] for r in results), default=NO_GRID), max((r[1] for r in results), default=NO_GRID)

@@ -1,32 +1,25 @@
-"""Root-mean-square norm, forward and backward, one pass over each row while it is in the cache."""
+"""Root-mean-square norm, forward and backward, row by row while a row is in the cache.
+
+Sums over a row are sums of integers below 2^53, exact in every order; all else is rounded as in the eager code.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
-from ppo_repro.numerics.kernels.core.pool import in_parts
-from ppo_repro.numerics.kernels.core.rows import INFINITY_BITS, largest_bits
-from ppo_repro.numerics.kernels.core.scalar import exponent32, exponent64, pow2_64
+from ppo_repro.numerics.kernels.core.pool import results_of_parts
+from ppo_repro.numerics.kernels.core.rows import largest_bits, largest_bits_64, sum_of_squares
+from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS, INFINITY_BITS_64, exponent32, exponent64, pow2_64
 
-INFINITY_BITS_64 = np.int64(0x7FF << 52)
+# in place of the largest exponent of a gradient's contributions
 NOT_FINITE = 1 << 30
-NO_GRID = -(1 << 30)  # no contribution fits
+NO_GRID = -(1 << 30)  # there is no contribution; as the exponent of a grid: no contribution fits
 
 
 @exact_sum
-def sum_of_squares(row, up):  # type: ignore[no-untyped-def]
-    """sum rne(row up)^2: integers below 2^53 in every order."""
-    total = 0.0
-    for c in range(row.size):
-        a = np.rint(np.float64(row[c]) * up)
-        total += a * a
-    return total
-
-
-@exact_sum
-def dot_of(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
-    """sum rne(a a_up) rne(b b_up) of float64 rows: integers below 2^53 in every order."""
+def scaled_dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
+    """sum rne(a a_up) rne(b b_up) of float64 rows, a sum of integers below 2^53: exact in every order."""
     total = 0.0
     for c in range(a.size):
         total += np.rint(a[c] * a_up) * np.rint(b[c] * b_up)
@@ -34,24 +27,14 @@ def dot_of(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def largest64(row):  # type: ignore[no-untyped-def]
-    """Bits of the largest magnitude of a float64 row; NaN above infinity."""
-    bits = row.view(np.int64)
-    largest = np.int64(0)
-    for c in range(bits.size):
-        largest = max(largest, bits[c] & np.int64(0x7FFFFFFFFFFFFFFF))
-    return largest
-
-
-@kernel
 def add_row(row, grid, unit, sums):  # type: ignore[no-untyped-def]
-    """sums += rne(row unit), float64 onto int64, if max |row| < 2^grid; nothing is added to empty sums.
+    """sums += rne(row unit), float64 to int64, if max |row| < 2^grid. Does nothing if `sums` is empty.
 
-    Returns the exponent of the row, NO_GRID for zeros and where there are no sums.
+    Returns the exponent of the row, NO_GRID for a row of zeros or empty sums.
     """
     if sums.size == 0:
         return np.int64(NO_GRID)
-    largest = largest64(row)
+    largest = largest_bits_64(row)
     if largest == 0:
         return np.int64(NO_GRID)
     e = exponent64(largest)
@@ -63,6 +46,7 @@ def add_row(row, grid, unit, sums):  # type: ignore[no-untyped-def]
 
 @kernel
 def rms_norm_rows(x, bits, weight, eps, p, first, last, inverse, y):  # type: ignore[no-untyped-def]
+    """Rows first..last-1 of `rms_norm`, flat; `bits` are those of x. Returns whether they are finite."""
     size = weight.size
     finite = True
     for r in range(first, last):
@@ -82,22 +66,21 @@ def rms_norm_rows(x, bits, weight, eps, p, first, last, inverse, y):  # type: ig
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, p: int, inverse: np.ndarray, y: np.ndarray) -> bool:
     """y = w x inverse, inverse = 1 / sqrt(mean(x^2) + eps); x, y [T, H] float32, inverse [T] float64.
 
-    The weight [H] is float32, or float64 where it is not a parameter as it stands.
+    The weight [H] is float32 where it is a parameter, float64 where it is computed from one.
     Returns False if x holds an infinity or NaN.
     """
     rows, size = x.shape
-    finite: list[bool] = []
     flat, out = x.reshape(-1), y.reshape(-1)
     bits = flat.view(np.int32)
-    in_parts(
-        lambda i, j: finite.append(rms_norm_rows(flat, bits, weight, eps, p, i, j, inverse, out)), rows, 1.5 * size
+    finite = results_of_parts(
+        lambda i, j: rms_norm_rows(flat, bits, weight, eps, p, i, j, inverse, out), rows, 1.5 * size
     )
     return all(finite)
 
 
 @kernel
 def _backward(grad, x, weight, inverse, p, first, last, dx, grid, unit, sums):  # type: ignore[no-untyped-def]
-    """Rows first..last; also adds rne(dy normed unit) to sums unless a row exceeds the grid; largest exponent."""
+    """Rows first..last-1 of `rms_norm_backward`, flat. Returns the largest exponent of a row's contributions."""
     size = weight.size
     finite = True
     normed, weighted, contribution = np.empty(size), np.empty(size), np.empty(size)
@@ -114,11 +97,11 @@ def _backward(grad, x, weight, inverse, p, first, last, dx, grid, unit, sums):  
             normed[c] = np.float64(row[c]) * scale
             weighted[c] = d * np.float64(weight[c])
             contribution[c] = d * normed[c]
-        largest = largest64(weighted)
-        largest_normed = largest64(normed)  # not finite for a row of zeros where eps is 0
+        largest = largest_bits_64(weighted)
+        largest_normed = largest_bits_64(normed)  # not finite for a row of zeros where eps is 0
         finite &= max(largest, largest_normed) < INFINITY_BITS_64
         a, b = exponent64(largest), exponent64(largest_normed)
-        dot = dot_of(weighted, pow2_64(p - a), normed, pow2_64(p - b)) * (pow2_64(a - p) * pow2_64(b - p)) / size
+        dot = scaled_dot(weighted, pow2_64(p - a), normed, pow2_64(p - b)) * (pow2_64(a - p) * pow2_64(b - p)) / size
         for c in range(size):
             out[c] = np.float32((weighted[c] - normed[c] * dot) * scale)
         top = max(top, add_row(contribution, grid, unit, sums))
@@ -138,21 +121,19 @@ def rms_norm_backward(
 ) -> int:
     """dx, and the integer gradient of the weight: sums [H] int64 += rne(dy x inverse unit) over rows.
 
-    A row whose largest contribution is 2^grid or more is left out: the step will be done again. `sums` may
-    be empty: no gradient. Returns the largest exponent of any row's contributions, -2^30 if there is none,
-    or NOT_FINITE.
+    A row whose largest contribution is 2^grid or more is left out: the step will be redone. Empty `sums`: no gradient
+    is wanted. Returns the largest exponent of any row's contributions, NO_GRID if there is none, or NOT_FINITE.
     """
     rows, size = x.shape
-    found: list[tuple[int, np.ndarray]] = []
 
-    def run(first: int, last: int) -> None:
-        part = np.zeros_like(sums)
+    def run(first: int, last: int) -> tuple[int, np.ndarray]:
+        own_sums = np.zeros_like(sums)
         top = _backward(
-            grad.reshape(-1), x.reshape(-1), weight, inverse, p, first, last, dx.reshape(-1), grid, unit, part
+            grad.reshape(-1), x.reshape(-1), weight, inverse, p, first, last, dx.reshape(-1), grid, unit, own_sums
         )
-        found.append((int(top), part))
+        return int(top), own_sums
 
-    in_parts(run, rows, 6.0 * size)
-    for _, part in found:
-        sums += part
-    return max((top for top, _ in found), default=NO_GRID)
+    results = results_of_parts(run, rows, 6.0 * size)
+    for _, own_sums in results:
+        sums += own_sums
+    return max((top for top, _ in results), default=NO_GRID)

@@ -1,4 +1,7 @@
-"""AdamW, the gradient norm's integer sums and the gradients' conversion, each in one pass over a flat tensor."""
+"""AdamW, the integer sums of the gradient norm and the conversion of gradients, each in one pass over a flat tensor.
+
+AdamW rounds each operation to float32 as the eager code does; sums of squares are exact integers.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ppo_repro.numerics.kernels.core.compile import kernel
-from ppo_repro.numerics.kernels.core.pool import in_parts
+from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
+from ppo_repro.numerics.kernels.core.rows import largest_bits
 from ppo_repro.numerics.kernels.core.scalar import pow2_32
 from ppo_repro.numerics.kernels.token_statistics import Array
 
-_CHUNK = 1 << 10  # of squares of at most 2^52
+_CHUNK = 1 << 10  # sums of this many squares of at most 2^52 fit into int64
 _SPLIT, _BELOW = 32, (1 << 32) - 1
-# measured, and roughly: they only decide how many threads are worth waking
+# nanoseconds per element, measured roughly; they only decide how many threads are worth waking
 NS_ADAMW, NS_LARGEST, NS_SQUARES, NS_CONVERT = 1.0, 0.15, 0.5, 0.6
 
 
@@ -44,24 +48,20 @@ def _adamw(parameter, gradient, mean, square, c):  # type: ignore[no-untyped-def
 
 @kernel
 def _largest(x):  # type: ignore[no-untyped-def]
-    bits = x.view(np.int32)
-    largest = np.int32(0)
-    for i in range(x.size):
-        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
-    return np.int32(largest).view(np.float32)
+    return np.int32(largest_bits(x.view(np.int32))).view(np.float32)
 
 
 @kernel
 def _squares(x, shift):  # type: ignore[no-untyped-def]
-    """The sum as two integers, of 2^_SPLIT and of 1."""
-    # a float32 holds powers up to 2^127; products are exact, or so small that they round to 0 either way
+    """sum_i rne(x_i 2^shift)^2 as two integers (high, low): high 2^_SPLIT + low."""
+    # float32 holds powers up to 2^127; the products are exact, or so small that they round to 0 in any case
     scale, rest = pow2_32(min(shift, 127)), pow2_32(max(shift - 127, 0))
     high, low = np.int64(0), np.int64(0)
     for start in range(0, x.size, _CHUNK):
-        part = x[start : start + _CHUNK]
+        chunk = x[start : start + _CHUNK]
         total = np.int64(0)
-        for i in range(part.size):
-            integer = np.int64(np.int32(np.rint(part[i] * scale * rest)))
+        for i in range(chunk.size):
+            integer = np.int64(np.int32(np.rint(chunk[i] * scale * rest)))
             total += integer * integer
         high, low = high + (total >> _SPLIT), low + (total & _BELOW)
     return high, low
@@ -77,26 +77,24 @@ def adamw(parameter: Array, gradient: Array, mean: Array, square: Array, constan
     """One AdamW step in place on flat float32 arrays, each operation rounded to float32."""
     c = StepConstants._make(np.float32(factor) for factor in constants)
 
-    def part(first: int, last: int) -> None:
+    def run(first: int, last: int) -> None:
         _adamw(parameter[first:last], gradient[first:last], mean[first:last], square[first:last], c)
 
-    in_parts(part, len(parameter), NS_ADAMW)
+    in_parts(run, len(parameter), NS_ADAMW)
 
 
 def largest(x: Array) -> float:
     """max |x| of a flat float32 array; infinite or NaN if any element is. 0 elements give 0."""
-    found: list[float] = []
-    in_parts(lambda first, last: found.append(_largest(x[first:last])), len(x), NS_LARGEST)
-    return float(np.max(found)) if found else 0.0
+    maxima = results_of_parts(lambda first, last: _largest(x[first:last]), len(x), NS_LARGEST)
+    return float(np.max(maxima)) if maxima else 0.0
 
 
 def sum_of_squares(x: Array, shift: int) -> int:
     """sum_i rne(x_i 2^shift)^2 of a flat float32 array, exactly; |x_i 2^shift| <= 2^26."""
-    found: list[tuple[int, int]] = []
-    in_parts(lambda first, last: found.append(_squares(x[first:last], shift)), len(x), NS_SQUARES)
-    return sum((high << _SPLIT) + low for high, low in found)
+    sums = results_of_parts(lambda first, last: _squares(x[first:last], shift), len(x), NS_SQUARES)
+    return sum((high << _SPLIT) + low for high, low in sums)
 
 
 def to_float32(integers: Array, unit: float, out: Array) -> None:
-    """out = fl32(fl64(integers) unit) of a flat int64 array."""
+    """out = fl32(fl64(integers) unit); integers flat int64, out float32."""
     in_parts(lambda first, last: _convert(integers[first:last], unit, out[first:last]), len(out), NS_CONVERT)

@@ -1,7 +1,8 @@
-"""What `numerics.logprobs` computes per row of logits, one row at a time, with scratch space for one row.
+"""Log-prob, entropy and distances to a reference for each row of logits, as `numerics.logprobs` defines them.
 
-Logits float32 [n, V]; `eligible` bool [n, V], or [n, 0] where every token is. `rows` is what the backward
-pass needs of each row, float64 [n, 4]: maximum, total mass, ln(total 2^-30), entropy.
+Rows are computed one after another, so that scratch memory is needed for one row only. Logits are float32 [n, V];
+`eligible` is bool [n, V], or [n, 0] where every token is eligible. `rows` is what the backward pass needs of each row,
+float64 [n, 4]: maximum, total mass, ln(total 2^-30), entropy.
 """
 
 from __future__ import annotations
@@ -12,31 +13,33 @@ from numpy.typing import NDArray
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic.distribution import HALF_BITS, MASS_UNIT, NOT_FINITE
 from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, operand_bits
-from ppo_repro.numerics.kernels.core.compile import exact_sum, inline, kernel
-from ppo_repro.numerics.kernels.core.logarithm import log64
+from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts
-from ppo_repro.numerics.kernels.core.scalar import exp32, exponent32, exponent64, pow2_64
+from ppo_repro.numerics.kernels.core.rows import largest_bits_64, sum_of_squares
+from ppo_repro.numerics.kernels.core.scalar import (
+    INFINITY_BITS,
+    exp32,
+    exponent32,
+    exponent64,
+    log64,
+    magnitude_bits,
+    ordered,
+    pow2_64,
+)
 
 _UNIT, _PER_UNIT = np.float32(MASS_UNIT), 1.0 / MASS_UNIT
-_LARGEST_MASS_EXPONENT = int(MASS_UNIT).bit_length()  # a row's likeliest token always has a mass of one unit
+_LARGEST_MASS_EXPONENT = int(MASS_UNIT).bit_length()  # the likeliest token of a row always has a mass of MASS_UNIT
 _LOW_MASK, _HIGH_UNIT = np.int32((1 << HALF_BITS) - 1), 2.0**HALF_BITS
-_SIGNLESS, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _LEAST, _GREATEST, _NO_MASS = np.int32(-(2**31)), np.int32(2**31 - 1), np.int32(0)
-# measured, and roughly: they only decide how many threads are worth waking
+# nanoseconds per token, measured roughly; they only decide how many threads are worth waking
 NS_FORWARD, NS_BACKWARD, NS_COMPARE = 1.5, 2.0, 4.5
 
 Array = NDArray[np.generic]
 
 
-@inline
-def ordered(bits):  # type: ignore[no-untyped-def]
-    """Bits of a float32 as an integer of the same order, and back; unlike comparisons of floats it vectorises."""
-    return np.int32(bits ^ np.int32(np.int32(bits >> 31) & _SIGNLESS))
-
-
 @kernel
 def extremes(x, eligible):  # type: ignore[no-untyped-def]
-    """(maximum among the eligible, maximum, minimum) of a row, float32; NaN where none is eligible."""
+    """(maximum over eligible tokens, maximum, minimum) of a row, float32; the first is NaN if no token is eligible."""
     bits = x.view(np.int32)
     best, highest, lowest = _LEAST, _LEAST, _GREATEST
     if eligible.size:
@@ -58,23 +61,23 @@ def extremes(x, eligible):  # type: ignore[no-untyped-def]
 
 @kernel
 def top_and_reach(x, eligible, temperature):  # type: ignore[no-untyped-def]
-    """The scaled maximum among the eligible, and the bits of the largest |scaled logit - maximum|.
+    """The maximum of the scaled eligible logits, and the bits of the largest |scaled logit - maximum| of all tokens.
 
     Division and subtraction are monotone, so the extremes of the logits give those of the differences.
     """
     best, highest, lowest = extremes(x, eligible)
     top = best / temperature
-    above = np.float32(highest / temperature - top).view(np.int32) & _SIGNLESS
-    below = np.float32(lowest / temperature - top).view(np.int32) & _SIGNLESS
+    above = magnitude_bits(highest / temperature - top)
+    below = magnitude_bits(lowest / temperature - top)
     reach = max(above, below)
-    if reach >= _INFINITY:
+    if reach >= INFINITY_BITS:
         raise NumericsError(NOT_FINITE)
     return top, reach
 
 
 @kernel
 def weigh(x, eligible, temperature, top, shifted, masses):  # type: ignore[no-untyped-def]
-    """shifted = x / temperature - top, masses = rne(exp(shifted) 2^30), 0 where not eligible; returns the total."""
+    """shifted = x / temperature - top, masses = rne(exp(shifted) 2^30), 0 if not eligible. Returns the total mass."""
     if eligible.size:
         for v in range(x.size):
             s = x[v] / temperature - top
@@ -85,7 +88,7 @@ def weigh(x, eligible, temperature, top, shifted, masses):  # type: ignore[no-un
         for v in range(x.size):
             s = x[v] / temperature - top
             shifted[v] = s
-            # float32 holds these integers: where it has no more bits for them, exp32 had none either
+            # exact in float32: a factor that is a power of two changes no digits
             masses[v] = np.int32(np.rint(exp32(s) * _UNIT))
     total = np.int64(0)
     for v in range(masses.size):
@@ -95,7 +98,7 @@ def weigh(x, eligible, temperature, top, shifted, masses):  # type: ignore[no-un
 
 @exact_sum
 def _weighted(masses, values, scale):  # type: ignore[no-untyped-def]
-    """sum_v masses_v rne(values_v scale), as two exact sums joined by one rounding."""
+    """sum_v masses_v rne(values_v scale) as two exact sums: of the high and of the low halves of the masses."""
     high, low = 0.0, 0.0
     for v in range(masses.size):
         b = np.rint(np.float64(values[v]) * scale)
@@ -104,32 +107,20 @@ def _weighted(masses, values, scale):  # type: ignore[no-untyped-def]
     return high, low
 
 
-@exact_sum
-def _squared(masses, scale):  # type: ignore[no-untyped-def]
-    total = 0.0
-    for v in range(masses.size):
-        a = np.rint(np.float64(masses[v]) * scale)
-        total += a * a
-    return total
-
-
 @kernel
 def _expectation(masses, total, values, exponent, bits):  # type: ignore[no-untyped-def]
+    """`distribution.expectation` of a row of values below 2^exponent, on a grid of `bits` bits."""
     high, low = _weighted(masses, values, pow2_64(bits - exponent))
     return (high * _HIGH_UNIT + low) * pow2_64(exponent - bits) / total
 
 
 @kernel
 def _difference(masses, shifted, log_total, ref_shifted, ref_log_total, difference):  # type: ignore[no-untyped-def]
-    """log p - log q where p has mass, else 0; returns the bits of the largest magnitude."""
+    """difference = log p - log q where p has mass, else 0. Returns the bits of the largest magnitude."""
     for v in range(masses.size):
         d = (np.float64(shifted[v]) - log_total) - (np.float64(ref_shifted[v]) - ref_log_total)
         difference[v] = d if masses[v] > 0 else 0.0
-    bits = difference.view(np.int64)
-    reach = np.int64(0)
-    for v in range(bits.size):
-        reach = max(reach, bits[v] & np.int64(0x7FFFFFFFFFFFFFFF))
-    return reach
+    return largest_bits_64(difference)
 
 
 @kernel
@@ -179,7 +170,7 @@ def _compare(first, last, logits, ref_logits, targets, eligible, temperature, bi
         log_total, ref_log_total = log64(total * _PER_UNIT), log64(ref_total * _PER_UNIT)
         out[0, i] = np.float64(shifted[targets[i]]) - log_total
         out[1, i] = log_total - _expectation(masses, total, shifted, exponent32(reach), bits)
-        square = _squared(masses, pow2_64(square_bits - _LARGEST_MASS_EXPONENT))
+        square = sum_of_squares(masses, pow2_64(square_bits - _LARGEST_MASS_EXPONENT))
         unit = pow2_64(_LARGEST_MASS_EXPONENT - square_bits)
         out[2, i] = square * (unit * unit) / (total * total)
         out[3, i] = np.float64(ref_shifted[targets[i]]) - ref_log_total
@@ -192,30 +183,30 @@ def _expectation_bits(vocab_size: int) -> int:
 
 
 def forward(logits: Array, targets: Array, temperature: float, eligible: Array) -> tuple[Array, Array]:
-    """(log-prob and entropy, float32 [2, n]; rows). Raises NumericsError, and IndexError on a bad target."""
+    """Log-prob and entropy, float32 [2, n], and `rows`. Raises NumericsError, and IndexError for a bad target."""
     n, v = logits.shape
     rows, out = np.empty((n, 4)), np.empty((2, n), np.float32)
-    fixed = (logits, targets, eligible, np.float32(temperature), _expectation_bits(v), rows, out)
-    in_parts(lambda first, last: _forward(first, last, *fixed), n, NS_FORWARD * v)
+    arguments = (logits, targets, eligible, np.float32(temperature), _expectation_bits(v), rows, out)
+    in_parts(lambda first, last: _forward(first, last, *arguments), n, NS_FORWARD * v)
     return out, rows
 
 
 def backward(logits: Array, targets: Array, temperature: float, eligible: Array, rows: Array, seeds: Array) -> Array:
-    """d logits, float32 [n, V], from the gradients of log-prob and entropy, float32 [2, n]."""
+    """Gradient of the logits, float32 [n, V], from `seeds`: the gradients of log-prob and entropy, float32 [2, n]."""
     out = np.empty_like(logits)
-    fixed = (logits, targets, eligible, np.float32(temperature), rows, seeds, out)
-    in_parts(lambda first, last: _backward(first, last, *fixed), len(logits), NS_BACKWARD * logits.shape[1])
+    arguments = (logits, targets, eligible, np.float32(temperature), rows, seeds, out)
+    in_parts(lambda first, last: _backward(first, last, *arguments), len(logits), NS_BACKWARD * logits.shape[1])
     return out
 
 
 def compare(logits: Array, ref_logits: Array, targets: Array, temperature: float, eligible: Array) -> Array:
     """float32 [5, n]: log-prob, entropy, sum of squares, reference log-prob, KL(policy || reference).
 
-    Raises NumericsError, and IndexError on a bad target.
+    Raises NumericsError, and IndexError for a bad target.
     """
     n, v = logits.shape
     out = np.empty((5, n), np.float32)
     bits, square_bits = _expectation_bits(v), operand_bits(v)
-    fixed = (logits, ref_logits, targets, eligible, np.float32(temperature), bits, square_bits, out)
-    in_parts(lambda first, last: _compare(first, last, *fixed), n, NS_COMPARE * v)
+    arguments = (logits, ref_logits, targets, eligible, np.float32(temperature), bits, square_bits, out)
+    in_parts(lambda first, last: _compare(first, last, *arguments), n, NS_COMPARE * v)
     return out

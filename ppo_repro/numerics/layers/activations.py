@@ -13,15 +13,15 @@ from torch.autograd import Function
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.gates import LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
-from ppo_repro.numerics.kernels import activations, gelu
+from ppo_repro.numerics.kernels import activations
 from ppo_repro.numerics.products import array
 
 Kernel = Callable[[np.ndarray, np.ndarray], None]
 BackwardKernel = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 KERNELS: dict[Gate, tuple[Kernel, BackwardKernel]] = {
-    normal_cdf: (gelu.gelu, gelu.gelu_backward),
-    tanh_gate: (gelu.gelu_tanh, gelu.gelu_tanh_backward),
-    quick_gate: (gelu.quick_gelu, gelu.quick_gelu_backward),
+    normal_cdf: (activations.gelu, activations.gelu_backward),
+    tanh_gate: (activations.gelu_tanh, activations.gelu_tanh_backward),
+    quick_gate: (activations.quick_gelu, activations.quick_gelu_backward),
 }
 TANH_MAX = 20.0  # 1 - tanh(20) = 8e-18: 1 in float32
 TANH_SERIES = 2.0**-12  # below it x - x^3 / 3 is within 5e-16, relative

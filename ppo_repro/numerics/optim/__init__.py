@@ -1,1 +1,1 @@
-"""Optimizers: one step, the same bits under every layout."""
+"""Optimizers whose step gives the same bits however the work is split up."""

@@ -1,4 +1,8 @@
-"""The global norm of gradients and AdamW, by the elementwise law and by stock torch, and what they keep."""
+"""The global norm of gradients and AdamW, in exact numerics and in stock torch, with their state.
+
+The exact norm comes from integer sums, and AdamW is elementwise with every operation rounded to float32, so neither
+depends on an order.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.kernels import optimizer as kernels
 
-NORM_BITS = 26  # of a gradient's largest element in the norm
+NORM_BITS = 26  # grid bits of a gradient in the norm
 
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """AdamW of Loshchilov and Hutter, 2019, and the global norm its gradients are clipped to."""
+    """Settings of AdamW (Loshchilov and Hutter, 2019) and of gradient clipping by the global norm."""
 
     learning_rate: float
     beta1: float
@@ -32,27 +36,27 @@ class AdamWSettings:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What one step leaves for the next, beside the weights; by parameter name."""
+    """What an optimizer keeps from step to step, besides the weights; by parameter name."""
 
     first: Mapping[str, Tensor]  # AdamW first moments, float32
     second: Mapping[str, Tensor]  # second moments
     grids: Mapping[str, int]  # exact numerics: exponent of each gradient's grid; empty in native
     steps: Mapping[str, int]  # native numerics: steps each parameter has taken; empty in exact
-    beta1_power: float  # exact numerics: beta1 multiplied by itself once per step; 1 in native
+    beta1_power: float  # exact numerics: beta1^steps by repeated multiplication; 1 in native
     beta2_power: float
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # of low-rank adapters
 
 
 def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy every bit of `values` into `targets`; ValueError unless names, shapes and types are the same."""
+    """Copy every bit of `values` into `targets`; ValueError unless names, shapes and dtypes are the same."""
     if set(targets) != set(values):
-        strangers = ", ".join(sorted(set(targets) ^ set(values)))
-        raise ValueError(f"these tensors are on one side only: {strangers}")
+        unmatched = ", ".join(sorted(set(targets) ^ set(values)))
+        raise ValueError(f"these tensors are on one side only: {unmatched}")
     for name, target in targets.items():
         value = values[name]
         if (value.shape, value.dtype) != (target.shape, target.dtype):
-            found, expected = f"{value.dtype} {list(value.shape)}", f"{target.dtype} {list(target.shape)}"
-            raise ValueError(f"tensor {name} is {found}, expected {expected}")
+            actual, expected = f"{value.dtype} {list(value.shape)}", f"{target.dtype} {list(target.shape)}"
+            raise ValueError(f"tensor {name} is {actual}, expected {expected}")
         with torch.no_grad():
             target.copy_(value)
 
@@ -63,6 +67,7 @@ def _flat(x: Tensor) -> np.ndarray:
 
 
 def _sum_of_squares(gradient: Tensor, shift: int) -> int:
+    """sum rne(g 2^shift)^2 of integers up to 2^26, as int64 sums of products of their 13-bit halves."""
     integers = (gradient.to(torch.float64).reshape(-1) * elementwise.pow2(torch.tensor([shift]))).round_()
     integers = integers.to(torch.int64)
     high = integers >> 13
@@ -73,10 +78,10 @@ def _sum_of_squares(gradient: Tensor, shift: int) -> int:
 def exact_norm(gradients: Iterable[Tensor]) -> float:
     """sqrt(sum g^2) over all elements, from exact integer sums; independent of any order.
 
-    Each tensor is put on a grid of 26 bits below its largest element; squares are summed as two 13-bit
-    halves in int64, then joined as Python integers.
+    Each tensor is rounded to a grid of NORM_BITS below its largest element. The integer sums of squares of all tensors
+    are added as Python integers.
     """
-    parts: list[tuple[int, int]] = []
+    squares: list[tuple[int, int]] = []  # sum of squares and exponent of its unit
     for gradient in gradients:
         fused = backend.has_kernels(gradient)
         largest = kernels.largest(_flat(gradient)) if fused else float(gradient.abs().amax())
@@ -86,12 +91,12 @@ def exact_norm(gradients: Iterable[Tensor]) -> float:
             continue
         shift = NORM_BITS - math.frexp(largest)[1]
         square = kernels.sum_of_squares(_flat(gradient), shift) if fused else _sum_of_squares(gradient, shift)
-        parts.append((square, -2 * shift))
-    if not parts:
+        squares.append((square, -2 * shift))
+    if not squares:
         return 0.0
-    unit = min(exponent for _, exponent in parts)
-    total = sum(square << (exponent - unit) for square, exponent in parts)
-    # an even number of extra bits keeps the root's unit a power of two
+    unit = min(exponent for _, exponent in squares)
+    total = sum(square << (exponent - unit) for square, exponent in squares)
+    # so many extra bits that the exponent of the unit is even: then the root's unit is a power of two
     extra = max(0, 128 - total.bit_length())
     extra += (extra + unit) % 2
     return math.ldexp(math.isqrt(total << extra), (unit - extra) // 2)
@@ -107,13 +112,13 @@ def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, c
 
 
 class ExactAdamW:
-    """AdamW by the elementwise law on some parameters, and what it keeps between steps."""
+    """AdamW by the elementwise law on named parameters, with its moments."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = dict(parameters)
         self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        # powers of beta by repeated multiplication: the C library's pow is not the same everywhere
+        # powers of beta by repeated multiplication: the C library's pow differs between machines
         self.beta1_power = self.beta2_power = 1.0
 
     @torch.no_grad()
@@ -135,9 +140,9 @@ class ExactAdamW:
         for name, parameter in self.parameters.items():
             tensors = (parameter, gradients[name], self.first[name], self.second[name])
             if backend.has_kernels(parameter):
-                parameters, gradient, first, second = (_flat(t) for t in tensors)
-                kernels.adamw(parameters, gradient, first, second, constants)
-                # whoever keeps something made from the weights looks at this counter
+                values, gradient, first, second = (_flat(t) for t in tensors)
+                kernels.adamw(values, gradient, first, second, constants)
+                # prepared weights are outdated when this counter changes
                 torch.autograd.graph.increment_version(parameter)
             else:
                 _adamw(*tensors, constants)
@@ -152,7 +157,7 @@ class ExactAdamW:
 
 
 class NativeAdamW:
-    """clip_grad_norm_ and torch.optim.AdamW on some parameters with float gradients in `grad`."""
+    """clip_grad_norm_ and torch.optim.AdamW on named parameters with float gradients in `grad`."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
         self.parameters = dict(parameters)
@@ -176,10 +181,10 @@ class NativeAdamW:
 
     def state(self) -> OptimizerState:
         # a parameter that never had a gradient has no state
-        held = {name: self.adamw.state[p] for name, p in self.parameters.items() if p in self.adamw.state}
-        first = {name: moments["exp_avg"] for name, moments in held.items()}
-        second = {name: moments["exp_avg_sq"] for name, moments in held.items()}
-        return OptimizerState(first, second, {}, {name: int(m["step"]) for name, m in held.items()}, 1.0, 1.0)
+        states = {name: self.adamw.state[p] for name, p in self.parameters.items() if p in self.adamw.state}
+        first = {name: state["exp_avg"] for name, state in states.items()}
+        second = {name: state["exp_avg_sq"] for name, state in states.items()}
+        return OptimizerState(first, second, {}, {name: int(s["step"]) for name, s in states.items()}, 1.0, 1.0)
 
     def load(self, state: OptimizerState) -> None:
         if state.grids or not set(state.steps) <= set(self.parameters):

@@ -1,7 +1,7 @@
-"""A weight and its low-rank adapter: one merged matrix that every forward pass uses, and the gradients of its factors.
+"""Low-rank adapters (Hu et al., 2022): the merged weight that every forward pass uses, and gradients of the factors.
 
-W' = W + s B A, A [r, K], B [N, r]. Hu et al., 2022. The usual form computes x W^T + s (x A^T) B^T while training and
-merges for generating, which rounds in two ways; here the merged matrix is the only one there is.
+W' = W + s B A, A [r, K], B [N, r]. Other implementations compute x W^T + s (x A^T) B^T in training and merge for
+generation, which round differently. Here every pass uses the merged matrix.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ppo_repro.numerics.arithmetic.grid import contract, operand_bits, quantise
 def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """W' = fl32(W + s sum_j B[n, j] A[j, k]), the sum exact on the grids of B's rows and A's columns.
 
-    base [N, K], a [r, K], b [N, r] float32 -> [N, K] float32. Where the sum is zero it is W to the bit, the sign of
-    zero too. Raises NumericsError where a factor is not finite.
+    base [N, K], a [r, K], b [N, r] float32 -> [N, K] float32. Where the sum is zero, W' has the bits of W, including
+    the sign of zero. Raises NumericsError if a factor is not finite.
     """
     bits = operand_bits(len(a))
     (rows, row_scale), (columns, column_scale) = quantise(b, bits), quantise(a.t(), bits)
@@ -28,7 +28,7 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def factor_gradients(gradient: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """dA = s B^T dW' and dB = s dW' A^T, each sum exact; gradient [N, K] -> float32 [r, K], [N, r].
 
-    A function of dW' alone, so it depends on the layout of the work no more than dW' does.
+    They are functions of dW' alone, so they do not depend on how the work was split up.
     """
     rows, columns = gradient.shape
     in_rows, in_columns = operand_bits(rows), operand_bits(columns)

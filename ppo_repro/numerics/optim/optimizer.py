@@ -1,4 +1,4 @@
-"""One optimizer step: collect gradients, clip their global norm, AdamW. Exact and native, one interface."""
+"""One optimizer step: collect gradients, clip their global norm, AdamW; exact and native behind one interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, NativeAdamW, OptimizerState, exact_norm
 from ppo_repro.ranks import ALONE, Ranks
 
-MAX_REDOS = 8  # a calibrated grid fits after one redo; more means gradients that cannot be reproduced
+MAX_REDOS = 8  # the grid fits after one redo, unless the backward pass is not reproducible
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,22 @@ class StepReport:
 
 
 class Optimizer(Protocol):
-    settings: AdamWSettings  # may be replaced between steps; only the learning rate takes effect then
+    settings: AdamWSettings  # may be replaced between steps, but only a new learning rate has an effect
 
     def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
         """Run `backward` over a minibatch of `tokens` tokens (prompts included) and apply one step.
 
-        `backward` may be called several times and must be a pure function of the weights. Among several
-        ranks it covers this rank's part, `tokens` counts the whole, and every rank takes the same step.
+        `backward` may be called several times and must be a pure function of the weights. With several ranks it covers
+        the sequences of this rank, `tokens` counts those of all ranks, and every rank takes the same step.
         """
         ...
 
     def state(self) -> OptimizerState:
-        """What `load` needs to go on from here; the tensors are the live ones, not copies."""
+        """The state that `load` needs to continue from here; its tensors are the live ones, not copies."""
         ...
 
     def load(self, state: OptimizerState) -> None:
-        """Go on from `state`; raises ValueError where it is not of this module or of other numerics."""
+        """Continue from `state`; raises ValueError if it belongs to another module or to other numerics."""
         ...
 
 
@@ -58,9 +58,9 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
 def collect(
     accumulator: GradientAccumulator, backward: Callable[[], None], tokens: int, ranks: Ranks
 ) -> tuple[dict[str, Tensor], int]:
-    """The float32 gradients of a minibatch over all ranks, and how often the pass was done again.
+    """The float32 gradients of a minibatch over all ranks, and how often the backward pass was redone.
 
-    UserError where so many tokens could leave int64, NumericsError where no pass agrees with the one before.
+    UserError if this many tokens could overflow int64, NumericsError if no pass fits the grids of the one before.
     """
     assert_no_wrap(tokens, accumulator.total_bits)
     for redos in range(MAX_REDOS):
@@ -73,7 +73,7 @@ def collect(
 
 
 class ExactOptimizer:
-    """Integer gradients, exact norm and AdamW by the elementwise law: independent of how work is cut up."""
+    """Integer gradients, exact norm and AdamW by the elementwise law: independent of how the work is split up."""
 
     def __init__(self, module: nn.Module, settings: AdamWSettings, operand_bits: int = OPERAND_BITS) -> None:
         self.settings = settings
@@ -98,13 +98,13 @@ class ExactOptimizer:
 
 
 def collect_native(parameters: Sequence[Tensor], backward: Callable[[], None], ranks: Ranks) -> None:
-    """Run `backward` and leave the sum over all ranks in `grad` of the parameters."""
+    """Run `backward` and put the sum of gradients over all ranks into `grad` of the parameters."""
     for parameter in parameters:
         parameter.grad = None
     backward()
     if ranks.size > 1:
         for parameter in parameters:
-            if parameter.grad is None:  # of a rank without sequences
+            if parameter.grad is None:  # this rank has no sequences
                 parameter.grad = torch.zeros_like(parameter)
         ranks.add_up([p.grad for p in parameters if p.grad is not None])
 
@@ -132,5 +132,5 @@ class NativeOptimizer:
 def make_optimizer(
     module: nn.Module, settings: AdamWSettings, mode: str, operand_bits: int = OPERAND_BITS
 ) -> Optimizer:
-    """The optimizer of a numerics mode, `exact` (with linear layers of so many operand bits) or `native`."""
+    """The optimizer for numerics `exact` (with `operand_bits` in linear layers) or `native`."""
     return ExactOptimizer(module, settings, operand_bits) if mode == "exact" else NativeOptimizer(module, settings)

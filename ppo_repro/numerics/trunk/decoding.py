@@ -128,8 +128,8 @@ def _through_whole_layers(
         own = slice(first, last)
         target = slots[own], positions[own], valid[own]
         for layer, w, (key, value) in zip(trunk.layers, weights, new, strict=True):
-            places = decoder_layer.Places(*target, *[bound[own] for bound in visible[layer.window]])
-            contents, result = decoder_layer.Held(*cache.arrays[layer.index]), (x[own], key[own], value[own])
+            places = decoder_layer.NewTokens(*target, *[bound[own] for bound in visible[layer.window]])
+            contents, result = decoder_layer.LayerCache(*cache.arrays[layer.index]), (x[own], key[own], value[own])
             status = decoder_layer.decoder_layer(w, layer.spec, *tables, places, contents, *result)
             if status != decoder_layer.FINITE:
                 raise _not_finite(layer, status)

@@ -1,4 +1,4 @@
-"""Elementary functions: as accurate as they say, and blind to where in a tensor a value lies."""
+"""Elementary functions: as accurate as documented, whatever a value's position in a tensor."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def test_log_is_accurate_to_a_few_units_in_the_last_place() -> None:
             torch.tensor([1 - 2.0**-53, 1.0, 1 + 2.0**-52], dtype=torch.float64),
         ]
     )
-    for v, found in zip(x.tolist(), elementwise.log(x).tolist(), strict=True):
+    for v, got in zip(x.tolist(), elementwise.log(x).tolist(), strict=True):
         exact = math.log(v)
         # "a few units": two divisions, the series and the last product, where |ln x| is small; 3 is the worst seen
-        assert abs(found - exact) <= 4 * math.ulp(exact)
+        assert abs(got - exact) <= 4 * math.ulp(exact)
 
 
 def test_cosine_and_sine_are_accurate_over_the_whole_range() -> None:
@@ -95,10 +95,10 @@ def test_power_is_accurate(base: float) -> None:
     largest = 600.0 / abs(math.log(base))
     x = torch.cat([random(10_000, -largest, largest), random(10_000, -2, 2), torch.arange(-100.0, 101.0)])
     x = x[x.abs() <= largest]
-    for exponent, found in zip(x.tolist(), elementwise.power(base, x).tolist(), strict=True):
+    for exponent, got in zip(x.tolist(), elementwise.power(base, x).tolist(), strict=True):
         # ln(base) is off by 3 units of 2^-53, which the exponent magnifies; then the exponential's own 4
         tolerance = (4 + 4 * abs(exponent * math.log(base))) * 2.0**-53
-        assert found == pytest.approx(math.pow(base, exponent), rel=tolerance)
+        assert got == pytest.approx(math.pow(base, exponent), rel=tolerance)
 
 
 def test_powers_that_are_known() -> None:
@@ -152,7 +152,7 @@ FUNCTIONS: dict[str, tuple[Function, float, float, torch.dtype]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 @settings(max_examples=50)
 @given(st.data())
-def test_a_result_does_not_depend_on_where_its_argument_lies(name: str, data: st.DataObject) -> None:
+def test_a_result_does_not_depend_on_the_position_of_its_argument(name: str, data: st.DataObject) -> None:
     function, low, high, dtype = FUNCTIONS[name]
     values = data.draw(st.lists(finite(low, high), min_size=1, max_size=70))
     offset, stride = data.draw(st.integers(0, 17)), data.draw(st.integers(1, 3))
@@ -168,7 +168,7 @@ def test_a_result_does_not_depend_on_where_its_argument_lies(name: str, data: st
 
 
 def test_results_are_pinned() -> None:
-    """Golden values: another machine, torch or coefficient that changes any bit must not pass unseen."""
+    """Golden values: a machine, a torch version or a coefficient that changes any bit is noticed."""
     x = torch.from_numpy(np.arange(-87_000, 88_000).astype(np.float32) / np.float32(1000))
     positive = torch.from_numpy(np.arange(1, 100_000) / 7.0)
     results = [
@@ -192,7 +192,7 @@ def test_results_are_pinned() -> None:
     ]
 
 
-def test_library_functions_do_depend_on_where_their_argument_lies() -> None:
+def test_library_functions_do_depend_on_the_position_of_their_argument() -> None:
     buffer = random(8192, -8, 8, torch.float32)
     strided, packed = buffer[::2], buffer[::2].contiguous()
     functions: list[Function] = [torch.nn.functional.silu, torch.sigmoid]
@@ -205,26 +205,26 @@ def test_library_functions_do_depend_on_where_their_argument_lies() -> None:
 def test_backward_of_exp_is_its_derivative(factor: float) -> None:
     x = random(20_000, -80, 80, torch.float32).requires_grad_()
     y = Exp.apply(x)
-    found = torch.autograd.grad(y, x, torch.full_like(y, factor))[0]
+    got = torch.autograd.grad(y, x, torch.full_like(y, factor))[0]
     assert bits(y) == bits(elementwise.exp(x))
     wide = x.detach().to(torch.float64).requires_grad_()
     expected = torch.autograd.grad(torch.exp(wide).sum(), wide)[0] * factor
     # 1e-7 of the exponential and one rounding of the product
-    assert float(((found - expected) / expected).abs().max()) < 1e-7 + 2.0**-24
+    assert float(((got - expected) / expected).abs().max()) < 1e-7 + 2.0**-24
 
 
 @pytest.mark.parametrize("factor", [1.0, -2.5])
 def test_silu_and_its_backward_against_float64(factor: float) -> None:
     x = torch.cat([random(20_000, -80, 80, torch.float32), random(20_000, -3, 3, torch.float32)]).requires_grad_()
     y = SiLU.apply(x)
-    found = torch.autograd.grad(y, x, torch.full_like(y, factor))[0]
+    got = torch.autograd.grad(y, x, torch.full_like(y, factor))[0]
     wide = x.detach().to(torch.float64).requires_grad_()
     expected = torch.autograd.grad(torch.nn.functional.silu(wide).sum(), wide)[0] * factor
     exact, y = torch.nn.functional.silu(wide).detach(), y.detach()
     # 1e-7 of the exponential, roundings of the sum and the quotient
     assert float(((y - exact) / exact).abs().max()) < 1e-7 + 2 * 2.0**-24
     # 1 - s cancels to an absolute error of 3 2^-24, which x magnifies
-    assert bool(((found - expected).abs() <= abs(factor) * 4 * 2.0**-24 * (1 + wide.detach().abs())).all())
+    assert bool(((got - expected).abs() <= abs(factor) * 4 * 2.0**-24 * (1 + wide.detach().abs())).all())
 
 
 def test_silu_by_hand() -> None:

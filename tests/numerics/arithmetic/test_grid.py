@@ -1,4 +1,4 @@
-"""Grid sums against exact rational arithmetic, and their indifference to order and company."""
+"""Grid sums against exact rational arithmetic, and their independence of order and of other rows."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_zero_sum_is_positive_zero_whatever_the_signs() -> None:
     assert bits(y)[2, 2].item() == 0  # -1e-76 underflows
 
 
-def test_operand_bits_keep_every_sum_below_2_to_53_and_use_what_there_is() -> None:
+def test_operand_bits_are_the_most_that_keep_every_sum_below_2_to_53() -> None:
     # the figure depends on ceil(log2 K) alone, so the ends of each octave stand for all K up to 2^20
     for k in range(21):
         for terms in {2**k, 2**k + 1, 2 ** (k + 1) - 1, 2 ** (k + 1)}:

@@ -1,4 +1,4 @@
-"""Attention by kernels is the reference bit for bit, however the work is cut, on every instruction set."""
+"""Attention by kernels is the reference bit for bit, however the work is split up, on every instruction set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.paths import ROOT
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every row in a part of its own, so that threads have something to divide."""
+    """Even the smallest work is split among threads."""
     monkeypatch.setattr(pool, "LEAST_NANOSECONDS", 1e-3)
     yield
     backend.use("eager", 1)
@@ -78,7 +78,7 @@ def test_kernels_give_the_bits_of_the_reference_in_many_cases() -> None:
 
 @settings(max_examples=40)
 @given(cases)
-def test_neither_weights_made_twice_nor_the_cut_of_a_row_into_spans_show(case: Case) -> None:
+def test_neither_recomputed_weights_nor_short_spans_change_a_bit(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_attention, "_KEPT", 0)
         patch.setattr(fused_attention, "_LEAST_SPAN", 1)
@@ -86,7 +86,7 @@ def test_neither_weights_made_twice_nor_the_cut_of_a_row_into_spans_show(case: C
 
 
 def cached(case: Case, cuts: list[int], threads: int) -> list[Tensor]:
-    """Results [R, L, H, D] of the pieces between cuts, over a cache that serves rows in the wrong order."""
+    """Results [R, L, H, D] of the pieces between cuts, with a cache whose slots are in reverse order."""
     rows, length, dim = len(case.q), case.q.shape[2], case.q.shape[3]
     config = qwen2_config(head_dim=dim, num_key_value_heads=case.k.shape[1], num_hidden_layers=1)
     cache = GridCache(config, rows + 1, case.context, torch.device("cpu"))
@@ -127,7 +127,7 @@ def test_cached_kernels_give_the_bits_of_the_reference_and_of_the_full_forward(
     assert unequal(full[0], got[0][0]) == 0 and unequal(full[:, :-1], got[0][:, :-1]) == 0
 
 
-def test_one_bit_less_in_the_grid_of_the_kernels_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_grid_bit_less_in_the_kernels_changes_results(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(40, 2, 16, "causal", "normal", 0)
     assert differences(case, 1) == 0
     operand_bits = reference.operand_bits
@@ -160,7 +160,7 @@ def test_results_and_gradients_are_those_of_float64() -> None:
 @pytest.mark.parametrize("threads", [0, 1])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused_and_the_layer_named(threads: int, name: str, bad: float) -> None:
+def test_numbers_that_are_not_finite_are_refused_and_the_layer_is_named(threads: int, name: str, bad: float) -> None:
     case = make_case(9, 2, 8, "causal", "normal", 1)
     getattr(case, name)[0, 0, 4, 3] = bad
     backend.use("dgemm" if threads else "eager", 1)
@@ -198,30 +198,29 @@ def test_the_cache_refuses_positions_and_slots_it_does_not_have() -> None:
         cache.aim(torch.tensor([-1]), torch.tensor([[0]]), one)
 
 
-def test_maxima_tell_the_largest_magnitude_by_its_bits() -> None:
+def test_maxima_are_the_bits_of_the_largest_magnitude() -> None:
     largest = np.array([0, 0, np.float64(3.0).view(np.int64)])
     keys.raise_maxima(np.array([-2.0, 0.0, 1.0]), 0.5, largest)
     assert largest.view(np.float64).tolist() == [1.0, 0.0, 3.0]
 
 
-# how wide vectors are, whether there is fused multiply-add
+# they differ in the width of vectors and in whether they have fused multiply-add
 MACHINES = {"host": {}, "haswell": {"NUMBA_CPU_NAME": "haswell"}, "generic": {"NUMBA_CPU_NAME": "generic"}}
 REPORT = """
 from tests.support.attention_cases import digest
 print(digest(200))
-from ppo_repro.numerics.kernels import attention, attention_backward, attention_block, attention_keys, small_products
+from ppo_repro.numerics.kernels.attention import backward, block, forward, keys, tiles
 def asm(kernel):
     return kernel.inspect_asm(kernel.signatures[0])
-rounded = [attention_block.quantise_row, attention_block.round_scores, attention_block.weigh, attention.fold,
-           attention.store_block, attention_backward.differentiate, attention_backward.fold_scores,
-           attention_keys.raise_maxima, attention_keys.store_keys]
+rounded = [block.quantise_row, block.round_scores, block.weigh, forward.fold, forward.store_block,
+           backward.differentiate, backward.fold_scores, keys.raise_maxima, keys.store_keys]
 print(sum("vfmadd" in asm(kernel) or "vfnmadd" in asm(kernel) or "vfmsub" in asm(kernel) for kernel in rounded))
-print("vfmadd" in asm(small_products.set_rows), "zmm" in asm(small_products.set_rows))
+print("vfmadd" in asm(tiles.set_rows), "zmm" in asm(tiles.set_rows))
 """
 
 
 def on_machine(name: str, folder: Path) -> list[str]:
-    """Digest, kernels with a fused operation where there must be none, whether products are fused and 512 bits wide."""
+    """Digest, number of kernels with forbidden fused operations, whether products are fused and 512 bits wide."""
     features = {} if name == "host" else {"NUMBA_CPU_FEATURES": ""}
     environment = {**os.environ, **MACHINES[name], **features, "NUMBA_CACHE_DIR": str(folder / name)}
     done = subprocess.run(

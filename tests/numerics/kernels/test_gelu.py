@@ -1,4 +1,4 @@
-"""Gaussian error linear units by kernels: bit for bit the eager specification, whatever the argument."""
+"""Gaussian error linear units by kernels: bit for bit the eager specification, for every argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.numerics.arithmetic.gates import LAST_TAIL, LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
-from ppo_repro.numerics.kernels import gelu
+from ppo_repro.numerics.kernels import activations
 from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.layers.activations import Gated, gated
 from tests.support.awkward import cases, matrix
@@ -23,11 +23,11 @@ GATES = {"erf": normal_cdf, "tanh": tanh_gate, "quick": quick_gate}
 
 
 def results(gate: Gate, x: Tensor, upstream: Tensor) -> list[Tensor]:
-    """Values with and without autograd and the gradient. Every NaN is made the same: sign and payload are no law."""
+    """Values with and without autograd, and the gradient. All NaNs are made equal: their bits are not specified."""
     leaf = x.detach().requires_grad_()
     y = Gated.apply(leaf, gate)
-    found = [y.detach(), gated(x.detach(), gate), torch.autograd.grad(y, leaf, upstream)[0]]
-    return [torch.where(r.isnan(), math.nan, r) for r in found]
+    tensors = [y.detach(), gated(x.detach(), gate), torch.autograd.grad(y, leaf, upstream)[0]]
+    return [torch.where(r.isnan(), math.nan, r) for r in tensors]
 
 
 @pytest.mark.parametrize("name", GATES)
@@ -67,24 +67,24 @@ def test_kernels_are_the_specification_over_the_whole_range(name: str) -> None:
 @kernel
 def _normal_cdf(x, g, slope):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        g[i], slope[i] = gelu._normal_cdf(x[i])
+        g[i], slope[i] = activations._normal_cdf(x[i])
 
 
 @kernel
 def _tanh_gate(x, g, slope):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        g[i], slope[i] = gelu._tanh_gate(x[i])
+        g[i], slope[i] = activations._tanh_gate(x[i])
 
 
 @kernel
 def _quick_gate(x, g, slope):  # type: ignore[no-untyped-def]
     for i in range(x.size):
-        g[i], slope[i] = gelu._quick_gate(x[i])
+        g[i], slope[i] = activations._quick_gate(x[i])
 
 
 @pytest.mark.parametrize("name", GATES)
 def test_gates_are_the_specification_before_they_are_rounded(name: str) -> None:
-    """Rounding to float32 hides nearly every change of the last bits of float64; another order must not pass."""
+    """Rounding to float32 hides nearly every change of the last bits of float64, so gates are compared in float64."""
     near = torch.randn(20_000, generator=seeded(0), dtype=torch.float64) * 3.0
     x = torch.cat([near, torch.linspace(-LIMIT, LIMIT, 4_001, dtype=torch.float64), near * 1e-30])
     g, slope = torch.empty_like(x), torch.empty_like(x)
@@ -94,7 +94,7 @@ def test_gates_are_the_specification_before_they_are_rounded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_a_gradient_that_is_not_finite_stays_so(name: str) -> None:
+def test_a_gradient_that_is_not_finite_stays_not_finite(name: str) -> None:
     x, upstream = torch.linspace(-2.0, 2.0, 9), torch.tensor([math.inf, -math.inf, math.nan] * 3)
     expected, got = both(lambda: results(GATES[name], x, upstream))
     assert got == expected

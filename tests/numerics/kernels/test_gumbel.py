@@ -48,8 +48,8 @@ cases = st.tuples(
 @settings(max_examples=200)
 @given(cases, threads)
 def test_kernels_sample_the_tokens_of_the_eager_code(case: Case, count: int) -> None:
-    expected, found = both(lambda: samples(*case), count)
-    assert expected == found
+    expected, got = both(lambda: samples(*case), count)
+    assert expected == got
 
 
 @pytest.mark.long
@@ -57,15 +57,15 @@ def test_kernels_sample_the_tokens_of_the_eager_code(case: Case, count: int) -> 
 @settings(max_examples=4000)
 @given(cases, threads)
 def test_kernels_sample_the_tokens_of_the_eager_code_in_many_cases(case: Case, count: int) -> None:
-    expected, found = both(lambda: samples(*case), count)
-    assert expected == found
+    expected, got = both(lambda: samples(*case), count)
+    assert expected == got
 
 
 @pytest.mark.parametrize("vocab_size", [8192, 50257])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_sample_the_tokens_of_the_eager_code_from_large_vocabularies(vocab_size: int, kind: str) -> None:
-    expected, found = both(lambda: samples(1, 8, vocab_size, kind, (0, 1.0), 0.7, False), 2)
-    assert expected == found
+    expected, got = both(lambda: samples(1, 8, vocab_size, kind, (0, 1.0), 0.7, False), 2)
+    assert expected == got
 
 
 @kernel
@@ -82,7 +82,7 @@ def computed(hashes: Array) -> tuple[Array, Array]:
 
 
 def hashes() -> Array:
-    """All where something changes, and a million others."""
+    """All hashes where something changes, and a million random ones."""
     return np.concatenate([EDGES, np.random.default_rng(0).integers(0, 2**32, 1_000_000, np.uint32)])
 
 
@@ -97,7 +97,7 @@ def test_no_noise_exceeds_its_bound_by_more_than_the_slack_allows() -> None:
     exact, bounds = computed(hashes())
     # the slack also covers the roundings of log p and of the sum, 2^-24 of at most 722 each
     assert float((exact - bounds).max()) < float(gumbel.SLACK) / 4
-    # where tokens win, the bound is close; a bound that is far off would hold too, and save nothing
+    # for tokens that win, the bound is tight; a loose bound would hold too, but save nothing
     likely = (exact > 3.0) & (hashes() < MASK)
     assert float((bounds - exact)[likely].max()) < 0.1
 
@@ -129,7 +129,7 @@ def test_choosing_by_the_bound_alone_takes_other_tokens() -> None:
 
 def test_the_first_of_tokens_that_tie_is_taken() -> None:
     log_p = np.array([-50.0, 0.0, -1.0, 0.0], np.float32)
-    # one column for all makes their noise equal; the bounds make the last of the two look best
+    # one column for all tokens makes their noise equal; by their bounds the last of the two looks best
     columns, bounds = np.zeros(4, np.int64), np.array([60.0, 100.0, 99.0, 101.0], np.float32)
     assert gumbel.winner(np.uint32(0), log_p, columns, bounds, np.float32(101.0)) == 1
 

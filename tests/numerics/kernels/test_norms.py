@@ -21,7 +21,7 @@ from tests.support.models import seeded
 Case = tuple[int, int, str]
 NORMS = ("layer norm", "gemma")
 PARAMETERS = ("normal", "zeros", "signed zeros")
-# of the grid against the largest contribution: none yet, and both ends of what it can take
+# of the grid from the largest contribution: no grid yet, and both ends of the window
 OFFSETS = (None, -5, -4, 0, 4, 5)
 
 
@@ -44,21 +44,21 @@ def normed(norm: ExactModule, x: Tensor, upstream: Tensor, offset: int | None = 
     leaf = x.detach().clone().requires_grad_()
     y = norm(leaf)
     with torch.no_grad():
-        found = [y.detach(), norm(x)]
-    if accumulator is not None:  # where there is no grid yet, a first pass finds it
+        tensors = [y.detach(), norm(x)]
+    if accumulator is not None:  # a first pass finds the grid
         accumulator.begin()
         accumulator.grids = {}
         torch.autograd.grad(y, leaf, upstream, retain_graph=True)
         if offset is not None:
             accumulator.grids = {name: e + offset for name, e in accumulator.largest.items()}
         accumulator.begin()
-    found.append(torch.autograd.grad(y, leaf, upstream)[0])
+    tensors.append(torch.autograd.grad(y, leaf, upstream)[0])
     if accumulator is not None:
-        found.append(torch.tensor([accumulator.largest.get(n, 1_000) for n in accumulator.parameters]))
-        # beyond the grid the sums are not used: the step is done again
+        tensors.append(torch.tensor([accumulator.largest.get(n, 1_000) for n in accumulator.parameters]))
+        # beyond the grid the sums are not used: the step is redone
         if offset is not None and offset >= -4:
-            found += [accumulator.sums[n] for n in accumulator.largest]
-    return found
+            tensors += [accumulator.sums[n] for n in accumulator.largest]
+    return tensors
 
 
 def trained(norm: ExactModule) -> ExactModule:
@@ -117,15 +117,15 @@ def test_numbers_that_are_not_finite_are_refused_in_the_same_words(kind: str, ba
     norm, whole, broken = trained(norm_of(kind, 9, 0)), torch.ones(5, 9), torch.ones(5, 9)
     broken[4, 8] = bad
     for x, upstream, words in ((broken, whole, "the input of norm"), (whole, broken, "the gradient of a norm")):
-        told = {refusal(name, norm, x, upstream) for name in ("eager", "dgemm")}
-        assert told == {f"{words} is not finite; lower the learning rate or check the weights"}
+        messages = {refusal(name, norm, x, upstream) for name in ("eager", "dgemm")}
+        assert messages == {f"{words} is not finite; lower the learning rate or check the weights"}
 
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_zeros_without_an_epsilon_have_no_gradient(kind: str) -> None:
     norm, x = trained(norm_of(kind, 6, 0, eps=0.0)), torch.zeros(2, 6)
-    told = {refusal(name, norm, x, torch.ones(2, 6)) for name in ("eager", "dgemm")}
-    assert told == {"the gradient of a norm is not finite; lower the learning rate or check the weights"}
+    messages = {refusal(name, norm, x, torch.ones(2, 6)) for name in ("eager", "dgemm")}
+    assert messages == {"the gradient of a norm is not finite; lower the learning rate or check the weights"}
 
 
 def test_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""The fused optimizer step equals the eager code bit for bit, and is as accurate as it is."""
+"""The fused optimizer step equals the eager code bit for bit, and is as accurate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = st.sampled_from([1, 2, 7, 16, 33, 1000, 70_001])
 
 
 def steps(seed: int, size: int, kind: str, optimizer: AdamWSettings) -> list[Tensor]:
-    """Weights and moments after three steps on drawn gradients, and their norms."""
+    """Weights and moments after three steps on random gradients, and their norms."""
     rng = np.random.default_rng(seed)
     model = nn.Linear(size, 1, bias=False)
     with torch.no_grad():
@@ -51,8 +51,8 @@ adamw_settings = st.builds(
 @settings(max_examples=150)
 @given(seeds, SIZES, st.sampled_from(KINDS), adamw_settings, threads)
 def test_kernels_equal_the_eager_code(seed: int, size: int, kind: str, optimizer: AdamWSettings, count: int) -> None:
-    expected, found = both(lambda: steps(seed, size, kind, optimizer), count)
-    assert expected == found
+    expected, got = both(lambda: steps(seed, size, kind, optimizer), count)
+    assert expected == got
 
 
 @pytest.mark.long
@@ -62,8 +62,8 @@ def test_kernels_equal_the_eager_code(seed: int, size: int, kind: str, optimizer
 def test_kernels_equal_the_eager_code_in_many_cases(
     seed: int, size: int, kind: str, optimizer: AdamWSettings, count: int
 ) -> None:
-    expected, found = both(lambda: steps(seed, size, kind, optimizer), count)
-    assert expected == found
+    expected, got = both(lambda: steps(seed, size, kind, optimizer), count)
+    assert expected == got
 
 
 @settings(max_examples=100)
@@ -71,8 +71,8 @@ def test_kernels_equal_the_eager_code_in_many_cases(
 def test_the_conversion_of_gradients_equals_the_eager_code(seed: int, size: int, exponent: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     integers = torch.from_numpy(rng.integers(-(2**62), 2**62, size) >> rng.integers(0, 62, size))
-    expected, found = both(lambda: [gradients._to_float32(integers, 2.0**exponent, torch.empty(size))], count)
-    assert expected == found
+    expected, got = both(lambda: [gradients._to_float32(integers, 2.0**exponent, torch.empty(size))], count)
+    assert expected == got
 
 
 @settings(max_examples=100)
@@ -130,7 +130,7 @@ def test_stock_adamw_differs() -> None:
 
 
 def test_whole_steps_are_those_of_the_eager_code_and_layers_see_new_weights() -> None:
-    x, found = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)), []
+    x, runs = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)), []
     for name in ("eager", "dgemm"):
         with using(name):
             model, outputs = linear_model(), []
@@ -138,9 +138,9 @@ def test_whole_steps_are_those_of_the_eager_code_and_layers_see_new_weights() ->
             for factor in (1.0, 5.0, 0.1):
                 report = optimizer.step(backward_of(model, factor), 20)
                 outputs += [weights_digest(model.named_parameters()), report, model(x).tolist()]
-        found.append(outputs)
-    assert found[0] == found[1]
-    assert found[0][2] != found[0][5]
+        runs.append(outputs)
+    assert runs[0] == runs[1]
+    assert runs[0][2] != runs[0][5]
 
 
 @pytest.mark.parametrize("name", ["eager", "dgemm"])

@@ -1,4 +1,4 @@
-"""The threads of the kernels: every part once, errors raised after all parts have ended, threads exchanged."""
+"""The threads of the kernels: each row once, errors raised after all parts have ended, threads replaced."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_every_row_once_in_consecutive_parts(threads: int, rows: int, cost: floa
     assert len(parts) == min(threads, rows, max(1, worth))
 
 
-def test_parts_run_side_by_side() -> None:
+def test_parts_run_in_parallel() -> None:
     pool.set_threads(3)
     together = threading.Barrier(3, timeout=20)
     pool.in_parts(lambda first, last: together.wait() and None, 3, 1e9)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 4, 7])
-def test_two_functions_run_side_by_side_with_half_of_the_threads_each(threads: int) -> None:
+def test_two_functions_run_in_parallel_with_half_of_the_threads_each(threads: int) -> None:
     pool.set_threads(threads)
     together = threading.Barrier(2, timeout=20)
 

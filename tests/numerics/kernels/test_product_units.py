@@ -18,9 +18,9 @@ def test_kernels_follow_the_definition(pairs: list[tuple[int, int]], shift: int)
     backend.use("eager", 1)
     expected = largest_product(x, grad), product_units(x, grad, shift, 20)
     backend.use("dgemm", 1)
-    found = largest_product(x, grad), product_units(x, grad, shift, 20)
-    assert found[0] == expected[0]
-    for a, b in zip(found[1], expected[1], strict=True):
+    got = largest_product(x, grad), product_units(x, grad, shift, 20)
+    assert got[0] == expected[0]
+    for a, b in zip(got[1], expected[1], strict=True):
         assert torch.equal(a.view(torch.int64), b.view(torch.int64))
 
 

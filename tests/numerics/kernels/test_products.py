@@ -75,18 +75,21 @@ def test_contractions_equal_integer_arithmetic_many(case: tuple[int, int, str], 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_large_contractions_equal_the_reference_in_parts(m: int, k: int, n: int, threads: int) -> None:
     x, w = (torch.randn(rows, k, generator=seeded(rows)) for rows in (m, n))
-    found, sums = [], []
+    products, sums = [], []
     for name in BACKENDS:
         backend.use(name, threads)
-        found += [PreparedWeight("w", 20).contract(x, w, 1), PreparedWeight("w", 20).contract(x, w.t().contiguous(), 0)]
+        products += [
+            PreparedWeight("w", 20).contract(x, w, 1),
+            PreparedWeight("w", 20).contract(x, w.t().contiguous(), 0),
+        ]
         one = torch.ones(k, dtype=torch.float64)
         sums.append(torch.zeros(n, m, dtype=torch.int64))
         add_products(w.t().contiguous(), one * 2**18, 21, x.t().contiguous(), one * 2**14, 17, sums[-1], False)
-    assert all(unequal(found[0], other) == 0 for other in found[1:])
+    assert all(unequal(products[0], other) == 0 for other in products[1:])
     assert all(unequal(sums[0], other) == 0 for other in sums[1:])
     # 2^-20 of the largest element of each row, sqrt(K) of them adding up at random
     reference = x.double() @ w.double().t()
-    assert float((found[0].double() - reference).norm() / reference.norm()) < 4e-6
+    assert float((products[0].double() - reference).norm() / reference.norm()) < 4e-6
     assert unequal(x @ w.t(), reference.float()) > 0, "float32 sums round, so equality means something"
 
 
@@ -160,8 +163,8 @@ def test_row_exponents_are_those_of_the_definition(case: tuple[int, int, str], m
     expected = [NOTHING if zero else e for zero, e in zip(dead, exponents(x), strict=True)]
     for name in BACKENDS:
         backend.use(name, 1)
-        found = row_exponents(x)
-        assert found is not None and found.tolist() == expected, name
+        got = row_exponents(x)
+        assert got is not None and got.tolist() == expected, name
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

@@ -139,7 +139,7 @@ def check_rows(case: Case, rows: int, embedding: bool, offset: int | None) -> No
     grid = None if offset is None or not largest else largest["p"] + offset
     expected, got = added("eager", x, ids, shape, grid), added("dgemm", x, ids, shape, grid)
     assert got.largest == expected.largest == largest
-    # beyond the grid the sums are not used: the step is done again
+    # beyond the grid the sums are not used: the step is redone
     if grid is not None and offset is not None and offset >= -4:
         assert unequal(got.sums["p"], expected.sums["p"]) == 0
 

@@ -1,4 +1,4 @@
-"""Fused token statistics equal the eager code bit for bit, and are as accurate as it is."""
+"""Fused token statistics equal the eager code bit for bit, and are as accurate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MASKS = ("all", "some", "one", "but one")
 
 
 def masked(mask: str, targets: Tensor, vocab_size: int, rng: np.random.Generator) -> Tensor | None:
-    """Which tokens are eligible; each row's target is."""
+    """Which tokens are eligible; each row's target always is."""
     if mask == "all":
         return None
     share = {"some": 0.4, "one": 0.0, "but one": 1.0}[mask]
@@ -32,7 +32,7 @@ def masked(mask: str, targets: Tensor, vocab_size: int, rng: np.random.Generator
 def statistics(
     seed: int, n: int, v: int, kind: str, mask: str, temperature: float, strided: bool = False
 ) -> list[Tensor]:
-    """Everything that is computed from one draw: forward, backward, and the comparison with a reference."""
+    """All results for one random case: forward, backward, and the comparison with a reference."""
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(values(kind, (n, v), rng))
     moved = logits + torch.from_numpy(values("normal", (n, v), rng)) * float(rng.choice([0.0, 1e-3, 1.0]))
@@ -64,8 +64,8 @@ Case = tuple[int, int, int, str, str, float, bool]
 @settings(max_examples=200)
 @given(cases, threads)
 def test_kernels_equal_the_eager_code(case: Case, count: int) -> None:
-    expected, found = both(lambda: statistics(*case), count)
-    assert expected == found
+    expected, got = both(lambda: statistics(*case), count)
+    assert expected == got
 
 
 @pytest.mark.long
@@ -73,16 +73,16 @@ def test_kernels_equal_the_eager_code(case: Case, count: int) -> None:
 @settings(max_examples=4000)
 @given(cases, threads)
 def test_kernels_equal_the_eager_code_in_many_cases(case: Case, count: int) -> None:
-    expected, found = both(lambda: statistics(*case), count)
-    assert expected == found
+    expected, got = both(lambda: statistics(*case), count)
+    assert expected == got
 
 
 @pytest.mark.parametrize("vocab_size", [8192, 50257])
 @pytest.mark.parametrize("mask", ["all", "some"])
 @pytest.mark.parametrize("kind", ["normal", "far", "ties"])
 def test_kernels_equal_the_eager_code_over_large_vocabularies(vocab_size: int, mask: str, kind: str) -> None:
-    expected, found = both(lambda: statistics(0, 2, vocab_size, kind, mask, 0.7), 2)
-    assert expected == found and expected != "refused"
+    expected, got = both(lambda: statistics(0, 2, vocab_size, kind, mask, 0.7), 2)
+    assert expected == got and expected != "refused"
 
 
 def test_most_cases_are_computed_and_the_rest_refused() -> None:
@@ -116,7 +116,7 @@ def test_kernels_are_as_accurate_as_float64(seed: int, v: int, kind: str, mask: 
     targets = torch.from_numpy(rng.integers(0, v, 4))
     eligible = masked(mask, targets, v, rng)
     with using("dgemm"):
-        found = score(logits, other, targets, 0.7, eligible, "exact")
+        scores = score(logits, other, targets, 0.7, eligible, "exact")
     log_p, log_q = (
         (x if eligible is None else x.masked_fill(~eligible, -torch.inf)).log_softmax(-1)
         for x in ((logits / 0.7).double(), (other / 0.7).double())
@@ -129,7 +129,7 @@ def test_kernels_are_as_accurate_as_float64(seed: int, v: int, kind: str, mask: 
         log_q.gather(-1, targets[:, None])[:, 0],
         torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1),
     )
-    for name, value in vars(found).items():
+    for name, value in vars(scores).items():
         # float32 results of up to 100; masses on a grid of 20 bits in the sum of squares; exp right to 1e-7
         assert torch.allclose(value.double(), vars(expected)[name], rtol=5e-6, atol=2e-6), name
 
@@ -176,7 +176,7 @@ def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
 
 
 def test_no_rows_give_no_statistics() -> None:
-    expected, found = both(
+    expected, got = both(
         lambda: list(token_statistics(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), 1.0, None, "exact"))
     )
-    assert expected == found == [b"", b""]
+    assert expected == got == [b"", b""]

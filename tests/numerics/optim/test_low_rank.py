@@ -1,4 +1,4 @@
-"""Merged weights and the gradients of low-rank factors: worked by hand, by their definition, in any order."""
+"""Merged weights and gradients of low-rank factors: by hand, by their definition, in any order."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_merge_is_its_definition_bit_for_bit(
     assert bits(low_rank.merge(base, a, b, scale)) == bits(slow_merge(base, a, b, scale))
 
 
-def drawn(rank: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_factors(rank: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     shapes = ((rows, columns), (rank, columns), (rows, rank))
     base, a, b = (torch.randn(s, generator=seeded(seed)) for seed, s in enumerate(shapes))
     return base, a, b
@@ -79,7 +79,7 @@ def drawn(rank: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_no_order_of_a_sum_changes_a_bit_and_in_stock_torch_it_does() -> None:
     rank, rows, columns = 64, 48, 80
-    base, a, b = drawn(rank, rows, columns)
+    base, a, b = random_factors(rank, rows, columns)
     gradient = torch.randn(rows, columns, generator=seeded(9))
     orders = [torch.randperm(n, generator=seeded(n)) for n in (rank, rows, columns)]
     of_rank, of_rows, of_columns = orders
@@ -91,12 +91,12 @@ def test_no_order_of_a_sum_changes_a_bit_and_in_stock_torch_it_does() -> None:
         d_a, d_b = gradients(gradient, a, b, 0.3)
         other_a, _ = gradients(gradient[of_rows], a, b[of_rows], 0.3)
         _, other_b = gradients(gradient[:, of_columns], a[:, of_columns], b, 0.3)
-        found = [differing, unequal(d_a, other_a), unequal(d_b, other_b)]
-        assert found == [0, 0, 0] if equal else min(found) > 0
+        differences = [differing, unequal(d_a, other_a), unequal(d_b, other_b)]
+        assert differences == [0, 0, 0] if equal else min(differences) > 0
 
 
-def test_where_nothing_is_added_the_base_keeps_its_bits() -> None:
-    base, a, _ = drawn(3, 4, 5)
+def test_a_weight_to_which_nothing_is_added_keeps_its_bits() -> None:
+    base, a, _ = random_factors(3, 4, 5)
     base[0, 0], base[1, 1], base[2, 2] = -0.0, 2.0**-149, -(2.0**-140)
     assert unequal(low_rank.merge(base, a, torch.zeros(4, 3), 2.0), base) == 0
     # control: the plain sum loses the sign of zero
@@ -106,7 +106,7 @@ def test_where_nothing_is_added_the_base_keeps_its_bits() -> None:
 @pytest.mark.parametrize("rank", [1, 8, 64])
 def test_merges_and_gradients_are_as_accurate_as_the_grids_promise(rank: int) -> None:
     rows, columns, scale = 40, 56, 0.7
-    base, a, b = drawn(rank, rows, columns)
+    base, a, b = random_factors(rank, rows, columns)
     gradient = torch.randn(rows, columns, generator=seeded(9))
     w64, a64, b64, g64 = (x.double() for x in (base, a, b, gradient))
     d_a, d_b = low_rank.factor_gradients(gradient, a, b, scale)
@@ -115,11 +115,11 @@ def test_merges_and_gradients_are_as_accurate_as_the_grids_promise(rank: int) ->
         (d_a, scale * b64.t() @ g64, b.t(), gradient.t(), (scale * b64.t() @ g64).abs()),
         (d_b, scale * g64 @ a64.t(), gradient, a, (scale * g64 @ a64.t()).abs()),
     )
-    for found, exact, left, right, size in pairs:
+    for got, exact, left, right, size in pairs:
         # a grid of 20 bits is up to 2^-20 of the largest of a row away from it (half a unit of 2^(e-20), 2^e <= 2 max)
         largest = left.double().abs().amax(-1)[:, None] * right.double().abs().amax(-1)[None]
         bound = scale * left.shape[1] * largest * 2.0**-19 + size * 2.0**-22
-        assert bool(((found.double() - exact).abs() <= bound).all())
+        assert bool(((got.double() - exact).abs() <= bound).all())
 
 
 def test_a_factor_that_is_not_finite_is_an_error() -> None:

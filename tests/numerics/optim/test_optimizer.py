@@ -1,4 +1,4 @@
-"""One optimizer step: AdamW against its definition, redone steps, and what does not change a weight."""
+"""One optimizer step: AdamW against its definition, redone steps, and steps that change no weight."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_only_the_first_step_calibrates() -> None:
 
 @pytest.mark.parametrize("grid", [-60, -20, 90])
 @pytest.mark.parametrize("factor", [2.0**30, 2.0**-30])
-def test_a_spike_is_done_again_and_comes_out_as_from_any_other_start(grid: int, factor: float) -> None:
+def test_a_spike_is_redone_with_the_same_result_as_from_any_other_grid(grid: int, factor: float) -> None:
     spiked, direct, calls = linear_model(), linear_model(), []
     optimizer = ExactOptimizer(spiked, FROZEN)
     assert optimizer.step(backward_of(spiked, 1.0), 20).redos == 1
@@ -118,11 +118,13 @@ def test_a_spike_is_done_again_and_comes_out_as_from_any_other_start(grid: int, 
     other.accumulator.grids = {"weight": grid, "bias": grid}
     assert other.step(backward_of(direct, factor), 20).redos == 1
     assert other.accumulator.grids == optimizer.accumulator.grids
-    for kept, fresh in zip(optimizer.accumulator.finish().values(), other.accumulator.finish().values(), strict=True):
-        assert unequal(kept, fresh) == 0 and kept.abs().amax() > 0
+    for after_spike, direct_sums in zip(
+        optimizer.accumulator.finish().values(), other.accumulator.finish().values(), strict=True
+    ):
+        assert unequal(after_spike, direct_sums) == 0 and after_spike.abs().amax() > 0
 
 
-def test_a_change_inside_the_window_is_not_done_again() -> None:
+def test_a_change_inside_the_window_is_not_redone() -> None:
     model = linear_model()
     optimizer = ExactOptimizer(model, FROZEN)
     optimizer.step(backward_of(model, 1.0), 20)
@@ -159,7 +161,7 @@ def test_a_replaced_learning_rate_takes_effect(mode: str) -> None:
     assert unequal(model.weight, before) == 0
 
 
-def test_the_digest_sees_names_bits_and_order() -> None:
+def test_the_digest_depends_on_names_bits_and_order() -> None:
     a, b = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
     cases = [[("w", a)], [("w", b)], [("v", a)], [("w", a), ("v", b)], [("v", b), ("w", a)]]
     assert len({weights_digest(case) for case in cases}) == len(cases)

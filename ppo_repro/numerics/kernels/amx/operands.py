@@ -1,7 +1,7 @@
 """Operands of products on AMX: float32 matrices on their grids, as tiles of 8-bit digits.
 
-An operand is packed in blocks of 16 rows and 64 terms, one tile for each digit. A tiles hold 16 rows of 64
-bytes; B tiles hold 4 terms of one output column in each 32-bit word, 16 columns to a row of the tile.
+An operand is packed in blocks of 16 rows and 64 terms, one tile for each digit. A tiles hold 16 rows of 64 bytes. B
+tiles hold 4 terms of one output column in each 32-bit word, and 16 columns in each row of the tile.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.kernels.core.memory import empty_bytes, zero_bytes
-from ppo_repro.numerics.kernels.core.pool import in_parts
-from ppo_repro.numerics.kernels.core.rows import INFINITY_BITS, NOTHING, largest_bits
-from ppo_repro.numerics.kernels.core.scalar import exponent32, pow2_32, pow2_64
+from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
+from ppo_repro.numerics.kernels.core.rows import NOTHING, largest_bits
+from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS, exponent32, pow2_32, pow2_64
 from ppo_repro.numerics.kernels.core.vectors import TILE, column_quantiser, row_quantiser
 
-# |digit product| <= 2^14 and at most 3 of them share a level: sums of so many terms stay inside int32
+# |digit product| <= 2^14 and at most 3 of them share a level: sums of this many terms stay inside int32
 MAX_TERMS = 32768
-# column blocks read at a time: a row of one alone is a single cache line, far from the next
+# column blocks read at a time: a row of one block is a single cache line, far from the next row's
 SIDE_BY_SIDE = 8
 
 _to_a, _to_b, _columns_to_b = row_quantiser(False), row_quantiser(True), column_quantiser((2, 3), True)
@@ -27,7 +27,7 @@ _to_a, _to_b, _columns_to_b = row_quantiser(False), row_quantiser(True), column_
 
 @kernel
 def fill_tiles(x, bits, terms, p, digits, first, last, tiles, scales, exponents):  # type: ignore[no-untyped-def]
-    """Rows first..last of flat x [M, K] into A tiles, with scales 2^(e - p). False if a row is not finite."""
+    """Rows first..last-1 of flat x [M, K] into A tiles, with scales 2^(e - p). Returns whether they are finite."""
     blocks = (terms + 63) >> 6
     size = digits * TILE
     source, target = x.ctypes.data, tiles.ctypes.data
@@ -46,19 +46,19 @@ def fill_tiles(x, bits, terms, p, digits, first, last, tiles, scales, exponents)
             start = group * 16
             if start >= terms:
                 break
-            place = source + (r * terms + start) * 4
+            address = source + (r * terms + start) * 4
             if start + 16 > terms:
                 for c in range(16):
                     padded[c] = x[r * terms + start + c] if start + c < terms else np.float32(0)
-                place = padded.ctypes.data
+                address = padded.ctypes.data
             tile = row + (group >> 2) * size + (group & 3) * 16
-            _to_a(digits, place, scale, tile)
+            _to_a(digits, address, scale, tile)
     return finite
 
 
 @kernel
 def _pack_rows(w, bits, rows, terms, p, digits, first, last, tiles, scales):  # type: ignore[no-untyped-def]
-    """Row blocks first..last of flat w [N, K] as output columns of B tiles, contraction along K."""
+    """Row blocks first..last-1 of flat w [N, K] as output columns of B tiles, contraction along K."""
     blocks = (terms + 63) >> 6
     size = digits * TILE
     source, target = w.ctypes.data, tiles.ctypes.data
@@ -74,22 +74,22 @@ def _pack_rows(w, bits, rows, terms, p, digits, first, last, tiles, scales):  # 
             up[r], scales[block * 16 + r] = pow2_32(p - e), pow2_64(e - p)
         if not finite:
             break
-        for group in range((terms + 15) >> 4):  # all rows of a tile while it is in the first-level cache
+        for group in range((terms + 15) >> 4):  # all rows of a tile while the tile is in the first-level cache
             start, tile = group * 16, target + (block * blocks + (group >> 2)) * size + (group & 3) * 256
             for r in range(height):
-                place = source + ((block * 16 + r) * terms + start) * 4
+                address = source + ((block * 16 + r) * terms + start) * 4
                 if start + 16 > terms:
                     for c in range(16):
                         inside = start + c < terms
                         padded[c] = w[(block * 16 + r) * terms + start + c] if inside else np.float32(0)
-                    place = padded.ctypes.data
-                _to_b(digits, place, up[r], tile + r * 4)
+                    address = padded.ctypes.data
+                _to_b(digits, address, up[r], tile + r * 4)
     return finite
 
 
 @kernel
 def _column_scales(bits, rows, columns, p, up, down):  # type: ignore[no-untyped-def]
-    """2^(p - e) and 2^(e - p) of every column of a flat matrix. False if it is not finite."""
+    """2^(p - e) and 2^(e - p) of each column of a flat matrix. Returns whether it is finite."""
     largest = np.zeros(columns, np.int32)
     for r in range(rows):
         row = bits[r * columns : r * columns + columns]
@@ -105,7 +105,7 @@ def _column_scales(bits, rows, columns, p, up, down):  # type: ignore[no-untyped
 
 @kernel
 def _pack_columns(w, rows, columns, digits, up, first, last, tiles):  # type: ignore[no-untyped-def]
-    """Column blocks first..last of flat w [N, K] as output columns of B tiles, contraction along N."""
+    """Column blocks first..last-1 of flat w [N, K] as output columns of B tiles, contraction along N."""
     blocks = (rows + 63) >> 6
     size = digits * TILE
     source, target, scales = w.ctypes.data, tiles.ctypes.data, up.ctypes.data
@@ -115,19 +115,19 @@ def _pack_columns(w, rows, columns, digits, up, first, last, tiles):  # type: ig
             row = group * 4
             for column in range(left, min(last, left + SIDE_BY_SIDE)):
                 start = column * 16
-                place, stride = source + (row * columns + start) * 4, columns * 4
+                address, stride = source + (row * columns + start) * 4, columns * 4
                 if row + 4 > rows or start + 16 > columns:
                     for j in range(4):
                         for c in range(16):
                             inside = row + j < rows and start + c < columns
                             padded[j * 16 + c] = w[(row + j) * columns + start + c] if inside else np.float32(0)
-                    place, stride = padded.ctypes.data, 64
+                    address, stride = padded.ctypes.data, 64
                 tile = target + (column * blocks + (group >> 4)) * size + (group & 15) * 64
-                _columns_to_b(digits, place, stride, scales + start * 4, tile)
+                _columns_to_b(digits, address, stride, scales + start * 4, tile)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedWeight:
     """The B operand of a contraction: `terms` terms, `columns` outputs, grids of `p` bits."""
 
     tiles: np.ndarray
@@ -151,54 +151,53 @@ def _flat(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _no_operand(terms: int, columns: int, digits: int) -> tuple[np.ndarray, np.ndarray]:
     width = -(-columns // 16)
-    make = zero_bytes if terms % 64 or columns % 16 else empty_bytes  # what is not written must count as 0
+    make = zero_bytes if terms % 64 or columns % 16 else empty_bytes  # padding must be 0
     return make(width * -(-terms // 64) * digits * TILE), np.zeros(width * 16)
 
 
-def pack(w: np.ndarray, p: int, along_rows: bool, room: Packed | None = None) -> Packed:
+def pack(w: np.ndarray, p: int, along_rows: bool, outdated: PackedWeight | None = None) -> PackedWeight:
     """Pack float32 w [N, K] C-contiguous: contraction along K (`along_rows`) or along N.
 
-    Into the memory of `room`, which nobody may use any more, where that was packed the same way from as large a matrix.
+    Overwrites the memory of `outdated` if that was packed the same way from a matrix of the same shape.
     """
     rows, columns = w.shape
     terms, outputs = (columns, rows) if along_rows else (rows, columns)
     if terms > MAX_TERMS:
         raise ValueError(f"{terms} terms: int32 accumulators hold sums of {MAX_TERMS}")
     digits = digits_for(p)
-    if room is not None and (room.terms, room.columns, room.digits) == (terms, outputs, digits):
-        tiles, scales = room.tiles, room.scales
+    if outdated is not None and (outdated.terms, outdated.columns, outdated.digits) == (terms, outputs, digits):
+        tiles, scales = outdated.tiles, outdated.scales
     else:
         tiles, scales = _no_operand(terms, outputs, digits)
     flat, bits = _flat(w)
-    finite: list[bool] = []
     if along_rows:
 
-        def part(first: int, last: int) -> None:
-            finite.append(_pack_rows(flat, bits, rows, terms, p, digits, first, last, tiles, scales))
+        def run(first: int, last: int) -> bool:
+            return bool(_pack_rows(flat, bits, rows, terms, p, digits, first, last, tiles, scales))
 
-        in_parts(part, -(-rows // 16), 16.0 * terms)
+        finite = all(results_of_parts(run, -(-rows // 16), 16.0 * terms))
     else:
         up = np.zeros(len(scales), np.float32)
-        finite.append(_column_scales(bits, rows, columns, p, up, scales))
+        finite = bool(_column_scales(bits, rows, columns, p, up, scales))
         blocks = -(-columns // 16)
         in_parts(lambda i, j: _pack_columns(flat, rows, columns, digits, up, i, j, tiles), blocks, 16.0 * rows)
-    return Packed(tiles, scales, terms, outputs, p, digits, all(finite))
+    return PackedWeight(tiles, scales, terms, outputs, p, digits, finite)
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """The A operand of contractions: [rows, terms] on grids of `p` bits."""
+class PackedRows:
+    """The A operand of contractions: inputs [rows, terms] on grids of `p` bits."""
 
     tiles: np.ndarray
     scales: np.ndarray
-    exponents: np.ndarray  # int64 [rows] as of `rows.row_exponents`
+    exponents: np.ndarray  # int64 [rows], see `rows.row_exponents`
     rows: int
     terms: int
     p: int
     finite: bool
 
 
-def quantise_rows(x: np.ndarray, p: int) -> Quantised:
+def quantise_rows(x: np.ndarray, p: int) -> PackedRows:
     """Put the rows of float32 x [M, terms], C-contiguous, on grids of p bits."""
     rows, terms = x.shape
     digits = digits_for(p)
@@ -206,10 +205,9 @@ def quantise_rows(x: np.ndarray, p: int) -> Quantised:
     a, scales = empty_bytes(row_blocks * blocks * digits * TILE), np.empty(row_blocks * 16)
     exponents = np.empty(rows, np.int64)
     flat, bits = _flat(x)
-    finite: list[bool] = []
 
-    def part(first: int, last: int) -> None:
-        finite.append(fill_tiles(flat, bits, terms, p, digits, first, last, a, scales, exponents))
+    def run(first: int, last: int) -> bool:
+        return bool(fill_tiles(flat, bits, terms, p, digits, first, last, a, scales, exponents))
 
-    in_parts(part, rows, 0.3 * terms)
-    return Quantised(a, scales, exponents, rows, terms, p, all(finite))
+    finite = results_of_parts(run, rows, 0.3 * terms)
+    return PackedRows(a, scales, exponents, rows, terms, p, all(finite))

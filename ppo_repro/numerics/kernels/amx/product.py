@@ -1,13 +1,13 @@
-"""The contraction on AMX: sums of products of digits in int32 tiles, one rounding."""
+"""Contractions on AMX: products of digits are summed exactly in int32 tiles, then rounded once."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.numerics.kernels.amx.operands import Packed, Quantised
+from ppo_repro.numerics.kernels.amx.operands import PackedRows, PackedWeight
 from ppo_repro.numerics.kernels.amx.tiles import clear, configuration, configure, fetch, multiply, release, save, write
 from ppo_repro.numerics.kernels.core.compile import kernel
-from ppo_repro.numerics.kernels.core.memory import LINE, from_line
+from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line
 from ppo_repro.numerics.kernels.core.pool import in_parts
 from ppo_repro.numerics.kernels.core.vectors import TILE
 
@@ -18,17 +18,17 @@ CONFIGURATIONS = np.stack([configuration(max(rows, 1)) for rows in range(17)])
 def multiply_blocks(  # type: ignore[no-untyped-def]
     palette, a, a_scales, b, b_scales, bias, blocks, digits, first, last, from_column, to_column, rows, columns, y
 ):
-    """Row blocks first..last times column blocks from_column..to_column into flat y [rows, columns]."""
-    scratch, short = from_line(np.empty(12 * TILE + LINE, np.int8)), np.zeros(16, np.float32)
+    """Row blocks first..last-1 times column blocks from_column..to_column-1 into flat y [rows, columns]."""
+    scratch, short = align_to_line(np.empty(12 * TILE + LINE, np.int8)), np.zeros(16, np.float32)
     a0, b0, c0, y0, s0 = a.ctypes.data, b.ctypes.data, b_scales.ctypes.data, y.ctypes.data, scratch.ctypes.data
     size, kind, stride = digits * TILE, digits * 11, columns * 4
     zeros = np.zeros(16, np.float32)
     bias0, bias_step = (bias.ctypes.data, 64) if bias.size > 0 else (zeros.ctypes.data, 0)
-    # as many rows at a time as stay in the second-level cache while all columns pass by
+    # as many row blocks at a time as stay in the second-level cache while all columns are multiplied
     strip, step = blocks * size, max(1, (1 << 20) // (blocks * size))
-    # the next columns are fetched, unless all stay in that cache or two strips of them leave no room for the rows
+    # fetch the next columns, unless all stay in that cache or two strips of columns leave no room for the rows
     fetches = strip * (to_column - from_column) > 1 << 20 and strip <= 1 << 18
-    # the rows of a tile are rounded beside the products of the next: tiles and vectors are other ports of the core
+    # a tile's rows are rounded while the next tile is multiplied: tiles and vectors use different ports of the core
     share, left, saved, free = (15 + blocks) // blocks, 0, s0, s0 + 6 * TILE
     row0, column_scales, biases, target = 0, c0, bias0, y0
     configure(palette.ctypes.data)
@@ -66,7 +66,7 @@ def multiply_blocks(  # type: ignore[no-untyped-def]
 
 
 def padded_bias(bias: np.ndarray) -> np.ndarray:
-    """A bias of a multiple of 16 elements."""
+    """The bias, padded with zeros to a multiple of 16 elements."""
     missing = -len(bias) % 16
     return np.concatenate([bias, np.zeros(missing, np.float32)]) if missing else bias
 
@@ -74,25 +74,24 @@ def padded_bias(bias: np.ndarray) -> np.ndarray:
 NO_BIAS = np.empty(0, np.float32)
 
 
-def contract(x: Quantised, packed: Packed, bias: np.ndarray, y: np.ndarray) -> bool:
+def contract(x: PackedRows, weight: PackedWeight, bias: np.ndarray, y: np.ndarray) -> bool:
     """y = fl32(sum of x w on their grids) + 0 [+ bias]; y [M, columns] float32, C-contiguous.
 
-    Returns False, with y undefined, if x or w holds an infinity or NaN. ValueError unless both have the same
-    terms and grids.
+    Returns False, with y undefined, if x or w holds an infinity or NaN. ValueError if their terms or grid bits differ.
     """
-    if (x.terms, x.p) != (packed.terms, packed.p):
-        raise ValueError(f"{x.terms} terms of {x.p} bits times {packed.terms} of {packed.p}")
-    if not (x.finite and packed.finite):
+    if (x.terms, x.p) != (weight.terms, weight.p):
+        raise ValueError(f"{x.terms} terms of {x.p} bits times {weight.terms} of {weight.p}")
+    if not (x.finite and weight.finite):
         return False
-    rows, digits, a, scales = x.rows, packed.digits, x.tiles, x.scales
-    blocks, row_blocks, column_blocks = -(-packed.terms // 64), -(-rows // 16), -(-packed.columns // 16)
+    rows, digits, a, scales = x.rows, weight.digits, x.tiles, x.scales
+    blocks, row_blocks, column_blocks = -(-weight.terms // 64), -(-rows // 16), -(-weight.columns // 16)
     palette, out = CONFIGURATIONS[min(16, rows)], y.reshape(-1)
     tile_time = blocks * 6.0 * digits * digits + 200.0
 
     def run(first: int, last: int, from_column: int, to_column: int) -> None:
         multiply_blocks(
-            palette, a, scales, packed.tiles, packed.scales, bias, blocks, digits,
-            first, last, from_column, to_column, rows, packed.columns, out,
+            palette, a, scales, weight.tiles, weight.scales, bias, blocks, digits,
+            first, last, from_column, to_column, rows, weight.columns, out,
         )  # fmt: skip
 
     if row_blocks >= 4:

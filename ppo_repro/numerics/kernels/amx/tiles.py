@@ -1,7 +1,7 @@
 """AMX tile registers: sums of products of 8-bit digits in 32-bit integers.
 
-Accumulators are tiles 0 to 5; 6 holds a digit of A, 7 a digit of B. Which digits A and B have is a `kind`,
-10 (digits of A) + digits of B. Intel, Architecture Instruction Set Extensions Programming Reference, ch. 3.
+Tiles 0 to 5 are accumulators, tile 6 holds a digit of A, tile 7 a digit of B. A `kind` says how many digits A and B
+have: 10 (digits of A) + (digits of B). Intel, Architecture Instruction Set Extensions Programming Reference, ch. 3.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VOID = ir.VoidType()
 
 @dataclass(frozen=True)
 class Program:
-    """Which digit product goes to which accumulator, and which accumulators make up each power of 256."""
+    """The accumulator of each digit product, and the accumulators of each power of 256."""
 
     products: tuple[tuple[int, int, int], ...]  # digit of A, digit of B, accumulator
     level_tiles: tuple[tuple[int, ...], ...]
@@ -50,8 +50,8 @@ class Program:
 def program(a_digits: int, b_digits: int) -> Program:
     """All digit products in an order that reuses the loaded digit of B.
 
-    A level that comes again within three products gets a second accumulator while there are some left,
-    because a product waits for the one before it into the same tile.
+    A product waits for the previous one into the same accumulator. So a level that occurs again within three products
+    gets a second accumulator while there are some left.
     """
     levels = a_digits + b_digits - 1
     tiles = [[level] for level in range(levels)]
@@ -84,7 +84,7 @@ def configuration(rows: int) -> np.ndarray:
 
 @intrinsic
 def configure(_: Any, address: Any) -> Any:
-    """Load the tile configuration of this thread from 64 bytes at an address."""
+    """Load the tile configuration of this thread, 64 bytes at an address."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
         call(b, "llvm.x86.ldtilecfg", VOID, at(b, I8, args[0]))
@@ -95,7 +95,7 @@ def configure(_: Any, address: Any) -> Any:
 
 @intrinsic
 def release(_: Any) -> Any:
-    """Give the tiles back, so that switching threads need not save them."""
+    """Release the tiles, so that the system need not save them when it switches threads."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
         call(b, "llvm.x86.tilerelease", VOID)
@@ -122,19 +122,19 @@ def clear(_: Any) -> Any:
 
 @intrinsic
 def multiply(_: Any, kind: Any, a: Any, b: Any) -> Any:
-    """Add the products of all digits of 64 terms; the digits lie TILE apart at either address."""
+    """Add the products of all digits of 64 terms; at both addresses the digits are TILE bytes apart."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
         stride = ir.Constant(I64, ROW_BYTES)
 
         def emit(p: Program) -> None:
-            held_a = held_b = -1
+            loaded_a = loaded_b = -1
             for i, j, accumulator in p.products:
-                if i != held_a:
+                if i != loaded_a:
                     call(b, "llvm.x86.tileloadd64", VOID, _tile(6), at(b, I8, args[1], i * TILE), stride)
-                if j != held_b:
+                if j != loaded_b:
                     call(b, "llvm.x86.tileloadd64", VOID, _tile(7), at(b, I8, args[2], j * TILE), stride)
-                held_a, held_b = i, j
+                loaded_a, loaded_b = i, j
                 call(b, "llvm.x86.tdpbssd", VOID, _tile(accumulator), _tile(6), _tile(7))
 
         choose(b, args[0], {number: partial(emit, p) for number, p in KINDS.items()})
@@ -145,7 +145,7 @@ def multiply(_: Any, kind: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def expect(_: Any, address: Any) -> Any:
-    """Fetch the two cache lines at an address, to be written soon."""
+    """Prefetch two cache lines at an address that will be written soon."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
         write, near, data = (ir.Constant(I32, value) for value in (1, 3, 1))
@@ -158,7 +158,7 @@ def expect(_: Any, address: Any) -> Any:
 
 @intrinsic
 def fetch(_: Any, address: Any) -> Any:
-    """Fetch the cache line at an address into the second-level cache, to be read soon."""
+    """Prefetch the cache line at an address that will be read soon into the second-level cache."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
         read, second, data = (ir.Constant(I32, value) for value in (0, 2, 1))
@@ -170,7 +170,7 @@ def fetch(_: Any, address: Any) -> Any:
 
 @intrinsic
 def save(_: Any, scratch: Any) -> Any:
-    """Write accumulator t to scratch + t TILE."""
+    """Store accumulator t at scratch + t TILE."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
         stride = ir.Constant(I64, ROW_BYTES)
@@ -182,7 +182,7 @@ def save(_: Any, scratch: Any) -> Any:
 
 
 def _levels(b: Builder, scratch: Value, p: Program) -> list[Value]:
-    """The integer sum of each power of 256, 16 columns of one row, from saved accumulators."""
+    """The integer sum of each power of 256 for 16 columns of one row, from saved accumulators."""
     sums = []
     for tiles in p.level_tiles:
         total = load(b, I32, scratch, tiles[0] * TILE)
@@ -194,7 +194,7 @@ def _levels(b: Builder, scratch: Value, p: Program) -> list[Value]:
 
 @intrinsic
 def write(_: Any, kind: Any, scratch: Any, row_scale: Any, column_scales: Any, bias: Any, target: Any) -> Any:
-    """target[0..15] = fl32(sum_l 256^l level_l scales) + 0 + bias: after the 0, a bias of 0 changes no bit."""
+    """target[0..15] = fl32(sum_l 256^l level_l scales) + 0 + bias; after the + 0, a bias of 0 changes no bit."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
         def emit(p: Program) -> None:

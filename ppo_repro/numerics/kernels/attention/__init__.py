@@ -1,1 +1,1 @@
-"""Attention, forward and backward, in exact arithmetic."""
+"""Attention on CPUs, forward and backward, with sums that are exact in every order."""

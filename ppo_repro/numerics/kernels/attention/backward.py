@@ -1,8 +1,8 @@
-"""Exact attention for CPUs, backward: weights are made again from the scores, block of queries by block.
+"""Exact attention for CPUs, backward: weights are recomputed from the scores, one block of queries after another.
 
-The grid of a key's gradient follows the largest of its terms over all queries, so the queries are gone through
-twice: for their own gradients and the keys' maxima, then for the sums. In between their weights are kept where
-they fit into KEPT numbers and made once more where they do not.
+The grid of a key's gradient depends on its largest term over all queries, so there are two passes over the queries:
+for their own gradients and the keys' maxima, then for the keys' sums. The weights are saved between the passes where
+they fit into `spec.saved_weights` numbers, and recomputed where they do not.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.kernels.attention.block import (
     BLOCK,
+    ONE,
     clear_unseen,
     load_block,
     load_rows,
     make_block,
     padded,
+    round_to_grid,
     score_tiles,
     weigh,
 )
 from ppo_repro.numerics.kernels.attention.keys import (
-    MAGNITUDE64,
-    ONE,
     key_sums,
     load_keys,
     make_keys,
@@ -34,11 +34,11 @@ from ppo_repro.numerics.kernels.attention.keys import (
 )
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_rows
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
-from ppo_repro.numerics.kernels.core.scalar import exponent64, pow2_64, round_to_f32_plus_zero
+from ppo_repro.numerics.kernels.core.scalar import magnitude_bits, magnitude_bits_64, pow2_64, round_to_f32_plus_zero
 
 
 class Gradient(NamedTuple):
-    """The gradient of a block's results, and what follows from it."""
+    """The gradient of a block's results, and numbers derived from it."""
 
     rows: np.ndarray  # [BLOCK, padded D] grid integers
     scale: np.ndarray  # [BLOCK]
@@ -59,7 +59,7 @@ def dot(a, b):  # type: ignore[no-untyped-def]
 
 @kernel
 def load_delta(block, count, saved, dim, gradient):  # type: ignore[no-untyped-def]
-    """delta[i] = sum_d gradient[i, d] result[i, d], both on their grids."""
+    """delta[i] = sum_d gradient[i, d] result[i, d], both rounded to their grids."""
     dp = padded(dim, LANES)
     load_rows(block, count, saved.out, ONE, OPERAND_BITS, dim, gradient.results, gradient.results_scale)
     for i in range(count):
@@ -69,7 +69,7 @@ def load_delta(block, count, saved, dim, gradient):  # type: ignore[no-untyped-d
 
 @kernel
 def differentiate(sums, scale, top, total, products, products_scale, delta, rounded):  # type: ignore[no-untyped-def]
-    """One query: scores to weights, products of gradient and values to score gradients, both in place."""
+    """One query: turn scores into weights, and products of gradient and values into score gradients, in place."""
     for j in range(sums.size):
         rounded[j] = round_to_f32_plus_zero(sums[j] * scale)
     weigh(rounded, top, sums)
@@ -81,7 +81,7 @@ def differentiate(sums, scale, top, total, products, products_scale, delta, roun
 
 @kernel
 def differentiate_block(block, count, base, width, spec, keys, gradient, top, total, weights, ds):  # type: ignore[no-untyped-def]
-    """Softmax weights and gradients of the scores of a block over keys base..base+width-1, 0 where unseen."""
+    """Softmax weights and score gradients of a block over keys base..base+width-1; 0 for keys it does not see."""
     score_tiles(block, base, width, block.queries, spec.dim, keys.keys, 0, weights)
     score_tiles(block, base, width, gradient.rows, spec.dim, keys.values, 0, ds)
     for i in range(padded(count, ROWS)):
@@ -97,22 +97,18 @@ def differentiate_block(block, count, base, width, spec, keys, gradient, top, to
 
 @kernel
 def fold_scores(ds, scales, bits, folded):  # type: ignore[no-untyped-def]
-    """Score gradients times the keys' scales, on the query's grid; its exponent."""
+    """folded = score gradients times the keys' scales, on the query's grid. Returns its exponent."""
     largest = np.int64(0)
     for j in range(ds.size):
         x = ds[j] * scales[j]
         folded[j] = x
-        largest = max(largest, np.float64(x).view(np.int64) & MAGNITUDE64)
-    e = exponent64(largest)
-    up = pow2_64(bits - e)
-    for j in range(ds.size):
-        folded[j] = np.rint(folded[j] * up)
-    return e
+        largest = max(largest, magnitude_bits_64(x))
+    return round_to_grid(folded, largest, bits)
 
 
 @kernel
 def query_gradients(block, count, base, width, spec, keys, gradient, weights, ds, dq):  # type: ignore[no-untyped-def]
-    """dq of a block to its places; the keys' maxima; the bits of the largest magnitude."""
+    """Write dq of a block and update the keys' maxima. Returns the bits of the largest magnitude of dq."""
     dp, worst, folded = padded(spec.dim, LANES), np.int32(0), gradient.folded
     for i in range(padded(count, ROWS)):
         first, last = block.first[i], block.last[i]
@@ -132,39 +128,40 @@ def query_gradients(block, count, base, width, spec, keys, gradient, weights, ds
             a, b, c, terms = i * width + low - base, low * dp + column, i * dp + column, max(high - low, 0)
             set_rows(folded, a, width, 1, keys.integers, b, dp, block.sums, c, dp, terms, min(COLUMNS, dp - column))
     for i in range(count):
-        row, result = block.sums[i * dp : i * dp + spec.dim], dq[block.place[i] : block.place[i] + spec.dim]
+        row, result = block.sums[i * dp : i * dp + spec.dim], dq[block.offset[i] : block.offset[i] + spec.dim]
         scale = block.total[i]
         for d in range(spec.dim):
             x = round_to_f32_plus_zero(row[d] * scale * spec.scaling)
             result[d] = x
-            worst = max(worst, np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF))
+            worst = max(worst, magnitude_bits(x))
     return worst
 
 
 @kernel
-def score_room(block, spec, first, last):  # type: ignore[no-untyped-def]
-    """How many scores all blocks of a span and head have, and the most that one has."""
-    everything, most = 0, 0
+def count_scores(block, spec, first, last):  # type: ignore[no-untyped-def]
+    """The number of scores of all blocks of a span and head, and the largest number of one block."""
+    all_blocks, largest_block = 0, 0
     for start in range(0, last.size * spec.heads // spec.kv_heads, BLOCK):
         _, _, width = load_block(block, start, spec, first, last, 0)
-        everything, most = everything + BLOCK * width, max(most, BLOCK * width)
-    return everything, most
+        all_blocks, largest_block = all_blocks + BLOCK * width, max(largest_block, BLOCK * width)
+    return all_blocks, largest_block
 
 
 @kernel
-def backward_row(block, gradient, spec, saved, keys, first, last, place, top, total, dq):  # type: ignore[no-untyped-def]
-    """dq of all queries of a span and head, and the sums of its keys; the bits of the largest magnitude of dq."""
-    worst, (everything, most) = np.int32(0), score_room(block, spec, first, last)
-    keep, factor, dim = everything <= spec.kept, np.float32(spec.scaling), spec.dim
-    weights, ds = np.empty(everything if keep else most), np.empty(everything if keep else most)
+def backward_row(block, gradient, spec, saved, keys, first, last, offset, top, total, dq):  # type: ignore[no-untyped-def]
+    """dq of all queries of a span and head, and the sums of its keys. Returns the largest magnitude's bits of dq."""
+    worst, (all_blocks, largest_block) = np.int32(0), count_scores(block, spec, first, last)
+    save, factor, dim = all_blocks <= spec.saved_weights, np.float32(spec.scaling), spec.dim
+    size = all_blocks if save else largest_block
+    weights, ds = np.empty(size), np.empty(size)
     for step in range(2):
         at = 0
         for start in range(0, top.size, BLOCK):
-            count, base, width = load_block(block, start, spec, first, last, place)
+            count, base, width = load_block(block, start, spec, first, last, offset)
             w, d = weights[at : at + BLOCK * width], ds[at : at + BLOCK * width]
             load_rows(block, count, saved.q, factor, spec.operand_bits, dim, block.queries, block.scale)
             load_rows(block, count, saved.grad, ONE, OPERAND_BITS, dim, gradient.rows, gradient.scale)
-            if step == 0 or not keep:
+            if step == 0 or not save:
                 load_delta(block, count, saved, dim, gradient)
                 differentiate_block(block, count, base, width, spec, keys, gradient, top[start:], total[start:], w, d)
             if step == 0:
@@ -172,7 +169,7 @@ def backward_row(block, gradient, spec, saved, keys, first, last, place, top, to
             else:
                 key_sums(block, count, base, width, dim, d, block.scale, keys.up_dk, block.queries, keys.dk)
                 key_sums(block, count, base, width, dim, w, gradient.scale, keys.up_dv, gradient.rows, keys.dv)
-            if keep:
+            if save:
                 at += BLOCK * width
         if step == 0:
             set_grids(keys.largest_dk, spec.query_bits, keys.up_dk)
@@ -182,7 +179,7 @@ def backward_row(block, gradient, spec, saved, keys, first, last, place, top, to
 
 @kernel
 def backward(begin, end, spec, spans, saved, first, last, dq, dk, dv):  # type: ignore[no-untyped-def]
-    """Spans and key/value heads begin..end-1 of the gradients, flat as q, k and v; the largest magnitude's bits."""
+    """dq, dk, dv of spans and key/value heads begin..end-1, flat as q, k, v. Returns the largest magnitude's bits."""
     dim, groups = spec.dim, spec.heads // spec.kv_heads
     longest, rows, worst = (spans[:, 1] - spans[:, 0]).max(), BLOCK * padded(dim, LANES), np.int32(0)
     block, keys = make_block(dim, longest), make_keys(longest, dim)
@@ -190,11 +187,11 @@ def backward(begin, end, spec, spans, saved, first, last, dq, dk, dv):  # type: 
     gradient = Gradient(np.zeros(rows), ones, np.zeros(rows), ones.copy(), ones.copy(), folded)
     for n in range(begin, end):
         head, (a, z) = n % spec.kv_heads, spans[n // spec.kv_heads]
-        at, place = (a * spec.kv_heads + head) * dim, (a * spec.heads + head * groups) * dim
+        at, offset = (a * spec.kv_heads + head) * dim, (a * spec.heads + head * groups) * dim
         load_keys(saved, at, z - a, spec, keys)
         tops, totals = saved.top[head, a * groups : z * groups], saved.total[head, a * groups : z * groups]
-        grown = backward_row(block, gradient, spec, saved, keys, first[a:z], last[a:z], place, tops, totals, dq)
-        worst = max(worst, grown)
+        largest = backward_row(block, gradient, spec, saved, keys, first[a:z], last[a:z], offset, tops, totals, dq)
+        worst = max(worst, largest)
         worst = max(worst, store_keys(keys.dk, keys.up_dk, at, z - a, spec, dk))
         worst = max(worst, store_keys(keys.dv, keys.up_dv, at, z - a, spec, dv))
     return worst

@@ -1,4 +1,7 @@
-"""Exact attention for CPUs, forward: only visible keys are touched, and no [L, L] matrix is ever held."""
+"""Exact attention for CPUs, forward: only visible keys are read, and no [L, L] matrix is stored.
+
+Sums are exact in every order; everything else is rounded step by step, as in the reference.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ import numpy as np
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.kernels.attention.block import (
     BLOCK,
+    ONE,
     clear_unseen,
     load_block,
     load_rows,
     make_block,
     padded,
-    panel_place,
+    panel_offset,
     quantise_row,
     round_scores,
+    round_to_grid,
     score_tiles,
     sum_of,
     transpose_rows,
@@ -24,40 +29,34 @@ from ppo_repro.numerics.kernels.attention.block import (
 )
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_rows
 from ppo_repro.numerics.kernels.core.compile import kernel
-from ppo_repro.numerics.kernels.core.scalar import exponent64, pow2_64, round_to_f32_plus_zero
-
-ONE = np.float32(1.0)
+from ppo_repro.numerics.kernels.core.scalar import magnitude_bits, magnitude_bits_64, pow2_64, round_to_f32_plus_zero
 
 
-class Keys(NamedTuple):
-    """What queries look at: flat arrays, with the places where they begin."""
+class GridKeys(NamedTuple):
+    """Keys and values on their grids: flat arrays, and the offsets at which those of one head begin."""
 
     panels: np.ndarray  # [J / COLUMNS, D, COLUMNS] grid numbers of keys
     panels_at: int
     values: np.ndarray  # [J, padded D] grid integers
     values_at: int
-    values_row: int
+    values_row: int  # padded D
     scales: np.ndarray  # [J] of the values
 
 
 @kernel
 def fold(weights, scales, bits):  # type: ignore[no-untyped-def]
-    """Multiply weights by their values' scales and put them on their grid, in place; its exponent."""
+    """Multiply weights by the scales of their values and put them on one grid, in place. Returns its exponent."""
     largest = np.int64(0)
     for j in range(weights.size):
         folded = weights[j] * np.float64(scales[j])
         weights[j] = folded
-        largest = max(largest, np.float64(folded).view(np.int64) & 0x7FFFFFFFFFFFFFFF)
-    e = exponent64(largest)
-    up = pow2_64(bits - e)
-    for j in range(weights.size):
-        weights[j] = np.rint(weights[j] * up)
-    return e
+        largest = max(largest, magnitude_bits_64(folded))
+    return round_to_grid(weights, largest, bits)
 
 
 @kernel
 def weigh_block(block, count, base, width, keys, bits):  # type: ignore[no-untyped-def]
-    """Scores to folded weights, in place; the bits of the largest score's magnitude."""
+    """Turn scores into folded weights, in place. Returns the bits of the largest magnitude of a score."""
     worst = np.int32(0)
     for i in range(padded(count, ROWS)):
         low, high, first, last = block.tile_first[i // ROWS], block.tile_last[i // ROWS], block.first[i], block.last[i]
@@ -91,27 +90,28 @@ def sum_values(block, count, base, width, dim, keys):  # type: ignore[no-untyped
 
 @kernel
 def store_block(block, count, dim, out):  # type: ignore[no-untyped-def]
-    """Results to their places in `out`, flat [R, L, H, D]; the bits of the largest magnitude."""
+    """Write results to `out`, flat [R, L, H, D]. Returns the bits of the largest magnitude."""
     dp, worst = padded(dim, LANES), np.int32(0)
     for i in range(count):
-        row, result = block.sums[i * dp : i * dp + dim], out[block.place[i] : block.place[i] + dim]
+        row, result = block.sums[i * dp : i * dp + dim], out[block.offset[i] : block.offset[i] + dim]
         scale, total = block.scale[i], block.total[i]
         for d in range(dim):
             x = round_to_f32_plus_zero(row[d] * scale / total)
             result[d] = x
-            worst = max(worst, np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF))
+            worst = max(worst, magnitude_bits(x))
     return worst
 
 
 @kernel
-def attend_row(block, spec, keys, q, first, last, place, out, top, total):  # type: ignore[no-untyped-def]
-    """All queries of a span and key/value head; the bits of the largest magnitude among scores and results.
+def attend_row(block, spec, keys, q, first, last, offset, out, top, total):  # type: ignore[no-untyped-def]
+    """Attention of all queries of a span and key/value head; also `top` and `total` of each query [L groups].
 
-    Also the largest score `top` and the sum of weights `total` of each query [L groups].
+    `top` is a query's largest score and `total` the sum of its weights. Returns the bits of the largest magnitude of
+    scores and results.
     """
     worst = np.int32(0)
     for start in range(0, top.size, BLOCK):
-        count, base, width = load_block(block, start, spec, first, last, place)
+        count, base, width = load_block(block, start, spec, first, last, offset)
         load_rows(block, count, q, np.float32(spec.scaling), spec.operand_bits, spec.dim, block.queries, block.scale)
         score_tiles(block, base, width, block.queries, spec.dim, keys.panels, keys.panels_at, block.scores)
         worst = max(worst, weigh_block(block, count, base, width, keys, spec.key_bits))
@@ -124,7 +124,7 @@ def attend_row(block, spec, keys, q, first, last, place, out, top, total):  # ty
 
 @kernel
 def load_keys(k, v, at, length, spec, keys):  # type: ignore[no-untyped-def]
-    """Put `length` keys and values of flat [.., Hk, D] on their grids, the first of which begins at `at`."""
+    """Put `length` keys and values of flat [.., Hk, D] on their grids; the first begins at offset `at`."""
     dim, dp, bits, stride = spec.dim, padded(spec.dim, LANES), spec.operand_bits, spec.kv_heads * spec.dim
     rows = np.zeros(LANES * dp)
     for j in range(length):
@@ -134,34 +134,34 @@ def load_keys(k, v, at, length, spec, keys):  # type: ignore[no-untyped-def]
         for d in range(dim):
             row[d] *= scale
         if lane == LANES - 1 or j == length - 1:
-            transpose_rows(rows, dim, keys.panels, panel_place(j - lane, dim))
+            transpose_rows(rows, dim, keys.panels, panel_offset(j - lane, dim))
         row = keys.values[j * dp : j * dp + dp]
         keys.scales[j] = pow2_64(quantise_row(v[begin : begin + dim], ONE, OPERAND_BITS, row) - OPERAND_BITS)
 
 
 @kernel
 def forward(begin, end, spec, spans, q, k, v, first, last, out, top, total):  # type: ignore[no-untyped-def]
-    """Spans and key/value heads begin..end-1 of softmax(q k^T scaling) v; the bits of the largest magnitude met.
+    """softmax(q k^T scaling) v of spans and key/value heads begin..end-1. Returns the bits of the largest magnitude.
 
-    q, out [R L, H, D] and k, v [R L, Hk, D] float32, flat; spans, first and last as `cut_spans` gives them; top
+    q, out [R L, H, D] and k, v [R L, Hk, D] float32, flat; spans, first and last are results of `cut_spans`; top
     float32 and total float64 [Hk, R L H / Hk] are for the backward.
     """
     dim, dp, groups = spec.dim, padded(spec.dim, LANES), spec.heads // spec.kv_heads
     longest = (spans[:, 1] - spans[:, 0]).max()
     block, worst = make_block(dim, longest), np.int32(0)
-    keys = Keys(np.empty(padded(longest, COLUMNS) * dim), 0, np.empty(longest * dp), 0, dp, np.empty(longest))
+    keys = GridKeys(np.empty(padded(longest, COLUMNS) * dim), 0, np.empty(longest * dp), 0, dp, np.empty(longest))
     for n in range(begin, end):
         head, (a, z) = n % spec.kv_heads, spans[n // spec.kv_heads]
         load_keys(k, v, (a * spec.kv_heads + head) * dim, z - a, spec, keys)
         tops, totals = top[head, a * groups : z * groups], total[head, a * groups : z * groups]
-        place = (a * spec.heads + head * groups) * dim
-        worst = max(worst, attend_row(block, spec, keys, q, first[a:z], last[a:z], place, out, tops, totals))
+        offset = (a * spec.heads + head * groups) * dim
+        worst = max(worst, attend_row(block, spec, keys, q, first[a:z], last[a:z], offset, out, tops, totals))
     return worst
 
 
 @kernel
 def forward_cached(begin, end, spec, q, slots, first, last, keys, values, scales, out):  # type: ignore[no-untyped-def]
-    """As `forward`, but row r, with first and last [R, L] positions, over what slot slots[r] holds.
+    """`forward` over cached keys and values: row r sees positions first..last-1, each [R, L], of slot slots[r].
 
     keys [slots, Hk, context / COLUMNS, D, COLUMNS] grid numbers, values [slots, Hk, context, padded D] grid integers,
     scales [slots, Hk, context], float32.
@@ -170,19 +170,19 @@ def forward_cached(begin, end, spec, q, slots, first, last, keys, values, scales
     context, values_row = values.shape[2], values.shape[3]
     block, worst = make_block(dim, last.max()), np.int32(0)
     top, total = np.empty(length * groups, np.float32), np.empty(length * groups)
-    panels, rows, panels_of_one = keys.reshape(-1), values.reshape(-1), keys.shape[2] * dim * COLUMNS
+    panels, rows, panels_size = keys.reshape(-1), values.reshape(-1), keys.shape[2] * dim * COLUMNS
     for n in range(begin, end):
         r, head = n // spec.kv_heads, n % spec.kv_heads
         at = slots[r] * spec.kv_heads + head
-        held = Keys(panels, at * panels_of_one, rows, at * context * values_row, values_row, scales[slots[r], head])
-        place = (r * length * spec.heads + head * groups) * dim
-        worst = max(worst, attend_row(block, spec, held, q, first[r], last[r], place, out, top, total))
+        cached = GridKeys(panels, at * panels_size, rows, at * context * values_row, values_row, scales[slots[r], head])
+        offset = (r * length * spec.heads + head * groups) * dim
+        worst = max(worst, attend_row(block, spec, cached, q, first[r], last[r], offset, out, top, total))
     return worst
 
 
 @kernel
 def store(begin, end, spec, slots, positions, valid, k, v, keys, values, scales):  # type: ignore[no-untyped-def]
-    """Put rows begin..end-1 of new keys and values [R, L, Hk, D] on their grids and into their slots."""
+    """Put new keys and values [R, L, Hk, D] of rows begin..end-1 on their grids and into their slots."""
     dim, length = spec.dim, positions.shape[1]
     row = np.empty(dim)
     for r in range(begin, end):

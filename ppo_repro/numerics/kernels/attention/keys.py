@@ -1,4 +1,7 @@
-"""The keys and values of one row and head in the backward of attention, and the sums over queries for them."""
+"""The keys and values of one span and head in the backward of attention, and their gradients.
+
+The gradient of a key or value is a sum over queries, exact in every order: its terms are integers on one grid.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,20 @@ from typing import NamedTuple
 import numpy as np
 
 from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
-from ppo_repro.numerics.kernels.attention.block import padded, panel_place, quantise_row, transpose_rows
+from ppo_repro.numerics.kernels.attention.block import ONE, padded, panel_offset, quantise_row, transpose_rows
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, add_rows
 from ppo_repro.numerics.kernels.core.compile import kernel
-from ppo_repro.numerics.kernels.core.scalar import exponent64, pow2_64, round_to_f32_plus_zero
-
-ONE = np.float32(1.0)
-MAGNITUDE64 = 0x7FFFFFFFFFFFFFFF
+from ppo_repro.numerics.kernels.core.scalar import (
+    exponent64,
+    magnitude_bits,
+    magnitude_bits_64,
+    pow2_64,
+    round_to_f32_plus_zero,
+)
 
 
 class Saved(NamedTuple):
-    """What the forward was given and gave, and the gradient of its result: float32, flat."""
+    """Inputs and results of the forward, and the gradient of its result: float32, flat."""
 
     q: np.ndarray  # [R L, H, D]
     k: np.ndarray  # [R L, Hk, D]
@@ -28,16 +34,16 @@ class Saved(NamedTuple):
     total: np.ndarray  # [Hk, R L H / Hk] float64
 
 
-class Keys(NamedTuple):
-    """Keys and values of one span and head, and what is summed for them over queries; J ends with a panel."""
+class KeyGradients(NamedTuple):
+    """Keys and values of one span and head, and their gradients' sums over queries; J is padded to whole panels."""
 
     keys: np.ndarray  # panels of grid numbers
     values: np.ndarray  # panels of grid numbers
     integers: np.ndarray  # [J, padded D] of the keys
     scales: np.ndarray  # [J] of the keys
-    largest_dk: np.ndarray  # [J] bits of the largest term of a key's gradient
+    largest_dk: np.ndarray  # [J] bits of the largest magnitude of a term of a key's gradient
     largest_dv: np.ndarray
-    up_dk: np.ndarray  # [J] 2^(bits - exponent) of those terms' grid
+    up_dk: np.ndarray  # [J] 2^(bits - exponent) of the grid of those terms
     up_dv: np.ndarray
     dk: np.ndarray  # [J, padded D] sums
     dv: np.ndarray
@@ -45,9 +51,9 @@ class Keys(NamedTuple):
 
 @kernel
 def make_keys(length, dim):  # type: ignore[no-untyped-def]
-    """Room for the keys of one span and head."""
+    """Memory for the keys of one span and head."""
     row, dp = padded(length, COLUMNS), padded(dim, LANES)
-    return Keys(
+    return KeyGradients(
         np.empty(dim * row),
         np.empty(dim * row),
         np.empty(length * dp),
@@ -63,22 +69,22 @@ def make_keys(length, dim):  # type: ignore[no-untyped-def]
 
 @kernel
 def load_keys(saved, at, length, spec, keys):  # type: ignore[no-untyped-def]
-    """Put keys and values on their grids, the first of which begins at `at`. The sums begin at zero."""
+    """Put keys and values on their grids, the first at offset `at`, and set the sums to zero."""
     dim, dp, stride = spec.dim, padded(spec.dim, LANES), spec.kv_heads * spec.dim
-    some_keys, some_values = np.zeros(LANES * dp), np.zeros(LANES * dp)
+    key_rows, value_rows = np.zeros(LANES * dp), np.zeros(LANES * dp)
     for j in range(length):
         begin, lane = at + j * stride, j % LANES
         integers = keys.integers[j * dp : j * dp + dp]
         bits = spec.operand_bits
         keys.scales[j] = pow2_64(quantise_row(saved.k[begin : begin + dim], ONE, bits, integers) - bits)
-        value = some_values[lane * dp : lane * dp + dp]
+        value = value_rows[lane * dp : lane * dp + dp]
         value_scale = pow2_64(quantise_row(saved.v[begin : begin + dim], ONE, OPERAND_BITS, value) - OPERAND_BITS)
         for d in range(dim):
-            some_keys[lane * dp + d] = integers[d] * keys.scales[j]
-            some_values[lane * dp + d] *= value_scale
+            key_rows[lane * dp + d] = integers[d] * keys.scales[j]
+            value_rows[lane * dp + d] *= value_scale
         if lane == LANES - 1 or j == length - 1:
-            transpose_rows(some_keys, dim, keys.keys, panel_place(j - lane, dim))
-            transpose_rows(some_values, dim, keys.values, panel_place(j - lane, dim))
+            transpose_rows(key_rows, dim, keys.keys, panel_offset(j - lane, dim))
+            transpose_rows(value_rows, dim, keys.values, panel_offset(j - lane, dim))
     end = padded(length, COLUMNS)
     keys.largest_dk[:end] = 0
     keys.largest_dv[:end] = 0
@@ -90,34 +96,34 @@ def load_keys(saved, at, length, spec, keys):  # type: ignore[no-untyped-def]
 def raise_maxima(x, factor, largest):  # type: ignore[no-untyped-def]
     """largest[j] = max(largest[j], bits of |x[j] factor|)."""
     for j in range(x.size):
-        largest[j] = max(largest[j], np.float64(x[j] * factor).view(np.int64) & MAGNITUDE64)
+        largest[j] = max(largest[j], magnitude_bits_64(x[j] * factor))
 
 
 @kernel
 def set_grids(largest, bits, up):  # type: ignore[no-untyped-def]
-    """2^(bits - exponent) of each key's terms."""
+    """up[j] = 2^(bits - exponent) of the grid of each key's terms."""
     for j in range(largest.size):
         up[j] = pow2_64(bits - exponent64(largest[j]))
 
 
 @kernel
 def key_sums(block, count, base, width, dim, terms, scale, up, rows, sums):  # type: ignore[no-untyped-def]
-    """sums[j] += sum_i terms[i, j] rows[i], the terms put on the keys' grids in place."""
-    dp, seen = padded(dim, LANES), block.tile_last.max() - base
-    here = up[base : base + width]
+    """sums[j] += sum_i terms[i, j] rows[i]; first puts the terms on the keys' grids, in place."""
+    dp, visible = padded(dim, LANES), block.tile_last.max() - base
+    block_up = up[base : base + width]
     for i in range(count):
         row, factor = terms[i * width : i * width + width], scale[i]
         for j in range(width):
-            row[j] = np.rint(row[j] * factor * here[j])
+            row[j] = np.rint(row[j] * factor * block_up[j])
     for column in range(0, dp, COLUMNS):
-        for j in range(0, seen, ROWS):
+        for j in range(0, visible, ROWS):
             columns = min(COLUMNS, dp - column)
             add_rows(terms, j, 1, width, rows, column, dp, sums, (base + j) * dp + column, dp, count, columns)
 
 
 @kernel
 def store_keys(sums, up, at, length, spec, out):  # type: ignore[no-untyped-def]
-    """Gradients of keys to their places in flat [R L, Hk, D]; the bits of the largest magnitude."""
+    """Write the gradients of keys to flat [R L, Hk, D]. Returns the bits of the largest magnitude."""
     dim, dp, stride, worst = spec.dim, padded(spec.dim, LANES), spec.kv_heads * spec.dim, np.int32(0)
     for j in range(length):
         row, result = sums[j * dp : j * dp + dim], out[at + j * stride : at + j * stride + dim]
@@ -125,5 +131,5 @@ def store_keys(sums, up, at, length, spec, out):  # type: ignore[no-untyped-def]
         for d in range(dim):
             x = round_to_f32_plus_zero(row[d] * scale)
             result[d] = x
-            worst = max(worst, np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF))
+            worst = max(worst, magnitude_bits(x))
     return worst

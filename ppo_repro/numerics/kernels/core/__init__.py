@@ -1,1 +1,1 @@
-"""How kernels are compiled and run, and the scalar and vector functions they share."""
+"""What all kernels share: compilation, threads, memory, scalar and vector functions, rows on grids."""

@@ -1,4 +1,7 @@
-"""How kernels are compiled: no fast-math beyond sums already proven exact, the GIL released, cached on disk."""
+"""How kernels are compiled: every operation rounded as written, the GIL released, machine code cached on disk.
+
+Fast-math flags are used only for sums that are exact in every order.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,21 @@ def _compile(function: F, fastmath: set[str] | bool) -> F:
 
 
 def kernel(function: F) -> F:
-    """Compile at the first call; every operation is rounded separately, in the order written.
+    """Compile at the first call; every operation is rounded by itself, in the order written.
 
-    `error_model="numpy"` because a test for a zero divisor keeps loops from being vectorised.
+    `error_model="numpy"`: Python's check for a zero divisor would prevent loops from being vectorised.
     """
     return _compile(function, False)
 
 
 def exact_sum(function: F) -> F:
-    """Like `kernel`, for sums that are exact in every order: they may be reordered and use fused multiply-add.
+    """Like `kernel`, for sums that are exact in every order: the compiler may reorder them and fuse multiply and add.
 
-    `nsz` stays off: it may change the sign of a zero.
+    `nsz` stays off, because it may change the sign of a zero.
     """
     return _compile(function, {"reassoc", "contract"})
 
 
 def inline(function: F) -> F:
-    """A small scalar function put into its callers before they are compiled."""
+    """A small function that is inlined into its callers before they are compiled."""
     return numba.njit(inline="always", error_model="numpy")(function)

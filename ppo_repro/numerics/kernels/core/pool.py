@@ -1,7 +1,7 @@
-"""One pool of threads for all kernels. Kernels release the GIL, so plain Python threads run them side by side.
+"""One pool of threads for all kernels. Kernels release the GIL, so plain Python threads run them in parallel.
 
-Only one pool may be busy: a second one (OpenMP under torch) would spin on the same cores, so torch runs on
-one thread while kernels are in use.
+Only one pool may be busy: a second one (torch's OpenMP) would spin on the same cores, so torch runs on one thread while
+kernels are in use.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from queue import SimpleQueue
 from threading import Thread, local
 from typing import TypeVar
 
-# below this a part of the work is done sooner than another thread can be woken
+# work shorter than this is done sooner than another thread can be woken
 LEAST_NANOSECONDS = 50_000.0
 
 Work = Callable[[int, int], None]
 Outcomes = SimpleQueue[BaseException | None]
-# queues written in C, not futures: a thread is at work 2 to 3 times sooner
+# SimpleQueue is written in C: threads start 2 to 3 times sooner than with futures
 _Tasks = SimpleQueue[tuple[Work, int, int, Outcomes] | None]
 
 _threads = 1
 _tasks: _Tasks = SimpleQueue()
 
 
-class _Mine(local):
-    threads = 0  # how many this thread may use; 0 for all
+class _Limit(local):
+    threads = 0  # how many the current thread may use; 0 for all
 
 
-_mine = _Mine()
+_limit = _Limit()
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -58,12 +58,12 @@ def set_threads(threads: int) -> None:
 
 
 def threads() -> int:
-    """How many threads a kernel called from this one is shared out to."""
-    return _mine.threads or _threads
+    """How many threads a kernel that the current thread calls may use."""
+    return _limit.threads or _threads
 
 
 def both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-    """first() and second(), side by side with half of the threads each; one after the other where there is one.
+    """first() and second() in parallel, with half of the threads each; in turn where there is only one thread.
 
     They must not depend on each other. Both have ended when this returns; the first exception is raised here.
     """
@@ -90,17 +90,17 @@ def both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
 
 @contextmanager
 def _limited_to(count: int) -> Iterator[None]:
-    before, _mine.threads = _mine.threads, count
+    before, _limit.threads = _limit.threads, count
     try:
         yield
     finally:
-        _mine.threads = before
+        _limit.threads = before
 
 
 def in_parts(work: Work, rows: int, nanoseconds_per_row: float) -> None:
-    """Call work(first, last) on consecutive parts of range(rows), side by side if they are worth a thread each.
+    """Call work(first, last) for consecutive parts of range(rows), in parallel where each is worth a thread.
 
-    The parts must write to different places. All have ended when this returns; the first exception is raised here.
+    The parts must write to different memory. All have ended when this returns; the first exception is raised here.
     """
     parts = min(threads(), rows, max(1, int(rows * nanoseconds_per_row / LEAST_NANOSECONDS)))
     if parts <= 1:
@@ -118,3 +118,10 @@ def in_parts(work: Work, rows: int, nanoseconds_per_row: float) -> None:
     for error in errors:
         if error is not None:
             raise error
+
+
+def results_of_parts(work: Callable[[int, int], A], rows: int, nanoseconds_per_row: float) -> list[A]:
+    """`in_parts`; returns what `work` returned for each part, in no fixed order."""
+    results: list[A] = []
+    in_parts(lambda first, last: results.append(work(first, last)), rows, nanoseconds_per_row)
+    return results

@@ -1,29 +1,58 @@
-"""Rows on grids: their exponents, and their values in float64 for products by the BLAS."""
+"""Rows on grids: exponents, grid values for products by the BLAS, and exact sums of integers.
+
+Maxima are taken over the bits of magnitudes: this vectorises, and also detects NaN and infinity.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.numerics.kernels.core.compile import kernel
-from ppo_repro.numerics.kernels.core.pool import in_parts
-from ppo_repro.numerics.kernels.core.scalar import exponent32, pow2_64, round_to_f32_plus_zero
+from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
+from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
+from ppo_repro.numerics.kernels.core.scalar import (
+    INFINITY_BITS,
+    MAGNITUDE32,
+    MAGNITUDE64,
+    exponent32,
+    pow2_64,
+    round_to_f32_plus_zero,
+)
 
-INFINITY_BITS = np.int32(0x7F800000)
 NOTHING = np.int32(-(1 << 30))  # the exponent of a row of zeros
 
 
 @kernel
 def largest_bits(bits):  # type: ignore[no-untyped-def]
-    """Bits of the largest magnitude; they order like the magnitudes, and NaN above infinity."""
+    """Bits of the largest magnitude of a float32 row, given as its bits."""
     largest = np.int32(0)
     for c in range(bits.size):
-        largest = max(largest, bits[c] & np.int32(0x7FFFFFFF))
+        largest = max(largest, bits[c] & MAGNITUDE32)
     return largest
 
 
 @kernel
+def largest_bits_64(row):  # type: ignore[no-untyped-def]
+    """Bits of the largest magnitude of a float64 row."""
+    bits = row.view(np.int64)
+    largest = np.int64(0)
+    for c in range(bits.size):
+        largest = max(largest, bits[c] & MAGNITUDE64)
+    return largest
+
+
+@exact_sum
+def sum_of_squares(row, up):  # type: ignore[no-untyped-def]
+    """sum rne(row up)^2, a sum of integers below 2^53: exact in every order."""
+    total = 0.0
+    for c in range(row.size):
+        a = np.rint(np.float64(row[c]) * up)
+        total += a * a
+    return total
+
+
+@kernel
 def _row_exponents(bits, columns, first, last, exponents):  # type: ignore[no-untyped-def]
-    """Grid exponent of rows first..last of a flat matrix, NOTHING for zeros. False if one is not finite."""
+    """Grid exponents of rows first..last-1 of a flat matrix, NOTHING for zeros; returns whether all are finite."""
     finite = True
     for r in range(first, last):
         largest = largest_bits(bits[r * columns : r * columns + columns])
@@ -33,18 +62,17 @@ def _row_exponents(bits, columns, first, last, exponents):  # type: ignore[no-un
 
 
 def row_exponents(x: np.ndarray) -> np.ndarray | None:
-    """int32 [M]: smallest e >= -100 with max |row| < 2^e, NOTHING for rows of zeros; None if not finite."""
+    """int32 [M]: smallest e >= -100 with max |row| < 2^e, NOTHING for a row of zeros; None if a row is not finite."""
     rows, columns = x.shape
     exponents = np.empty(rows, np.int32)
-    finite: list[bool] = []
     bits = x.reshape(-1).view(np.int32)
-    in_parts(lambda i, j: finite.append(_row_exponents(bits, columns, i, j, exponents)), rows, 0.15 * columns)
+    finite = results_of_parts(lambda i, j: _row_exponents(bits, columns, i, j, exponents), rows, 0.15 * columns)
     return exponents if all(finite) else None
 
 
 @kernel
 def largest_sum(a, b):  # type: ignore[no-untyped-def]
-    """Largest a[t] + b[t] of int64 exponents, neither of them NOTHING; NOTHING where there is none."""
+    """Largest a[t] + b[t] of int64 exponents where neither is NOTHING; NOTHING where there is no such t."""
     largest = np.int64(NOTHING)
     for t in range(a.size):
         if a[t] != NOTHING and b[t] != NOTHING:
@@ -78,9 +106,9 @@ def _grid_values(x, bits, columns, p, exponents, out):  # type: ignore[no-untype
 
 
 def grid_values(x: np.ndarray, p: int, exponents: np.ndarray, out: np.ndarray) -> bool:
-    """out = rne(x 2^(p - e)) 2^(e - p) of every row; x [M, K] float32, out float64. False if not finite.
+    """out = rne(x 2^(p - e)) 2^(e - p) of each row; x [M, K] float32, out float64. Returns whether x is finite.
 
-    `exponents` int64 [M] as of `row_exponents`.
+    Also sets `exponents`, int64 [M], as `row_exponents` returns them.
     """
     flat = x.reshape(-1)
     return bool(_grid_values(flat, flat.view(np.int32), x.shape[1], p, exponents, out.reshape(-1)))
@@ -129,5 +157,27 @@ def _add_integers(total, sums):  # type: ignore[no-untyped-def]
 
 
 def add_integers(total: np.ndarray, sums: np.ndarray) -> None:
-    """sums += total: float64 integers below 2^53 onto int64, any equal shapes."""
+    """sums += total: float64 integers below 2^53 to int64; both of the same shape."""
     _add_integers(total.reshape(-1), sums.reshape(-1))
+
+
+@kernel
+def _add_rows_on_grid(x, columns, exponents, limit, unit, ids, sums):  # type: ignore[no-untyped-def]
+    for t in range(exponents.size):
+        if exponents[t] == NOTHING or exponents[t] > limit:
+            continue
+        row = x[t * columns : t * columns + columns]
+        start = ids[t] * columns if ids.size else 0
+        target = sums[start : start + columns]
+        for c in range(columns):
+            target[c] += np.int64(np.rint(np.float64(row[c]) * unit))
+
+
+def add_rows_on_grid(
+    x: np.ndarray, exponents: np.ndarray, limit: int, unit: float, ids: np.ndarray, sums: np.ndarray
+) -> None:
+    """sums[ids[t]] += rne(x[t, :] unit), or sums += ... where `ids` is empty; x [T, N] float32, sums int64.
+
+    Rows with an exponent above `limit` are left out: the step will be redone.
+    """
+    _add_rows_on_grid(x.reshape(-1), x.shape[1], exponents, limit, unit, ids, sums.reshape(-1))

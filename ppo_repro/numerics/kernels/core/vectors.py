@@ -1,7 +1,7 @@
-"""Sixteen lanes at a time, in LLVM's own vector types: what its loop vectoriser does not find by itself.
+"""Code with LLVM's vector types, sixteen lanes each, where its loop vectoriser does not find good code by itself.
 
 Pointers are integers (addresses in bytes). Results do not depend on the width of the machine's registers.
-Digits are base 256 with sign: x = d0 + 256 d1 + 65536 d2 + ..., -128 <= d < 128.
+Digits are signed, base 256: x = d0 + 256 d1 + 65536 d2 + ..., -128 <= d < 128.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def spread(b: Builder, element: ir.Type, scalar: Value) -> Value:
 
 def at(b: Builder, kind: ir.Type, address: Value, offset: int = 0) -> Value:
     """The address plus `offset` bytes as a pointer."""
-    place = b.add(address, ir.Constant(I64, offset)) if offset else address
-    return b.inttoptr(place, ir.PointerType(kind))
+    total = b.add(address, ir.Constant(I64, offset)) if offset else address
+    return b.inttoptr(total, ir.PointerType(kind))
 
 
 def load(b: Builder, element: ir.Type, address: Value, offset: int = 0) -> Value:
@@ -59,17 +59,17 @@ def call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
 
 def digits_of(b: Builder, integers: Value, count: int) -> list[Value]:
     """The digits of 16 32-bit integers, lowest first, as i8."""
-    found = []
+    digits = []
     for s in range(count):
         digit = b.trunc(integers, vector(I8))
-        found.append(digit)
+        digits.append(digit)
         if s < count - 1:
             integers = b.ashr(b.sub(integers, b.sext(digit, vector(I32))), constant(I32, 8))
-    return found
+    return digits
 
 
 def choose(b: Builder, selector: Value, cases: Mapping[int, Callable[[], None]]) -> None:
-    """Emit a switch: the code of the case that `selector` names; any other value stops the process."""
+    """Emit a switch over the values of `selector`; a value without a case stops the process."""
     unknown, end = b.append_basic_block("unknown"), b.append_basic_block("end")
     switch = b.switch(selector, unknown)
     for value, emit in cases.items():
@@ -85,10 +85,10 @@ def choose(b: Builder, selector: Value, cases: Mapping[int, Callable[[], None]])
 
 
 def row_quantiser(transposed: bool) -> Any:
-    """(digits, source, scale, target): rne(source[0..15] scale), digit s to target + s TILE.
+    """An intrinsic (digits, source, scale, target): the digits of rne(source[0..15] scale), digit s to target + s TILE.
 
-    As 16 bytes, for an A operand, or `transposed` as four words 64 bytes apart, for a B operand whose
-    columns are the rows of the source. 2 or 3 digits.
+    A digit is written as 16 bytes, for an A operand; or `transposed`, as four words 64 bytes apart, for a B operand
+    whose columns are the rows of the source. 2 or 3 digits.
     """
 
     @intrinsic
@@ -116,16 +116,16 @@ def row_quantiser(transposed: bool) -> Any:
 
 
 def column_quantiser(counts: tuple[int, ...], scale_by_column: bool) -> Any:
-    """(digits, source, stride, scales, target): 4 rows by 16 columns, the 4 rows of a column in one word.
+    """An intrinsic (digits, source, stride, scales, target): 4 rows of 16 columns, the 4 rows of a column in one word.
 
-    Word c of digit s goes to target + s TILE + 4 c, as a B operand has it. `scales` are 16 floats, one a
-    column, or 8, two for each row: a scale outside the range of float32 is the product of two inside it.
+    Word c of digit s goes to target + s TILE + 4 c, the layout of a B operand. `scales` are 16 floats, one for each
+    column; or 8 floats, two for each row: a scale outside the range of float32 is a product of two inside it.
     """
 
     @intrinsic
     def write(_: Any, digits: Any, source: Any, stride: Any, scales: Any, target: Any) -> Any:
-        def scaled(b: Builder, place: Value, scales: Value, row: int) -> Value:
-            x = load(b, FLOAT, place)
+        def scaled(b: Builder, address: Value, scales: Value, row: int) -> Value:
+            x = load(b, FLOAT, address)
             if scale_by_column:
                 return b.fmul(x, load(b, FLOAT, scales))
             for offset in (8 * row, 8 * row + 4):
@@ -134,11 +134,11 @@ def column_quantiser(counts: tuple[int, ...], scale_by_column: bool) -> Any:
 
         def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
             rows = []
-            place = args[1]
+            address = args[1]
             for row in range(4):
-                rounded = call(b, "llvm.rint.v16f32", vector(FLOAT), scaled(b, place, args[3], row))
+                rounded = call(b, "llvm.rint.v16f32", vector(FLOAT), scaled(b, address, args[3], row))
                 rows.append(b.fptosi(rounded, vector(I32)))
-                place = b.add(place, args[2])
+                address = b.add(address, args[2])
 
             def emit(count: int) -> None:
                 words: list[Value] = [constant(I32, 0)] * count
@@ -158,7 +158,7 @@ def column_quantiser(counts: tuple[int, ...], scale_by_column: bool) -> Any:
 
 @intrinsic
 def transpose_tile(_: Any, tile: Any) -> Any:
-    """Transpose the 16 by 16 words of a tile in place: from a B operand to an A operand."""
+    """Transpose the 16 by 16 words of a tile in place: a B operand becomes an A operand."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
         rows = [load(b, I32, args[0], 64 * r) for r in range(LANES)]

@@ -1,0 +1,101 @@
+"""The cache of compiled kernels: every change of the sources that could change machine code gives another folder."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.numerics.kernels.core.cache import sources_digest
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "ppo_repro"
+NUMERICS = PACKAGE / "numerics"
+HASHED = ("ppo_repro.numerics.arithmetic", "ppo_repro.numerics.kernels")
+# Compiled kernels refer to the exceptions of this module by name and take no number from it.
+WITHOUT_EFFECT = ("ppo_repro.errors",)
+
+
+@pytest.fixture
+def numerics(tmp_path: Path) -> Path:
+    """A small tree like that of `numerics`, with folders two deep."""
+    for name in ("arithmetic/grid.py", "kernels/rows.py", "kernels/core/scalar.py", "kernels/core/deep/vectors.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"name = {name!r}\n")
+    return tmp_path
+
+
+def change_nested(numerics: Path) -> None:
+    (numerics / "kernels/core/deep/vectors.py").write_text("name = 1\n")
+
+
+def rename(numerics: Path) -> None:
+    (numerics / "kernels/core/scalar.py").rename(numerics / "kernels/core/scalars.py")
+
+
+def move(numerics: Path) -> None:
+    (numerics / "kernels/core/scalar.py").rename(numerics / "kernels/scalar.py")
+
+
+def move_between_folders(numerics: Path) -> None:
+    (numerics / "arithmetic/grid.py").rename(numerics / "kernels/grid.py")
+
+
+def add(numerics: Path) -> None:
+    (numerics / "kernels/core/empty.py").touch()
+
+
+def remove(numerics: Path) -> None:
+    (numerics / "kernels/rows.py").unlink()
+
+
+def move_bytes_to_the_next_file(numerics: Path) -> None:
+    first, second = numerics / "kernels/core/deep/vectors.py", numerics / "kernels/core/scalar.py"
+    text = first.read_text()
+    first.write_text(text[:-5])
+    second.write_text(text[-5:] + second.read_text())
+
+
+CHANGES = (change_nested, rename, move, move_between_folders, add, remove, move_bytes_to_the_next_file)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_any_source_changes_the_digest(numerics: Path, change: Callable[[Path], None]) -> None:
+    before = sources_digest(numerics)
+    change(numerics)
+    assert sources_digest(numerics) != before
+
+
+def test_an_unchanged_tree_keeps_its_digest(numerics: Path) -> None:
+    before = sources_digest(numerics)
+    (numerics / "kernels/core/__pycache__").mkdir()
+    (numerics / "kernels/core/__pycache__/scalar.cpython-311.pyc").write_bytes(b"1")
+    change_nested(numerics)
+    assert sources_digest(numerics) != before
+    (numerics / "kernels/core/deep/vectors.py").write_text("name = 'kernels/core/deep/vectors.py'\n")
+    assert sources_digest(numerics) == before
+
+
+def imports(source: Path) -> Iterator[str]:
+    """The modules, or names in modules, that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def inside(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def test_kernels_take_nothing_from_files_that_the_digest_leaves_out() -> None:
+    sources = [path for folder in ("arithmetic", "kernels") for path in (NUMERICS / folder).rglob("*.py")]
+    imported = {path.relative_to(PACKAGE).as_posix(): set(imports(path)) for path in sources}
+    ours = {name: {i for i in names if inside(i, ("ppo_repro",))} for name, names in imported.items()}
+    assert sum(len(names) for names in ours.values()) > 50, "the imports are imported"
+    others = {name: {i for i in names if not inside(i, HASHED + WITHOUT_EFFECT)} for name, names in ours.items()}
+    assert {name: names for name, names in others.items() if names} == {}

@@ -166,7 +166,7 @@ def _require_open(run_dir: Path, current: Head) -> None:
         raise ValueError("the run is complete; nothing can be added to it")
     require_current_format(run_dir, current)
     if manifest.load_head(run_dir) != manifest.head_of(current):
-        raise UserError(f"{run_dir}: the manifest was changed by another process; let only one process write a run")
+        raise UserError(f"{run_dir}: the manifest changed meanwhile; let only one process write a run")
 
 
 def _save(run_dir: Path, current: Head, changes: dict[str, Any]) -> Head:

@@ -301,9 +301,9 @@ def test_a_folder_with_nothing_but_its_config_can_be_planned(
     found = plan_run(config)
     assert [r.name for r in found.residents] == ["policy", "value model", "reference"]
     assert found.peak == found.resident + max(sum(parts.values()) for parts in found.phases.values())
-    assert _run(["plan", "tests/small.yaml", "--set", model, "--json"]) == 0
+    assert _run(["plan", "tests/support/small.yaml", "--set", model, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == report.as_json(found)
-    assert _run(["plan", "tests/small.yaml", "--set", model]) == 0
+    assert _run(["plan", "tests/support/small.yaml", "--set", model]) == 0
     table = capsys.readouterr().out
     assert all(word in table for word in ("policy", "value model", "reference", "peak", "mixed-precision"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
@@ -317,7 +317,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path, capsys: p
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["BertModel"]}))
     with pytest.raises(UserError, match="architecture BertModel; must be one of LlamaForCausalLM"):
         plan_run(small_config(f"model={{kind: folder, path: {tmp_path}}}"))
-    assert _run(["plan", "tests/small.yaml", "--set", "layout.backend=eager"]) == 2
+    assert _run(["plan", "tests/support/small.yaml", "--set", "layout.backend=eager"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "layout.backend = eager" in said
 

@@ -80,7 +80,7 @@ def test_kernels_give_the_bits_of_the_reference_in_many_cases() -> None:
 @given(cases)
 def test_neither_recomputed_weights_nor_short_spans_change_a_bit(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_attention, "_KEPT", 0)
+        patch.setattr(fused_attention, "_MOST_WEIGHTS", 0)
         patch.setattr(fused_attention, "_LEAST_SPAN", 1)
         assert differences(case, 1) == 0
 

@@ -241,5 +241,6 @@ def test_a_malformed_environment_is_one_line(
         main()
     assert stop.value.code == 2
     assert (
-        capsys.readouterr().err == "error: environment variable WORLD_SIZE = 'two': must be a count; torchrun sets it\n"
+        capsys.readouterr().err
+        == "error: environment variable WORLD_SIZE = 'two': must be a count, as torchrun sets it\n"
     )

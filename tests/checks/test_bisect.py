@@ -189,5 +189,5 @@ def test_what_cannot_be_bisected_is_refused(
     with pytest.raises(UserError, match="there are mismatch_op, mismatch_ladder"):
         read_table(tmp_path, "ops")
     pd.DataFrame({"mode": ["exact"]}).to_parquet(tmp_path / "mismatch_op.parquet")
-    with pytest.raises(UserError, match="has columns mode; write it anew"):
+    with pytest.raises(UserError, match="has columns mode; write it again"):
         read_table(tmp_path, "mismatch_op")

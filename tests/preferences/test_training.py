@@ -29,6 +29,7 @@ from ppo_repro.preferences.training import (
 )
 from ppo_repro.tasks.problems import arithmetic, split
 from tests.support.models import CONTEXT, ragged, source_model, unequal
+from tests.support.row_dependent import row_dependent_linear
 
 MODEL = TinyModel(
     kind="tiny",
@@ -154,13 +155,13 @@ def test_dpo_steps_do_not_depend_on_the_layout_and_native_ones_do() -> None:
     assert len({dpo("native", row)[0][-1].digest for row in LAYOUTS}) == 4
 
 
-@pytest.mark.usefixtures("row_dependent")
 def test_pair_log_probs_have_the_same_bits_under_every_layout() -> None:
     policy, pairs = make_policy(source_model("gpt2"), "exact", CONTEXT), ragged_pairs(9)
     found = [pair_logprobs(policy, pairs, 0.9, "exact", layout(row)) for row in LAYOUTS]
     assert all(unequal(f.chosen, found[0].chosen) == 0 == unequal(f.rejected, found[0].rejected) for f in found)
     native = make_policy(source_model("gpt2"), "native", CONTEXT)
-    controls = [pair_logprobs(native, pairs, 0.9, "native", layout(row)) for row in LAYOUTS]
+    with row_dependent_linear():
+        controls = [pair_logprobs(native, pairs, 0.9, "native", layout(row)) for row in LAYOUTS]
     assert all(unequal(c.chosen, controls[0].chosen) for c in controls[1:])
     stock = source_model("gpt2").double()
     for pair, chosen in zip(pairs, found[0].chosen.tolist(), strict=True):

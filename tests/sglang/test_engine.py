@@ -204,7 +204,7 @@ def test_nobody_there(policy: PreTrainedModel, tmp_path: Path) -> None:
 
 
 WRONG = {
-    "enable_deterministic_inference": (False, "where SGLang ignores every seed"),
+    "enable_deterministic_inference": (False, "so SGLang ignores every seed"),
     "sampling_backend": ("flashinfer", "has sampling_backend = 'flashinfer'; must be 'pytorch'"),
     "speculative_algorithm": ("EAGLE", "has speculative_algorithm"),
     "attention_backend": ("triton", "has attention_backend = 'triton'; must be 'ppo_repro_exact'"),

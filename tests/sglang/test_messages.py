@@ -134,7 +134,7 @@ def broken() -> dict[str, tuple[dict[str, Any], str]]:
         "too long": (item([9] * 5, [-0.5] * 5, "length"), "returned 5 tokens"),
         "no token": (item([], [], "length"), "returned 0 tokens"),
         "after a stop": (item([7, 9, 7], [-0.5] * 3, "stop"), "after a stop token"),
-        "short": (item([9, 9], [-0.5] * 2, "length"), "after 2 of 4 tokens, on token 9"),
+        "short": (item([9, 9], [-0.5] * 2, "length"), "after 2 of 4 tokens with token 9"),
         "foreign stop": (item([9, 3], [-0.5] * 2, "stop"), "with token 3, which is no end token"),
         "stop at the limit": (item([9, 9, 9, 3], [-0.5] * 4, "stop"), "with token 3, which is no end token"),
         "other prompt": (item([9, 7], [-0.5] * 2, "stop", prompt=4), "a prompt of 3 tokens as 4"),

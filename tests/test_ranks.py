@@ -22,8 +22,8 @@ from ppo_repro.shares import check_shares, share_ranges
 from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import TINY
+from tests.support.processes.ranks_worker import QUICK, RUNS, note_tokens
 from tests.support.ranks import cli_ranks, end, start_ranks
-from tests.support.ranks_worker import QUICK, RUNS, note_tokens
 
 pytestmark = pytest.mark.timeout(600)  # of a machine that others use too
 
@@ -92,7 +92,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
         run_dir, _ = run(load_config(TINY, QUICK), folder / "made", Silent())
     shutil.copytree(run_dir, folder / "alone")
     (folder / "two").mkdir()
-    ended = end(start_ranks(*[["-m", "tests.support.ranks_worker", str(folder / "two")]] * 2))
+    ended = end(start_ranks(*[["-m", "tests.support.processes.ranks_worker", str(folder / "two")]] * 2))
     assert [e.code for e in ended] == [0, 0], ended
     found = [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in range(2)]
     return Together(found, folder, manifest.load(run_dir).fingerprint, noted)

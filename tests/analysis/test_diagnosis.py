@@ -17,8 +17,8 @@ from analysis.diagnosis.causes import ADVICE
 from analysis.diagnosis.diagnose import diagnose, diagnose_chunks
 from analysis.diagnosis.evidence import NEEDED, added, measure
 from ppo_repro.errors import UserError
-from tests.support import mismatch_faults as faults
-from tests.support.mismatch_faults import Setting
+from tests.support.cases import mismatch_faults as faults
+from tests.support.cases.mismatch_faults import Setting
 
 pytestmark = pytest.mark.usefixtures("row_noise")
 

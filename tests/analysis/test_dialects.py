@@ -14,8 +14,8 @@ from analysis.dialects import cleanrl, nemo_rl, openrlhf, prime_rl, slime, tinke
 from analysis.dialects.report import DIALECTS, definitions, long_table, main
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from tests.support.clip_rows import RULE, make_item
-from tests.support.padded_rows import Padded, close, few, padded_rollout, padded_steps, random_item, seeds
+from tests.support.cases.clip_rows import RULE, make_item
+from tests.support.cases.padded_rows import Padded, close, few, padded_rollout, padded_steps, random_item, seeds
 
 
 @few

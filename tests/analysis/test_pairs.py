@@ -17,7 +17,7 @@ from analysis.pairs.runs import run_pairs, two_run_pairs, whole_sequences
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader, writer
 from tests.support import synthetic_run
-from tests.support.pairs import LENGTHS, random_chunk
+from tests.support.cases.pairs import LENGTHS, random_chunk
 from tests.support.synthetic_run import bits
 
 

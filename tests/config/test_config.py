@@ -9,7 +9,7 @@ import pytest
 
 from ppo_repro.config.files import build_config, load_config, parse_yaml
 from ppo_repro.errors import UserError
-from tests.support.config_trees import FOLDER, JSONL, tree
+from tests.support.cases.config_trees import FOLDER, JSONL, tree
 from tests.support.paths import SMALL
 from tests.support.runs import small_config
 

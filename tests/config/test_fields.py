@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ppo_repro.config.files import VARIANTS, build_config, dump_yaml, parse_yaml
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from tests.support.config_trees import (
+from tests.support.cases.config_trees import (
     FOLDER,
     TREES,
     Key,

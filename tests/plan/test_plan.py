@@ -350,7 +350,10 @@ def test_sizes_are_decimal(count: int, text: str) -> None:
 def test_a_real_training_step_needs_what_was_planned(kernels: str) -> None:
     mode = "native" if kernels == "native" else "exact"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.memory_step", mode, kernels], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "tests.support.processes.memory_step", mode, kernels],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = json.loads(done.stdout)
     # blocks that the allocator keeps after they are freed come on top; of the parts of a phase not all are there at

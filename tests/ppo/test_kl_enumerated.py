@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.ppo import kl, losses
-from tests.support.enumerated import (
+from tests.support.cases.enumerated import (
     CONTEXTS,
     RESPONSES,
     Response,

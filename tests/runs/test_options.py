@@ -11,8 +11,8 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
+from tests.support.cases.options import FACTORS, NAMES, Choice, overrides, pairwise
 from tests.support.language import run
-from tests.support.option_cases import FACTORS, NAMES, Choice, overrides, pairwise
 from tests.support.paths import TINY
 
 CASES = pairwise()

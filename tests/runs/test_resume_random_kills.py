@@ -100,7 +100,7 @@ def worker(tmp_path: Path) -> Iterator[tuple[Worker, Expected]]:
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(config))
     folder = run_folder(config, tmp_path / "whole")
-    command = [sys.executable, "-m", "tests.support.kill_worker", f"run {path} {tmp_path / 'whole'}"]
+    command = [sys.executable, "-m", "tests.support.processes.kill_worker", f"run {path} {tmp_path / 'whole'}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         made = Worker(process)
         assert made.hear() == "ready" and manifest.load(folder).status == "complete"

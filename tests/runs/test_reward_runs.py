@@ -11,8 +11,8 @@ from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
+from tests.support.cases.options import REWARD_MODEL
 from tests.support.language import rerun, run
-from tests.support.option_cases import REWARD_MODEL
 from tests.support.paths import TINY
 
 

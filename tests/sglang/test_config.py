@@ -19,8 +19,8 @@ from ppo_repro.rollout.sglang.command import (
     server_environment,
 )
 from ppo_repro.runs.open_engine import check_engine, require_same_sampler
-from tests.support.fake_sglang import fake_python
 from tests.support.paths import ROOT, SMALL
+from tests.support.processes.fake_sglang import fake_python
 from tests.support.runs import small_config
 
 SGLANG = "rollout.engine.kind=sglang"

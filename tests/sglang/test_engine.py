@@ -21,8 +21,8 @@ from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import weights
 from ppo_repro.rollout.sglang.client import ServerGone, ServerSilent
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
-from tests.support.fake_sglang import FakeServer, serving, token_of
 from tests.support.models import VOCAB, source_model
+from tests.support.processes.fake_sglang import FakeServer, serving, token_of
 from tests.support.runs import small_config
 
 STOPS = frozenset({3, 17, 40})

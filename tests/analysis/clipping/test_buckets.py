@@ -8,7 +8,7 @@ from analysis.clipping.bucket import clip_bucket, eligible, step_needed
 from analysis.clipping.enrichment import auroc, clip_enrichment, clip_vocab, jaccard, merged_vocab
 from analysis.clipping.flags import token_flags
 from analysis.clipping.update_rows import IterationRows
-from tests.support.clip_rows import RULE, items, make_item
+from tests.support.cases.clip_rows import RULE, items, make_item
 from tests.support.runs import small_config
 
 CONFIG = small_config()

@@ -13,7 +13,7 @@ from analysis.clipping.quality import evaluation_gains, update_numbers, update_q
 from analysis.clipping.update_rows import IterationRows
 from analysis.clipping.words import clip_words, word_ratios
 from ppo_repro.errors import UserError
-from tests.support.clip_rows import items, make_item, single
+from tests.support.cases.clip_rows import items, make_item, single
 from tests.support.runs import small_config
 
 CONFIG = small_config()

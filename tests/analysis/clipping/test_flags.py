@@ -24,7 +24,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
-from tests.support.clip_rows import RULE, items, make_item, rules, single
+from tests.support.cases.clip_rows import RULE, items, make_item, rules, single
 from tests.support.language import run
 from tests.support.runs import small_config
 

@@ -16,7 +16,7 @@ from analysis.mismatch.metrics import update_table, wide
 from analysis.mismatch.sequence import Bounds, mismatch_sequence
 from analysis.mismatch.sums import MismatchSums, merge_sums, mismatch_sums
 from analysis.mismatch.token import bucket_of, mismatch_token, ordered_bits, ulp_distance
-from tests.support.pairs import CHUNKS, chunk, cut
+from tests.support.cases.pairs import CHUNKS, chunk, cut
 
 LOG2 = math.log(2.0)
 SOME = settings(max_examples=30)

@@ -21,7 +21,7 @@ from analysis.pairs.runs import run_pairs
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from tests.support import synthetic_run
-from tests.support.pairs import CHUNKS, chunk, cut, random_chunk
+from tests.support.cases.pairs import CHUNKS, chunk, cut, random_chunk
 
 SOME = settings(max_examples=30)
 LOG = math.log

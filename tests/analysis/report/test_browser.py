@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from analysis.report import build
-from tests.support.hostile_run import HOSTILE, LONG, make_hostile_run
+from tests.support.cases.hostile_run import HOSTILE, LONG, make_hostile_run
 from tests.support.html_page import embedded, tags, tree
 
 pytestmark = pytest.mark.browser

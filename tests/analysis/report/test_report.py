@@ -18,7 +18,7 @@ from analysis.report.page import embedded_json
 from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from tests.support.hostile_run import HOSTILE, LONG, make_hostile_run
+from tests.support.cases.hostile_run import HOSTILE, LONG, make_hostile_run
 from tests.support.html_page import check, embedded
 from tests.support.synthetic_run import make_run, start_run
 

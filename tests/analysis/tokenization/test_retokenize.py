@@ -30,7 +30,7 @@ from analysis.tokenization.tokenizer import (
 )
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.tokenizer import train_tokenizer
-from tests.support.tokens import frames
+from tests.support.cases.tokens import frames
 
 CORPUS = ["aa ab 12", "aab ab", "12 + 34", "é 世"] * 3
 KINDS = ("bpe", "bpe_single_digits", "characters", "words")

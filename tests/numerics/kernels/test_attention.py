@@ -26,7 +26,7 @@ from ppo_repro.numerics.layers import attention as reference
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.layers.attention import attention
 from ppo_repro.numerics.layers.kv_cache import GridCache
-from tests.support.attention_cases import DIMS, NUMBERS, REACHES, Case, make_case, outcome, random_case
+from tests.support.cases.attention import DIMS, NUMBERS, REACHES, Case, make_case, outcome, random_case
 from tests.support.models import qwen2_config, unequal
 from tests.support.paths import ROOT
 
@@ -207,7 +207,7 @@ def test_maxima_are_the_bits_of_the_largest_magnitude() -> None:
 # they differ in the width of vectors and in whether they have fused multiply-add
 MACHINES = {"host": {}, "haswell": {"NUMBA_CPU_NAME": "haswell"}, "generic": {"NUMBA_CPU_NAME": "generic"}}
 REPORT = """
-from tests.support.attention_cases import digest
+from tests.support.cases.attention import digest
 print(digest(200))
 from ppo_repro.numerics.kernels.attention import backward, block, forward, keys, tiles
 def asm(kernel):

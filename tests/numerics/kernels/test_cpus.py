@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernel_digests import digest
 from tests.support.kernels import using
 from tests.support.paths import ROOT
+from tests.support.processes.kernel_digests import digest
 
 # the widest registers of each; empty features, so that those of this CPU are not added
 CPUS = {"generic": "xmm", "haswell": "ymm"}
@@ -23,7 +23,7 @@ CPUS = {"generic": "xmm", "haswell": "ymm"}
 @pytest.mark.parametrize("cpu", CPUS)
 def test_no_kind_of_cpu_changes_a_bit(cpu: str, tmp_path: Path) -> None:
     target = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.support.kernel_digests"]
+    command = [sys.executable, "-m", "tests.support.processes.kernel_digests"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **target}, check=True)
     with using("eager"):
         expected = digest()

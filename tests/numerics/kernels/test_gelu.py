@@ -15,7 +15,7 @@ from ppo_repro.numerics.arithmetic.gates import LAST_TAIL, LIMIT, Gate, normal_c
 from ppo_repro.numerics.kernels import activations
 from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.layers.activations import Gated, gated
-from tests.support.awkward import cases, matrix
+from tests.support.cases.awkward import cases, matrix
 from tests.support.kernels import KINDS, both, seeds, threads, using, values
 from tests.support.models import seeded, unequal
 

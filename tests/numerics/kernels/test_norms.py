@@ -14,7 +14,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm
-from tests.support.awkward import cases, matrix
+from tests.support.cases.awkward import cases, matrix
 from tests.support.kernels import both, outcome, threads, using
 from tests.support.models import seeded
 

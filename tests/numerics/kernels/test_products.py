@@ -16,7 +16,7 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.products import NOTHING, PreparedWeight, add_products, row_exponents
-from tests.support.awkward import cases, matrix
+from tests.support.cases.awkward import cases, matrix
 from tests.support.models import seeded, unequal
 
 BACKENDS = [name for name in backend.BACKENDS if name != "amx" or backend.has_amx()]

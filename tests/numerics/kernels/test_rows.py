@@ -15,7 +15,7 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.activations import SiLU
 from ppo_repro.numerics.layers.norms import ExactRMSNorm
-from tests.support.awkward import cases, matrix
+from tests.support.cases.awkward import cases, matrix
 from tests.support.models import seeded, unequal
 
 Case = tuple[int, int, str]

@@ -1,6 +1,6 @@
 """Digests of what the kernels make of fixed cases, and the widest registers they use; run on kinds of CPUs.
 
-python -m tests.support.kernel_digests prints {"digest": ..., "registers": ...}.
+python -m tests.support.processes.kernel_digests prints {"digest": ..., "registers": ...}.
 Numba reads the CPU from the environment.
 """
 

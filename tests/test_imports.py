@@ -145,6 +145,12 @@ def test_records_need_no_torch() -> None:
         assert not {"torch", "transformers"} & top(imports(path)), path
 
 
+def test_no_test_imports_another_test() -> None:
+    for path in files("tests/**/*.py"):
+        modules = {name for name in imports(path) if name.startswith("tests.")}
+        assert all(name.startswith("tests.support") for name in modules), path
+
+
 def test_analyses_read_records_only() -> None:
     allowed = ("ppo_repro.records", "ppo_repro.disk", "ppo_repro.errors", "ppo_repro.config")
     for path in files("analysis/**/*.py"):

@@ -14,19 +14,10 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent
 from tests.support.language import run
+from tests.support.machines import CAPS
 from tests.support.paths import ROOT, SMALL
 
 QUICKSTART = ROOT / "experiments" / "quickstart.yaml"
-
-# each takes instructions away from one or more of torch, MKL and NumPy
-CAPS = [
-    {"ATEN_CPU_CAPABILITY": "default"},
-    {"ATEN_CPU_CAPABILITY": "avx2"},
-    {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
-    {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
-    {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"},
-    {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX2 FMA3"},
-]
 
 
 def fingerprint(out: Path, cap: dict[str, str], *overrides: str, program: str = "ppo_repro") -> str:

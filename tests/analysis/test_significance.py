@@ -12,25 +12,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from analysis.stats import power, resampling, significance
-from analysis.stats.significance import Estimate, Floats
+from analysis.stats.significance import Estimate
+from tests.support.statistics import array, limits, rng
 
 SOME = settings(max_examples=40)
 NUMBERS = st.lists(st.integers(-50, 50).map(lambda x: x / 8), min_size=1, max_size=9)
 SETS = 400
-
-
-def rng(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-def array(*values: float) -> Floats:
-    return np.array(values, np.float64)
-
-
-def limits(rate: float, sets: int) -> tuple[float, float]:
-    """Where the share of rejections lies with probability 0.999 if each has this probability."""
-    low, high = stats.binom.interval(0.999, sets, rate)
-    return float(low) / sets, float(high) / sets
 
 
 def test_sign_flip_by_hand() -> None:

@@ -15,7 +15,7 @@ from scipy import stats
 from analysis.stats import survival, two_sample
 from analysis.stats.two_sample import Ints
 from ppo_repro.errors import UserError
-from tests.analysis.test_significance import array, limits, rng
+from tests.support.statistics import array, limits, rng
 
 SOME = settings(max_examples=30)
 SETS = 200

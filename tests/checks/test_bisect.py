@@ -23,8 +23,8 @@ from ppo_repro.errors import UserError
 from ppo_repro.records.bisect import read_table
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
-from tests.rollout.test_rollout import STOPS, requests_of
 from tests.support.models import CONTEXT, policy, unequal
+from tests.support.rollout import STOPS, requests_of
 
 pytestmark = pytest.mark.usefixtures("row_noise")
 

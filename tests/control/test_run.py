@@ -25,14 +25,12 @@ from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs.diff import first_difference, first_table_difference
 from ppo_repro.runs.run import Resumed
 from ppo_repro.watcher import Silent
-from tests.commands.test_cli import Cli, cli, one_line
 from tests.support import synthetic_run
+from tests.support.cli import Cli, one_line
 from tests.support.control import rerun, resume, run, small_control
+from tests.support.machines import CAPS
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 from tests.support.row_dependent import row_dependent_linear
-from tests.test_machines import CAPS
-
-__all__ = ["cli"]  # a fixture
 
 REAL = (
     "environment.id=Pendulum-v1", "environment.num_envs=3", "environment.steps_per_env=120", "ppo.minibatch_size=72",

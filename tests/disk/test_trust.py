@@ -21,7 +21,7 @@ from ppo_repro.models.reward_model import load_reward_model
 from ppo_repro.records import manifest
 from ppo_repro.runs.run import run_folder
 from ppo_repro.watcher import Silent
-from tests.commands.test_cli import folder_config
+from tests.support.cli import folder_config
 from tests.support.language import run
 from tests.support.paths import ROOT, TINY
 

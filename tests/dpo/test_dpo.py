@@ -26,8 +26,8 @@ from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import sampling_of
 from ppo_repro.watcher import Silent
-from tests.commands.test_cli import Cli, cli, one_line  # noqa: F401 (a fixture)
-from tests.config.test_fields import leaf_fields
+from tests.support.cases.config_trees import leaf_fields
+from tests.support.cli import Cli, one_line
 from tests.support.language import run
 from tests.support.paths import ROOT
 from tests.support.runs import small_config
@@ -191,7 +191,7 @@ def test_another_reference_than_the_recorded_one_is_a_broken_promise(source: Pat
         train_dpo(config_of(changed, tmp_path), tmp_path, Silent())
 
 
-def test_the_command(cli: Cli, trained: DPOResult, source: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command(cli: Cli, trained: DPOResult, source: Path, tmp_path: Path) -> None:
     path = write_config(source, tmp_path)
     code, out, _ = cli("dpo", path, "--out", tmp_path, "--json")
     found = json.loads(out)
@@ -215,7 +215,7 @@ def test_the_command(cli: Cli, trained: DPOResult, source: Path, tmp_path: Path)
         ("numerics.max_context=6", "rollout.max_response_tokens = 6 must be smaller than numerics.max_context"),
     ],
 )
-def test_mistakes_are_one_line(cli: Cli, source: Path, tmp_path: Path, override: str, message: str) -> None:  # noqa: F811
+def test_mistakes_are_one_line(cli: Cli, source: Path, tmp_path: Path, override: str, message: str) -> None:
     code, out, err = cli("dpo", write_config(source, tmp_path), "--out", tmp_path / "out", "--set", override)
     assert (code, out) == (2, "") and message in one_line(err)
     assert not list((tmp_path / "out").rglob("*"))

@@ -16,7 +16,7 @@ from ppo_repro.models.adapter_folder import TENSORS_NAME, save_adapter
 from ppo_repro.models.lora import ExactLoraOptimizer, Lora, add_lora, make_lora_optimizer
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.logprobs import token_statistics
-from tests.models.test_lora import ALPHA, RANK, SETTINGS, adapted, learn
+from tests.support.lora import ALPHA, RANK, SETTINGS, adapted, learn
 from tests.support.models import CONTEXT, lay_out, ragged, seeded, source_model, unequal
 
 FAMILIES = ("qwen3", "gpt2", "gpt_neox")

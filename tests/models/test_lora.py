@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.errors import UserError
-from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers, make_lora_optimizer
+from ppo_repro.models.batches import lay_out
+from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers
 from ppo_repro.models.networks import freeze, make_policy, make_value_model, policy_logits
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
@@ -22,54 +21,14 @@ from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings, OptimizerState
-from ppo_repro.numerics.optim.optimizer import Optimizer, make_optimizer, weights_digest
+from ppo_repro.numerics.optim.optimizer import make_optimizer, weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import checkpoint_format
-from tests.support.models import ARCHITECTURES, CONTEXT, ragged, scored, seeded, source_model, unequal
+from tests.support.lora import ALPHA, PROMPTS, RANK, SETTINGS, adapted, learn
+from tests.support.models import ARCHITECTURES, CONTEXT, seeded, source_model, unequal
 
-SETTINGS = AdamWSettings(2e-2, 0.9, 0.95, 1e-8, 0.01, 1.0)
 FROZEN = AdamWSettings(0.0, 0.9, 0.95, 1e-8, 0.01, 1.0)
-RANK, ALPHA, COUNT = 4, 12.0, 9
-PROMPTS, RESPONSES = ragged(COUNT, 3, prompt=12)
-TOKENS = sum(map(len, RESPONSES))
-
-
-def adapted(
-    architecture: str, mode: str, targets: tuple[str, ...] = (), settings: AdamWSettings = SETTINGS
-) -> tuple[PreTrainedModel, Lora, Optimizer]:
-    policy = make_policy(source_model(architecture), mode, CONTEXT)
-    lora = add_lora(policy, RANK, ALPHA, targets, seed=5)
-    return policy, lora, make_lora_optimizer(policy, lora, settings)
-
-
-def learn(
-    policy: PreTrainedModel,
-    optimizer: Optimizer,
-    mode: str,
-    steps: int,
-    micro_batch: int = 0,
-    padding: str = "right",
-    order_seed: int = 0,
-) -> None:
-    """Some steps on the same sequences with random advantages, cut up and ordered in some way."""
-    order = torch.randperm(COUNT, generator=seeded(order_seed)).tolist() if order_seed else list(range(COUNT))
-    by_sequence = torch.randn(COUNT, generator=seeded(4)).tolist()
-    prompts, responses = [PROMPTS[i] for i in order], [RESPONSES[i] for i in order]
-    advantages = torch.tensor([by_sequence[i] for i in order for _ in RESPONSES[i]])
-
-    def loss(batch: TokenBatch, first: int, last: int) -> Tensor:
-        logprobs, entropies = token_statistics(policy_logits(policy, batch), batch.targets, 0.9, None, mode)
-        losses = -logprobs * advantages[first:last] - 0.01 * entropies
-        torch.autograd.backward(losses, torch.full_like(losses, 1.0 / TOKENS))
-        return losses.detach()
-
-    for _ in range(steps):
-        optimizer.step(lambda: void(scored(prompts, responses, padding, micro_batch, loss)), 200)
-
-
-def void(_: object) -> None:
-    """An expression as a statement."""
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])

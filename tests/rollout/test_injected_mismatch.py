@@ -24,11 +24,11 @@ from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, gumbel_noise, normal_noise, sample
 from ppo_repro.stages.rollout import sampling_of
 from ppo_repro.watcher import Silent
-from tests.rollout.test_sampler import drawn_case, murmur3
 from tests.support.language import run
 from tests.support.models import unequal
 from tests.support.paths import SMALL
 from tests.support.runs import small_config
+from tests.support.sampler import drawn_case, murmur3
 
 SIGMA = 0.1
 

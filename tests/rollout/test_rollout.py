@@ -31,17 +31,11 @@ from tests.support.models import (
     unequal,
     value_model,
 )
+from tests.support.rollout import STOPS, requests_of
 
-STOPS = frozenset({3, 17, 40, 41, 42, 60})
 PLAIN = Sampling(1.0, 0, 1.0, 12)
 SAMPLINGS = (PLAIN, Sampling(0.7, 0, 1.0, 12), Sampling(1.0, 9, 1.0, 12), Sampling(1.3, 0, 0.8, 12))
 PADDINGS = ("right", "left", "none")
-
-
-def requests_of(count: int, seed: int, longest: int = 14) -> list[Request]:
-    prompts, _ = ragged(count, seed, prompt=longest)
-    seeds = torch.randint(0, 2**62, (count,), generator=seeded(seed + 1)).tolist()
-    return [Request(tuple(p), s) for p, s in zip(prompts, seeds, strict=True)]
 
 
 def engine(architecture: str, mode: str, slots: int = 16, prefill_chunk: int = 0) -> TorchEngine:

@@ -15,23 +15,7 @@ from ppo_repro.numerics.logprobs import expand_kept, pack_bits, token_statistics
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import cut, first_argmax, gumbel_noise, murmur_hash32, sample
 from tests.support.models import seeded, unequal
-
-MASK = 0xFFFFFFFF
-
-
-def murmur3(data: bytes, seed: int = 0) -> int:
-    """MurmurHash3_x86_32 over bytes whose length is a multiple of 4."""
-    h = seed
-    for (word,) in struct.iter_unpack("<I", data):
-        k = word * 0xCC9E2D51 & MASK
-        k = (k << 15 | k >> 17) & MASK
-        h ^= k * 0x1B873593 & MASK
-        h = (h << 13 | h >> 19) & MASK
-        h = (h * 5 + 0xE6546B64) & MASK
-    h ^= len(data)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        h = (h ^ h >> shift) * factor & MASK
-    return h ^ h >> 16
+from tests.support.sampler import MASK, drawn_case, murmur3
 
 
 def test_murmur3_gives_the_published_values() -> None:
@@ -84,13 +68,6 @@ def test_different_seeds_and_positions_give_different_noise() -> None:
     positions = torch.tensor([5, 5, 6, 5, 5])
     rows = {tuple(row) for row in gumbel_noise(seeds, positions, 20).tolist()}
     assert len(rows) == 5
-
-
-def drawn_case(n: int, v: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = seeded(seed)
-    logits = torch.randn(n, v, generator=generator) * 2.0
-    seeds = torch.randint(-(2**62), 2**62, (n,), generator=generator)
-    return logits, seeds, torch.randint(0, 4096, (n,), generator=generator)
 
 
 def full_logprobs(logits: Tensor, temperature: float) -> list[list[float]]:

@@ -22,7 +22,7 @@ from ppo_repro.runs import checkpoint_format
 from ppo_repro.runs.checkpoint_format import Checkpoint
 from ppo_repro.runs.run import Resumed
 from ppo_repro.watcher import Silent
-from tests.commands.test_cli import PROMPTS, Cli, folder_config, one_line, write_prompts
+from tests.support.cli import PROMPTS, Cli, folder_config, one_line, write_prompts
 from tests.support.language import resume
 from tests.support.resume import OTHER_LAYOUT, THREADS, Recorded, kill, launch_run, newest, record, wait_until
 from tests.support.row_dependent import NOISE, row_dependent_linear

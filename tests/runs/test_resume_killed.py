@@ -11,7 +11,7 @@ import pytest
 
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent
-from tests.commands.test_cli import Cli
+from tests.support.cli import Cli
 from tests.support.language import resume, run
 from tests.support.paths import SMALL
 from tests.support.resume import (

@@ -21,8 +21,8 @@ from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import command
 from ppo_repro.rollout.sglang.client import Call, post
 from ppo_repro.rollout.torch_engine import TorchEngine
-from tests.sglang.test_server import Subject, subject
 from tests.support.models import unequal
+from tests.support.sglang import Subject, subject
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 LONG = Sampling(1.0, 0, 1.0, 160)

@@ -14,13 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
@@ -28,69 +26,18 @@ from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.client import ServerSilent, post
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
-from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.prepare import Prepared
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, run
 from tests.support.models import unequal
 from tests.support.paths import ROOT, SMALL
 from tests.support.row_dependent import NOISE, row_dependent_linear
 from tests.support.runs import small_config
+from tests.support.sglang import PYTHON, WARM, Subject, members, settings_of, subject
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
-CONTEXT = 600  # the servers' and of every exact run on them: it fixes the number grids
-PYTHON = os.environ.get("PPO_REPRO_SGLANG_PYTHON", "")
-WARM = "model.warm_start_steps=0", f"numerics.max_context={CONTEXT}"
 PLAIN = Sampling(1.0, 0, 1.0, 6)
 SYNCS = ("disk", "tensor", "distributed")
-
-
-def config_of(*overrides: str) -> RunConfig:
-    if not PYTHON:
-        raise RuntimeError("PPO_REPRO_SGLANG_PYTHON is not set: the interpreter of an environment by .ci/sglang.sh")
-    return small_config("rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", *WARM, *overrides)
-
-
-def settings_of(config: RunConfig) -> SGLangServers:
-    assert isinstance(config.rollout.engine, SGLangServers)
-    return config.rollout.engine
-
-
-@dataclass(frozen=True)
-class Subject:
-    """Servers, and the model they are to hold."""
-
-    config: RunConfig
-    prepared: Prepared
-    engine: SGLangEngine
-
-    @property
-    def urls(self) -> str:
-        return "rollout.engine.urls=[" + ",".join(found.url for found in self.engine.fleet.servers) + "]"
-
-    def forget(self) -> None:
-        """Somebody else has used the servers: bring weights again."""
-        self.engine._server_digests.update({found.url: "" for found in self.engine.fleet.servers})
-
-    @contextlib.contextmanager
-    def told(self, **changes: object) -> Iterator[SGLangEngine]:
-        """The engine with other settings for a while."""
-        before = self.engine.fleet.engine
-        self.engine.fleet.engine = before.model_copy(update=changes)
-        try:
-            yield self.engine
-        finally:
-            self.engine.fleet.engine = before
-
-
-@contextlib.contextmanager
-def subject(folder: Path, *overrides: str) -> Iterator[Subject]:
-    config = config_of(*overrides)
-    prepared = prepare(config, lambda step, total, loss: None)
-    policy, stops = prepared.state.policy, prepared.engine.stop_ids
-    with sglang_engine(config, settings_of(config), policy, stops, folder, lambda seconds: None) as engine:
-        groups = [found.process.group for found in engine.fleet.servers if found.process]
-        yield Subject(config, prepared, engine)
-    assert groups and not any(members(group) for group in groups)
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +51,6 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     sets = "rollout.engine.numerics=stock", "numerics.mode=native"
     with subject(tmp_path_factory.mktemp("stock"), *sets) as found:
         yield found
-
-
-def members(group: int) -> list[int]:
-    """Processes of a group that have not ended."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                found.append(int(path.parent.name))
-    return found
 
 
 def scheduler_of(group: int) -> int:

@@ -16,8 +16,8 @@ from analysis.compare.rows import Row, run_compare
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, writer
 from ppo_repro.runs import diff
-from tests.analysis.test_significance import array, rng
 from tests.support import synthetic_run
+from tests.support.statistics import array, rng
 
 
 @pytest.fixture(scope="module")

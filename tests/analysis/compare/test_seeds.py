@@ -14,7 +14,7 @@ import pytest
 from analysis.compare import verdicts
 from analysis.compare.seeds import compare_groups, groups_of
 from ppo_repro.errors import UserError
-from tests.analysis.test_significance import limits, rng
+from tests.support.statistics import limits, rng
 
 
 def cells(values: Mapping[tuple[str, str], Sequence[float]], metric: str = "final.score") -> pd.DataFrame:

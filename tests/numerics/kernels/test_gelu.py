@@ -9,25 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from ppo_repro.numerics.arithmetic.gates import LAST_TAIL, LIMIT, Gate, normal_cdf, quick_gate, tanh_gate
+from ppo_repro.numerics.arithmetic.gates import LAST_TAIL, LIMIT
 from ppo_repro.numerics.kernels import activations
 from ppo_repro.numerics.kernels.core.compile import kernel
-from ppo_repro.numerics.layers.activations import Gated, gated
+from ppo_repro.numerics.layers.activations import gated
 from tests.support.cases.awkward import cases, matrix
+from tests.support.cases.gelu import GATES, results
 from tests.support.kernels import KINDS, both, seeds, threads, using, values
 from tests.support.models import seeded, unequal
-
-GATES = {"erf": normal_cdf, "tanh": tanh_gate, "quick": quick_gate}
-
-
-def results(gate: Gate, x: Tensor, upstream: Tensor) -> list[Tensor]:
-    """Values with and without autograd, and the gradient. All NaNs are made equal: their bits are not specified."""
-    leaf = x.detach().requires_grad_()
-    y = Gated.apply(leaf, gate)
-    tensors = [y.detach(), gated(x.detach(), gate), torch.autograd.grad(y, leaf, upstream)[0]]
-    return [torch.where(r.isnan(), math.nan, r) for r in tensors]
 
 
 @pytest.mark.parametrize("name", GATES)

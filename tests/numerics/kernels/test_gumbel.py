@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic.distribution import distribution
@@ -16,21 +15,11 @@ from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.rollout import sampler
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import gumbel_noise, murmur_hash32, sample
-from tests.support.kernels import KINDS, Array, both, seeds, threads, using, values
+from tests.support.cases.gumbel import CUTS, samples
+from tests.support.kernels import KINDS, Array, both, seeds, threads, using
 
 MASK = 0xFFFFFFFF
-CUTS = ((0, 1.0), (0, 1.0), (5, 1.0), (0, 0.8), (7, 0.9), (1, 1.0))
 EDGES = np.unique(np.clip([(2**k) + d for k in range(33) for d in range(-300, 301)], 0, MASK)).astype(np.uint32)
-
-
-def samples(
-    seed: int, n: int, v: int, kind: str, cuts: tuple[int, float], temperature: float, greedy: bool
-) -> list[Tensor]:
-    rng = np.random.default_rng(seed)
-    logits = torch.from_numpy(values(kind, (n, v), rng))
-    keys = torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, n))
-    positions = torch.from_numpy(rng.integers(0, 2**31, n))
-    return list(vars(sample(logits, keys, positions, Sampling(temperature, *cuts, 1, greedy), "exact")).values())
 
 
 Case = tuple[int, int, int, str, tuple[int, float], float, bool]

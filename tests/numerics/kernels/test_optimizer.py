@@ -9,32 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import gradients
 from ppo_repro.numerics.kernels import optimizer as kernels
 from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, NativeAdamW, exact_norm
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer, weights_digest
-from tests.numerics.optim.test_optimizer import backward_of, linear_model
 from tests.support.kernels import KINDS, both, seeds, threads, using, values
 from tests.support.models import unequal
+from tests.support.optimizer import backward_of, linear_model, steps
 
 SIZES = st.sampled_from([1, 2, 7, 16, 33, 1000, 70_001])
-
-
-def steps(seed: int, size: int, kind: str, optimizer: AdamWSettings) -> list[Tensor]:
-    """Weights and moments after three steps on random gradients, and their norms."""
-    rng = np.random.default_rng(seed)
-    model = nn.Linear(size, 1, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.from_numpy(values(kind if rng.random() < 0.5 else "normal", (1, size), rng)))
-    adamw, norms = ExactAdamW({"weight": model.weight}), []
-    for _ in range(3):
-        gradient = torch.from_numpy(values(kind, (1, size), rng))
-        norms.append(exact_norm([gradient, model.weight.detach()]))
-        adamw.apply(optimizer, {"weight": gradient}, norms[-1])
-    return [model.weight, adamw.first["weight"], adamw.second["weight"], torch.tensor(norms, dtype=torch.float64)]
 
 
 adamw_settings = st.builds(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,34 +11,13 @@ from torch import Tensor, nn
 from ppo_repro.errors import NumericsError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, make_optimizer, weights_digest
 from tests.support.models import CONTEXT, ragged, seeded, source_model, unequal
+from tests.support.optimizer import backward_of, linear_model
 
 SETTINGS = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)
 FROZEN = AdamWSettings(0.0, 0.9, 0.95, 1e-8, 0.1, 1.0)
-
-
-def linear_model(seed: int = 0) -> ExactLinear:
-    layer = nn.Linear(6, 4)
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.copy_(torch.randn(p.shape, generator=seeded(seed + p.dim())))
-    return ExactLinear(layer, "layer")
-
-
-def backward_of(model: nn.Module, factor: float, calls: list[float] | None = None) -> Callable[[], None]:
-    x = torch.randn(20, 6, generator=seeded(7))
-    target = torch.randn(20, 4, generator=seeded(8))
-
-    def backward() -> None:
-        if calls is not None:
-            calls.append(factor)
-        y = model(x)
-        torch.autograd.backward(y, (y.detach() - target) * factor)
-
-    return backward
 
 
 def test_adamw_is_its_definition_in_float64() -> None:

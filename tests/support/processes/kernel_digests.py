@@ -15,14 +15,14 @@ import torch
 from ppo_repro.numerics.kernels import activations, gumbel, layer_norm, norms, optimizer
 from ppo_repro.numerics.kernels import token_statistics as statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings
-from tests.numerics.kernels.test_gelu import GATES
-from tests.numerics.kernels.test_gelu import results as gelu_results
-from tests.numerics.kernels.test_gumbel import CUTS, samples
-from tests.numerics.kernels.test_norms import NORMS, norm_of, normed, trained
-from tests.numerics.kernels.test_optimizer import steps
-from tests.numerics.kernels.test_token_statistics import MASKS, TEMPERATURES
-from tests.numerics.kernels.test_token_statistics import statistics as token_statistics
+from tests.support.cases.gelu import GATES
+from tests.support.cases.gelu import results as gelu_results
+from tests.support.cases.gumbel import CUTS, samples
+from tests.support.cases.norms import NORMS, norm_of, normed, trained
+from tests.support.cases.token_statistics import MASKS, TEMPERATURES
+from tests.support.cases.token_statistics import statistics as token_statistics
 from tests.support.kernels import KINDS, outcome, using, values
+from tests.support.optimizer import steps
 
 COMPILED = (
     statistics._forward,

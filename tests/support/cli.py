@@ -1,0 +1,65 @@
+"""The command line in the process of a test, and small inputs for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.commands.cli import main
+
+
+class Cli:
+    """Runs the program in this process and keeps what it said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["ppo-repro", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = self.capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(monkeypatch, capsys)
+
+
+def one_line(err: str) -> str:
+    """The single error line; progress lines may stand before it."""
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and err.rstrip().endswith(errors[0]), err
+    assert "Traceback" not in err
+    return errors[0]
+
+
+def write_prompts(path: Path, *prompts: str) -> Path:
+    lines = [json.dumps({"prompt": p, "answer": "3", "key": f"p{i}"}) for i, p in enumerate(prompts)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def folder_config(path: Path, policy: Path, prompts: Path, reward: str = "") -> Path:
+    term = f'{{kind: function, path: "{reward}"}}' if reward else "{kind: exact_match}"
+    path.write_text(
+        f"""
+experiment: real
+seed: 1
+model: {{kind: folder, path: "{policy}"}}
+task: {{kind: jsonl, path: "{prompts}", num_eval_prompts: 2}}
+rollout: {{prompts_per_iteration: 4, samples_per_prompt: 2, max_response_tokens: 4}}
+reward: {{terms: [{term}]}}
+value: {{learning_rate: 1e-4}}
+ppo: {{iterations: 2, epochs: 1, minibatch_size: 4, learning_rate: 1e-4}}
+numerics: {{max_context: 16}}
+"""
+    )
+    return path
+
+
+PROMPTS = [f"{a}+{b}=" for a in range(3) for b in range(3)]

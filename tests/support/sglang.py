@@ -1,0 +1,83 @@
+"""Real SGLang servers, and what is compared with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.run import RunConfig
+from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.runs.prepare import Prepared, prepare
+from tests.support.runs import small_config
+
+CONTEXT = 600  # the servers' and of every exact run on them: it fixes the number grids
+
+
+PYTHON = os.environ.get("PPO_REPRO_SGLANG_PYTHON", "")
+
+
+WARM = "model.warm_start_steps=0", f"numerics.max_context={CONTEXT}"
+
+
+def config_of(*overrides: str) -> RunConfig:
+    if not PYTHON:
+        raise RuntimeError("PPO_REPRO_SGLANG_PYTHON is not set: the interpreter of an environment by .ci/sglang.sh")
+    return small_config("rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", *WARM, *overrides)
+
+
+def settings_of(config: RunConfig) -> SGLangServers:
+    assert isinstance(config.rollout.engine, SGLangServers)
+    return config.rollout.engine
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Servers, and the model they are to hold."""
+
+    config: RunConfig
+    prepared: Prepared
+    engine: SGLangEngine
+
+    @property
+    def urls(self) -> str:
+        return "rollout.engine.urls=[" + ",".join(found.url for found in self.engine.fleet.servers) + "]"
+
+    def forget(self) -> None:
+        """Somebody else has used the servers: bring weights again."""
+        self.engine._server_digests.update({found.url: "" for found in self.engine.fleet.servers})
+
+    @contextlib.contextmanager
+    def told(self, **changes: object) -> Iterator[SGLangEngine]:
+        """The engine with other settings for a while."""
+        before = self.engine.fleet.engine
+        self.engine.fleet.engine = before.model_copy(update=changes)
+        try:
+            yield self.engine
+        finally:
+            self.engine.fleet.engine = before
+
+
+@contextlib.contextmanager
+def subject(folder: Path, *overrides: str) -> Iterator[Subject]:
+    config = config_of(*overrides)
+    prepared = prepare(config, lambda step, total, loss: None)
+    policy, stops = prepared.state.policy, prepared.engine.stop_ids
+    with sglang_engine(config, settings_of(config), policy, stops, folder, lambda seconds: None) as engine:
+        groups = [found.process.group for found in engine.fleet.servers if found.process]
+        yield Subject(config, prepared, engine)
+    assert groups and not any(members(group) for group in groups)
+
+
+def members(group: int) -> list[int]:
+    """Processes of a group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found.append(int(path.parent.name))
+    return found

@@ -36,6 +36,7 @@ REAL = (
     "environment.id=Pendulum-v1", "environment.num_envs=3", "environment.steps_per_env=120", "ppo.minibatch_size=72",
     "ppo.value_clip_range=null", "ppo.iterations=2", "evaluation.episodes=1",
 )  # fmt: skip
+LIMITED = ("environment.id=tests/Limited-v0", "ppo.iterations=3", "evaluation.episodes=0")
 LAYOUTS = [
     ("layout.envs_per_forward=1", "layout.backend=eager"),
     ("layout.envs_per_forward=4", "layout.update_micro_batch=7", "layout.backend=dgemm"),
@@ -63,6 +64,11 @@ def native(folder: Path) -> Path:
     """The negative control: native numerics whose sums depend on the number of rows on every processor."""
     with row_dependent_linear():
         return run(small_control("numerics.mode=native"), folder, Silent())[0]
+
+
+@pytest.fixture(scope="module")
+def limited(folder: Path) -> Path:
+    return run(small_control(*LIMITED), folder, Silent())[0]
 
 
 @pytest.fixture
@@ -252,10 +258,9 @@ def test_the_gradient_norm_is_that_of_both_networks() -> None:
         "network.hidden_layers=1",
     ],
 )
-def test_every_option_has_an_effect(override: str, tmp_path: Path) -> None:
-    base = ("environment.id=tests/Limited-v0", "ppo.iterations=3", "evaluation.episodes=0")
-    found = [run(small_control(*base, *more), tmp_path, Silent())[0] for more in ((), (override,))]
-    assert manifest.load(found[0]).fingerprint != manifest.load(found[1]).fingerprint
+def test_every_option_has_an_effect(override: str, limited: Path, tmp_path: Path) -> None:
+    changed = run(small_control(*LIMITED, override), tmp_path, Silent())[0]
+    assert manifest.load(limited).fingerprint != manifest.load(changed).fingerprint
 
 
 def test_a_killed_run_is_completed_and_compared(copy: Path, exact: Path) -> None:
@@ -346,6 +351,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_without_gymnasium_one_line_says_what_to_install(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_GYMNASIUM, str(SMALL_CONTROL), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

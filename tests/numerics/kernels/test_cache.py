@@ -1,8 +1,12 @@
-"""The cache of compiled kernels: every change of the sources that could change machine code gives another folder."""
+"""The cache of compiled kernels: shared by checkouts with the same sources, and another one after any change of them."""
 
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,3 +103,35 @@ def test_kernels_take_nothing_from_files_that_the_digest_leaves_out() -> None:
     assert sum(len(names) for names in ours.values()) > 50, "the imports are imported"
     others = {name: {i for i in names if not inside(i, HASHED + WITHOUT_EFFECT)} for name, names in ours.items()}
     assert {name: names for name, names in others.items() if names} == {}
+
+
+COMPILED_OR_LOADED = """
+import numpy as np
+from ppo_repro.numerics.kernels import layer_parts
+
+x = np.ones((3, 5), np.float32)
+layer_parts.add(x, x)
+stats = layer_parts._add.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), layer_parts.__file__)
+"""
+
+
+def loaded_and_compiled(checkout: Path, cache: Path) -> tuple[int, int]:
+    """How many times a process of this checkout loads a kernel from the cache, and compiles it."""
+    environment = {"PYTHONPATH": str(checkout), "XDG_CACHE_HOME": str(cache), "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-c", COMPILED_OR_LOADED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=checkout)
+    hits, misses, file = done.stdout.split()
+    assert Path(file).is_relative_to(checkout)
+    return int(hits), int(misses)
+
+
+@pytest.mark.slow
+def test_checkouts_with_the_same_sources_share_what_is_compiled(tmp_path: Path) -> None:
+    for name in ("first", "second"):  # copies are newer files in another place
+        shutil.copytree(PACKAGE, tmp_path / name / "ppo_repro", ignore=shutil.ignore_patterns("__pycache__"))
+    assert loaded_and_compiled(tmp_path / "first", tmp_path / "cache") == (0, 1)
+    assert loaded_and_compiled(tmp_path / "second", tmp_path / "cache") == (1, 0)
+    with (tmp_path / "second/ppo_repro/numerics/kernels/core/vectors.py").open("a") as source:
+        source.write("# changed\n")
+    assert loaded_and_compiled(tmp_path / "second", tmp_path / "cache") == (0, 1)

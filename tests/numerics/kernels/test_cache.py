@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: shared by checkouts with the same sources, and another one after any change of them."""
+"""The cache of compiled kernels: shared by checkouts with the same sources, another one after any change of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # PYTHON=python3.12 and TORCH_BACKEND=cu130 are read when the environment is made, VENV=folder always: .ci/setup.sh.
 VENV ?= .venv
 export VENV
+# each of many processes would compile the sources of its libraries again, seconds of it
+unexport PYTHONDONTWRITEBYTECODE
 BIN = $(VENV)/bin
 # as many processes as there are cores, at most four; each computes with one thread
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4

@@ -137,8 +137,7 @@ def test_minibatches_smaller_than_the_number_of_processes(together: Together, tm
 @pytest.mark.usefixtures("row_noise")
 def test_two_native_processes_leave_another_fingerprint(together: Together, tmp_path: Path) -> None:
     run_dir, _ = run(load_config(TINY, RUNS["native"]), tmp_path, Silent())
-    several = {together.found[0][name] for name in ("native", "native, three to one")}
-    assert len(several | {manifest.load(run_dir).fingerprint}) == 3
+    assert together.found[0]["native"] != manifest.load(run_dir).fingerprint
 
 
 def test_two_processes_rerun_what_one_recorded(together: Together) -> None:
@@ -158,6 +157,7 @@ def test_only_the_first_rank_records(together: Together) -> None:
     assert json.loads((run_dir / "environment.json").read_text())["processes"] == 2
 
 
+@pytest.mark.slow
 def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path: Path) -> None:
     ended = cli_ranks(2, "run", TINY, "--out", tmp_path, "--set", "ppo.epochs=two")
     assert [e.code for e in ended] == [2, 2]

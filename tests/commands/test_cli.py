@@ -14,7 +14,7 @@ import pytest
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.support.cli import PROMPTS, Cli, folder_config, one_line, write_prompts
-from tests.support.models import ARCHITECTURES, CLASSES, CONFIGS, fill
+from tests.support.models import CLASSES, CONFIGS, FAMILIES, fill
 from tests.support.paths import ROOT, SMALL
 from tests.support.runs import recorded_iterations
 
@@ -115,7 +115,7 @@ def test_real_input_with_a_reward_of_ones_own(
     assert code == 2 and "changed since the run was recorded" in one_line(err)
 
 
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a != "qwen3"])
+@pytest.mark.parametrize("architecture", [f for f in FAMILIES if f != "qwen3"])
 def test_other_architectures_hold_the_same_promises(
     cli: Cli, tmp_path: Path, policy_folder: Path, architecture: str
 ) -> None:
@@ -206,6 +206,7 @@ def wait_for(found: object, seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> None:
     process = start(tmp_path, "ppo.iterations=2000")
     wait_for(lambda: recorded_iterations(tmp_path) > 1)

@@ -121,6 +121,7 @@ def test_the_control_finds_differences_and_is_asked_for(
     assert "a control must have some" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_temperature_sampled_at(exact_run: Path) -> None:
     config = checked_config(exact_run, False)
     hot = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 2.0})})
@@ -158,6 +159,7 @@ def test_the_verdict_can_fail() -> None:
     )
 
 
+@pytest.mark.slow
 def test_other_starting_weights_are_refused(
     exact_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -236,6 +236,7 @@ def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     assert manifest.load(run_folder(cell.config, folder)).status == "running"  # as after a kill
 
 
+@slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = grid_file(tmp_path, {}, [1])
     assert _run(["grid", str(path), "--out", str(tmp_path / "out"), "--json"]) == 0

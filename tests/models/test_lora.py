@@ -26,13 +26,13 @@ from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import checkpoint_format
 from tests.support.lora import ALPHA, PROMPTS, RANK, SETTINGS, adapted, learn
-from tests.support.models import ARCHITECTURES, CONTEXT, seeded, source_model, unequal
+from tests.support.models import CONTEXT, FAMILIES, seeded, source_model, unequal
 
 FROZEN = AdamWSettings(0.0, 0.9, 0.95, 1e-8, 0.01, 1.0)
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_the_start_is_the_base_to_the_bit(architecture: str, mode: str) -> None:
     source = source_model(architecture)
     with torch.no_grad():

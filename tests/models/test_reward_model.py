@@ -29,7 +29,7 @@ from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.tasks.problems import arithmetic
 from ppo_repro.tasks.tokenizer import train_bpe
-from tests.support.models import ARCHITECTURES, CONFIGS, CONTEXT, fill, ragged, source_model, unequal
+from tests.support.models import CONFIGS, CONTEXT, FAMILIES, fill, ragged, source_model, unequal
 
 LAYOUTS = [(padding, micro_batch) for padding in ("right", "left", "none") for micro_batch in (0, 1, 4)]
 SEQUENCES = [[*s, 5] for s in ragged(11, 4, prompt=25)[0]]  # the stock forward cannot see its padding, 0, at the end
@@ -52,7 +52,7 @@ def scores(model: PreTrainedModel, layout: tuple[str, int], sequences: list[list
     return reward_scores(model, sequences, *layout)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_scores_have_the_same_bits_under_every_layout(architecture: str) -> None:
     model = make_reward_model(source_model(architecture), "exact", CONTEXT, 0)
     expected = scores(model, LAYOUTS[0])
@@ -71,7 +71,7 @@ def test_native_scores_depend_on_the_layout() -> None:
     assert all(unequal(other, found[0]) for other in found[1:])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
     architecture: str, tmp_path: Path
 ) -> None:
@@ -109,7 +109,7 @@ def test_a_new_reward_model_has_the_trunk_of_its_source_and_a_head_of_its_own() 
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(architecture: str, mode: str) -> None:
     model = make_policy(classifier(architecture), mode, CONTEXT)
     value_model = value_model_from(model, mode, CONTEXT)

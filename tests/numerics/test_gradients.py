@@ -21,7 +21,16 @@ from ppo_repro.numerics.arithmetic.grid import quantise
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, exact_norm, make_optimizer, weights_digest
-from tests.support.models import ARCHITECTURES, CONTEXT, VARIANTS, ragged, scored, seeded, source_model, unequal
+from tests.support.models import (
+    CONTEXT,
+    FAMILIES,
+    VARIANTS,
+    ragged,
+    scored,
+    seeded,
+    source_model,
+    unequal,
+)
 
 SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0)
 COUNT, STEPS = 11, 3
@@ -62,7 +71,7 @@ def trained(architecture: str, mode: str, layout: tuple[int, str, int, int, str]
     return weights_digest(policy.named_parameters())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_weights_after_training_do_not_depend_on_the_layout(architecture: str) -> None:
     layouts = LAYOUTS if architecture == "qwen3" else LAYOUTS[1:5]
     assert len({trained(architecture, "exact", layout) for layout in layouts}) == 1
@@ -110,7 +119,7 @@ def worst_gradient(architecture: str, scale: float) -> float:
 
 # the smallest scale is that of 10^5 tokens with small advantages: nothing may be lost beside zero gradients
 @pytest.mark.parametrize("scale", [1.0 / 40, 2.0**-40])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_gradients_are_those_of_autograd_in_float64(architecture: str, scale: float) -> None:
     # operands of 20 bits lose about 2^-21 each; through two layers 2.2e-5 was measured
     assert 0 < worst_gradient(architecture, scale) < 3e-5

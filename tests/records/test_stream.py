@@ -174,6 +174,7 @@ print(rows, pa.default_memory_pool().max_memory() - before)
 """
 
 
+@pytest.mark.slow
 def test_pages_hold_one_batch_however_large_the_file(tmp_path: Path) -> None:
     current = synthetic_run.start_run(tmp_path / "a")
     tables = synthetic_run.random_tables(0, 200_000)

@@ -22,6 +22,8 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import (
     ARCHITECTURES,
     CONTEXT,
+    DISTINCT,
+    FAMILIES,
     VOCAB,
     policy,
     ragged,
@@ -106,7 +108,8 @@ def test_rollout_is_the_same_under_every_schedule_and_equals_the_training_forwar
 
 
 CASES = [("qwen3", sampling) for sampling in SAMPLINGS] + [
-    (architecture, SAMPLINGS[i % 4]) for i, architecture in enumerate(a for a in ARCHITECTURES if a != "qwen3")
+    pytest.param(a, SAMPLINGS[i % 4], marks=[] if a in DISTINCT else pytest.mark.slow)
+    for i, a in enumerate(a for a in ARCHITECTURES if a != "qwen3")
 ]
 
 
@@ -249,7 +252,7 @@ def values_of(architecture: str, mode: str, padding: str, micro_batch: int) -> T
 
 
 @pytest.mark.usefixtures("row_dependent")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_values_do_not_depend_on_the_layout_and_native_ones_do(architecture: str) -> None:
     layouts = [(padding, micro_batch) for padding in PADDINGS for micro_batch in (1, 3, 0)]
     exact = [values_of(architecture, "exact", *layout) for layout in layouts]

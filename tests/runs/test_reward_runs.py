@@ -35,6 +35,7 @@ def test_a_reward_model_made_in_one_run_judges_another_from_its_folder(tmp_path:
         rerun(taken, Silent(), [])
 
 
+@pytest.mark.slow
 def test_a_potential_changes_every_summed_reward_by_that_of_the_start(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text("def phi(prompt, response, answer):\n    return 2.0 + len(response)\n")
     still = ("ppo.learning_rate=0", "value.learning_rate=0", "kl.placement=none")

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -118,6 +119,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2 sliding": lambda: qwen2_config(**SLIDING),
 }
 ARCHITECTURES = tuple(CONFIGS)
+# for parametrize: families whose layers are of another kind; those that share them wait for the slow tests
+DISTINCT = ("qwen3", "gemma", "gpt2", "gpt_neox")
+FAMILIES = [a if a in DISTINCT else pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES]
 # settings of these families that change what is computed; compared with float64 only
 VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3 sliding, untied, biases": lambda: qwen3_config(**SLIDING, tie_word_embeddings=False, attention_bias=True),

@@ -112,5 +112,6 @@ def test_summing_over_all_cuts_gives_the_string(rows: list[oracle.Row]) -> None:
     assert worst < oracle.TOLERANCE and gap >= 0.0
 
 
+@pytest.mark.slow
 def test_the_table_is_deterministic(rows: list[oracle.Row]) -> None:
     assert oracle.table() == rows

@@ -19,6 +19,7 @@ from tests.support.models import (
     ARCHITECTURES,
     CONFIGS,
     CONTEXT,
+    FAMILIES,
     fill,
     gemma_config,
     gpt2_config,
@@ -47,7 +48,7 @@ def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(architecture: str, mode: str) -> None:
     prompts, _ = ragged(5, 2, prompt=20)
     source = source_model(architecture)
@@ -74,7 +75,7 @@ def classifier(architecture: str, labels: int) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_classification_scores_are_those_of_the_unmodified_model_at_the_last_token(architecture: str) -> None:
     labels = 1 + ARCHITECTURES.index(architecture) % 3
     source, (sequences, _) = classifier(architecture, labels), ragged(7, 4, prompt=25)
@@ -137,7 +138,7 @@ def test_dropout_stays_off_when_an_exact_model_is_put_into_training_mode() -> No
         assert unequal(policy_logits(model.train(), batch), policy_logits(policy("gpt2", "exact"), batch)) == 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_trunk_and_head_are_found_and_stay_tied(architecture: str) -> None:
     model = policy(architecture, "exact")
     tied = head_of(model).weight is trunk_of(model).get_input_embeddings().weight

@@ -13,7 +13,7 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import make_optimizer, weights_digest
-from tests.support.models import ARCHITECTURES, CONTEXT, ragged, source_model
+from tests.support.models import CONTEXT, FAMILIES, ragged, source_model
 
 SETTINGS = AdamWSettings(1e-2, 0.9, 0.99, 1e-8, 0.01, 1.0)
 
@@ -45,7 +45,7 @@ def digests(architecture: str, kind: str, threads: int) -> tuple[list[str], int]
     return found, len(seen)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_steps_side_by_side_are_steps_in_turn(architecture: str) -> None:
     expected, threads = digests(architecture, "dgemm", 1)
     assert threads == 1

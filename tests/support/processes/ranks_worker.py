@@ -31,7 +31,6 @@ RUNS = {
     "all on the second": [*QUICK, "layout.rank_shares=[0,1]"],
     "one sequence a minibatch": [*QUICK, "ppo.minibatch_size=1", "ppo.iterations=1"],
     "native": [*QUICK, "numerics.mode=native"],
-    "native, three to one": [*QUICK, "numerics.mode=native", "layout.rank_shares=[3,1]"],
 }
 
 

@@ -17,7 +17,7 @@ from analysis.report import build
 from tests.support.cases.hostile_run import HOSTILE, LONG, make_hostile_run
 from tests.support.html_page import embedded, tags, tree
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

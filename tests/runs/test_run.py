@@ -138,8 +138,7 @@ def test_top_k_and_top_p_score_the_distribution_sampled_from(tmp_path: Path) -> 
     assert tokens["entropies"].max() <= np.log(4) + 1e-6  # at most 4 tokens are eligible; one float32 rounding
 
 
-def test_the_old_anchor_gives_ratio_one_even_in_native(tmp_path: Path) -> None:
-    # one forward over all, the same layout as the update: only then does stock torch repeat itself
+def test_the_old_anchor_gives_ratio_one(tmp_path: Path) -> None:
     config = small_config("ppo.ratio_anchor=old", "ppo.iterations=1")
     assert parity(run(config, tmp_path, Silent())[0]).unequal_first_ratios == 0
 

@@ -203,7 +203,7 @@ def test_cells_of_other_code_are_not_mixed_in_silence(tmp_path: Path, monkeypatc
     redone = run_grid(load_grid(path), tmp_path, Processes(1), ConsoleGrid(), "redo")
     assert redone.ran == ("seed=1",) and fingerprints(redone) == found  # the code is the same after all
     monkeypatch.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "machine": "other"})
-    with pytest.raises(UserError, match="another machine than there is now"):
+    with pytest.raises(UserError, match="another machine than now"):
         finished(path, tmp_path)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ppo_repro.numerics.arithmetic.grid import MIN_EXPONENT
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
 from ppo_repro.numerics.kernels.core.scalar import (
@@ -14,6 +15,8 @@ from ppo_repro.numerics.kernels.core.scalar import (
     MAGNITUDE32,
     MAGNITUDE64,
     exponent32,
+    magnitude_bits,
+    pow2_32,
     pow2_64,
     round_to_f32_plus_zero,
 )
@@ -38,6 +41,32 @@ def largest_bits_64(row):  # type: ignore[no-untyped-def]
     for c in range(bits.size):
         largest = max(largest, bits[c] & MAGNITUDE64)
     return largest
+
+
+@kernel
+def grid_exponent(row, room, gap, most):  # type: ignore[no-untyped-def]
+    """The exponent of a float32 row's grid as `arithmetic.contraction` defines it, and whether the row has outliers.
+
+    Outliers are the numbers with |x room| >= 2^exponent, at most `most`, fewer than there are. The row is finite.
+    """
+    bits = row.view(np.int32)
+    e = exponent32(magnitude_bits(np.int32(largest_bits(bits)).view(np.float32) * room))
+    if e - gap < MIN_EXPONENT:
+        return e, False
+    least, count = pow2_32(e - gap), 0
+    for c in range(row.size):
+        count += 1 if np.abs(row[c] * room) >= least else 0
+    if count > most:
+        return e, False
+    counts = np.zeros(256, np.int64)
+    for c in range(row.size):
+        counts[magnitude_bits(row[c] * room) >> 23] += 1
+    seen, field = np.int64(0), 255
+    while seen + counts[field] <= most:
+        seen += counts[field]
+        field -= 1
+    others = max(np.int64(field) - 126, MIN_EXPONENT)
+    return (others, True) if e - others >= gap else (e, False)
 
 
 @exact_sum

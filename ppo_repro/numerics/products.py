@@ -62,15 +62,11 @@ def _operand(x: np.ndarray, kind: str, p: int) -> Operand:
 class PreparedWeight:
     """A weight matrix prepared for contractions; prepared again when the weight or the backend changes."""
 
-    def __init__(self, name: str, most_bits: int) -> None:
-        self.name, self.most_bits = name, most_bits
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._source: tuple[int, int, str] = (0, -1, "")
         self._prepared: dict[int, Any] = {}  # by dimension of the contraction
         self._outdated: dict[int, operands.PackedWeight] = {}  # to be overwritten: the system clears new memory first
-
-    def bits(self, terms: int) -> int:
-        """Operand bits of a contraction with this weight."""
-        return min(self.most_bits, operand_bits(terms))
 
     def _get(self, weight: Tensor, dim: int, kind: str) -> Any:
         # in-place changes increase the version; new storage under the same parameter has another address
@@ -83,7 +79,7 @@ class PreparedWeight:
         return self._prepared[dim]
 
     def _prepare(self, weight: Tensor, dim: int, kind: str) -> Any:
-        p = self.bits(weight.shape[dim])
+        p = operand_bits(weight.shape[dim])
         if kind == "amx":
             return operands.pack(array(weight), p, dim == 1, self._outdated.pop(dim, None))
         outputs = weight if dim == 1 else weight.t()
@@ -96,20 +92,19 @@ class PreparedWeight:
         the weight is not finite.
         """
         if not backend.has_kernels(x):
-            grid = quantise(x, self.bits(weight.shape[dim]), where=f"the input of {self.name}")
+            grid = quantise(x, operand_bits(weight.shape[dim]), where=f"the input of {self.name}")
             y = contract(grid, self._get(weight, dim, "eager"))
             return y if bias is None else y + bias
-        kind, p = self._kernels(weight.shape[dim]), self.bits(weight.shape[dim])
-        operand = _operands.of(x, (kind, p), lambda: _operand(array(x), kind, p))
+        operand = _operands.of(x, (self._kernels(x.shape[1]),), lambda: self.operand(array(x)))
         return torch.from_numpy(self.product(operand, weight, dim, amx.NO_BIAS if bias is None else array(bias)))
 
     def _kernels(self, terms: int) -> str:
         return "dgemm" if backend.active() == "amx" and terms > operands.MAX_TERMS else backend.active()
 
     def operand(self, x: np.ndarray) -> Operand:
-        """x [M, K] float32 on its grids, for `product` with any weight of the same bits; for kernels only."""
+        """x [M, K] float32 on its grids, for `product` with any weight of as many terms; for kernels only."""
         terms = x.shape[1]
-        return _operand(x, self._kernels(terms), self.bits(terms))
+        return _operand(x, self._kernels(terms), operand_bits(terms))
 
     def packed(self, weight: Tensor) -> operands.PackedWeight:
         """The weight packed for contractions on AMX along its rows; NumericsError if it is not finite."""

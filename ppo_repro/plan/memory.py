@@ -11,7 +11,7 @@ from math import ceil
 
 # copies of constants of the kernels and of stages.forward, which import torch; a test compares them
 KEY_PANEL, VALUE_LANES, TILE = 32, 8, 1024
-AMX_MAX_TERMS = 32768
+AMX_MAX_TERMS, AMX_DIGITS = 32768, 3
 LOGITS_AT_ONCE = 1 << 24
 
 # what mixed-precision Adam keeps for each parameter: weight and gradient in 16 bits, and a master weight and two
@@ -68,7 +68,6 @@ class Work:
     """How a run computes."""
 
     kernels: str  # "amx", "dgemm", or "native" for stock torch
-    operand_bits: int
     slots: int
     max_context: int
     max_response_tokens: int
@@ -136,9 +135,8 @@ def prepared_bytes(matrix: Linear, transposed: bool, work: Work) -> int:
     terms, columns = (matrix.outputs, matrix.inputs) if transposed else (matrix.inputs, matrix.outputs)
     if work.kernels == "dgemm" or terms > AMX_MAX_TERMS:
         return 8 * terms * columns
-    digits = 2 if work.operand_bits <= 14 else 3
     blocks = ceil(columns / 16)
-    return blocks * ceil(terms / 64) * digits * TILE + blocks * 16 * 8
+    return blocks * ceil(terms / 64) * AMX_DIGITS * TILE + blocks * 16 * 8
 
 
 def cache_bytes(shape: ModelShape, work: Work) -> int:

@@ -45,7 +45,7 @@ BILLION = 10**9
 
 
 def work(kernels: str, **changes: object) -> Work:
-    usual = Work(kernels, 20, 4, CONTEXT, 8, 8, 8, 4, False, False, 0, False)
+    usual = Work(kernels, 4, CONTEXT, 8, 8, 8, 4, False, False, 0, False)
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
@@ -85,7 +85,6 @@ def test_operands_worked_by_hand() -> None:
     # 3 blocks of 16 columns, 2 of 64 terms, three digits of 1024 bytes, 48 scales
     assert memory.prepared_bytes(matrix, False, work("amx")) == 3 * 2 * 3 * 1024 + 48 * 8
     assert memory.prepared_bytes(matrix, True, work("amx")) == 7 * 1 * 3 * 1024 + 112 * 8
-    assert memory.prepared_bytes(matrix, True, work("amx", operand_bits=14)) == 7 * 1 * 2 * 1024 + 112 * 8
     vocabulary = Linear(outputs=50_000, inputs=16)
     assert memory.prepared_bytes(vocabulary, True, work("amx")) == 8 * 50_000 * 16  # too many terms for int32 sums
 

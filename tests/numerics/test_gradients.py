@@ -36,10 +36,10 @@ SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0)
 COUNT, STEPS = 11, 3
 LAYOUTS = (  # micro-batch, padding, seed of the order of the sequences, threads, backend
     (0, "right", 0, 1, "eager"),
-    (5, "left", 1, 2, "dgemm"),
+    (5, "left", 1, 2, "float64"),
     (1, "right", 2, 1, "auto"),
     (0, "none", 3, 2, "eager"),
-    (5, "none", 4, 1, "dgemm"),
+    (5, "none", 4, 1, "float64"),
     (1, "left", 5, 2, "auto"),
 )
 

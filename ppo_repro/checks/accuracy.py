@@ -1,7 +1,7 @@
-"""How far numerics are from the model in float64: logits, log-probs of tokens, gradients.
+"""Logits, log-probs and gradients of a text: by the model in float64, by stock transformers, by the exact numerics.
 
-The reference is the unmodified transformers class, each sequence alone under the masks the model makes itself, with
-every number in float64: norms and rotary positions too, which transformers computes in float32 in every model.
+The reference in float64 is the unmodified transformers class, each sequence alone under the masks the model makes
+itself. Every number is float64: norms and rotary positions too, which transformers computes in float32 in every model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -136,60 +135,3 @@ def exact_gradients(model: PreTrainedModel, text: Text, max_context: int) -> dic
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / text.tokens()))
 
     return collect(accumulator, backward, batch.real_tokens, ALONE)[0]
-
-
-@dataclass(frozen=True)
-class Error:
-    """Absolute distances from the reference over some numbers, in their unit."""
-
-    largest: float
-    rms: float
-    mean: float
-
-
-def error(found: Tensor, reference: Tensor) -> Error:
-    """The error of numbers of any shape; the reference is float64."""
-    distance = (found.to(torch.float64) - reference).abs()
-    return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
-
-
-def resolution(reference: Tensor) -> Error:
-    """The error of rounding the reference itself to float32: half a spacing at most, spacing / sqrt(12) in the rms."""
-    spacing = _spacing(reference)
-    return Error(float(spacing.max()) / 2, float(spacing.square().mean().sqrt()) / 12**0.5, float(spacing.mean()) / 4)
-
-
-def _spacing(x: Tensor) -> Tensor:
-    """Distance of neighbouring float32 numbers at each x, float64."""
-    return torch.from_numpy(np.spacing(x.abs().to(torch.float32).numpy()).astype(np.float64))
-
-
-@dataclass(frozen=True)
-class Greedy:
-    """Of the n best tokens of the reference, how many are others elsewhere, and how many float32 does not resolve."""
-
-    tokens: int
-    exact_differs: int
-    stock_differs: int
-    unresolved: int  # the two best logits are closer than twice stock float32's largest error in that row
-    wrong: int  # exact differs where float32 does resolve them
-
-
-def greedy(exact: Scores, stock: Scores, reference: Scores) -> Greedy:
-    """Compare the best token of each row of logits."""
-    best = reference.logits.topk(2, -1)
-    stock_error = (stock.logits.to(torch.float64) - reference.logits).abs().amax(-1)
-    gap = best.values[:, 0] - best.values[:, 1]
-    unresolved = gap <= torch.maximum(2 * stock_error, _spacing(best.values[:, 0]))
-    exact_differs, stock_differs = (s.logits.argmax(-1) != best.indices[:, 0] for s in (exact, stock))
-    counts = (exact_differs, stock_differs, unresolved, exact_differs & ~unresolved)
-    return Greedy(len(gap), *(int(c.sum()) for c in counts))
-
-
-def gradient_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """max |g - g64| / max |g64| of each parameter; ValueError unless both have the same parameters."""
-    if found.keys() != reference.keys():
-        raise ValueError(f"parameters of one side only: {sorted(found.keys() ^ reference.keys())}")
-    return {
-        name: float((found[name].to(torch.float64) - g).abs().max() / g.abs().max()) for name, g in reference.items()
-    }

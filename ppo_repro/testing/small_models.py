@@ -152,3 +152,13 @@ def small_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     model = CLASSES[type(config)](config).eval()
     fill(model, seed)
     return model
+
+
+def random_sequences(seed: int, count: int, response: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of 1..count tokens and as many responses of `response` tokens each, for models of `CONFIGS`."""
+    generator = seeded(seed)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+    return [tokens(i + 1) for i in range(count)], [tokens(response) for _ in range(count)]

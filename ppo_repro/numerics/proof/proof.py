@@ -38,7 +38,7 @@ def use(name: str, threads: int) -> str:
                 f"layout.backend = {name}: its {failed} differ from the specification on this machine; take another "
                 "(auto, float64 or eager)"
             )
-        say(f"numerics: the {failed} of backend {candidate} differ from the specification on this machine; not used")
+        say(f"numerics: {failed} of backend {candidate} differ from the specification on this machine; not used")
     raise AssertionError("eager is the specification")
 
 

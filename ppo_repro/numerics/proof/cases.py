@@ -21,11 +21,24 @@ from ppo_repro.numerics.products import PreparedWeight
 from ppo_repro.numerics.trunk.forward import TrunkForward
 
 CONTEXT = 48
-# a group of grouped-query attention, a head wider than a vector, sizes that are no multiples of a tile
-MODEL = {
-    "vocab_size": 61, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 40, "max_position_embeddings": CONTEXT, "dtype": "float32",
-}  # fmt: skip
+
+
+def _small_decoder() -> Qwen3Model:
+    """Grouped-query attention, heads wider than a vector of the kernels, sizes that are no multiples of a tile."""
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=72,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=40,
+        max_position_embeddings=CONTEXT,
+    )
+    model = Qwen3Model(config).float().eval()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = _numbers(number, *parameter.shape) * 0.2 + (parameter.dim() == 1)
+    return model
 
 
 def _numbers(seed: int, *shape: int) -> Tensor:
@@ -92,10 +105,7 @@ def statistics() -> list[Tensor]:
 
 def decoder() -> list[Tensor]:
     """A small model over a batch with its gradients, and the same tokens over a cache, a prompt and then one by one."""
-    model = Qwen3Model(Qwen3Config(**MODEL)).eval()
-    for number, parameter in enumerate(model.parameters()):
-        parameter.data = _numbers(number, *parameter.shape) * 0.2 + (parameter.dim() == 1)
-    trunk = lower(model, CONTEXT)
+    trunk = lower(_small_decoder(), CONTEXT)
     accumulator = GradientAccumulator(trunk.named_parameters())
     attach(trunk, accumulator)
     ids = torch.randint(0, 61, (3, 30), generator=torch.Generator().manual_seed(5))

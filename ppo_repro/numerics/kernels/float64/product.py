@@ -43,7 +43,7 @@ def _store(high, low, at, rows, first_row, first_column, scales, column_scales, 
 
 @kernel
 def _contract(blocks, scales, panels, w, exponents, bits, bias, terms, columns, first, last, y):  # type: ignore[no-untyped-def]
-    """Panels first..last-1 of `contract`, flat; where `panels` is empty, they are packed from flat w [terms, columns]."""
+    """Panels first..last-1 of `contract`, flat; empty `panels`: they are packed from flat w [terms, columns]."""
     rows = scales.size
     count = (rows + ROWS - 1) // ROWS
     high, low, column_scales = np.empty(count * BLOCK), np.empty(count * BLOCK), np.zeros(COLUMNS)

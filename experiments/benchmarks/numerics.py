@@ -141,7 +141,7 @@ def _lean(model: Qwen2ForCausalLM, ids: Tensor, batch: TokenBatch) -> Candidate:
 
 def _exact(model: PreTrainedModel, ids: Tensor, batch: TokenBatch, name: str, kind: str, bits: int) -> Candidate:
     policy = make_policy(model, "exact", CONTEXT, bits)
-    accumulator = GradientAccumulator(policy.named_parameters(), bits)
+    accumulator = GradientAccumulator(policy.named_parameters())
     attach(policy, accumulator)
     slots, everywhere = torch.arange(len(ids)), torch.ones_like(ids, dtype=torch.bool)
     positions = torch.arange(CONTEXT).expand(len(ids), -1)

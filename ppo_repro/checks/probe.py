@@ -139,7 +139,7 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(policy, settings, s.config.numerics.mode, s.config.numerics.operand_bits)
+    optimizer = make_optimizer(policy, settings, s.config.numerics.mode)
 
     def backward() -> None:
         for batch, kept_tokens in _batches(s, padding, size):

@@ -153,7 +153,7 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[Trai
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
     value_optimizer = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
-        value_optimizer = make_optimizer(value_model, _adamw(config, config.value.learning_rate), mode, bits)
+        value_optimizer = make_optimizer(value_model, _adamw(config, config.value.learning_rate), mode)
     lora, settings = None, _adamw(config, config.ppo.learning_rate)
     if config.lora is not None:
         lora = add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.target_modules, config.seed)
@@ -162,9 +162,7 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[Trai
         value_model=value_model,
         reference=reference,
         policy_optimizer=(
-            make_optimizer(trained, settings, mode, bits)
-            if lora is None
-            else make_lora_optimizer(policy, lora, settings, bits)
+            make_optimizer(trained, settings, mode) if lora is None else make_lora_optimizer(policy, lora, settings)
         ),
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),

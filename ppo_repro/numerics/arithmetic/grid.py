@@ -29,6 +29,7 @@ LEFT_BITS, RIGHT_BITS = 25, 24  # of the products of attention; float32 holds th
 DOT_BITS = 26  # of both operands of a dot product of two rows
 GRADIENT_BITS, GRADIENT_INPUT_BITS = 27, 22  # of output gradients and of inputs in the gradient of a weight
 PRODUCT_BITS = 49  # of the products above but the dot product's
+LIMB_BITS = 42  # of the lower part of the integer gradients of a step with many tokens
 EXACT_TERMS = 1 << (MANTISSA_BITS - PRODUCT_BITS)  # whose sum one float64 holds
 # x + HIGH_START is a multiple of 2^20; what it loses is exact in another float64, for sums up to 2^70
 HIGH_START = 1.5 * 2.0**72

@@ -111,9 +111,9 @@ def _process(
     return _outcome(condition, Path(json.loads(done.stdout)["run_dir"]))
 
 
-def outcomes(mode: str, folder: Path, operand_bits: int = 20) -> Iterator[Outcome]:
-    """Run every condition of a numerics mode; only exact numerics can have other operand bits than 20."""
-    numerics = (f"numerics.mode={mode}", f"numerics.operand_bits={operand_bits}")
+def outcomes(mode: str, folder: Path) -> Iterator[Outcome]:
+    """Run every condition of a numerics mode."""
+    numerics = (f"numerics.mode={mode}",)
     layouts: list[tuple[str, ...]] = [(), *LAYOUTS]
     if mode == "exact":
         names = [name for name in backend.BACKENDS if name != "amx" or backend.has_amx()]
@@ -132,14 +132,12 @@ def outcomes(mode: str, folder: Path, operand_bits: int = 20) -> Iterator[Outcom
 def main() -> int:
     parser = argparse.ArgumentParser(description="how many fingerprints one run has under many conditions")
     parser.add_argument("--mode", nargs="+", choices=["exact", "native"], default=["exact", "native"])
-    parser.add_argument("--operand-bits", type=int, choices=[14, 20], default=20, help="of exact numerics")
     arguments = parser.parse_args()
     failed = False
     for mode in arguments.mode:
-        bits = arguments.operand_bits if mode == "exact" else 20
         with tempfile.TemporaryDirectory() as folder:
             results = []
-            for outcome in outcomes(mode, Path(folder), bits):
+            for outcome in outcomes(mode, Path(folder)):
                 print(
                     f"{mode:<8}{outcome.fingerprint[:12]}  {outcome.tokens:>8,} tokens  {outcome.condition}", flush=True
                 )

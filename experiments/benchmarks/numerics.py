@@ -1,7 +1,7 @@
 """Exact against native numerics, phase by phase: decoding, full forward, forward and backward.
 
 `python -m experiments.benchmarks.numerics` interleaves, on 1 and 2 threads, stock transformers in float32, a lean
-hand-written float32 loop and the exact numerics (AMX, float64 BLAS, 14-bit operands). It prints medians as ratios to
+hand-written float32 loop and the exact numerics (AMX, float64 BLAS). It prints medians as ratios to
 stock, and as multiples of the floor that follows from the machine's measured peaks.
 """
 
@@ -139,9 +139,9 @@ def _lean(model: Qwen2ForCausalLM, ids: Tensor, batch: TokenBatch) -> Candidate:
     )
 
 
-def _exact(model: PreTrainedModel, ids: Tensor, batch: TokenBatch, name: str, kind: str, bits: int) -> Candidate:
-    policy = make_policy(model, "exact", CONTEXT, bits)
-    accumulator = GradientAccumulator(policy.named_parameters(), bits)
+def _exact(model: PreTrainedModel, ids: Tensor, batch: TokenBatch, name: str, kind: str) -> Candidate:
+    policy = make_policy(model, "exact", CONTEXT)
+    accumulator = GradientAccumulator(policy.named_parameters())
     attach(policy, accumulator)
     slots, everywhere = torch.arange(len(ids)), torch.ones_like(ids, dtype=torch.bool)
     positions = torch.arange(CONTEXT).expand(len(ids), -1)
@@ -177,9 +177,8 @@ def candidates(hidden: int, sequences: int) -> list[Candidate]:
     ids = ids[:, :CONTEXT]
     compared = [_stock(model, ids, batch), _lean(model, ids, batch)]
     if backend.has_amx():
-        compared.append(_exact(model, ids, batch, "exact, AMX", "amx", 20))
-        compared.append(_exact(model, ids, batch, "exact, AMX, 14 bits", "amx", 14))
-    return [*compared, _exact(model, ids, batch, "exact, float64 BLAS", "dgemm", 20)]
+        compared.append(_exact(model, ids, batch, "exact, AMX", "amx"))
+    return [*compared, _exact(model, ids, batch, "exact, float64 BLAS", "float64")]
 
 
 def compare(hidden: int, sequences: int, threads: int, rounds: int) -> Iterator[Result]:
@@ -216,7 +215,7 @@ def report(results: list[Result], peaks: dict[int, Peaks]) -> str:
         peak = peaks[r.threads]
         rate, size = peak.float32, 4.0
         if "AMX" in r.candidate:
-            rate, size = (peak.exact_amx, 3.0) if "14" not in r.candidate else (peak.exact_amx * 9 / 4, 2.0)
+            rate, size = peak.exact_amx, 3.0
         elif "BLAS" in r.candidate:
             rate, size = peak.float64, 8.0
         floor = floor_seconds(r.hidden, r.sequences, r.phase, rate, size, peak)

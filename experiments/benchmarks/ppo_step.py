@@ -34,12 +34,12 @@ from ppo_repro.runs.tables import iteration_tables
 
 QUESTION, PEER = "PPO step", "TRL PPOTrainer"
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
-MODES = ("exact", "exact, 14 bits", "native")
+MODES = ("exact", "native")
 PROMPTS = 256  # in the folder; every iteration takes SEQUENCES of them
 SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
 
 
-def config_of(folder: Path, size: Size, mode: str, bits: int = 20) -> RunConfig:
+def config_of(folder: Path, size: Size, mode: str) -> RunConfig:
     """The run that is measured, with the model and prompts in `folder`."""
     numerics = [f"numerics.mode={mode}", f"numerics.max_context={workload.CONTEXT}"]
     return load_config(
@@ -52,7 +52,6 @@ def config_of(folder: Path, size: Size, mode: str, bits: int = 20) -> RunConfig:
             f"ppo.epochs={workload.EPOCHS}",
             f"ppo.minibatch_size={workload.SEQUENCES // workload.MINIBATCHES}",
             *numerics,
-            *([f"numerics.operand_bits={bits}"] if mode == "exact" else []),
         ],
     )
 
@@ -93,12 +92,11 @@ class Own:
         writer.append_iteration(self.run_dir, current, item.index, iteration_tables(item, self.config))
 
 
-def own(folder: Path, size: Size, name: str) -> Own:
-    """A run in `name`, one of MODES, before its first iteration."""
-    mode, bits = name.partition(",")[0], 14 if name.endswith("14 bits") else 20
-    config = config_of(folder, size, mode, bits)
+def own(folder: Path, size: Size, mode: str) -> Own:
+    """A run in `mode`, one of MODES, before its first iteration."""
+    config = config_of(folder, size, mode)
     prepared = without_stop(config, prepare(config, lambda step, total, loss: None))
-    run_dir = folder / f"run-{mode}-{bits}"
+    run_dir = folder / f"run-{mode}"
     writer.publish_run(writer.lay_out_run(run_dir, "", {}, config.digest(), {}, LANGUAGE), run_dir)
     iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
     return Own(config, iterations, run_dir, "auto" if mode == "exact" else "eager")

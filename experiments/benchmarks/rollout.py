@@ -25,9 +25,9 @@ PEER = "transformers generate"
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)
 
 
-def engine(model: LlamaForCausalLM, size: Size, mode: str, kind: str, bits: int, threads: int) -> Callable[[], Cost]:
+def engine(model: LlamaForCausalLM, size: Size, mode: str, kind: str, threads: int) -> Callable[[], Cost]:
     """One execution of the built-in engine; its backend is chosen before the clock starts."""
-    sampler = TorchEngine(make_policy(model, mode, CONTEXT, bits), frozenset(), mode, CONTEXT, SEQUENCES, 0)
+    sampler = TorchEngine(make_policy(model, mode, CONTEXT), frozenset(), mode, CONTEXT, SEQUENCES, 0)
     requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, SEQUENCES))]
 
     def work() -> None:
@@ -71,11 +71,10 @@ def stock(model: LlamaForCausalLM, size: Size, threads: int) -> Callable[[], Cos
 def candidates(size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
     """All candidates, on the same weights and prompts."""
     model = make_model(size)
-    compared = {PEER: stock(model, size, threads), "exact": engine(model, size, "exact", "auto", 20, threads)}
+    compared = {PEER: stock(model, size, threads), "exact": engine(model, size, "exact", "auto", threads)}
     if backend.has_amx():
-        compared["exact, float64 BLAS"] = engine(model, size, "exact", "dgemm", 20, threads)
-    compared["exact, 14 bits"] = engine(model, size, "exact", "auto", 14, threads)
-    return {**compared, "native": engine(model, size, "native", "eager", 20, threads)}
+        compared["exact, float64 BLAS"] = engine(model, size, "exact", "float64", threads)
+    return {**compared, "native": engine(model, size, "native", "eager", threads)}
 
 
 def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int) -> list[Measured]:

@@ -125,7 +125,7 @@ def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
     config = load_recorded_config(run_dir)
     prepared = prepare(config, lambda step, total, loss: None)
     source, _ = load_folder(final_folder(run_dir))
-    policy = make_policy(source, config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits)
+    policy = make_policy(source, config.numerics.mode, config.numerics.max_context)
     assert isinstance(config.kl, KLInReward)
     return distances(config, prepared, policy, config.kl.kl_coef if beta is None else beta)
 

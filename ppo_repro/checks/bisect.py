@@ -69,11 +69,10 @@ class Bisection:
 
 def _settings(config: RunConfig, mode: Literal["exact", "native"]) -> RunConfig:
     """The configuration in a mode, without a warm start and in the plainest layout."""
-    bits = config.numerics.operand_bits if mode == "exact" else 20
     model = config.model
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
-    numerics = NumericsConfig(mode=mode, operand_bits=bits, max_context=config.numerics.max_context)
+    numerics = NumericsConfig(mode=mode, max_context=config.numerics.max_context)
     return config.model_copy(update={"model": model, "numerics": numerics, "layout": LayoutConfig()})
 
 

@@ -68,11 +68,7 @@ def _with(config: RunConfig, mode: Mode) -> RunConfig:
         for term in config.reward.terms
     )
     reward = config.reward.model_copy(update={"terms": terms})
-    numerics = NumericsConfig(
-        mode=mode,
-        operand_bits=config.numerics.operand_bits if mode == "exact" else 20,
-        max_context=config.numerics.max_context,
-    )
+    numerics = NumericsConfig(mode=mode, max_context=config.numerics.max_context)
     return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()})
 
 
@@ -139,7 +135,7 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(policy, settings, s.config.numerics.mode, s.config.numerics.operand_bits)
+    optimizer = make_optimizer(policy, settings, s.config.numerics.mode)
 
     def backward() -> None:
         for batch, kept_tokens in _batches(s, padding, size):

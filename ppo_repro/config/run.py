@@ -123,9 +123,6 @@ class NumericsConfig(Section):
     mode: Literal["exact", "native"] = Field(
         "exact", description="`exact`: every sum exact, so layout cannot matter; `native`: stock torch."
     )
-    operand_bits: Literal[14, 20] = Field(
-        20, description="Number grids of the linear layers: 20 bits, 1e-6 relative; 14 bits, 1e-4, and faster on AMX."
-    )
     max_context: Annotated[int, Field(ge=2, le=32768)] = Field(
         description="Longest prompt plus response, tokens; fixes the number grids of the run."
     )
@@ -145,7 +142,7 @@ class LayoutConfig(Section):
     threads: Count = Field(
         1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
     )
-    backend: Literal["auto", "eager", "dgemm", "amx"] = Field(
+    backend: Literal["auto", "eager", "float64", "amx"] = Field(
         "auto", description="What computes exact numerics on a CPU: kernels on float64 or AMX, or eager torch."
     )
     gradient_checkpointing: bool = Field(
@@ -223,8 +220,8 @@ def _sizes(config: RunConfig) -> None:
 
 def _numerics(config: RunConfig) -> None:
     native = config.numerics.mode == "native"
-    if native and (config.numerics.operand_bits != 20 or config.layout.backend != "auto"):
-        raise ValueError("numerics.operand_bits and layout.backend need numerics.mode = exact")
+    if native and config.layout.backend != "auto":
+        raise ValueError("layout.backend needs numerics.mode = exact")
     engine = config.rollout.engine
     if native and engine.kind == "sglang" and engine.numerics == "exact":
         raise ValueError("rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both")

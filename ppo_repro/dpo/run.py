@@ -158,7 +158,7 @@ def _train(
     adamw = AdamWSettings(
         dpo.learning_rate, dpo.adam_beta1, dpo.adam_beta2, dpo.adam_eps, dpo.weight_decay, dpo.max_grad_norm
     )
-    optimizer = make_optimizer(policy, adamw, mode, config.numerics.operand_bits)
+    optimizer = make_optimizer(policy, adamw, mode)
     schedule = Schedule(dpo.epochs, dpo.minibatch_size, pairs_at_once(config.layout.update_micro_batch), config.seed)
     total, steps = schedule.steps(len(pairs)), []
     for step in dpo_steps(

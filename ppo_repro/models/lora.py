@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactConv1D, ExactLinear
 from ppo_repro.numerics.layers.lowering import attach, is_exact
@@ -174,9 +173,9 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
 class ExactLoraOptimizer:
     """Integer gradients of the merged weights, exact products with the factors, and exact AdamW on the factors."""
 
-    def __init__(self, model: PreTrainedModel, lora: Lora, settings: AdamWSettings, operand_bits: int) -> None:
+    def __init__(self, model: PreTrainedModel, lora: Lora, settings: AdamWSettings) -> None:
         self.settings, self.lora = settings, lora
-        self.accumulator = GradientAccumulator(((n, x.weight) for n, x in lora.layers.items()), operand_bits)
+        self.accumulator = GradientAccumulator((n, x.weight) for n, x in lora.layers.items())
         attach(model, self.accumulator)
         self.adamw = ExactAdamW(lora.factors())
 
@@ -228,10 +227,8 @@ class NativeLoraOptimizer:
         self.lora.merge()
 
 
-def make_lora_optimizer(
-    model: PreTrainedModel, lora: Lora, settings: AdamWSettings, operand_bits: int = OPERAND_BITS
-) -> Optimizer:
+def make_lora_optimizer(model: PreTrainedModel, lora: Lora, settings: AdamWSettings) -> Optimizer:
     """The optimizer of an adapter, in the numerics of its model."""
     if lora.exact:
-        return ExactLoraOptimizer(model, lora, settings, operand_bits)
+        return ExactLoraOptimizer(model, lora, settings)
     return NativeLoraOptimizer(lora, settings)

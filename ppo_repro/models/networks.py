@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.layers.families import check_visibility, decoder_layers, head_of, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.lowering import lower
@@ -37,35 +36,33 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def make_policy(source: PreTrainedModel, mode: str, max_context: int, bits: int = OPERAND_BITS) -> PreTrainedModel:
+def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrainedModel:
     """A copy of `source` ready for training in the given numerics; dropout is off, whatever the model's config says.
 
-    `bits` are the operand bits of exact linear layers. Raises UserError where the model is not covered.
+    Raises UserError where the model is not covered.
     """
     check_visibility(source.config, max_context)
     model = copy.deepcopy(source).eval()
     if mode == "exact":
-        return lower(model, max_context, bits)
+        return lower(model, max_context)
     model.set_attn_implementation("sdpa")
     return model
 
 
-def make_value_model(
-    source: PreTrainedModel, mode: str, max_context: int, seed: int, bits: int = OPERAND_BITS
-) -> ValueModel:
+def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
     """A value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
-    trunk = make_policy(trunk_of(source), mode, max_context, bits)
-    return ValueModel(trunk, make_value_head(source.config.hidden_size, mode, seed, bits))
+    trunk = make_policy(trunk_of(source), mode, max_context)
+    return ValueModel(trunk, make_value_head(source.config.hidden_size, mode, seed))
 
 
-def make_value_head(size: int, mode: str, seed: int, bits: int = OPERAND_BITS) -> nn.Module:
+def make_value_head(size: int, mode: str, seed: int) -> nn.Module:
     """A scalar head on hidden states of `size` H: weights bell-shaped, std 0.1 / sqrt(H), bias 0."""
     head = nn.Linear(size, 1)
     draws = bell(size, "value head", seed) * (0.1 / math.sqrt(size))
     with torch.no_grad():
         head.weight.copy_(torch.from_numpy(draws)[None, :])
         head.bias.zero_()
-    return ExactLinear(head, "value head", bits) if mode == "exact" else head
+    return ExactLinear(head, "value head") if mode == "exact" else head
 
 
 def checkpoint_gradients(model: nn.Module) -> None:

@@ -19,7 +19,6 @@ from ppo_repro.disk.folder import whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_as
 from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.seeding import bell
@@ -32,9 +31,7 @@ def _head_of(classifier: PreTrainedModel) -> nn.Linear:
     return cast(nn.Linear, classifier.score)
 
 
-def make_reward_model(
-    source: PreTrainedModel, mode: str, max_context: int, seed: int, bits: int = OPERAND_BITS
-) -> PreTrainedModel:
+def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> PreTrainedModel:
     """A reward model that starts with the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
 
     `source` is an unmodified float32 model. UserError where its family has no classifier or is not covered.
@@ -50,12 +47,10 @@ def make_reward_model(
     draws = bell(size, "reward head", seed) * (0.1 / math.sqrt(size))
     with torch.no_grad():
         _head_of(model).weight.copy_(torch.from_numpy(draws)[None, :])
-    return make_policy(model, mode, max_context, bits)
+    return make_policy(model, mode, max_context)
 
 
-def load_reward_model(
-    folder: Path, mode: str, max_context: int, bits: int = OPERAND_BITS
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_reward_model(folder: Path, mode: str, max_context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Reward model and tokenizer of a transformers folder, without code from it and without the network.
 
     UserError where the class is not one of `CLASSIFIERS`, there is more than one label, or it cannot be read.
@@ -64,7 +59,7 @@ def load_reward_model(
     model, tokenizer = load_as(folder, AutoModelForSequenceClassification, CLASSIFIERS, where)
     if model.config.num_labels != 1:
         raise UserError(f"{where}: num_labels = {model.config.num_labels}; a reward model has exactly 1")
-    return make_policy(model, mode, max_context, bits), tokenizer
+    return make_policy(model, mode, max_context), tokenizer
 
 
 def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> None:
@@ -103,9 +98,7 @@ def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pa
     return torch.cat([torch.empty(0), *(sequence_scores(model, chunk, padding)[:, 0] for chunk in chunks)])
 
 
-def value_model_from(
-    reward_model: PreTrainedModel, mode: str, max_context: int, bits: int = OPERAND_BITS
-) -> ValueModel:
+def value_model_from(reward_model: PreTrainedModel, mode: str, max_context: int) -> ValueModel:
     """A value model that starts as a copy of the reward model, so that V after the last token is the score.
 
     Its head also has a bias, which starts at 0. Ouyang et al., 2022, section 3.5.
@@ -117,5 +110,5 @@ def value_model_from(
     with torch.no_grad():
         head.weight.copy_(weight)
         head.bias.zero_()
-    trunk = make_policy(trunk_of(stock), mode, max_context, bits)
-    return ValueModel(trunk, ExactLinear(head, "value head", bits) if mode == "exact" else head)
+    trunk = make_policy(trunk_of(stock), mode, max_context)
+    return ValueModel(trunk, ExactLinear(head, "value head") if mode == "exact" else head)

@@ -67,9 +67,9 @@ def warm_start(
     greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero over 20 steps.
     `progress(step, last step, loss)` is called after each step, with the loss in nats per token.
     """
-    policy = make_policy(source, numerics.mode, numerics.max_context, numerics.operand_bits)
+    policy = make_policy(source, numerics.mode, numerics.max_context)
     settings = AdamWSettings(config.warm_start_learning_rate, 0.9, 0.98, 1e-8, 0.01, 1.0)
-    optimizer = make_optimizer(policy, settings, numerics.mode, numerics.operand_bits)
+    optimizer = make_optimizer(policy, settings, numerics.mode)
     pairs: list[Pair] = [
         (tokenizer(p.prompt)["input_ids"], [*tokenizer(p.answer)["input_ids"], tokenizer.eos_token_id])
         for p in problems

@@ -29,16 +29,17 @@ from ppo_repro.numerics.products import (
 from ppo_repro.ranks import ALONE, Ranks
 
 GRADIENT_BITS = 26  # of an output gradient on its grid
+TOTAL_BITS = GRADIENT_BITS + OPERAND_BITS  # of the largest contribution to a sum
 HEADROOM = 4  # how many powers of two a contribution may grow before the step is redone
 WINDOW_BELOW = 4  # how many it may shrink
 
 
-def assert_no_wrap(tokens: int, total_bits: int) -> None:
+def assert_no_wrap(tokens: int) -> None:
     """Raise UserError if a sum over `tokens` tokens could overflow int64; a tied weight counts each token twice."""
-    if total_bits + ceil_log2(2 * tokens) > 62:
+    if TOTAL_BITS + ceil_log2(2 * tokens) > 62:
         raise UserError(
             f"ppo.minibatch_size: {tokens} tokens (prompts included) in one optimizer step; "
-            f"exact gradients hold up to {1 << (61 - total_bits)}; make it smaller"
+            f"exact gradients hold up to {1 << (61 - TOTAL_BITS)}; make it smaller"
         )
 
 
@@ -52,10 +53,9 @@ def _to_float32(integers: Tensor, unit: float, out: Tensor) -> Tensor:
 class GradientAccumulator:
     """Collects the integer gradients of one module's parameters over any number of backward passes."""
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], operand_bits: int = OPERAND_BITS) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self.parameters = dict(parameters)
         self.names = {id(p): name for name, p in self.parameters.items()}
-        self.operand_bits, self.total_bits = operand_bits, GRADIENT_BITS + operand_bits
         self.grids: dict[str, int] = {}  # E of each tensor, kept from step to step
         self.sums: dict[str, Tensor] = {}
         self.largest: dict[str, int] = {}
@@ -111,13 +111,13 @@ class GradientAccumulator:
         limit = self.grid(name)
         if limit is None or largest > limit:  # the step will be redone
             return
-        up, x_up = product_units(x_exponents, grad_exponents, GRADIENT_BITS - limit, self.operand_bits)
+        up, x_up = product_units(x_exponents, grad_exponents, GRADIENT_BITS - limit, OPERAND_BITS)
         # a bound on the integers of this pass: the smaller they are, the longer sums stay exact
         bits = GRADIENT_BITS - max(0, limit - largest)
         fresh = transposed or name not in self.sums  # then the memory is overwritten and need not be cleared
         total = self.sum_of(name) if transposed else self.sums.setdefault(name, self._memory(name))
         out = torch.empty_like(total.t(), memory_format=torch.contiguous_format) if transposed else total
-        add_products(grad, up, bits, x, x_up, self.operand_bits, out, fresh)
+        add_products(grad, up, bits, x, x_up, OPERAND_BITS, out, fresh)
         if transposed:
             total += out.t()
 
@@ -135,7 +135,7 @@ class GradientAccumulator:
         self.observe(name, int(exponents.max()))
         limit = self.grid(name)
         if limit is not None:
-            add_integer_rows(contributions, exponents, limit, self.total_bits - limit, ids, self.sum_of(name))
+            add_integer_rows(contributions, exponents, limit, TOTAL_BITS - limit, ids, self.sum_of(name))
 
     def _observe_all(self, ranks: Ranks) -> None:
         """Make `largest` the largest over all ranks, so that all ranks decide the same."""
@@ -149,7 +149,7 @@ class GradientAccumulator:
     def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor] | None:
         """The float32 gradients over all ranks, or None if a grid did not fit and the step must be redone.
 
-        dW = fl32(I 2^(E + HEADROOM - total_bits)), accepted if E - 4 <= E_new <= E + 4 for every tensor. The next call
+        dW = fl32(I 2^(E + HEADROOM - TOTAL_BITS)), accepted if E - 4 <= E_new <= E + 4 for every tensor. The next call
         overwrites the memory of the result.
         """
         self._observe_all(ranks)
@@ -165,7 +165,7 @@ class GradientAccumulator:
         gradients = {}
         for name, parameter in self.parameters.items():
             if name in self.largest:
-                unit = 2.0 ** (self.grids[name] + HEADROOM - self.total_bits)
+                unit = 2.0 ** (self.grids[name] + HEADROOM - TOTAL_BITS)
                 if name not in self._gradients:
                     self._gradients[name] = torch.empty_like(parameter)
                 gradients[name] = _to_float32(self.sums[name], unit, self._gradients[name])

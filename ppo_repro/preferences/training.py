@@ -150,7 +150,7 @@ def train_reward_model(
     """
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     adamw = AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(model, adamw, numerics.mode, numerics.operand_bits)
+    optimizer = make_optimizer(model, adamw, numerics.mode)
     micro_batch = pairs_at_once(layout.update_micro_batch)
     schedule = Schedule(settings.epochs, settings.minibatch_size, micro_batch, seed)
 

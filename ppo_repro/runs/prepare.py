@@ -114,12 +114,10 @@ def _reward_model(
     if term is None:
         return None, None
     if isinstance(term, RewardModelFolder):
-        loaded, its_tokenizer = load_reward_model(
-            Path(term.path), numerics.mode, numerics.max_context, numerics.operand_bits
-        )
+        loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
         return freeze(loaded), None
-    model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed, numerics.operand_bits)
+    model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     pairs, eval_pairs = (
         pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
         for some, count, noise in (
@@ -140,9 +138,9 @@ def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
 
 def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[TrainState, Lora | None]:
     """Policy, value model and reference before the first step, their optimizers, and the policy's adapter if any."""
-    mode, max_context, bits = config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits
-    policy = make_policy(source, mode, max_context, bits)
-    reference = freeze(make_policy(source, mode, max_context, bits))
+    mode, max_context = config.numerics.mode, config.numerics.max_context
+    policy = make_policy(source, mode, max_context)
+    reference = freeze(make_policy(source, mode, max_context))
     value_model = _value_model(config, source, policy, task.reward_model)
     if config.layout.gradient_checkpointing:
         checkpoint_gradients(policy)
@@ -153,7 +151,7 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[Trai
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
     value_optimizer = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
-        value_optimizer = make_optimizer(value_model, _adamw(config, config.value.learning_rate), mode, bits)
+        value_optimizer = make_optimizer(value_model, _adamw(config, config.value.learning_rate), mode)
     lora, settings = None, _adamw(config, config.ppo.learning_rate)
     if config.lora is not None:
         lora = add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.target_modules, config.seed)
@@ -162,9 +160,7 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[Trai
         value_model=value_model,
         reference=reference,
         policy_optimizer=(
-            make_optimizer(trained, settings, mode, bits)
-            if lora is None
-            else make_lora_optimizer(policy, lora, settings, bits)
+            make_optimizer(trained, settings, mode) if lora is None else make_lora_optimizer(policy, lora, settings)
         ),
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
@@ -175,15 +171,15 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[Trai
 def _value_model(
     config: RunConfig, source: PreTrainedModel, policy: PreTrainedModel, reward_model: PreTrainedModel | None
 ) -> ValueModel | None:
-    mode, max_context, bits = config.numerics.mode, config.numerics.max_context, config.numerics.operand_bits
+    mode, max_context = config.numerics.mode, config.numerics.max_context
     if isinstance(config.value, NoValue):
         return None
     if isinstance(config.value, ValueHead):
-        return ValueModel(trunk_of(policy), make_value_head(source.config.hidden_size, mode, config.seed, bits))
+        return ValueModel(trunk_of(policy), make_value_head(source.config.hidden_size, mode, config.seed))
     if config.value.init == "reward_model":
         assert reward_model is not None
-        return value_model_from(reward_model, mode, max_context, bits)
-    return make_value_model(source, mode, max_context, config.seed, bits)
+        return value_model_from(reward_model, mode, max_context)
+    return make_value_model(source, mode, max_context, config.seed)
 
 
 def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path | None = None) -> Prepared:

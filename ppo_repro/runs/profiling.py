@@ -32,14 +32,14 @@ class Peak:
     value: int  # of a value model of its own; 0 otherwise
 
 
-def product_rate(mode: str, bits: int) -> float:
+def product_rate(mode: str) -> float:
     """Multiply-accumulates per second [1/s] of a float32 product of 512 x 1024 x 1024, median of 9.
 
     `mode` exact: by the backend in use, the weight prepared in advance; native: stock torch.
     """
     x = torch.ones(ROWS, TERMS) / 3
     w = torch.ones(OUTPUTS, TERMS) / 7
-    prepared = PreparedWeight("the measured peak", bits)
+    prepared = PreparedWeight("the measured peak")
 
     def work() -> Tensor:
         return prepared.contract(x, w, 1) if mode == "exact" else x @ w.t()
@@ -71,7 +71,7 @@ def measure_peak(config: RunConfig, state: TrainState) -> Peak:
     """Measure this machine once, for a run that is prepared."""
     value = state.value_model
     own = 0 if value is None or value.trunk is trunk_of(state.policy) else products_of(value)
-    rate = product_rate(config.numerics.mode, config.numerics.operand_bits)
+    rate = product_rate(config.numerics.mode)
     return Peak(rate, products_of(state.policy), own)
 
 

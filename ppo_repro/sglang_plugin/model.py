@@ -35,7 +35,7 @@ class PpoReproExactForCausalLM(nn.Module):
             raise UserError("exact numerics in SGLang: --quantization is not supported; leave it out")
         self.config, self.settings = config, read_settings(config)
         backend.use(self.settings.backend, self.settings.threads)
-        self.policy = _lowered(config, self.settings.max_context, self.settings.operand_bits)
+        self.policy = _lowered(config, self.settings.max_context)
         self.logits_processor = ExactLogits(config)
         self.cache: PoolCache | None = None
         self._trunk = TrunkForward(trunk_of(self.policy))
@@ -94,7 +94,7 @@ class PpoReproExactForCausalLM(nn.Module):
         return self.policy.get_input_embeddings()
 
 
-def _lowered(config: PretrainedConfig, max_context: int, bits: int) -> PreTrainedModel:
+def _lowered(config: PretrainedConfig, max_context: int) -> PreTrainedModel:
     """The transformers model of a config in exact numerics; its weights come later."""
     check_visibility(config, max_context)
     fields = config.to_dict()
@@ -106,7 +106,7 @@ def _lowered(config: PretrainedConfig, max_context: int, bits: int) -> PreTraine
         raise UserError(f"--model-path: the model is a {type(model).__name__}; must be one of {known}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return lower(model, max_context, bits)
+    return lower(model, max_context)
 
 
 def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ class Settings:
     """The fields of `numerics` and `layout` of a run's configuration that a server needs."""
 
     max_context: int
-    operand_bits: int
     threads: int
     backend: str
 
@@ -34,7 +33,6 @@ def read_settings(config: Any) -> Settings:
     settings = Settings(**values)
     wrong = {
         "max_context": type(settings.max_context) is not int or not 2 <= settings.max_context <= 32768,
-        "operand_bits": settings.operand_bits not in (14, 20),
         "threads": type(settings.threads) is not int or settings.threads < 1,
         "backend": settings.backend not in ("auto", *BACKENDS),
     }

@@ -36,10 +36,10 @@ SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0)
 COUNT, STEPS = 11, 3
 LAYOUTS = (  # micro-batch, padding, seed of the order of the sequences, threads, backend
     (0, "right", 0, 1, "eager"),
-    (5, "left", 1, 2, "dgemm"),
+    (5, "left", 1, 2, "float64"),
     (1, "right", 2, 1, "auto"),
     (0, "none", 3, 2, "eager"),
-    (5, "none", 4, 1, "dgemm"),
+    (5, "none", 4, 1, "float64"),
     (1, "left", 5, 2, "auto"),
 )
 
@@ -267,12 +267,11 @@ def test_only_gradients_that_are_finite_are_accepted() -> None:
 
 
 def test_the_token_limit_is_the_largest_whose_sum_fits_int64() -> None:
-    largest_term = 2 ** (gradients.GRADIENT_BITS + 20)
-    assert_no_wrap(2**15, 46)
-    assert_no_wrap(2**21, 40)
+    largest_term = 2**gradients.TOTAL_BITS
+    assert_no_wrap(2**15)
     assert 2 * 2**15 * largest_term <= 2**62
     with pytest.raises(UserError, match=r"32769 tokens .* up to 32768"):
-        assert_no_wrap(2**15 + 1, 46)
+        assert_no_wrap(2**15 + 1)
     assert 2 * (2**15 + 1) * largest_term > 2**62
 
 

@@ -150,7 +150,7 @@ def test_the_command_line_follows_from_the_configuration() -> None:
     assert value["--attention-backend"] == "ppo_repro_exact" and value["--dtype"] == "float32"
     assert json.loads(value["--json-model-override-args"]) == {
         "architectures": ["PpoReproExactForCausalLM"],
-        "ppo_repro": {"max_context": 24, "operand_bits": 20, "threads": 2, "backend": "auto"},
+        "ppo_repro": {"max_context": 24, "threads": 2, "backend": "auto"},
     }
     small = engine_of("rollout.engine.arguments=[--max-total-tokens, '99']")
     assert server_arguments(config, small, Path("/m"), 1, "abc").count("--max-total-tokens") == 1

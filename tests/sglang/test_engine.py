@@ -209,7 +209,7 @@ WRONG = {
     "speculative_algorithm": ("EAGLE", "has speculative_algorithm"),
     "attention_backend": ("triton", "has attention_backend = 'triton'; must be 'ppo_repro_exact'"),
     "dtype": ("bfloat16", "has dtype = 'bfloat16'"),
-    "json_model_override_args": ('{"ppo_repro": {"max_context": 24, "operand_bits": 14}}', "operand_bits = 14; numer"),
+    "json_model_override_args": ('{"ppo_repro": {"max_context": 25}}', "max_context = 25; numerics.max_context = 24"),
     "context_length": (24, "must be at least numerics.max_context [+] 8 = 32"),
 }
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.products import PreparedWeight
 
@@ -74,10 +73,10 @@ class _Matrix(ExactModule):
 
     transposed: ClassVar[bool]  # whether the weight is [K, N] instead of [N, K]
 
-    def __init__(self, source: nn.Linear | Conv1D, name: str, bits: int = OPERAND_BITS) -> None:
+    def __init__(self, source: nn.Linear | Conv1D, name: str) -> None:
         super().__init__()
         self.weight, self.bias = source.weight, source.bias
-        self.prepared = PreparedWeight(name, bits)
+        self.prepared = PreparedWeight(name)
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # autograd's own work would be a sixth of the time of decoding one token

@@ -27,7 +27,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers import families
 from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU, ExactSiLU
@@ -83,13 +82,13 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
             )
 
 
-def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: int, bits: int) -> nn.Module | None:
+def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: int) -> nn.Module | None:
     """The replacement of `module`, or None to keep it; UserError if its class is not known."""
     kind = type(module)
     if kind is nn.Linear:
-        return ExactLinear(cast(nn.Linear, module), name, bits)
+        return ExactLinear(cast(nn.Linear, module), name)
     if kind is Conv1D:
-        return ExactConv1D(cast(Conv1D, module), name, bits)
+        return ExactConv1D(cast(Conv1D, module), name)
     if kind is nn.Embedding:
         return ExactEmbedding(cast(nn.Embedding, module))
     if kind is GemmaTextScaledWordEmbedding:
@@ -116,10 +115,10 @@ def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: 
     )
 
 
-def lower(model: PreTrainedModel, max_context: int, bits: int = OPERAND_BITS) -> PreTrainedModel:
+def lower(model: PreTrainedModel, max_context: int) -> PreTrainedModel:
     """Exchange the layers of a float32 model in place and return it.
 
-    `bits` are the operand bits of its linear layers. Parameters stay the same objects under the same names.
+    Parameters stay the same objects under the same names.
     Raises UserError naming the first module, setting or type that is not supported; the model is then unusable.
     """
     check_config(model.config, max_context)
@@ -127,7 +126,7 @@ def lower(model: PreTrainedModel, max_context: int, bits: int = OPERAND_BITS) ->
         if parameter.dtype != torch.float32:
             raise UserError(f"model parameter '{name}' is {parameter.dtype}; exact numerics need float32")
     for name, module in list(model.named_modules()):
-        replacement = _exact(module, name, model.config, max_context, bits)
+        replacement = _exact(module, name, model.config, max_context)
         if replacement is not None:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, replacement)

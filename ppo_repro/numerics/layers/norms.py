@@ -13,7 +13,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, operand_bits, quantise
-from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.gradients import TOTAL_BITS, GradientAccumulator
 from ppo_repro.numerics.kernels import layer_norm, norms
 from ppo_repro.numerics.kernels.layer_norm import IntegerSums
 from ppo_repro.numerics.layers.linear import ExactModule
@@ -66,7 +66,7 @@ def _sums_of(accumulator: GradientAccumulator | None, parameter: Tensor) -> Inte
     limit = accumulator.grid(name)
     if limit is None:  # only the exponent is wanted; nothing will be added
         return IntegerSums(norms.NO_GRID, 0.0, np.zeros(len(parameter), np.int64))
-    return IntegerSums(limit, 2.0 ** (accumulator.total_bits - limit), accumulator.sum_of(name).numpy())
+    return IntegerSums(limit, 2.0 ** (TOTAL_BITS - limit), accumulator.sum_of(name).numpy())
 
 
 def _observe(accumulator: GradientAccumulator | None, parameter: Tensor, largest: int) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, NativeAdamW, OptimizerState, exact_norm
@@ -62,7 +61,7 @@ def collect(
 
     UserError if this many tokens could overflow int64, NumericsError if no pass fits the grids of the one before.
     """
-    assert_no_wrap(tokens, accumulator.total_bits)
+    assert_no_wrap(tokens)
     for redos in range(MAX_REDOS):
         accumulator.begin()
         backward()
@@ -75,10 +74,10 @@ def collect(
 class ExactOptimizer:
     """Integer gradients, exact norm and AdamW by the elementwise law: independent of how the work is split up."""
 
-    def __init__(self, module: nn.Module, settings: AdamWSettings, operand_bits: int = OPERAND_BITS) -> None:
+    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
         self.settings = settings
         self.adamw = ExactAdamW(dict(module.named_parameters()))
-        self.accumulator = GradientAccumulator(self.adamw.parameters.items(), operand_bits)
+        self.accumulator = GradientAccumulator(self.adamw.parameters.items())
         attach(module, self.accumulator)
 
     def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
@@ -129,8 +128,6 @@ class NativeOptimizer:
         self.adamw.load(state)
 
 
-def make_optimizer(
-    module: nn.Module, settings: AdamWSettings, mode: str, operand_bits: int = OPERAND_BITS
-) -> Optimizer:
-    """The optimizer for numerics `exact` (with `operand_bits` in linear layers) or `native`."""
-    return ExactOptimizer(module, settings, operand_bits) if mode == "exact" else NativeOptimizer(module, settings)
+def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str) -> Optimizer:
+    """The optimizer for numerics `exact` or `native`."""
+    return ExactOptimizer(module, settings) if mode == "exact" else NativeOptimizer(module, settings)

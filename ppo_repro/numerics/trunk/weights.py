@@ -18,7 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.kernels.amx.product import NO_BIAS
+
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.layers.activations import ExactSiLU
 from ppo_repro.numerics.layers.embedding import ExactEmbedding
@@ -26,7 +26,7 @@ from ppo_repro.numerics.layers.fused_attention import spec_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.norms import ExactRMSNorm
 from ppo_repro.numerics.layers.rotary import ExactRotary
-from ppo_repro.numerics.products import PreparedWeight, array
+from ppo_repro.numerics.products import NO_BIAS, PreparedWeight, array
 
 TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
 

@@ -41,7 +41,7 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, time
         if info.get(name) != value:
             raise UserError(f"{url}: has {name} = {info.get(name)!r}; must be {value!r}")
     if engine.numerics == "exact":
-        _check_grids(url, info, numerics)
+        _check_context(url, info, numerics)
     context, max_context = info.get("context_length"), numerics.max_context
     if isinstance(context, int) and context < max_context + SPARE_CONTEXT:
         raise UserError(
@@ -51,13 +51,12 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, time
     return {name: info.get(name) for name in RECORDED} | {"architectures": model.get("architectures")}
 
 
-def _check_grids(url: str, info: dict[str, Any], numerics: NumericsConfig) -> None:
-    """Raise UserError unless the server has the run's number grids, which are constants of a run."""
+def _check_context(url: str, info: dict[str, Any], numerics: NumericsConfig) -> None:
+    """Raise UserError unless the server has the run's longest context, which fixes the number grids of a run."""
     try:
         settings = json.loads(info.get("json_model_override_args") or "{}").get("ppo_repro", {})
-        grids = {name: settings.get(name) for name in ("max_context", "operand_bits")}
+        found = settings.get("max_context")
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{url}: has unreadable --json-model-override-args ({error})") from error
-    for name, value in grids.items():
-        if value != getattr(numerics, name):
-            raise UserError(f"{url}: computes with {name} = {value}; numerics.{name} = {getattr(numerics, name)}")
+    if found != numerics.max_context:
+        raise UserError(f"{url}: computes with max_context = {found}; numerics.max_context = {numerics.max_context}")

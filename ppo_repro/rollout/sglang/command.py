@@ -114,7 +114,6 @@ def _numerics_arguments(config: RunConfig, engine: SGLangServers, configured: se
         return [(name, value) for name, value in defaults if name not in configured]
     settings = {
         "max_context": config.numerics.max_context,
-        "operand_bits": config.numerics.operand_bits,
         "threads": config.layout.threads,
         "backend": config.layout.backend,
     }

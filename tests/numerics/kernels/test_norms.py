@@ -75,14 +75,14 @@ def test_numbers_that_are_not_finite_are_refused_in_the_same_words(kind: str, ba
     norm, whole, broken = trained(norm_of(kind, 9, 0)), torch.ones(5, 9), torch.ones(5, 9)
     broken[4, 8] = bad
     for x, upstream, words in ((broken, whole, "the input of norm"), (whole, broken, "the gradient of a norm")):
-        messages = {refusal(name, norm, x, upstream) for name in ("eager", "dgemm")}
+        messages = {refusal(name, norm, x, upstream) for name in ("eager", "float64")}
         assert messages == {f"{words} is not finite; lower the learning rate or check the weights"}
 
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_zeros_without_an_epsilon_have_no_gradient(kind: str) -> None:
     norm, x = trained(norm_of(kind, 6, 0, eps=0.0)), torch.zeros(2, 6)
-    messages = {refusal(name, norm, x, torch.ones(2, 6)) for name in ("eager", "dgemm")}
+    messages = {refusal(name, norm, x, torch.ones(2, 6)) for name in ("eager", "float64")}
     assert messages == {"the gradient of a norm is not finite; lower the learning rate or check the weights"}
 
 
@@ -95,7 +95,7 @@ def test_by_hand() -> None:
     layer = trained(ExactLayerNorm(source, "norm"))
     # mean square 4, with eps 12: inverse 1/4; factors 1 + w
     gemma = trained(ExactGemmaRMSNorm(nn.Parameter(torch.tensor([0.0, 1.0, -1.0, 3.0])), 12.0, "norm"))
-    with using("dgemm"):
+    with using("float64"):
         y, _, dx, _, weight, bias = normed(layer, torch.tensor([[1.0, 3.0, 5.0, 7.0]]), torch.tensor([[5.0, 0, 0, 0]]))
         assert y[0].tolist() == pytest.approx([-0.1, 0.1, 1.1, 2.9], abs=1e-6)
         # w dy = 5 0 0 0, its mean 1.25, mean(w dy n) = -0.75: (5 - 1.25 - 0.45) / 5, (-1.25 - 0.15) / 5, ...
@@ -113,7 +113,7 @@ def test_another_order_of_operations_would_be_seen() -> None:
     """The negative control: stock layer norm on the same rows."""
     x = matrix(20, 100, 0, "plain")
     norm = norm_of("layer norm", 100, 0)
-    with using("dgemm"), torch.no_grad():
+    with using("float64"), torch.no_grad():
         exact = outcome(lambda: [norm(x)])
     stock = outcome(lambda: [nn.functional.layer_norm(x, (100,), norm.weight, norm.bias, 1e-6)])
     assert stock != exact

@@ -65,7 +65,7 @@ def test_the_conversion_of_gradients_equals_the_eager_code(seed: int, size: int,
 @given(seeds, SIZES, st.sampled_from(KINDS), threads)
 def test_the_sum_of_squares_is_that_of_python_integers(seed: int, size: int, kind: str, count: int) -> None:
     x = values(kind, (size,), np.random.default_rng(seed))
-    with using("dgemm", count):
+    with using("float64", count):
         largest = kernels.largest(x)
         assert largest == float(np.abs(x).max())
         shift = 26 - math.frexp(largest)[1]
@@ -104,7 +104,7 @@ def test_stock_adamw_differs() -> None:
         with torch.no_grad():
             model.weight.copy_(torch.randn(1, 1000, generator=generator))
         model.weight.grad = torch.randn(1, 1000, generator=generator)
-        with using("dgemm"):
+        with using("float64"):
             if exact:
                 ExactAdamW({"weight": model.weight}).apply(step, {"weight": model.weight.grad}, 1.0)
             else:
@@ -117,7 +117,7 @@ def test_stock_adamw_differs() -> None:
 
 def test_whole_steps_are_those_of_the_eager_code_and_layers_see_new_weights() -> None:
     x, runs = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)), []
-    for name in ("eager", "dgemm"):
+    for name in ("eager", "float64"):
         with using(name):
             model, outputs = linear_model(), []
             optimizer = ExactOptimizer(model, AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0))
@@ -129,7 +129,7 @@ def test_whole_steps_are_those_of_the_eager_code_and_layers_see_new_weights() ->
     assert runs[0][2] != runs[0][5]
 
 
-@pytest.mark.parametrize("name", ["eager", "dgemm"])
+@pytest.mark.parametrize("name", ["eager", "float64"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_the_norm_of_gradients_that_are_not_finite_is_an_error(name: str, bad: float) -> None:
     gradient = torch.zeros(100)

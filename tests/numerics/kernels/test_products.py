@@ -17,6 +17,7 @@ from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.products import NOTHING, PreparedWeight, add_products, row_exponents
 from tests.support.cases.awkward import cases, matrix
+from tests.support.integers import exponents, linear, on_grid
 from tests.support.models import seeded, unequal
 
 BACKENDS = [name for name in backend.BACKENDS if name != "amx" or backend.has_amx()]
@@ -24,51 +25,31 @@ SIZES = st.integers(1, 20)
 THREADS = st.integers(1, 3)
 
 
-def exponents(x: Tensor) -> list[int]:
-    return [max(-100, math.frexp(v)[1]) if v else -100 for v in x.abs().amax(-1).tolist()]
-
-
-def integers(x: Tensor, p: int) -> tuple[np.ndarray, list[int]]:
-    """Grid integers as Python integers, and the exponents of the rows; scaling by powers of two is exact."""
-    e = exponents(x)
-    scaled = [np.rint(np.ldexp(row.double().numpy(), p - k)) for row, k in zip(x, e, strict=True)]
-    return np.array([[int(v) for v in row] for row in scaled], dtype=object), e
-
-
-def product(x: Tensor, w: Tensor, p: int) -> Tensor:
-    """fl32(sum A B 2^(e_i + e_j - 2p)) + 0 from the definition."""
-    (a, ea), (b, eb) = integers(x, p), integers(w, p)
-    exact = a @ b.T
-    out = np.array([[math.ldexp(exact[i, j], ea[i] + eb[j] - 2 * p) for j in range(len(b))] for i in range(len(a))])
-    with np.errstate(over="ignore"):  # products of the largest rows leave the range of float32
-        return torch.from_numpy(out.astype(np.float32) + np.float32(0))
-
-
-def check_contraction(case: tuple[int, int, str], m: int, n: int, p: int, threads: int) -> None:
+def check_contraction(case: tuple[int, int, str], m: int, n: int, threads: int) -> None:
     k, seed, stride = case
     x, w = matrix(m, k, seed, stride), matrix(n, k, seed + 1, stride)
     bias = torch.randn(n, generator=seeded(seed))
-    expected = product(x, w, p)
+    expected = linear(x, w)
     for name in BACKENDS:
         backend.use(name, threads)
-        prepared = PreparedWeight("w", p)
+        prepared = PreparedWeight("w")
         assert unequal(prepared.contract(x, w, 1), expected) == 0, name
         assert unequal(prepared.contract(x, w.t(), 0), expected) == 0, name
-        assert unequal(prepared.contract(x, w, 1, bias), expected + bias) == 0, name
+        assert unequal(prepared.contract(x, w, 1, bias), linear(x, w, bias)) == 0, name
 
 
 @settings(max_examples=150)
-@given(cases, SIZES, SIZES, st.sampled_from([14, 20]), THREADS)
-def test_contractions_equal_integer_arithmetic(case: tuple[int, int, str], m: int, n: int, p: int, t: int) -> None:
-    check_contraction(case, m, n, p, t)
+@given(cases, SIZES, SIZES, THREADS)
+def test_contractions_equal_integer_arithmetic(case: tuple[int, int, str], m: int, n: int, t: int) -> None:
+    check_contraction(case, m, n, t)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 @settings(max_examples=6_000)
-@given(cases, st.integers(1, 6), st.integers(1, 6), st.sampled_from([14, 20]), THREADS)
-def test_contractions_equal_integer_arithmetic_many(case: tuple[int, int, str], m: int, n: int, p: int, t: int) -> None:
-    check_contraction(case, m, n, p, t)
+@given(cases, st.integers(1, 6), st.integers(1, 6), THREADS)
+def test_contractions_equal_integer_arithmetic_many(case: tuple[int, int, str], m: int, n: int, t: int) -> None:
+    check_contraction(case, m, n, t)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 256, 1024), (70, 300, 130), (33, 4864, 40), (200, 64, 48)])
@@ -79,34 +60,34 @@ def test_large_contractions_equal_the_reference_in_parts(m: int, k: int, n: int,
     for name in BACKENDS:
         backend.use(name, threads)
         products += [
-            PreparedWeight("w", 20).contract(x, w, 1),
-            PreparedWeight("w", 20).contract(x, w.t().contiguous(), 0),
+            PreparedWeight("w").contract(x, w, 1),
+            PreparedWeight("w").contract(x, w.t().contiguous(), 0),
         ]
         one = torch.ones(k, dtype=torch.float64)
         sums.append(torch.zeros(n, m, dtype=torch.int64))
         add_products(w.t().contiguous(), one * 2**18, 21, x.t().contiguous(), one * 2**14, 17, sums[-1], False)
     assert all(unequal(products[0], other) == 0 for other in products[1:])
     assert all(unequal(sums[0], other) == 0 for other in sums[1:])
-    # 2^-20 of the largest element of each row, sqrt(K) of them adding up at random
     reference = x.double() @ w.double().t()
-    assert float((products[0].double() - reference).norm() / reference.norm()) < 4e-6
+    # a weight is rounded to 2^-24 of the largest of its row, which is about four times the others
+    assert float((products[0].double() - reference).norm() / reference.norm()) < 2.0**-22
     assert unequal(x @ w.t(), reference.float()) > 0, "float32 sums round, so equality means something"
 
 
 @settings(max_examples=30)
-@given(cases, SIZES, st.sampled_from([14, 18, 20]), THREADS)
+@given(cases, SIZES, THREADS)
 def test_a_changed_weight_is_packed_into_the_memory_of_the_old_one(
-    case: tuple[int, int, str], n: int, p: int, threads: int
+    case: tuple[int, int, str], n: int, threads: int
 ) -> None:
     k, seed, stride = case
     x, w, other = matrix(5, k, seed, stride), matrix(n, k, seed + 1, stride), matrix(n, k, seed + 2, stride)
     for name in BACKENDS:
         backend.use(name, threads)
         for dim in (0, 1):
-            prepared, weight = PreparedWeight("w", p), (w if dim else w.t()).contiguous().clone()
+            prepared, weight = PreparedWeight("w"), (w if dim else w.t()).contiguous().clone()
             prepared.contract(x, weight, dim)
             weight.copy_(other if dim else other.t())
-            assert unequal(prepared.contract(x, weight, dim), product(x, other, p)) == 0, (name, dim)
+            assert unequal(prepared.contract(x, weight, dim), linear(x, other)) == 0, (name, dim)
 
 
 def check_gradient(case: tuple[int, int, str], n: int, k: int, bits: int, x_bits: int, threads: int) -> None:
@@ -115,7 +96,7 @@ def check_gradient(case: tuple[int, int, str], n: int, k: int, bits: int, x_bits
     up = torch.tensor([2.0 ** (bits - e) for e in exponents(grad)], dtype=torch.float64)
     x_up = torch.tensor([2.0 ** (x_bits - e) for e in exponents(x)], dtype=torch.float64)
     before = torch.randint(-(2**40), 2**40, (n, k), generator=seeded(seed))
-    z, a = integers(grad, bits)[0], integers(x, x_bits)[0]
+    z, a = on_grid(grad, bits)[0], on_grid(x, x_bits)[0]
     products = torch.tensor((z.T @ a).astype(np.int64))
     for name in BACKENDS:
         backend.use(name, threads)
@@ -126,7 +107,7 @@ def check_gradient(case: tuple[int, int, str], n: int, k: int, bits: int, x_bits
 
 
 @settings(max_examples=100)
-@given(cases, SIZES, SIZES, st.sampled_from([20, 22, 23, 26]), st.sampled_from([14, 20]), THREADS)
+@given(cases, SIZES, SIZES, st.sampled_from([20, 22, 23, 27]), st.sampled_from([14, 22]), THREADS)
 def test_integer_gradients_equal_integer_arithmetic(
     case: tuple[int, int, str], n: int, k: int, bits: int, x_bits: int, t: int
 ) -> None:
@@ -136,7 +117,7 @@ def test_integer_gradients_equal_integer_arithmetic(
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 @settings(max_examples=2_000)
-@given(cases, st.integers(1, 6), st.integers(1, 6), st.sampled_from([20, 22, 26]), st.sampled_from([14, 20]), THREADS)
+@given(cases, st.integers(1, 6), st.integers(1, 6), st.sampled_from([20, 22, 27]), st.sampled_from([14, 22]), THREADS)
 def test_integer_gradients_equal_integer_arithmetic_many(
     case: tuple[int, int, str], n: int, k: int, bits: int, x_bits: int, t: int
 ) -> None:

@@ -59,7 +59,7 @@ class Called:
         monkeypatch.setattr(decoding, "_through_kernels", through_kernels)
 
 
-@pytest.mark.parametrize("kernels", ["dgemm", pytest.param("amx", marks=needs_amx)])
+@pytest.mark.parametrize("kernels", ["float64", pytest.param("amx", marks=needs_amx)])
 @pytest.mark.parametrize("architecture", DECODED)
 def test_prefill_and_decoding_give_the_bits_of_the_modules(
     architecture: str, kernels: str, monkeypatch: pytest.MonkeyPatch
@@ -67,7 +67,7 @@ def test_prefill_and_decoding_give_the_bits_of_the_modules(
     backend.use(kernels, 1)
     called = Called(monkeypatch)
     direct = sampled(architecture)
-    assert (called.layers > 0, called.kernels > 0) == (kernels == "amx", kernels == "dgemm")
+    assert (called.layers > 0, called.kernels > 0) == (kernels == "amx", kernels == "float64")
     assert called.prompts > 0
     before = vars(called).copy()
     monkeypatch.setattr(forward, "unpack", lambda trunk: None)
@@ -106,7 +106,7 @@ def test_a_decoder_sees_that_a_weight_or_the_backend_has_changed() -> None:
             weight.mul_(0.5)
         second = decoder.layers()
         assert second is not first and (second[1].down.scales == 0.5 * scales).all()
-        backend.use("dgemm", 1)
+        backend.use("float64", 1)
         assert decoder.layers() == []
     finally:
         with torch.no_grad():
@@ -173,7 +173,7 @@ def test_a_module_with_hooks_is_called() -> None:
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:
-    backend.use("dgemm", 1)
+    backend.use("float64", 1)
     trunk = trunk_of(policy("llama", "exact"))
     weight = trunk.layers[1].mlp.up_proj.weight
     kept = weight.detach().clone()

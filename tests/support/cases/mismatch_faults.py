@@ -201,7 +201,7 @@ def stale(setting: Setting, every: int = 99, learning_rate: float = 1e-3) -> pd.
         parameter.requires_grad_(True)
     assert source.config.vocab_size == VOCAB
     settings = AdamWSettings(learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(model, settings, setting.mode, 20)
+    optimizer = make_optimizer(model, settings, setting.mode)
     sampler = copy.deepcopy(model)
     frames = []
     for index, items in enumerate(sampled(setting)):

@@ -46,7 +46,7 @@ class FakeServer(ThreadingHTTPServer):
             "speculative_algorithm": None,
             "attention_backend": "ppo_repro_exact" if exact else "torch_native",
             "dtype": "float32",
-            "json_model_override_args": '{"ppo_repro": {"max_context": 24, "operand_bits": 20}}' if exact else "{}",
+            "json_model_override_args": '{"ppo_repro": {"max_context": 24}}' if exact else "{}",
         }
 
     @property

@@ -39,7 +39,7 @@ def config(hidden: int, layers: int, vocab_size: int) -> Qwen3Config:
 
 def work_of(kernels: str, sequences: int, update: int) -> Work:
     context = PROMPT + RESPONSE
-    return Work(kernels, 20, sequences, context, RESPONSE, sequences, sequences, update, False, False, 0, False)
+    return Work(kernels, sequences, context, RESPONSE, sequences, sequences, update, False, False, 0, False)
 
 
 def iteration(mode: str, shape: Qwen3Config, work: Work) -> None:

@@ -45,9 +45,9 @@ def note_tokens() -> list[int]:
     """From now on, the tokens of every optimizer step that the no-overflow bound is asked about."""
     real, noted = optimizer.assert_no_wrap, []
 
-    def noting(tokens: int, total_bits: int) -> None:
+    def noting(tokens: int) -> None:
         noted.append(tokens)
-        real(tokens, total_bits)
+        real(tokens)
 
     optimizer.assert_no_wrap = noting
     return noted

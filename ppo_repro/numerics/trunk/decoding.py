@@ -63,7 +63,7 @@ def _matrices(w: decoder_layer.Weights) -> tuple[decoder_layer.Matrix, ...]:
 
 def _has_outliers(layer: Layer) -> bool:
     """Whether a weight has outliers, whose products whole layers do not compute."""
-    return any(linear.prepared.packed(linear.weight).outliers.any() for linear in layer.linears)
+    return any(linear.prepared.packed(linear.weight)[1].any for linear in layer.linears)
 
 
 def _weights(layer: Layer) -> decoder_layer.Weights:
@@ -78,7 +78,7 @@ def _norm(norm: NormWeights | None) -> decoder_layer.Norm:
 
 
 def _matrix(linear: LinearWeights) -> decoder_layer.Matrix:
-    packed, bias = linear.prepared.packed(linear.weight), product.padded_bias(linear.bias_values)
+    packed, bias = linear.prepared.packed(linear.weight)[0], product.padded_bias(linear.bias_values)
     most = outliers_at_most(packed.terms)
     return decoder_layer.Matrix(packed.tiles, packed.scales, bias, packed.terms, packed.columns, most)
 
@@ -170,8 +170,8 @@ def _again(
 
     def attend(layer: Layer, query: np.ndarray, new_key: np.ndarray, new_value: np.ndarray) -> Attended:
         key[own], value[own] = new_key, new_value
-        bounds = (bound[own] for bound in visible[layer.window])
-        return Attended(attend_arrays(query, new_key, new_value, part, layer.index, *bounds, layer.spec))
+        begin, end = (bound[own] for bound in visible[layer.window])
+        return Attended(attend_arrays(query, new_key, new_value, part, layer.index, begin, end, layer.spec))
 
     with pool.limited_to(1):
         return layer_forward(layer, x, rotary_at(trunk, part.target.arrays[1][:, 0]), attend)[0]

@@ -82,9 +82,6 @@ def padded_bias(bias: np.ndarray) -> np.ndarray:
     return np.concatenate([bias, np.zeros(missing, np.float32)]) if missing else bias
 
 
-NO_BIAS = np.empty(0, np.float32)
-
-
 def contract(x: PackedRows, weight: PackedWeight, bias: np.ndarray, y: np.ndarray) -> bool:
     """y = fl32(fl64(sum of x w on their grids)) + 0 [+ bias], without outliers; y [M, columns] float32, C-contiguous.
 

@@ -12,7 +12,9 @@ from ppo_repro.numerics.products import PreparedWeight, add_products, input_expo
 from tests.support.float32 import bits
 
 
-@pytest.fixture(params=["float64", pytest.param("amx", marks=pytest.mark.skipif(not backend.has_amx(), reason="no AMX"))])
+@pytest.fixture(
+    params=["float64", pytest.param("amx", marks=pytest.mark.skipif(not backend.has_amx(), reason="no AMX"))]
+)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     backend.use(request.param, 1)
     yield request.param

@@ -118,13 +118,13 @@ def add_products(
     if not (x_outliers.any or w_outliers.any):
         return
     columns, terms = y.shape[1], x.shape[1]
-    steps = (terms, 1) if dim == 1 else (1, columns)
+    row_step, step = (terms, 1) if dim == 1 else (1, columns)
     wanted = np.unique(x_outliers.columns)
-    arguments = x.reshape(-1), terms, x_outliers, wanted, w.reshape(-1), *steps, w_outliers
-    out = y.reshape(-1)
+    flat, weights, out = x.reshape(-1), w.reshape(-1), y.reshape(-1)
 
     def run(first: int, last: int) -> None:
         for start in range(first, last, _AT_ONCE):
-            _add(*arguments, start, min(start + _AT_ONCE, last), columns, out)
+            stop = min(start + _AT_ONCE, last)
+            _add(flat, terms, x_outliers, wanted, weights, row_step, step, w_outliers, start, stop, columns, out)
 
     in_parts(run, columns, 5.0 * wanted.size + 0.2 * len(y))

@@ -18,7 +18,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from ppo_repro.numerics.gradients import GradientAccumulator
-
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.layers.activations import ExactSiLU
 from ppo_repro.numerics.layers.embedding import ExactEmbedding

@@ -7,6 +7,7 @@ result, int32 [terms, COLUMNS] each. What pads the last block or panel is 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -192,8 +193,7 @@ def column_grids(w: np.ndarray) -> Weight:
     def run(first: int, last: int) -> bool:
         law = WEIGHT_GAP, allowed(terms)
         bounds = [*range(first * COLUMNS, min(last * COLUMNS, columns), 8 * COLUMNS), min(last * COLUMNS, columns)]
-        parts = zip(bounds, bounds[1:], strict=False)
-        return all([_column_grids(flat, terms, columns, *law, a, z, exponents, outliers) for a, z in parts])
+        return all([_column_grids(flat, terms, columns, *law, a, z, exponents, outliers) for a, z in pairwise(bounds)])
 
     finite = results_of_parts(run, _count(columns, COLUMNS), 0.5 * COLUMNS * terms)
     return Weight(np.empty(0, np.int32), exponents, outliers, all(finite))
@@ -201,7 +201,7 @@ def column_grids(w: np.ndarray) -> Weight:
 
 @kernel
 def pack_columns(w, columns, panel, first, last, exponents, bits, out):  # type: ignore[no-untyped-def]
-    """Terms first..last-1 of one panel of flat w [.., columns] along its columns, into out int32 [last - first, COLUMNS]."""
+    """Terms first..last-1 of a panel of flat w [.., columns] along its columns; out int32 [last - first, COLUMNS]."""
     start, room = panel * COLUMNS, _ROOM
     width = min(COLUMNS, columns - start)
     ups, limits = np.zeros(COLUMNS), np.ones(COLUMNS, np.float32)

@@ -43,7 +43,7 @@ def _store(high, low, at, rows, first_row, first_column, scales, column_scales, 
 
 @kernel
 def _contract(blocks, scales, panels, w, exponents, bits, bias, terms, columns, first, last, y):  # type: ignore[no-untyped-def]
-    """Panels first..last-1 of `contract`, flat; where `panels` is empty, they are packed from flat w [terms, columns]."""
+    """Panels first..last-1 of `contract`, flat; empty `panels`: they are packed from flat w [terms, columns]."""
     rows = scales.size
     count = (rows + ROWS - 1) // ROWS
     high, low, column_scales = np.empty(count * BLOCK), np.empty(count * BLOCK), np.zeros(COLUMNS)
@@ -60,10 +60,14 @@ def _contract(blocks, scales, panels, w, exponents, bits, bias, terms, columns, 
                 right = scratch.ctypes.data
             for block in range(count):
                 left, at = blocks.ctypes.data + 8 * ROWS * (block * terms + start), 8 * block * BLOCK
-                multiply(left, right, high.ctypes.data + at, low.ctypes.data + at, depth, min(ROWS, rows - block * ROWS))
+                multiply(
+                    left, right, high.ctypes.data + at, low.ctypes.data + at, depth, min(ROWS, rows - block * ROWS)
+                )
         for block in range(count):
             height = min(ROWS, rows - block * ROWS)
-            _store(high, low, block * BLOCK, height, block * ROWS, panel * COLUMNS, scales, column_scales, bias, y, columns)
+            _store(
+                high, low, block * BLOCK, height, block * ROWS, panel * COLUMNS, scales, column_scales, bias, y, columns
+            )
 
 
 def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.ndarray) -> bool:
@@ -128,5 +132,3 @@ def accumulate(grad: np.ndarray, up: np.ndarray, x: GradientInputs, sums: np.nda
     arguments, flat = (grad.reshape(-1), up, rows, x.panels, x.tokens, columns), sums.reshape(-1)
     work = lambda i, j: _accumulate(*arguments, i, j, fresh, flat)  # noqa: E731
     in_parts(work, -(-rows // ROWS), _NANOSECONDS * ROWS * x.tokens * columns)
-
-

@@ -12,7 +12,7 @@ from ppo_repro.numerics import backend
 from tests.support.paths import ROOT
 
 KERNELS = "tests/numerics/kernels/test_amx.py", "tests/numerics/kernels/test_products.py"
-PASSES = "tests/numerics/trunk", "tests/numerics/test_shared_inputs.py"
+PASSES = "tests/numerics/trunk", "tests/numerics/proof", "tests/numerics/test_shared_inputs.py"
 
 without_amx = pytest.mark.skipif(backend.has_amx(), reason="the tests themselves have used AMX")
 

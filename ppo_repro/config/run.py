@@ -127,7 +127,7 @@ class NumericsConfig(Section):
         20, description="Number grids of the linear layers: 20 bits, 1e-6 relative; 14 bits, 1e-4, and faster on AMX."
     )
     max_context: Annotated[int, Field(ge=2, le=32768)] = Field(
-        description="Longest prompt plus response, tokens; fixes the number grids of the run."
+        description="Longest prompt plus response, tokens; more are refused, and it changes no number."
     )
 
 

@@ -36,7 +36,6 @@ from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
 from ppo_repro.numerics.kernels.core.scalar import magnitude_bits, magnitude_bits_64, pow2_64, round_to_f32_plus_zero
 
-
 UP, DOWN = 2.0**SPLIT_BITS, 2.0**-SPLIT_BITS
 COARSER = 2.0 ** (LEFT_BITS - RIGHT_BITS)  # times the scale of a row on its grid for scores, on that for keys
 

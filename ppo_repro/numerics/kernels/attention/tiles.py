@@ -56,7 +56,9 @@ def _places(builder: Any, stride: Any, vectors: int) -> list[Any]:
     return [builder.add(start, ir.Constant(_WORD, LANES * v)) for start in starts for v in range(vectors)]
 
 
-def _add_terms(builder: Any, a: tuple[Any, Any, Any], b: tuple[Any, Any], low: list[Any], first: Any, count: Any) -> None:
+def _add_terms(
+    builder: Any, a: tuple[Any, Any, Any], b: tuple[Any, Any], low: list[Any], first: Any, count: Any
+) -> None:
     """low += A B over the terms first..first + count - 1; at most EXACT_TERMS, or the sum is not exact.
 
     `a` and `b` are the addresses of the first elements, then the strides of A's rows and of the terms.

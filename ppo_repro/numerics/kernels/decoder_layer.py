@@ -30,7 +30,6 @@ FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_ML
 class Norm(NamedTuple):
     weight: np.ndarray  # [size] float32; empty where there is no norm
     eps: float
-    p: int  # bits of the grid
 
 
 class Matrix(NamedTuple):
@@ -117,7 +116,7 @@ def _product(palettes, matrix, tiles, scales, rows):  # type: ignore[no-untyped-
 def _normed(norm, x):  # type: ignore[no-untyped-def]
     """The norm of each row of flat x, and whether x is finite."""
     y, rows = np.empty(x.size, np.float32), x.size // norm.weight.size
-    finite = rms_norm_rows(x, x.view(np.int32), norm.weight, norm.eps, norm.p, 0, rows, np.empty(rows), y)
+    finite = rms_norm_rows(x, x.view(np.int32), norm.weight, norm.eps, 0, rows, np.empty(rows), y)
     return y, finite
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic.grid import operand_bits
 from ppo_repro.numerics.kernels import decoder_layer
 from ppo_repro.numerics.kernels.amx import product
 from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS, outliers_at_most
@@ -27,7 +26,7 @@ from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, NormWeights, 
 # (two threads, 16 rows: 0.7 of the time by rows with layers of 3 MiB, 1.4 times the time with layers of 42)
 MOST_BYTES = 4 << 20
 PRODUCT_NANOSECONDS = 0.004  # of a multiplication; only to decide how many threads are worth waking
-_NO_NORM = decoder_layer.Norm(np.empty(0, np.float32), 0.0, 0)
+_NO_NORM = decoder_layer.Norm(np.empty(0, np.float32), 0.0)
 
 
 class Decoder:
@@ -74,7 +73,7 @@ def _weights(layer: Layer) -> decoder_layer.Weights:
 
 
 def _norm(norm: NormWeights | None) -> decoder_layer.Norm:
-    return _NO_NORM if norm is None else decoder_layer.Norm(norm.values, norm.eps, operand_bits(len(norm.values)))
+    return _NO_NORM if norm is None else decoder_layer.Norm(norm.values, norm.eps)
 
 
 def _matrix(linear: LinearWeights) -> decoder_layer.Matrix:

@@ -18,7 +18,7 @@ PPO_REPRO = """
     errors buffers output seeding watcher
     shares interrupts disk config numerics.arithmetic
     ranks ppo records numerics.kernels.core
-    tracking numerics.kernels.amx numerics.kernels.attention
+    tracking numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
     numerics
     numerics.layers

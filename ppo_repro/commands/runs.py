@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppo_repro.clock import OTHER, Clock
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say
 
@@ -51,6 +52,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     from ppo_repro.config.files import load_config
 
+    clock = Clock()
     with _working_together() as (ranks, watcher):
         config = load_config(arguments.config, arguments.set)
         from ppo_repro.runs.language import LanguageKind
@@ -58,9 +60,11 @@ def run_command(arguments: argparse.Namespace) -> int:
         from ppo_repro.tracking.follower import followed
 
         with followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None):
-            run_dir, seconds = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out)
+            clock.lap("start")
+            run_dir, _ = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out, clock)
+        clock.lap("tracking" if arguments.track else OTHER)
     if ranks.is_first:
-        _report_run(run_dir, seconds, arguments.json, arguments.profile)
+        _report_run(run_dir, clock.with_total(), arguments.json, arguments.profile)
     return 0
 
 

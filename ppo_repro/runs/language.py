@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from ppo_repro.buffers import Iteration
+from ppo_repro.clock import Clock
 from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
@@ -55,19 +56,19 @@ class LanguageExecution:
         score, accuracy = exact_mean(item.rewards.scores), exact_mean(item.rewards.is_correct)
         return f"score {score:.3f}  accuracy {accuracy:.3f}  KL {last_kl(item.updates):.4f}"
 
-    def final_results(self) -> Final:
+    def final_results(self, clock: Clock) -> Final:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)
+        clock.lap("evaluation")
         state, training = self.prepared.state, self.prepared.reward_training
         judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
-        return {
-            **judged,
-            "eval_accuracy": evaluation.accuracy,
-            "eval_score": evaluation.score,
+        digests = {
             # the reference is what the policy was before the first step
             "initial_policy_digest": weights_digest(state.reference.named_parameters()),
             "policy_digest": weights_digest(state.policy.named_parameters()),
             "value_digest": weights_digest(state.value_parameters().items()),
         }
+        clock.lap("digests")
+        return {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class LanguageKind:
             self.ranks.check()  # every rank computes the whole warm start by itself
             self.watcher.warm_start(step, total, loss)
 
-        prepared = prepare(config, warm_start, start_folder)
+        prepared = prepare(config, warm_start, start_folder, share=True)
         weights = prepared.state.policy.named_parameters(), prepared.state.value_parameters().items()
         self.ranks.require_same("initial weights", [weights_digest(parameters) for parameters in weights])
         return prepared

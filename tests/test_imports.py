@@ -23,6 +23,7 @@ PPO_REPRO = """
     numerics
     numerics.layers
     numerics.trunk numerics.optim
+    numerics.proof
     rollout
     rollout.sglang sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
     models

@@ -178,7 +178,7 @@ def candidates(hidden: int, sequences: int) -> list[Candidate]:
     compared = [_stock(model, ids, batch), _lean(model, ids, batch)]
     if backend.has_amx():
         compared.append(_exact(model, ids, batch, "exact, AMX", "amx"))
-    return [*compared, _exact(model, ids, batch, "exact, float64 BLAS", "dgemm")]
+    return [*compared, _exact(model, ids, batch, "exact, float64 BLAS", "float64")]
 
 
 def compare(hidden: int, sequences: int, threads: int, rounds: int) -> Iterator[Result]:

@@ -85,7 +85,7 @@ class ControlLayoutConfig(Section):
     forward_micro_batch: Index = Field(0, description="Steps per scoring pass; 0 takes all.")
     update_micro_batch: Index = Field(0, description="Steps per backward pass; 0 takes the minibatch.")
     threads: Count = Field(1, description="CPU threads.")
-    backend: Literal["auto", "eager", "dgemm", "amx"] = Field(
+    backend: Literal["auto", "eager", "float64", "amx"] = Field(
         "auto", description="What computes exact numerics: kernels on float64 or AMX, or eager torch."
     )
 

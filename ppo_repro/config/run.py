@@ -142,7 +142,7 @@ class LayoutConfig(Section):
     threads: Count = Field(
         1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
     )
-    backend: Literal["auto", "eager", "dgemm", "amx"] = Field(
+    backend: Literal["auto", "eager", "float64", "amx"] = Field(
         "auto", description="What computes exact numerics on a CPU: kernels on float64 or AMX, or eager torch."
     )
     gradient_checkpointing: bool = Field(

@@ -1,7 +1,7 @@
 """The backend that computes the exact numerics on this machine. It changes the speed, but no bit of a result.
 
 `eager` is the specification in torch, on any device. On CPUs Numba kernels replace it, with matrix products in float64
-(`dgemm`) or in 8-bit integers on AMX tiles (`amx`).
+(`float64`) or in 8-bit integers on AMX tiles (`amx`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.kernels.core import pool
+from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
 
-BACKENDS = ("eager", "dgemm", "amx")
+BACKENDS = ("eager", "float64", "amx")
 
 _active = "eager"
 
@@ -25,7 +26,12 @@ B = TypeVar("B")
 
 
 def has_amx() -> bool:
-    """Whether this CPU has AMX int8 tiles, this process may use them and kernels are compiled for this CPU."""
+    """Whether this CPU has AMX int8 tiles, this process may use them and kernels are compiled for this CPU.
+
+    Also where they are emulated, for tests.
+    """
+    if EMULATED_AMX:
+        return True
     other_target = numba_config.CPU_NAME not in (None, "host") or numba_config.CPU_FEATURES is not None
     return not other_target and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
@@ -33,9 +39,9 @@ def has_amx() -> bool:
 def choose(backend: str) -> str:
     """The backend for a name (`auto`: the fastest on this CPU); UserError for `amx` on a CPU without it."""
     if backend == "auto":
-        return "amx" if has_amx() else "dgemm"
+        return "amx" if has_amx() else "float64"
     if backend == "amx" and not has_amx():
-        raise UserError("layout.backend = amx: this CPU has no AMX int8 tiles; must be auto, dgemm or eager here")
+        raise UserError("layout.backend = amx: this CPU has no AMX int8 tiles; must be auto, float64 or eager here")
     return backend
 
 

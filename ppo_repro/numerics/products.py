@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,22 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.arithmetic.contraction import input_operand, linear, most_outliers, weight_operand
 from ppo_repro.numerics.arithmetic.elementwise import pow2
-from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, MIN_EXPONENT, contract, exponent, operand_bits, quantise
-from ppo_repro.numerics.kernels import dgemm
-from ppo_repro.numerics.kernels.amx import gradient, operands
-from ppo_repro.numerics.kernels.amx import product as amx
+from ppo_repro.numerics.arithmetic.grid import INPUT_GAP, MIN_EXPONENT, ROOM, WEIGHT_GAP, exponent
+from ppo_repro.numerics.kernels import outliers
+from ppo_repro.numerics.kernels.amx import gradient as amx_gradient
+from ppo_repro.numerics.kernels.amx import operands as amx
+from ppo_repro.numerics.kernels.amx import product as amx_product
 from ppo_repro.numerics.kernels.core import rows
+from ppo_repro.numerics.kernels.float64 import operands as float64
+from ppo_repro.numerics.kernels.float64 import product as float64_product
+from ppo_repro.numerics.kernels.outliers import Outliers
 
 NOTHING = int(rows.NOTHING)
+NO_BIAS = np.empty(0, np.float32)
+# an output gradient on its grid is split in two, so that sums over this many tokens are exact in float64
+_SPLIT_BITS, _CHUNK = 14, 1 << 16
 
 
 def array(x: Tensor) -> np.ndarray:
@@ -52,11 +61,24 @@ class _LastResult(threading.local):
 _operands, _exponents, _packed_inputs = _LastResult(), _LastResult(), _LastResult()
 
 
-Operand = operands.PackedRows | dgemm.GridMatrix
+@dataclass(frozen=True)
+class Operand:
+    """Inputs of linear layers, prepared for one kind of kernels."""
+
+    values: np.ndarray  # float32 [M, K], as they came
+    prepared: float64.Inputs | amx.PackedRows
+    outliers: Outliers
+
+    @property
+    def exponents(self) -> np.ndarray:
+        """int64 [M]: see `rows.row_exponents`."""
+        return self.prepared.exponents
 
 
-def _operand(x: np.ndarray, kind: str, p: int) -> Operand:
-    return operands.quantise_rows(x, p) if kind == "amx" else dgemm.prepare(x, p)
+def _operand(x: np.ndarray, kind: str) -> Operand:
+    prepared = amx.quantise_rows(x) if kind == "amx" else float64.quantise_inputs(x)
+    found = outliers.find(x, True, prepared.outliers, 1.0, INPUT_GAP, most_outliers(x.shape[1]))
+    return Operand(x, prepared, found)
 
 
 class PreparedWeight:
@@ -66,64 +88,78 @@ class PreparedWeight:
         self.name = name
         self._source: tuple[int, int, str] = (0, -1, "")
         self._prepared: dict[int, Any] = {}  # by dimension of the contraction
-        self._outdated: dict[int, operands.PackedWeight] = {}  # to be overwritten: the system clears new memory first
+        self._outliers: dict[int, Outliers] = {}
+        self._outdated: dict[int, Any] = {}  # to be overwritten: the system clears new memory first
 
     def _get(self, weight: Tensor, dim: int, kind: str) -> Any:
         # in-place changes increase the version; new storage under the same parameter has another address
         source = (weight.data_ptr(), weight._version, kind)
         if source != self._source:
-            self._outdated |= {d: w for d, w in self._prepared.items() if isinstance(w, operands.PackedWeight)}
-            self._prepared, self._source = {}, source
+            self._outdated |= self._prepared
+            self._prepared, self._outliers, self._source = {}, {}, source
         if dim not in self._prepared:
             self._prepared[dim] = self._prepare(weight.detach(), dim, kind)
         return self._prepared[dim]
 
     def _prepare(self, weight: Tensor, dim: int, kind: str) -> Any:
-        p = operand_bits(weight.shape[dim])
+        outdated = self._outdated.pop(dim, None)
+        if kind == "eager":
+            return weight_operand(weight if dim == 1 else weight.t(), self._where)
+        values = array(weight)
         if kind == "amx":
-            return operands.pack(array(weight), p, dim == 1, self._outdated.pop(dim, None))
-        outputs = weight if dim == 1 else weight.t()
-        return dgemm.prepare(array(outputs), p) if kind == "dgemm" else quantise(outputs, p)
+            prepared: Any = amx.pack(values, dim == 1, outdated if isinstance(outdated, amx.PackedWeight) else None)
+        else:
+            prepared = float64.pack_weight(values) if dim == 1 else float64.column_grids(values)
+        most = most_outliers(weight.shape[dim])
+        self._outliers[dim] = outliers.find(values, dim == 1, prepared.outliers, ROOM, WEIGHT_GAP, most)
+        return prepared
+
+    @property
+    def _where(self) -> str:
+        return f"the input or the weight of {self.name}"
 
     def contract(self, x: Tensor, weight: Tensor, dim: int, bias: Tensor | None = None) -> Tensor:
-        """fl32(sum_k x[.., k] w[.., k]) + 0 [+ bias] over dimension `dim` of weight [N, K].
+        """sum_k x[.., k] w[.., k] [+ bias] over dimension `dim` of weight [N, K], as `contraction.linear` defines it.
 
         x [M, K] float32 -> [M, N] for dim 1; [M, N] -> [M, K] for dim 0. Raises NumericsError naming the module if x or
         the weight is not finite.
         """
         if not backend.has_kernels(x):
-            grid = quantise(x, operand_bits(weight.shape[dim]), where=f"the input of {self.name}")
-            y = contract(grid, self._get(weight, dim, "eager"))
-            return y if bias is None else y + bias
-        operand = _operands.of(x, (self._kernels(x.shape[1]),), lambda: self.operand(array(x)))
-        return torch.from_numpy(self.product(operand, weight, dim, amx.NO_BIAS if bias is None else array(bias)))
+            return linear(input_operand(x, self._where), self._get(weight, dim, "eager"), bias)
+        kind = _kernels(weight.shape[dim])
+        operand = _operands.of(x, (kind,), lambda: _operand(array(x), kind))
+        return torch.from_numpy(self.product(operand, weight, dim, NO_BIAS if bias is None else array(bias)))
 
-    def _kernels(self, terms: int) -> str:
-        return "dgemm" if backend.active() == "amx" and terms > operands.MAX_TERMS else backend.active()
-
-    def operand(self, x: np.ndarray) -> Operand:
-        """x [M, K] float32 on its grids, for `product` with any weight of as many terms; for kernels only."""
-        terms = x.shape[1]
-        return _operand(x, self._kernels(terms), operand_bits(terms))
-
-    def packed(self, weight: Tensor) -> operands.PackedWeight:
-        """The weight packed for contractions on AMX along its rows; NumericsError if it is not finite."""
-        packed: operands.PackedWeight = self._get(weight, 1, "amx")
+    def packed(self, weight: Tensor) -> tuple[amx.PackedWeight, Outliers]:
+        """The weight packed for contractions on AMX along its rows, and its outliers; NumericsError if not finite."""
+        packed: amx.PackedWeight = self._get(weight, 1, "amx")
         if not packed.finite:
-            raise NumericsError(f"the input or the weight of {self.name} is not finite")
-        return packed
+            raise NumericsError(f"{self._where} is not finite")
+        return packed, self._outliers[1]
 
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
-        """`contract` with an input already on its grids; the bias may be empty."""
-        if isinstance(operand, operands.PackedRows):
-            y = np.empty((operand.rows, weight.shape[1 - dim]), np.float32)
-            finite = amx.contract(operand, self._get(weight, dim, "amx"), amx.padded_bias(bias), y)
+        """`contract` with an input already on its grids, a result of `operand`; the bias may be empty."""
+        x = operand.prepared
+        kind = "float64" if isinstance(x, float64.Inputs) else "amx"
+        prepared, w = self._get(weight, dim, kind), array(weight)
+        y = np.empty((len(operand.values), weight.shape[1 - dim]), np.float32)
+        if isinstance(x, float64.Inputs):
+            finite = float64_product.contract(x, prepared, w, bias, y)
         else:
-            y = np.empty((len(operand.values), weight.shape[1 - dim]), np.float32)
-            finite = dgemm.contract(operand, self._get(weight, dim, "dgemm"), bias, y)
+            finite = amx_product.contract(x, prepared, amx_product.padded_bias(bias), y)
         if not finite:
-            raise NumericsError(f"the input or the weight of {self.name} is not finite")
+            raise NumericsError(f"{self._where} is not finite")
+        outliers.add_products(operand.values, operand.outliers, w, self._outliers[dim], y, dim)
         return y
+
+
+def _kernels(terms: int) -> str:
+    return "amx" if backend.active() == "amx" and terms <= amx.MAX_TERMS else "float64"
+
+
+def operand(x: np.ndarray) -> Operand:
+    """x [M, K] float32, C-contiguous, on its grids, for `PreparedWeight.product`; for kernels only."""
+    return _operand(x, _kernels(x.shape[1]))
 
 
 def row_exponents(x: Tensor) -> Tensor | None:
@@ -168,21 +204,23 @@ def add_products(
     """out[n, k] += sum_t rne(grad[t, n] up[t]) rne(x[t, k] x_up[t]), exactly, in int64; `fresh`: = instead of +=.
 
     grad [T, N], x [T, K] float32; up, x_up [T] float64 powers of two; the integers stay within 2^bits and
-    2^x_bits.
+    2^x_bits, at most 2^27 and 2^22.
     """
     if backend.has_kernels(grad):
         kind = backend.active()
-        kernels = gradient if kind == "amx" else dgemm
-        inputs = _packed_inputs.of(x, (kind, x_bits), lambda: kernels.pack_inputs(array(x), array(x_up), x_bits))
-        kernels.accumulate(array(grad), array(up), bits, inputs, out.numpy(), fresh)
+        kernels = amx_gradient if kind == "amx" else float64_product
+        inputs = _packed_inputs.of(x, (kind, x_bits), lambda: kernels.pack_inputs(array(x), array(x_up)))
+        kernels.accumulate(array(grad), array(up), inputs, out.numpy(), fresh)
         return
     if fresh:
         out.zero_()
     z = (grad.to(torch.float64) * up[:, None]).round_()
     integers = (x.to(torch.float64) * x_up[:, None]).round_()
-    chunk = 1 << (MANTISSA_BITS - bits - x_bits)  # sums of this many products are exact in float64
-    for start in range(0, len(z), chunk):
-        out += (z[start : start + chunk].t() @ integers[start : start + chunk]).to(torch.int64)
+    high = (z * 2.0**-_SPLIT_BITS).floor_()
+    for half, unit in ((high, 1 << _SPLIT_BITS), (z - high * 2.0**_SPLIT_BITS, 1)):
+        for start in range(0, len(z), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            out += (half[rows].t() @ integers[rows]).to(torch.int64) * unit
 
 
 def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: Tensor | None, out: Tensor) -> None:

@@ -67,7 +67,7 @@ class ModelShape:
 class Work:
     """How a run computes."""
 
-    kernels: str  # "amx", "dgemm", or "native" for stock torch
+    kernels: str  # "amx", "float64", or "native" for stock torch
     slots: int
     max_context: int
     max_response_tokens: int
@@ -133,7 +133,7 @@ def prepared_bytes(matrix: Linear, transposed: bool, work: Work) -> int:
     if not work.exact:
         return 0
     terms, columns = (matrix.outputs, matrix.inputs) if transposed else (matrix.inputs, matrix.outputs)
-    if work.kernels == "dgemm" or terms > AMX_MAX_TERMS:
+    if work.kernels == "float64" or terms > AMX_MAX_TERMS:
         return 8 * terms * columns
     blocks = ceil(columns / 16)
     return blocks * ceil(terms / 64) * AMX_DIGITS * TILE + blocks * 16 * 8
@@ -172,13 +172,13 @@ def activation_bytes(shape: ModelShape, tokens: int, row: int, work: Work) -> in
 def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
     """What one layer needs while it computes: gradients of its widest activations, and a rounded operand."""
     # the rounded terms of a product, and its sums in float64 before they are rounded
-    operand = {"dgemm": 8, "amx": 3, "native": 0}[work.kernels]
+    operand = {"float64": 8, "amx": 3, "native": 0}[work.kernels]
     return tokens * (4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * (shape.intermediate + shape.hidden))
 
 
 def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
     """Logits, their gradient and the operands of their products, for `rows` tokens; native also keeps log-softmax."""
-    operand = {"dgemm": 8, "amx": 3, "native": 12}[work.kernels]
+    operand = {"float64": 8, "amx": 3, "native": 12}[work.kernels]
     return rows * shape.head.outputs * (8 + operand)
 
 

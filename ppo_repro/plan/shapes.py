@@ -86,7 +86,7 @@ def work_of(config: RunConfig, lora_rank: int = 0) -> Work:
     exact = config.numerics.mode == "exact"
     kernels = backend.choose(layout.backend) if exact else "native"
     if kernels == "eager":
-        raise UserError("layout.backend = eager: only for comparisons; plan supports auto, dgemm and amx")
+        raise UserError("layout.backend = eager: only for comparisons; plan supports auto, float64 and amx")
     return Work(
         kernels=kernels,
         slots=min(layout.rollout_slots, max(sequences, config.task.num_eval_prompts)),

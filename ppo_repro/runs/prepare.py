@@ -33,7 +33,7 @@ from ppo_repro.models.reward_model import (
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import warm_start
-from ppo_repro.numerics import backend
+from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.preferences.pairs import pairs_by_rule
@@ -197,7 +197,7 @@ def prepare(
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of
     this run left it; it replaces the model of the configuration and its warm start.
     """
-    backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
+    proof.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
     disable_progress_bar()  # the run shows its own
     judge = load_judge(config.reward)  # before the minutes that a warm start takes
     problems = load_problems(config.task, config.seed)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics import backend
+from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import lower
 from ppo_repro.numerics.optim.optimizer import weights_digest
@@ -34,7 +34,7 @@ class PpoReproExactForCausalLM(nn.Module):
         if quant_config is not None:
             raise UserError("exact numerics in SGLang: --quantization is not supported; leave it out")
         self.config, self.settings = config, read_settings(config)
-        backend.use(self.settings.backend, self.settings.threads)
+        proof.use(self.settings.backend, self.settings.threads)
         self.policy = _lowered(config, self.settings.max_context)
         self.logits_processor = ExactLogits(config)
         self.cache: PoolCache | None = None

@@ -70,7 +70,7 @@ def test_mistakes_are_one_line(override: str, message: str) -> None:
 
 def test_a_backend_needs_exact_numerics() -> None:
     with pytest.raises(UserError, match=r"layout.backend needs numerics.mode = exact"):
-        small_control("numerics.mode=native", "layout.backend=dgemm")
+        small_control("numerics.mode=native", "layout.backend=float64")
 
 
 def test_a_missing_field_and_a_file_that_is_none(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ REAL = (
 LIMITED = ("environment.id=tests/Limited-v0", "ppo.iterations=3", "evaluation.episodes=0")
 LAYOUTS = [
     ("layout.envs_per_forward=1", "layout.backend=eager"),
-    ("layout.envs_per_forward=4", "layout.update_micro_batch=7", "layout.backend=dgemm"),
+    ("layout.envs_per_forward=4", "layout.update_micro_batch=7", "layout.backend=float64"),
     ("layout.forward_micro_batch=11", "layout.update_micro_batch=25", "layout.threads=2"),
 ]
 

@@ -48,10 +48,10 @@ def test_the_start_is_the_base_to_the_bit(architecture: str, mode: str) -> None:
 
 LAYOUTS = (  # micro-batch, padding, seed of the order of the sequences, threads, backend
     (0, "right", 0, 1, "eager"),
-    (3, "left", 1, 2, "dgemm"),
+    (3, "left", 1, 2, "float64"),
     (1, "none", 2, 1, "auto"),
     (1, "left", 3, 2, "eager"),
-    (0, "none", 4, 1, "dgemm"),
+    (0, "none", 4, 1, "float64"),
     (3, "right", 5, 2, "auto"),
 )
 
@@ -111,7 +111,7 @@ def disagreements(mode: str, backends: str = "eager") -> tuple[int, int]:
 
 @pytest.mark.usefixtures("row_dependent")
 def test_sampler_and_trainer_agree_on_every_bit_after_training_an_adapter() -> None:
-    for kernels in ("eager", "dgemm"):
+    for kernels in ("eager", "float64"):
         differing, count = disagreements("exact", kernels)
         assert differing == 0 and count > 200
     assert disagreements("native")[0] > 10

@@ -12,7 +12,9 @@ from ppo_repro.numerics.products import PreparedWeight, add_products, input_expo
 from tests.support.float32 import bits
 
 
-@pytest.fixture(params=["dgemm", pytest.param("amx", marks=pytest.mark.skipif(not backend.has_amx(), reason="no AMX"))])
+@pytest.fixture(
+    params=["float64", pytest.param("amx", marks=pytest.mark.skipif(not backend.has_amx(), reason="no AMX"))]
+)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     backend.use(request.param, 1)
     yield request.param
@@ -29,9 +31,9 @@ def fresh(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
 
 def test_the_second_layer_takes_what_the_first_one_prepared(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    for module, name in ((products.operands, "quantise_rows"), (products.dgemm, "prepare")):
+    for module, name in ((products.amx, "quantise_rows"), (products.float64, "quantise_inputs")):
         original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda x, p, original=original: rows.append(len(x)) or original(x, p))
+        monkeypatch.setattr(module, name, lambda x, original=original: rows.append(len(x)) or original(x))
     x, first, second = numbers(5, 70, 0), numbers(6, 70, 1), numbers(33, 70, 2)
     results = [bits(PreparedWeight("w").contract(x, w, 1)) for w in (first, second)]
     assert rows.count(5) == 1, "prepared twice or never"

@@ -68,7 +68,7 @@ def test_a_real_seven_billion_model_needs_no_memory_to_be_planned() -> None:
     shape = model_shape(llama_7b(), exact=True)
     assert shape.parameters == 6_738_415_616
     trunk = shape.parameters - 32000 * 4096
-    planned = memory.make_plan(shape, shape, memory.as_classifier(shape, 1), work("dgemm", max_context=2048))
+    planned = memory.make_plan(shape, shape, memory.as_classifier(shape, 1), work("float64", max_context=2048))
     policy, value_model, reference, reward = planned.residents
     assert policy.mixed_precision == 16 * shape.parameters and reference.mixed_precision == 2 * shape.parameters
     assert value_model.trained_parameters == trunk + 4096 + 1 and reward.frozen_parameters == trunk + 4096
@@ -81,7 +81,7 @@ def test_a_real_seven_billion_model_needs_no_memory_to_be_planned() -> None:
 def test_operands_worked_by_hand() -> None:
     matrix = Linear(outputs=40, inputs=100)
     assert memory.prepared_bytes(matrix, False, work("native")) == 0
-    assert memory.prepared_bytes(matrix, False, work("dgemm")) == 8 * 4000
+    assert memory.prepared_bytes(matrix, False, work("float64")) == 8 * 4000
     # 3 blocks of 16 columns, 2 of 64 terms, three digits of 1024 bytes, 48 scales
     assert memory.prepared_bytes(matrix, False, work("amx")) == 3 * 2 * 3 * 1024 + 48 * 8
     assert memory.prepared_bytes(matrix, True, work("amx")) == 7 * 1 * 3 * 1024 + 112 * 8
@@ -114,7 +114,7 @@ def take_a_step(policy: nn.Module, forward: Callable[[], Tensor], optimizer: obj
     forward()  # the weights are new, and so are the operands
 
 
-KERNELS = ["dgemm", "native", *(["amx"] if backend.has_amx() else [])]
+KERNELS = ["float64", "native", *(["amx"] if backend.has_amx() else [])]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -166,8 +166,8 @@ def head_of(model: nn.Module, shape: memory.ModelShape) -> Linear:
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("mode", ["exact", "native"])
 def test_an_adapter_is_counted_to_the_byte(architecture: str, mode: str) -> None:
-    kernels = "dgemm" if mode == "exact" else "native"
-    backend.use("dgemm" if mode == "exact" else "eager", 1)
+    kernels = "float64" if mode == "exact" else "native"
+    backend.use("float64" if mode == "exact" else "eager", 1)
     targets = ("q_proj", "up_proj") if architecture == "qwen3" else ("c_attn",)
     policy = make_policy(source_model(architecture), mode, CONTEXT)
     lora = add_lora(policy, 3, 6.0, targets, 0)
@@ -202,7 +202,7 @@ def test_caches_are_counted_to_the_byte(architecture: str) -> None:
     grid, slots = GridCache(config, 5, CONTEXT, device), SlotCache(config, 5, CONTEXT, device)
     shape = model_shape(config, True)
     found = distinct([*grid.keys, *grid.values, *grid.value_scales])
-    assert found == memory.cache_bytes(shape, work("dgemm", slots=5))
+    assert found == memory.cache_bytes(shape, work("float64", slots=5))
     assert distinct([*slots.keys, *slots.values]) == memory.cache_bytes(shape, work("native", slots=5))
 
 
@@ -245,11 +245,11 @@ def saved(architecture: str, mode: str, layers: int) -> int:
 @pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_activations_of_a_layer_are_what_a_pass_keeps(architecture: str, mode: str) -> None:
-    backend.use("dgemm" if mode == "exact" else "eager", 1)
+    backend.use("float64" if mode == "exact" else "eager", 1)
     tokens, row = 3 * 29, 29
     found = saved(architecture, mode, 3) - saved(architecture, mode, 2)
     shape = model_shape(resized(architecture, 2), mode == "exact")
-    how = work("dgemm" if mode == "exact" else "native")
+    how = work("float64" if mode == "exact" else "native")
     expected = memory.saved_bytes_per_layer(shape, tokens, row, how)
     if mode == "exact" and architecture not in {"gemma", "gpt2", "gpt_neox"}:
         assert found == expected
@@ -356,7 +356,7 @@ def test_a_real_training_step_needs_what_was_planned(kernels: str) -> None:
     )
     found = json.loads(done.stdout)
     # blocks that the allocator keeps after they are freed come on top; of the parts of a phase not all are there at
-    # once. Measured: 1.06 (dgemm), 0.89 (amx) and 1.01 (native) of what was planned
+    # once. Measured: 1.06 (float64), 0.89 (amx) and 1.01 (native) of what was planned
     assert 0.8 < found["measured"] / found["planned"] < 1.2
     # most of it is what was counted to the byte, so a part that was forgotten would show
     assert found["resident"] > 0.5 * found["planned"]

@@ -52,9 +52,9 @@ EVAL_PAIRS = pairs_by_rule(PROBLEMS.held_out, IDS, TOKENIZER, 40, 0.0, 0)
 NUMERICS = {mode: NumericsConfig.model_validate({"mode": mode, "max_context": 24}) for mode in ("exact", "native")}
 LAYOUTS = (  # forward and update micro-batches in sequences, padding, backend, threads
     (0, 0, "right", "eager", 1),
-    (7, 10, "left", "dgemm", 2),
+    (7, 10, "left", "float64", 2),
     (3, 2, "none", "eager", 1),
-    (0, 12, "none", "dgemm", 1),
+    (0, 12, "none", "float64", 1),
 )
 
 
@@ -104,7 +104,7 @@ def test_a_reward_model_learns_the_rule() -> None:
     pairs = pairs_by_rule(problems.train, ids, tokenizer, 3000, 0.1, 0)
     eval_pairs = pairs_by_rule(problems.held_out, ids, tokenizer, 200, 0.0, 0)
     settings = RewardModelTraining(num_pairs=3000, epochs=2, minibatch_size=64, learning_rate=1e-2)
-    backend.use("dgemm", 1)
+    backend.use("float64", 1)
     model = make_reward_model(tiny(len(tokenizer)), "exact", 24, 0)
     found = train_reward_model(
         model, pairs, eval_pairs, settings, NUMERICS["exact"], LayoutConfig(), 5, lambda *_: None

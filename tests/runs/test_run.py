@@ -233,6 +233,6 @@ def test_the_environment_names_what_computed() -> None:
     def named(*overrides: str) -> str:
         return str(describe_environment(small_config(*overrides), 1)["numerics_backend"])
 
-    assert named("layout.backend=eager") == "eager" and named("layout.backend=dgemm") == "dgemm"
-    assert named() == ("amx" if backend.has_amx() else "dgemm")
+    assert named("layout.backend=eager") == "eager" and named("layout.backend=float64") == "float64"
+    assert named() == ("amx" if backend.has_amx() else "float64")
     assert named("numerics.mode=native") == "stock torch"

@@ -68,5 +68,5 @@ def both(compute: Callable[[], list[Tensor]], count: int = 1) -> tuple[list[byte
     """The outcome by the eager code and by kernels on `count` threads."""
     with using("eager"):
         expected = outcome(compute)
-    with using("dgemm", count):
+    with using("float64", count):
         return expected, outcome(compute)

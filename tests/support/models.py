@@ -1,8 +1,7 @@
-"""Tiny models of every supported family, ragged sequences, and comparison of raw bits."""
+"""Small models of every supported family and their variants, ragged sequences, and comparison of raw bits."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -11,113 +10,32 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import ValueModel, make_policy, make_value_model
+from ppo_repro.testing.small_models import (
+    CLASSES,
+    CONFIGS,
+    CONTEXT,
+    LLAMA3_ROPE,
+    SLIDING,
+    VOCAB,
+    fill,
+    gemma_config,
+    gpt2_config,
+    gpt_neox_config,
+    llama_config,
+    mistral_config,
+    qwen2_config,
+    qwen3_config,
+    seeded,
+    small_model,
+)
 
-CONTEXT = 64
-VOCAB = 89  # not a multiple of 8, so that a bit set has spare bits
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "dtype": "float32",
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-
-
-def qwen3_config(**changes: object) -> Qwen3Config:
-    """Heads wider than hidden_size / heads, tied embeddings."""
-    return Qwen3Config(**{**SHAPE, "head_dim": 16, "tie_word_embeddings": True, **changes})
-
-
-def qwen2_config(**changes: object) -> Qwen2Config:
-    """Biases on q, k and v, untied embeddings."""
-    return Qwen2Config(**{**SHAPE, "tie_word_embeddings": False, **changes})
-
-
-def llama_config(**changes: object) -> LlamaConfig:
-    """Rotary frequencies of Llama 3."""
-    return LlamaConfig(**{**SHAPE, "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE, **changes})
-
-
-def mistral_config(**changes: object) -> MistralConfig:
-    """A window of 6 keys in every layer."""
-    return MistralConfig(**{**SHAPE, "tie_word_embeddings": False, "sliding_window": 6, **changes})
-
-
-def gemma_config(**changes: object) -> GemmaConfig:
-    """One key/value head, heads wider than hidden_size / heads, GELU by tanh, scaled and tied embeddings."""
-    return GemmaConfig(**{**SHAPE, "head_dim": 16, "num_key_value_heads": 1, **changes})
-
-
-def gpt2_config(**changes: object) -> GPT2Config:
-    """Learned positions, layer norms, transposed linear layers, tied embeddings, dropout that must not act."""
-    shape = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "n_inner": 72}
-    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32"}
-    return GPT2Config(**{**shape, **tokens, **changes})
-
-
-def gpt_neox_config(**changes: object) -> GPTNeoXConfig:
-    """Half of each head rotates, parallel residual, GELU by erf, biases, untied, dropout that must not act."""
-    dropout = {"rotary_pct": 0.5, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-    shape = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
-    return GPTNeoXConfig(**{**shape, "tie_word_embeddings": False, **dropout, **changes})
-
+__all__ = ["CLASSES", "LLAMA3_ROPE"]  # the package's, for tests that take them from here
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-SLIDING = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
-CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
-    Qwen3Config: Qwen3ForCausalLM,
-    Qwen2Config: Qwen2ForCausalLM,
-    LlamaConfig: LlamaForCausalLM,
-    MistralConfig: MistralForCausalLM,
-    GemmaConfig: GemmaForCausalLM,
-    GPT2Config: GPT2LMHeadModel,
-    GPTNeoXConfig: GPTNeoXForCausalLM,
-}
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen3": qwen3_config,
-    "qwen2": qwen2_config,
-    "llama": llama_config,
-    "mistral": mistral_config,
-    "gemma": gemma_config,
-    "gpt2": gpt2_config,
-    "gpt_neox": gpt_neox_config,
-    "qwen2 sliding": lambda: qwen2_config(**SLIDING),
-}
 ARCHITECTURES = tuple(CONFIGS)
 # for parametrize: families whose layers are of another kind; those that share them wait for the slow tests
 DISTINCT = ("qwen3", "gemma", "gpt2", "gpt_neox")
@@ -145,45 +63,16 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def fill(model: torch.nn.Module, seed: int) -> None:
-    """Random weights: factors of norms near 1, biases near 0, matrices by fan-in, embeddings for peaked logits."""
-    generator = seeded(seed)
-    config = getattr(model, "config", None)
-    offset = 0.0 if isinstance(config, GemmaConfig) else 1.0  # Gemma's factors are 1 + weight
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1 and name.endswith("weight"):
-                parameter.copy_(offset + 0.1 * noise)
-            elif parameter.dim() == 1:
-                parameter.copy_(0.2 * noise)
-            elif any(part in name for part in ("embed_tokens", "embed_in", "wte", "wpe")):
-                parameter.copy_(0.3 * noise)
-            else:
-                # GPT-2 stores [in, out]
-                fan_in = parameter.shape[0 if isinstance(config, GPT2Config) and ".c_" in name else 1]
-                parameter.copy_(noise * (1.5 / math.sqrt(fan_in)))
-
-
 def source_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     """An unmodified transformers model with random weights, in evaluation mode."""
-    config = {**CONFIGS, **VARIANTS}[architecture]()
-    model = CLASSES[type(config)](config).eval()
-    fill(model, seed)
-    return model
+    return small_model({**CONFIGS, **VARIANTS}[architecture](), seed)
 
 
 def without_window(architecture: str) -> PreTrainedModel:
     """`source_model` with a window that reaches as far as the context."""
     config = CONFIGS[architecture]()
     config.sliding_window = CONTEXT
-    model = CLASSES[type(config)](config).eval()
-    fill(model, 0)
-    return model
+    return small_model(config, 0)
 
 
 @cache

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.arithmetic.distribution import HALF_BITS, MASS_UNIT, NOT_FINITE
-from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, operand_bits
-from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
+from ppo_repro.numerics.arithmetic.distribution import HALF_BITS, LOW_MASK, MASS_UNIT, NOT_FINITE, value_bits
+from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts
-from ppo_repro.numerics.kernels.core.rows import largest_bits_64, sum_of_squares
+from ppo_repro.numerics.kernels.core.rows import largest_bits_64, round_limbs
 from ppo_repro.numerics.kernels.core.scalar import (
     INFINITY_BITS,
     exp32,
@@ -24,12 +23,12 @@ from ppo_repro.numerics.kernels.core.scalar import (
     log64,
     magnitude_bits,
     ordered,
+    pow2_32,
     pow2_64,
 )
 
 _UNIT, _PER_UNIT = np.float32(MASS_UNIT), 1.0 / MASS_UNIT
-_LARGEST_MASS_EXPONENT = int(MASS_UNIT).bit_length()  # the likeliest token of a row always has a mass of MASS_UNIT
-_LOW_MASK, _HIGH_UNIT = np.int32((1 << HALF_BITS) - 1), 2.0**HALF_BITS
+_LOW_MASK = np.int32(LOW_MASK)
 _LEAST, _GREATEST, _NO_MASS = np.int32(-(2**31)), np.int32(2**31 - 1), np.int32(0)
 # nanoseconds per token, measured roughly; they only decide how many threads are worth waking
 NS_FORWARD, NS_BACKWARD, NS_COMPARE = 1.5, 2.0, 4.5
@@ -96,22 +95,28 @@ def weigh(x, eligible, temperature, top, shifted, masses):  # type: ignore[no-un
     return np.float64(total)
 
 
-@exact_sum
-def _weighted(masses, values, scale):  # type: ignore[no-untyped-def]
-    """sum_v masses_v rne(values_v scale) as two exact sums: of the high and of the low halves of the masses."""
-    high, low = 0.0, 0.0
+@kernel
+def _expectation(masses, total, values, up, down):  # type: ignore[no-untyped-def]
+    """`distribution.expectation` of a row of values on the grid `down` = 1 / `up`; `up` has the type of the values."""
+    high, low = np.int64(0), np.int64(0)
     for v in range(masses.size):
-        b = np.rint(np.float64(values[v]) * scale)
-        high += np.float64(np.int32(masses[v] >> HALF_BITS)) * b
-        low += np.float64(np.int32(masses[v] & _LOW_MASK)) * b
-    return high, low
+        b = np.int64(np.int32(np.rint(values[v] * up)))
+        high += np.int64(np.int32(masses[v] >> HALF_BITS)) * b
+        low += np.int64(np.int32(masses[v] & _LOW_MASK)) * b
+    return round_limbs(high, low, HALF_BITS) * down / total
 
 
 @kernel
-def _expectation(masses, total, values, exponent, bits):  # type: ignore[no-untyped-def]
-    """`distribution.expectation` of a row of values below 2^exponent, on a grid of `bits` bits."""
-    high, low = _weighted(masses, values, pow2_64(bits - exponent))
-    return (high * _HIGH_UNIT + low) * pow2_64(exponent - bits) / total
+def _square(masses):  # type: ignore[no-untyped-def]
+    """The sum of the squares of the masses as `distribution.sum_of_squares` has it."""
+    highest, middle, lowest = np.int64(0), np.int64(0), np.int64(0)
+    for v in range(masses.size):
+        high, low = np.int64(np.int32(masses[v] >> HALF_BITS)), np.int64(np.int32(masses[v] & _LOW_MASK))
+        highest += high * high
+        middle += high * low
+        lowest += low * low
+    middle = middle << 1
+    return round_limbs(highest + (middle >> HALF_BITS), lowest + ((middle & LOW_MASK) << HALF_BITS), 2 * HALF_BITS)
 
 
 @kernel
@@ -132,7 +137,8 @@ def _forward(first, last, logits, targets, eligible, temperature, bits, rows, ou
         top, reach = top_and_reach(logits[i], eligible[i], temperature)
         total = weigh(logits[i], eligible[i], temperature, top, shifted, masses)
         log_total = log64(total * _PER_UNIT)
-        entropy = log_total - _expectation(masses, total, shifted, exponent32(reach), bits)
+        e = exponent32(reach)
+        entropy = log_total - _expectation(masses, total, shifted, pow2_32(bits - e), pow2_64(e - bits))
         rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3] = top, total, log_total, entropy
         out[0, i] = np.float64(shifted[targets[i]]) - log_total
         out[1, i] = entropy
@@ -156,7 +162,7 @@ def _backward(first, last, logits, targets, eligible, temperature, rows, seeds, 
 
 
 @kernel
-def _compare(first, last, logits, ref_logits, targets, eligible, temperature, bits, square_bits, out):  # type: ignore[no-untyped-def]
+def _compare(first, last, logits, ref_logits, targets, eligible, temperature, bits, out):  # type: ignore[no-untyped-def]
     v = logits.shape[1]
     shifted, masses, difference = np.empty(v, np.float32), np.empty(v, np.int32), np.empty(v, np.float64)
     ref_shifted, ref_masses = np.empty(v, np.float32), np.empty(v, np.int32)
@@ -169,24 +175,19 @@ def _compare(first, last, logits, ref_logits, targets, eligible, temperature, bi
         ref_total = weigh(ref_logits[i], eligible[i], temperature, ref_top, ref_shifted, ref_masses)
         log_total, ref_log_total = log64(total * _PER_UNIT), log64(ref_total * _PER_UNIT)
         out[0, i] = np.float64(shifted[targets[i]]) - log_total
-        out[1, i] = log_total - _expectation(masses, total, shifted, exponent32(reach), bits)
-        square = sum_of_squares(masses, pow2_64(square_bits - _LARGEST_MASS_EXPONENT))
-        unit = pow2_64(_LARGEST_MASS_EXPONENT - square_bits)
-        out[2, i] = square * (unit * unit) / (total * total)
+        e = exponent32(reach)
+        out[1, i] = log_total - _expectation(masses, total, shifted, pow2_32(bits - e), pow2_64(e - bits))
+        out[2, i] = _square(masses) / (total * total)
         out[3, i] = np.float64(ref_shifted[targets[i]]) - ref_log_total
-        reach64 = _difference(masses, shifted, log_total, ref_shifted, ref_log_total, difference)
-        out[4, i] = _expectation(masses, total, difference, exponent64(reach64), bits)
-
-
-def _expectation_bits(vocab_size: int) -> int:
-    return MANTISSA_BITS - HALF_BITS - ceil_log2(vocab_size)
+        e = exponent64(_difference(masses, shifted, log_total, ref_shifted, ref_log_total, difference))
+        out[4, i] = _expectation(masses, total, difference, pow2_64(bits - e), pow2_64(e - bits))
 
 
 def forward(logits: Array, targets: Array, temperature: float, eligible: Array) -> tuple[Array, Array]:
     """Log-prob and entropy, float32 [2, n], and `rows`. Raises NumericsError, and IndexError for a bad target."""
     n, v = logits.shape
     rows, out = np.empty((n, 4)), np.empty((2, n), np.float32)
-    arguments = (logits, targets, eligible, np.float32(temperature), _expectation_bits(v), rows, out)
+    arguments = (logits, targets, eligible, np.float32(temperature), value_bits(v), rows, out)
     in_parts(lambda first, last: _forward(first, last, *arguments), n, NS_FORWARD * v)
     return out, rows
 
@@ -206,7 +207,6 @@ def compare(logits: Array, ref_logits: Array, targets: Array, temperature: float
     """
     n, v = logits.shape
     out = np.empty((5, n), np.float32)
-    bits, square_bits = _expectation_bits(v), operand_bits(v)
-    arguments = (logits, ref_logits, targets, eligible, np.float32(temperature), bits, square_bits, out)
+    arguments = (logits, ref_logits, targets, eligible, np.float32(temperature), value_bits(v), out)
     in_parts(lambda first, last: _compare(first, last, *arguments), n, NS_COMPARE * v)
     return out

@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
+from ppo_repro.numerics.arithmetic.grid import MAX_TERMS
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers import families
 from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU, ExactSiLU
@@ -61,9 +62,6 @@ ACTIVATIONS: dict[type[nn.Module], type[nn.Module]] = {
     QuickGELUActivation: ExactQuickGELU,
 }
 
-# largest width for which the gradient of a layer still fits its grids; see grid.operand_bits
-MAX_VOCABULARY = 1 << 23
-
 
 def check_config(config: PretrainedConfig, max_context: int) -> None:
     """Raise UserError naming the first setting of a model that the exact numerics do not cover."""
@@ -71,7 +69,7 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
     activation = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
     refusals = {
         activation: getattr(config, activation) not in ACTIVATION_NAMES,
-        "vocab_size": config.vocab_size > MAX_VOCABULARY,
+        "vocab_size": config.vocab_size > MAX_TERMS,
         "pretraining_tp": getattr(config, "pretraining_tp", 1) not in (None, 1),
     }
     for field, refused in refusals.items():

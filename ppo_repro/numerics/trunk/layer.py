@@ -13,6 +13,7 @@ import numpy as np
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.kernels import layer_parts
 from ppo_repro.numerics.layers.norms import rms_normed
+from ppo_repro.numerics.products import operand as prepare_operand
 from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, NormWeights, Trunk
 
 
@@ -89,7 +90,7 @@ def products(layers: Sequence[LinearWeights], x: np.ndarray) -> tuple[list[np.nd
 
     Raises NumericsError where x or a weight is not finite.
     """
-    operand = layers[0].prepared.operand(x)
+    operand = prepare_operand(x)
     results = [layer.prepared.product(operand, layer.weight, 1, layer.bias_values) for layer in layers]
     return results, LinearInput(x, operand.exponents)
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics.kernels import layer_parts
-from ppo_repro.numerics.kernels.amx.product import NO_BIAS
 from ppo_repro.numerics.kernels.attention.keys import Saved
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.layers.attention import visible_keys
 from ppo_repro.numerics.layers.fused_attention import Reach
 from ppo_repro.numerics.layers.norms import rms_norm_backward
-from ppo_repro.numerics.products import array
+from ppo_repro.numerics.products import NO_BIAS, array
+from ppo_repro.numerics.products import operand as prepare_operand
 from ppo_repro.numerics.trunk.layer import (
     Activations,
     Attended,
@@ -197,7 +197,7 @@ def _head_norm_backward(norm: NormWeights | None, result: NormResult | None, gra
 
 def _linear_backward(layer: LinearWeights, x: LinearInput, dy: np.ndarray) -> np.ndarray:
     """dy W; the weight and bias gradients go to the accumulator."""
-    operand = layer.prepared.operand(dy)
+    operand = prepare_operand(dy)
     dx = layer.prepared.product(operand, layer.weight, 0, NO_BIAS)
     if layer.accumulator is not None:
         gradient, exponents = torch.from_numpy(dy), torch.from_numpy(operand.exponents)

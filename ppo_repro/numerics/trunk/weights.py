@@ -18,7 +18,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.kernels.amx.product import NO_BIAS
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.layers.activations import ExactSiLU
 from ppo_repro.numerics.layers.embedding import ExactEmbedding
@@ -26,7 +25,7 @@ from ppo_repro.numerics.layers.fused_attention import spec_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.norms import ExactRMSNorm
 from ppo_repro.numerics.layers.rotary import ExactRotary
-from ppo_repro.numerics.products import PreparedWeight, array
+from ppo_repro.numerics.products import NO_BIAS, PreparedWeight, array
 
 TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
 
@@ -153,7 +152,7 @@ def _layer(index: int, module: nn.Module, trunk: PreTrainedModel) -> Layer:
         key_norm=_norm(a.k_norm) if isinstance(trunk, Qwen3Model) else None,
         out=_linear(a.o_proj),
         window=getattr(has_window, "sliding_window", None),
-        spec=spec_of(heads, kv_heads, a.head_dim, a.scaling, a.max_context),
+        spec=spec_of(heads, kv_heads, a.head_dim, a.scaling),
         max_context=a.max_context,
         mlp_norm=_norm(layer.post_attention_layernorm),
         gate=_linear(mlp.gate_proj),

@@ -1,4 +1,4 @@
-"""Grid sums against exact rational arithmetic, and their independence of order and of other rows."""
+"""Sums on grids against exact rational arithmetic, and their independence of order and of other rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.arithmetic.grid import contract, exact_mean, operand_bits, quantise
+from ppo_repro.numerics.arithmetic import grid
+from ppo_repro.numerics.arithmetic.grid import contract, exact_dot, exact_mean, exact_product, quantise, round_limbs
 from tests.support.models import bits, seeded, unequal
 
 KINDS = ("any", "wide", "ties", "denormal", "zeros", "near")
@@ -87,13 +88,13 @@ kinds = st.lists(st.sampled_from(KINDS), min_size=1, max_size=3)
 
 
 @settings(max_examples=200)
-@given(seeds, st.integers(1, 130), kinds, kinds, st.booleans(), st.integers(12, 20))
+@given(seeds, st.integers(1, 130), kinds, kinds, st.booleans(), st.integers(12, 26), st.integers(12, 24))
 def test_quantise_and_contract_equal_rational_arithmetic(
-    seed: int, length: int, left: list[str], right: list[str], strided: bool, p: int
+    seed: int, length: int, left: list[str], right: list[str], strided: bool, p: int, q: int
 ) -> None:
     a, b = matrix(2, length, seed, left, strided), matrix(2, length, seed + 1, right, not strided)
-    grids = [quantise(a, p), quantise(b, p)]
-    expected = [[grid_of(values, p) for values in m.tolist()] for m in (a, b)]
+    grids = [quantise(a, p), quantise(b, q)]
+    expected = [[grid_of(values, bits_) for values in m.tolist()] for m, bits_ in ((a, p), (b, q))]
     for (integers, scale), rows in zip(grids, expected, strict=True):
         assert [[int(v) for v in values] for values in integers.tolist()] == [r[0] for r in rows]
         assert [Fraction(s) for s in scale[:, 0].tolist()] == [r[1] for r in rows]
@@ -101,7 +102,8 @@ def test_quantise_and_contract_equal_rational_arithmetic(
     for i, (ai, a_scale) in enumerate(expected[0]):
         for j, (bj, b_scale) in enumerate(expected[1]):
             total = sum(x * y for x, y in zip(ai, bj, strict=True))
-            assert got[i][j] == int32(to_float32(total * a_scale * b_scale)), (i, j)
+            rounded = Fraction(float(total))  # Python rounds the integer once
+            assert got[i][j] == int32(to_float32(rounded * a_scale * b_scale)), (i, j)
 
 
 @settings(max_examples=300)
@@ -109,13 +111,13 @@ def test_quantise_and_contract_equal_rational_arithmetic(
 def test_contract_ignores_the_order_of_the_terms_and_the_other_rows(
     seed: int, length: int, kinds: list[str], strided: bool
 ) -> None:
-    p = operand_bits(length)
+    p, q = 26, 23
     a, b = matrix(5, length, seed, kinds, strided), matrix(4, length, seed + 1, kinds[::-1], strided)
-    whole = contract(quantise(a, p), quantise(b, p))
+    whole = contract(quantise(a, p), quantise(b, q))
     order = torch.randperm(length, generator=seeded(seed))
-    assert unequal(contract(quantise(a[:, order], p), quantise(b[:, order], p)), whole) == 0
+    assert unequal(contract(quantise(a[:, order], p), quantise(b[:, order], q)), whole) == 0
     for i, j in ((0, 0), (4, 3), (2, 1)):
-        alone = contract(quantise(a[i : i + 1], p), quantise(b[j : j + 1], p))
+        alone = contract(quantise(a[i : i + 1], p), quantise(b[j : j + 1], q))
         assert unequal(alone, whole[i : i + 1, j : j + 1]) == 0
 
 
@@ -141,20 +143,63 @@ def test_a_zero_sum_is_positive_zero_whatever_the_signs() -> None:
     assert bits(y)[2, 2].item() == 0  # -1e-76 underflows
 
 
-def test_operand_bits_are_the_most_that_keep_every_sum_below_2_to_53() -> None:
-    # the figure depends on ceil(log2 K) alone, so the ends of each octave stand for all K up to 2^20
-    for k in range(21):
-        for terms in {2**k, 2**k + 1, 2 ** (k + 1) - 1, 2 ** (k + 1)}:
-            p = operand_bits(terms)
-            assert terms * 4**p <= 2**53
-            assert p == 20 or terms * 4 ** (p + 1) > 2**52
-    assert operand_bits(8192) == 20 and operand_bits(8193) == 19
+def largest(shape: tuple[int, ...], bits_: int, seed: int) -> Tensor:
+    """Integers of full magnitude, most of them with one sign, so that sums grow as far as they can."""
+    signs = torch.where(torch.rand(shape, generator=seeded(seed)) < 0.9, 1.0, -1.0)
+    return (signs * (2.0**bits_ - torch.randint(0, 2, shape, generator=seeded(seed + 1)))).to(torch.float64)
 
 
-def test_operand_bits_refuse_sums_that_leave_too_few() -> None:
-    assert operand_bits(2**29) == 12
-    with pytest.raises(NumericsError, match=str(2**29 + 1)):
-        operand_bits(2**29 + 1)
+@pytest.mark.parametrize("terms", [1, 17, 4096, 2**16, 2**16 + 1, 200_000])
+@pytest.mark.parametrize("operands", [(26, 23), (25, 24), (24, 25)])
+def test_products_are_rounded_once_however_many_terms_they_have(terms: int, operands: tuple[int, int]) -> None:
+    a, b = largest((2, terms), operands[0], terms), largest((terms, 2), operands[1], terms + 9)
+    got = exact_product(a, b)
+    left, right = ([[int(v) for v in row] for row in m.tolist()] for m in (a, b.t()))
+    for i, x in enumerate(left):
+        for j, y in enumerate(right):
+            assert float(got[i, j]) == float(sum(p * q for p, q in zip(x, y, strict=True)))
+
+
+@pytest.mark.parametrize("terms", [1, 3, 1000, 2**16])
+def test_dot_products_are_rounded_once(terms: int) -> None:
+    a, b = largest((3, terms), 26, terms), largest((3, terms), 26, terms + 5)
+    expected = [
+        float(sum(int(p) * int(q) for p, q in zip(x, y, strict=True)))
+        for x, y in zip(a.tolist(), b.tolist(), strict=True)
+    ]
+    assert exact_dot(a, b)[:, 0].tolist() == expected
+
+
+def test_one_float64_would_lose_the_small_terms_of_such_a_sum() -> None:
+    a, b = (torch.cat([torch.full((32,), 2.0**p), torch.ones(64)]).to(torch.float64) for p in (26, 23))
+    total = 0.0
+    for x, y in zip(a.tolist(), b.tolist(), strict=True):
+        total += x * y  # above 2^54 adding 1 changes nothing
+    assert total == 2.0**54
+    assert exact_product(a[None], b[:, None]).item() == exact_dot(a, b).item() == 2.0**54 + 64
+
+
+def test_more_terms_than_the_sums_hold_are_refused() -> None:
+    for compute in (exact_product, lambda a, b: exact_dot(a, b.t())):
+        with pytest.raises(NumericsError, match=str(2**20 + 1)):
+            compute(torch.zeros(1, 2**20 + 1, dtype=torch.float64), torch.zeros(2**20 + 1, 1, dtype=torch.float64))
+
+
+@given(st.integers(-(2**59), 2**59), st.integers(-(2**62), 2**62), st.sampled_from([13, 26]))
+def test_two_limbs_are_rounded_once(above: int, below: int, shift: int) -> None:
+    got = round_limbs(torch.tensor([above]), torch.tensor([below]), shift)
+    assert got.item() == float((above << shift) + below)
+
+
+def test_two_float64s_reach_as_far_as_the_longest_sum() -> None:
+    most = grid.MAX_TERMS << grid.PRODUCT_BITS
+    start, unit = int(grid.HIGH_START), 2 ** (72 - 52)
+    assert start - most >= 2**72 and start + most < 2**73, "the high part keeps its unit"
+    assert grid.MAX_TERMS // grid.EXACT_TERMS * unit // 2 <= 2**53, "the low part stays exact"
+    assert grid.EXACT_TERMS << grid.PRODUCT_BITS <= 2**53
+    assert grid.INPUT_BITS + grid.WEIGHT_BITS <= grid.PRODUCT_BITS
+    assert grid.LEFT_BITS + grid.RIGHT_BITS <= grid.PRODUCT_BITS
+    assert grid.GRADIENT_BITS + grid.GRADIENT_INPUT_BITS <= grid.PRODUCT_BITS
 
 
 @settings(max_examples=500)

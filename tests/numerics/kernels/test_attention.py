@@ -91,7 +91,7 @@ def cached(case: Case, cuts: list[int], threads: int) -> list[Tensor]:
     config = qwen2_config(head_dim=dim, num_key_value_heads=case.k.shape[1], num_hidden_layers=1)
     cache = GridCache(config, rows + 1, case.context, torch.device("cpu"))
     slots = torch.arange(rows, 0, -1)
-    backend.use("dgemm" if threads else "eager", threads or 1)
+    backend.use("float64" if threads else "eager", threads or 1)
     module: Any = SimpleNamespace(layer_idx=0, max_context=case.context)
     outs = []
     for begin, end in zip([0, *cuts], [*cuts, length], strict=True):
@@ -163,7 +163,7 @@ def test_results_and_gradients_are_those_of_float64() -> None:
 def test_numbers_that_are_not_finite_are_refused_and_the_layer_is_named(threads: int, name: str, bad: float) -> None:
     case = make_case(9, 2, 8, "causal", "normal", 1)
     getattr(case, name)[0, 0, 4, 3] = bad
-    backend.use("dgemm" if threads else "eager", 1)
+    backend.use("float64" if threads else "eager", 1)
     module: Any = SimpleNamespace(layer_idx=7, max_context=case.context)
     with pytest.raises(NumericsError, match="layer 7: attention is not finite"):
         attention(module, case.q, case.k, case.v, None, case.scaling, first_key=case.first_key)
@@ -180,7 +180,7 @@ def test_a_gradient_that_is_not_finite_is_refused(threads: int) -> None:
 @pytest.mark.parametrize("threads", [0, 1])
 def test_more_keys_than_max_context_are_refused(threads: int) -> None:
     case = make_case(9, 2, 8, "causal", "normal", 1)
-    backend.use("dgemm" if threads else "eager", 1)
+    backend.use("float64" if threads else "eager", 1)
     module: Any = SimpleNamespace(layer_idx=0, max_context=8)
     with pytest.raises(NumericsError, match=r"layer 0: a query sees 9 keys; numerics\.max_context = 8"):
         attention(module, case.q, case.k, case.v, None, case.scaling, first_key=case.first_key)

@@ -106,7 +106,7 @@ def test_choosing_by_the_bound_alone_takes_other_tokens() -> None:
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.standard_normal((500, 40), np.float32))
     keys, positions = torch.arange(500), torch.full((500,), 9)
-    with using("dgemm"):
+    with using("float64"):
         tokens = sample(logits, keys, positions, Sampling(1.0, 0, 1.0, 1), "exact").tokens
     d = distribution(logits, None)
     words = [keys & MASK, keys >> 32, positions]
@@ -129,5 +129,5 @@ def test_the_first_of_tokens_that_tie_is_taken() -> None:
 def test_logits_that_are_not_finite_are_an_error(bad: float, cuts: tuple[int, float], greedy: bool) -> None:
     logits = torch.zeros(3, 20)
     logits[1, 17] = bad
-    with using("dgemm"), pytest.raises(NumericsError, match="logits are not finite"):
+    with using("float64"), pytest.raises(NumericsError, match="logits are not finite"):
         sample(logits, torch.arange(3), torch.arange(3), Sampling(1.0, *cuts, 1, greedy), "exact")

@@ -75,14 +75,14 @@ def test_numbers_that_are_not_finite_are_refused_in_the_same_words(kind: str, ba
     norm, whole, broken = trained(norm_of(kind, 9, 0)), torch.ones(5, 9), torch.ones(5, 9)
     broken[4, 8] = bad
     for x, upstream, words in ((broken, whole, "the input of norm"), (whole, broken, "the gradient of a norm")):
-        messages = {refusal(name, norm, x, upstream) for name in ("eager", "dgemm")}
+        messages = {refusal(name, norm, x, upstream) for name in ("eager", "float64")}
         assert messages == {f"{words} is not finite; lower the learning rate or check the weights"}
 
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_zeros_without_an_epsilon_have_no_gradient(kind: str) -> None:
     norm, x = trained(norm_of(kind, 6, 0, eps=0.0)), torch.zeros(2, 6)
-    messages = {refusal(name, norm, x, torch.ones(2, 6)) for name in ("eager", "dgemm")}
+    messages = {refusal(name, norm, x, torch.ones(2, 6)) for name in ("eager", "float64")}
     assert messages == {"the gradient of a norm is not finite; lower the learning rate or check the weights"}
 
 
@@ -95,25 +95,25 @@ def test_by_hand() -> None:
     layer = trained(ExactLayerNorm(source, "norm"))
     # mean square 4, with eps 12: inverse 1/4; factors 1 + w
     gemma = trained(ExactGemmaRMSNorm(nn.Parameter(torch.tensor([0.0, 1.0, -1.0, 3.0])), 12.0, "norm"))
-    with using("dgemm"):
+    with using("float64"):
         y, _, dx, _, weight, bias = normed(layer, torch.tensor([[1.0, 3.0, 5.0, 7.0]]), torch.tensor([[5.0, 0, 0, 0]]))
         assert y[0].tolist() == pytest.approx([-0.1, 0.1, 1.1, 2.9], abs=1e-6)
         # w dy = 5 0 0 0, its mean 1.25, mean(w dy n) = -0.75: (5 - 1.25 - 0.45) / 5, (-1.25 - 0.15) / 5, ...
         assert dx[0].tolist() == pytest.approx([0.66, -0.28, -0.22, -0.16], abs=1e-6)
-        # dw = dy n = -3 and db = 5, with 46 bits below 2^2 and 2^3 and 4 bits of headroom
-        assert [float(weight[0]) / 2.0**40, float(bias[0]) / 2.0**39] == pytest.approx([-3.0, 5.0], rel=1e-9)
+        # dw = dy n = -3 and db = 5, with 49 bits below 2^2 and 2^3 and 4 bits of headroom
+        assert [float(weight[0]) / 2.0**43, float(bias[0]) / 2.0**42] == pytest.approx([-3.0, 5.0], rel=1e-9)
         y, _, dx, _, weight = normed(gemma, torch.tensor([[2.0, -2.0, 2.0, -2.0]]), torch.tensor([[8.0, 0, 0, 0]]))
         assert y[0].tolist() == [0.5, -1.0, 0.0, -2.0]
         # w dy = 8 0 0 0 and n = 1/2 -1/2 1/2 -1/2: mean(w dy n) = 1; (8 - 1/2) / 4, (1/2) / 4, ...
         assert dx[0].tolist() == [1.875, 0.125, -0.125, 0.125]
-        assert weight.tolist() == [4 << 39, 0, 0, 0]
+        assert weight.tolist() == [4 << 42, 0, 0, 0]
 
 
 def test_another_order_of_operations_would_be_seen() -> None:
     """The negative control: stock layer norm on the same rows."""
     x = matrix(20, 100, 0, "plain")
     norm = norm_of("layer norm", 100, 0)
-    with using("dgemm"), torch.no_grad():
+    with using("float64"), torch.no_grad():
         exact = outcome(lambda: [norm(x)])
     stock = outcome(lambda: [nn.functional.layer_norm(x, (100,), norm.weight, norm.bias, 1e-6)])
     assert stock != exact

@@ -57,15 +57,19 @@ def test_kernels_equal_the_eager_code_in_many_cases(
 def test_the_conversion_of_gradients_equals_the_eager_code(seed: int, size: int, exponent: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     integers = torch.from_numpy(rng.integers(-(2**62), 2**62, size) >> rng.integers(0, 62, size))
-    expected, got = both(lambda: [gradients._to_float32(integers, 2.0**exponent, torch.empty(size))], count)
+    expected, got = both(lambda: [gradients._to_float32(integers, None, 2.0**exponent, torch.empty(size))], count)
     assert expected == got
+    for dtype in (torch.int32, torch.int64):
+        high = torch.from_numpy(rng.integers(-(2**31), 2**31, size)).to(dtype)
+        expected, got = both(lambda: [gradients._to_float32(integers, high, 2.0**exponent, torch.empty(size))], count)  # noqa: B023
+        assert expected == got
 
 
 @settings(max_examples=100)
 @given(seeds, SIZES, st.sampled_from(KINDS), threads)
 def test_the_sum_of_squares_is_that_of_python_integers(seed: int, size: int, kind: str, count: int) -> None:
     x = values(kind, (size,), np.random.default_rng(seed))
-    with using("dgemm", count):
+    with using("float64", count):
         largest = kernels.largest(x)
         assert largest == float(np.abs(x).max())
         shift = 26 - math.frexp(largest)[1]
@@ -104,7 +108,7 @@ def test_stock_adamw_differs() -> None:
         with torch.no_grad():
             model.weight.copy_(torch.randn(1, 1000, generator=generator))
         model.weight.grad = torch.randn(1, 1000, generator=generator)
-        with using("dgemm"):
+        with using("float64"):
             if exact:
                 ExactAdamW({"weight": model.weight}).apply(step, {"weight": model.weight.grad}, 1.0)
             else:
@@ -117,7 +121,7 @@ def test_stock_adamw_differs() -> None:
 
 def test_whole_steps_are_those_of_the_eager_code_and_layers_see_new_weights() -> None:
     x, runs = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)), []
-    for name in ("eager", "dgemm"):
+    for name in ("eager", "float64"):
         with using(name):
             model, outputs = linear_model(), []
             optimizer = ExactOptimizer(model, AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0))
@@ -129,7 +133,7 @@ def test_whole_steps_are_those_of_the_eager_code_and_layers_see_new_weights() ->
     assert runs[0][2] != runs[0][5]
 
 
-@pytest.mark.parametrize("name", ["eager", "dgemm"])
+@pytest.mark.parametrize("name", ["eager", "float64"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_the_norm_of_gradients_that_are_not_finite_is_an_error(name: str, bad: float) -> None:
     gradient = torch.zeros(100)

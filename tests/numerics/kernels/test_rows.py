@@ -43,7 +43,7 @@ def check_norm(case: Case, rows: int, threads: int, offset: int | None) -> None:
     calibrated = normed("eager", 1, x, upstream, weight, None)[3]
     grid = None if offset is None or not calibrated else calibrated["weight"] + offset
     expected = normed("eager", 1, x, upstream, weight, grid)
-    got = normed("dgemm", threads, x, upstream, weight, grid)
+    got = normed("float64", threads, x, upstream, weight, grid)
     assert unequal(got[0], expected[0]) == 0 and unequal(got[1], expected[1]) == 0
     assert got[3] == expected[3] and (got[2] is None) == (expected[2] is None)
     if got[2] is not None and expected[2] is not None:
@@ -70,7 +70,7 @@ def test_the_norm_is_the_reference_many(case: Case, rows: int, threads: int, off
 def test_the_norm_is_accurate_and_float32_would_not_be_equal() -> None:
     x, upstream = (torch.randn(400, 300, generator=seeded(s)) for s in (0, 1))
     weight = torch.randn(300, generator=seeded(2))
-    y, dx, _, _ = normed("dgemm", 2, x, upstream, weight, None)
+    y, dx, _, _ = normed("float64", 2, x, upstream, weight, None)
     leaf = x.double().requires_grad_()
     reference = leaf / (leaf.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     reference.backward(upstream.double())
@@ -82,7 +82,7 @@ def test_the_norm_is_accurate_and_float32_would_not_be_equal() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", ["eager", "dgemm"])
+@pytest.mark.parametrize("name", ["eager", "float64"])
 def test_a_norm_of_numbers_that_are_not_finite_is_refused_by_name(name: str, bad: float) -> None:
     x, weight = torch.ones(5, 9), torch.ones(9)
     x[4, 8] = bad
@@ -102,7 +102,7 @@ def silu(name: str, threads: int, x: Tensor, upstream: Tensor) -> tuple[Tensor, 
 def check_silu(case: Case, rows: int, threads: int) -> None:
     size, seed, stride = case
     x, upstream = matrix(rows, size, seed, stride), matrix(rows, size, seed + 1, stride)
-    for got, expected in zip(silu("dgemm", threads, x, upstream), silu("eager", 1, x, upstream), strict=True):
+    for got, expected in zip(silu("float64", threads, x, upstream), silu("eager", 1, x, upstream), strict=True):
         assert unequal(got, expected) == 0
 
 
@@ -137,7 +137,7 @@ def check_rows(case: Case, rows: int, embedding: bool, offset: int | None) -> No
     shape = (7, size) if embedding else (size,)
     largest = added("eager", x, ids, shape, None).largest
     grid = None if offset is None or not largest else largest["p"] + offset
-    expected, got = added("eager", x, ids, shape, grid), added("dgemm", x, ids, shape, grid)
+    expected, got = added("eager", x, ids, shape, grid), added("float64", x, ids, shape, grid)
     assert got.largest == expected.largest == largest
     # beyond the grid the sums are not used: the step is redone
     if grid is not None and offset is not None and offset >= -4:

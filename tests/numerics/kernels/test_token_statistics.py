@@ -66,7 +66,7 @@ def test_stock_statistics_differ() -> None:
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.standard_normal((200, 300), np.float32) * 3)
     targets = torch.from_numpy(rng.integers(0, 300, 200))
-    with using("dgemm"):
+    with using("float64"):
         exact = token_statistics(logits, targets, 0.7, None, "exact")
         native = token_statistics(logits, targets, 0.7, None, "native")
     assert all(unequal(a, b) > 10 for a, b in zip(exact, native, strict=True))
@@ -80,7 +80,7 @@ def test_kernels_are_as_accurate_as_float64(seed: int, v: int, kind: str, mask: 
     other = (logits + torch.from_numpy(values("ties", (4, v), rng))).clamp(-30.0, 30.0)
     targets = torch.from_numpy(rng.integers(0, v, 4))
     eligible = masked(mask, targets, v, rng)
-    with using("dgemm"):
+    with using("float64"):
         scores = score(logits, other, targets, 0.7, eligible, "exact")
     log_p, log_q = (
         (x if eligible is None else x.masked_fill(~eligible, -torch.inf)).log_softmax(-1)
@@ -107,7 +107,7 @@ def test_logits_that_are_not_finite_are_an_error(bad: float, column: int, mask: 
     eligible = masked(mask, targets, 300, np.random.default_rng(0))
     worse = logits.clone()
     worse[1, column] = bad
-    for name in ("eager", "dgemm"):
+    for name in ("eager", "float64"):
         with using(name):
             with pytest.raises(NumericsError, match="logits are not finite"):
                 token_statistics(worse, targets, 1.0, eligible, "exact")
@@ -116,7 +116,7 @@ def test_logits_that_are_not_finite_are_an_error(bad: float, column: int, mask: 
                     score(*pair, targets, 1.0, eligible, "exact")
 
 
-@pytest.mark.parametrize("name", ["eager", "dgemm"])
+@pytest.mark.parametrize("name", ["eager", "float64"])
 def test_distances_beyond_float32_and_rows_without_a_token_are_errors(name: str) -> None:
     targets = torch.zeros(1, dtype=torch.int64)
     none = torch.zeros(1, 2, dtype=torch.bool)
@@ -133,7 +133,7 @@ def test_distances_beyond_float32_and_rows_without_a_token_are_errors(name: str)
 @pytest.mark.parametrize("target", [-1, 5])
 def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
     logits, targets = torch.zeros(2, 5), torch.tensor([0, target])
-    with using("dgemm"):
+    with using("float64"):
         with pytest.raises(IndexError, match="outside the vocabulary"):
             token_statistics(logits, targets, 1.0, None, "exact")
         with pytest.raises(IndexError, match="outside the vocabulary"):

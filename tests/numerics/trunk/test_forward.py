@@ -20,14 +20,14 @@ from tests.support.models import CONTEXT, bits, policy
 CPU = torch.device("cpu")
 MODULES, KERNELS = ["modules"] * 4, ["training", *["decoding"] * 3]
 TABLE = [
-    ("llama", "native", "dgemm", MODULES),
+    ("llama", "native", "float64", MODULES),
     ("llama", "exact", "eager", MODULES),
-    ("gemma", "exact", "dgemm", MODULES),
-    ("gpt2", "exact", "dgemm", MODULES),
-    ("gpt_neox", "exact", "dgemm", MODULES),
-    ("llama tied, biases, gelu", "exact", "dgemm", MODULES),
-    ("llama", "exact", "dgemm", KERNELS),
-    ("mistral", "exact", "dgemm", KERNELS),
+    ("gemma", "exact", "float64", MODULES),
+    ("gpt2", "exact", "float64", MODULES),
+    ("gpt_neox", "exact", "float64", MODULES),
+    ("llama tied, biases, gelu", "exact", "float64", MODULES),
+    ("llama", "exact", "float64", KERNELS),
+    ("mistral", "exact", "float64", KERNELS),
 ]
 TOKENS = [[5, 7, 11, 13, 17], [19, 23, 29, 31, 37]]
 
@@ -80,7 +80,7 @@ def test_each_line_of_the_table_takes_its_path(
 
 
 def test_a_position_beyond_the_rotary_tables_is_refused() -> None:
-    backend.use("dgemm", 1)
+    backend.use("float64", 1)
     model = policy("llama", "exact")
     cache = GridCache(model.config, 1, CONTEXT + 8, CPU)
     cache.aim(torch.tensor([0]), torch.tensor([[CONTEXT]]), torch.tensor([[True]]))

@@ -21,7 +21,7 @@ from ppo_repro.numerics.trunk import forward, training
 from tests.support.models import CONTEXT, bits, kept_bytes, policy, ragged, seeded, source_model
 
 RUN = ("qwen3", "qwen2", "llama", "mistral", "qwen2 sliding", "qwen3 sliding, untied, biases", "llama yarn")
-KERNELS = ("dgemm", "amx")
+KERNELS = ("float64", "amx")
 
 
 def use(kernels: str, threads: int = 1) -> None:
@@ -78,7 +78,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # so that these small parts are shared out
     found = []
     for threads in (1, 2, 3):
-        use("dgemm", threads)
+        use("float64", threads)
         found.append(gradients(*fresh("qwen3"), "left"))
     for other in found[1:]:
         assert all(torch.equal(bits(other[name]), bits(tensor)) for name, tensor in found[0].items())
@@ -86,7 +86,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_what_is_trained_gets_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen weight beside a trained bias, the other way round, a frozen norm and a frozen embedding."""
-    use("dgemm")
+    use("float64")
     found = []
     for unpack in (forward.unpack, lambda trunk: None):
         monkeypatch.setattr(forward, "unpack", unpack)
@@ -110,7 +110,7 @@ def test_only_what_is_trained_gets_a_gradient(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_layers_computed_again_give_the_same_bits_and_keep_their_inputs_alone() -> None:
-    use("dgemm")
+    use("float64")
     expected = gradients(*fresh("qwen3"), "right")
     model, accumulator = fresh("qwen3")
     batch = lay_out(*ragged(3, 3), "right")
@@ -124,7 +124,7 @@ def test_layers_computed_again_give_the_same_bits_and_keep_their_inputs_alone() 
 
 
 def test_without_gradients_nothing_is_kept() -> None:
-    use("dgemm")
+    use("float64")
     batch = lay_out(*ragged(3, 3), "right")
     with torch.no_grad():
         assert not hidden_states(trunk_of(policy("llama", "exact")), batch).requires_grad
@@ -136,7 +136,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 def test_a_second_backward_is_refused() -> None:
-    use("dgemm")
+    use("float64")
     hidden = hidden_states(trunk_of(fresh("llama")[0]), lay_out(*ragged(3, 3), "right"))
     hidden.backward(torch.ones_like(hidden))
     with pytest.raises(RuntimeError, match="second backward"):
@@ -144,7 +144,7 @@ def test_a_second_backward_is_refused() -> None:
 
 
 def test_a_number_that_is_not_finite_is_named() -> None:
-    use("dgemm")
+    use("float64")
     model, _ = fresh("llama")
     batch = lay_out(*ragged(3, 3), "right")
     hidden = hidden_states(trunk_of(model), batch)
@@ -157,7 +157,7 @@ def test_a_number_that_is_not_finite_is_named() -> None:
 
 
 def test_more_tokens_than_the_context_are_refused() -> None:
-    use("dgemm")
+    use("float64")
     with pytest.raises(NumericsError, match="max_context"):
         hidden_states(trunk_of(policy("llama", "exact")), lay_out([[5] * CONTEXT], [[6, 7]], "right"))
     with pytest.raises(IndexError, match="rotary"):  # a window lets no query see more than 6 keys

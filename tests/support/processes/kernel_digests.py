@@ -66,7 +66,7 @@ def digest() -> str:
 
 def main() -> None:
     """Compute by kernels and print."""
-    with using("dgemm"):
+    with using("float64"):
         found = digest()
     assembly = "".join(text for kernel in COMPILED for text in kernel.inspect_asm().values())
     registers = next(name for name in ("zmm", "ymm", "xmm") if f"%{name}" in assembly)

@@ -1,0 +1,161 @@
+"""How far the exact numerics and stock float32 are from the model in float64: logits, log-probs, tokens, gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.checks.accuracy import (
+    Scores,
+    Text,
+    exact_gradients,
+    exact_scores,
+    reference_gradients,
+    reference_scores,
+    stock_gradients,
+    stock_scores,
+)
+
+GRADIENT_RESOLUTION = 2.0**-24  # rounding a tensor's largest gradient to float32 may cost this share of it
+
+
+@dataclass(frozen=True)
+class Error:
+    """Absolute distances from the reference over some numbers, in their unit."""
+
+    largest: float
+    rms: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of the same numbers. `resolution` is what rounding the reference itself to float32 would cost."""
+
+    exact: Error
+    stock: Error
+    resolution: Error
+
+    def ratio(self, kind: str) -> float:
+        """Exact / stock of the `largest`, `rms` or `mean` error.
+
+        Stock counts as no better than the resolution: a result in float32 can be closer by luck only.
+        """
+        stock = max(getattr(self.stock, kind), getattr(self.resolution, kind))
+        return float(getattr(self.exact, kind)) / stock if stock else float("nan")
+
+
+def error(found: Tensor, reference: Tensor) -> Error:
+    """The error of numbers of any shape; the reference is float64."""
+    distance = (found.to(torch.float64) - reference).abs()
+    return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
+
+
+def errors(exact: Tensor, stock: Tensor, reference: Tensor) -> Errors:
+    """The errors of the same numbers by two kinds of numerics."""
+    spacing = _spacing(reference)
+    # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
+    resolution = Error(
+        float(spacing.max()) / 2, float(spacing.square().mean().sqrt()) / 12**0.5, float(spacing.mean()) / 4
+    )
+    return Errors(error(exact, reference), error(stock, reference), resolution)
+
+
+def _spacing(x: Tensor) -> Tensor:
+    """Distance of neighbouring float32 numbers at each x, float64."""
+    return torch.from_numpy(np.spacing(x.abs().to(torch.float32).numpy()).astype(np.float64))
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Of the n best tokens of the reference, how many are others elsewhere, and how many float32 does not resolve."""
+
+    tokens: int
+    exact_differs: int
+    stock_differs: int
+    unresolved: int  # the two best logits are closer than twice stock float32's largest error in that row
+    wrong: int  # exact differs where float32 does resolve them
+
+
+def greedy(exact: Scores, stock: Scores, reference: Scores) -> Greedy:
+    """Compare the best token of each row of logits."""
+    best = reference.logits.topk(2, -1)
+    stock_error = (stock.logits.to(torch.float64) - reference.logits).abs().amax(-1)
+    gap = best.values[:, 0] - best.values[:, 1]
+    unresolved = gap <= torch.maximum(2 * stock_error, _spacing(best.values[:, 0]))
+    exact_differs, stock_differs = (s.logits.argmax(-1) != best.indices[:, 0] for s in (exact, stock))
+    counts = (exact_differs, stock_differs, unresolved, exact_differs & ~unresolved)
+    return Greedy(len(gap), *(int(c.sum()) for c in counts))
+
+
+def gradient_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """max |g - g64| / max |g64| of each parameter; ValueError unless both have the same parameters."""
+    if found.keys() != reference.keys():
+        raise ValueError(f"parameters of one side only: {sorted(found.keys() ^ reference.keys())}")
+    return {
+        name: float((found[name].to(torch.float64) - g).abs().max() / g.abs().max()) for name, g in reference.items()
+    }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the exact numerics and stock float32 make of one text, beside float64."""
+
+    logprobs: Errors
+    logits: Errors
+    bfloat16: Error | None  # of the log-probs by the stock model in bfloat16
+    greedy: Greedy
+
+
+def compare(
+    model: PreTrainedModel, text: Text, max_context: int, given: PreTrainedModel | None = None, bfloat16: bool = False
+) -> Comparison:
+    """Compare log-probs, logits and best tokens. The exact numerics compute `given`, or the model itself."""
+    reference, stock = reference_scores(model, text), stock_scores(model, text)
+    exact = exact_scores(model if given is None else given, text, max_context)
+    half = stock_scores(copy.deepcopy(model).to(torch.bfloat16), text).logprobs if bfloat16 else None
+    return Comparison(
+        errors(exact.logprobs, stock.logprobs, reference.logprobs),
+        errors(exact.logits, stock.logits, reference.logits),
+        None if half is None else error(half, reference.logprobs),
+        greedy(exact, stock, reference),
+    )
+
+
+@dataclass(frozen=True)
+class GradientComparison:
+    """max |g - g64| / max |g64| of each parameter, by two kinds of numerics."""
+
+    exact: dict[str, float]
+    stock: dict[str, float]
+
+    def worst(self) -> tuple[str, str]:
+        """The parameter with the largest error of each."""
+        return max(self.exact, key=self.exact.__getitem__), max(self.stock, key=self.stock.__getitem__)
+
+    def ratio(self) -> float:
+        """Exact / stock, each of its worst parameter; stock counts as no better than float32's resolution."""
+        exact, stock = self.worst()
+        return self.exact[exact] / max(self.stock[stock], GRADIENT_RESOLUTION)
+
+
+def compare_gradients(
+    model: PreTrainedModel, text: Text, max_context: int, given: PreTrainedModel | None = None
+) -> GradientComparison:
+    """Compare the gradients of the mean of -log p. The exact numerics compute `given`, or the model itself."""
+    reference = reference_gradients(model, text)
+    exact = exact_gradients(model if given is None else given, text, max_context)
+    return GradientComparison(
+        gradient_errors(exact, reference), gradient_errors(stock_gradients(model, text), reference)
+    )
+
+
+def typical(ratios: Sequence[float]) -> float:
+    """The geometric mean: one model in which either side was lucky moves it little."""
+    return float(np.exp(np.mean(np.log(ratios))))

@@ -1,0 +1,1 @@
+"""Exact matrix products in float64, for any CPU."""

@@ -1,0 +1,140 @@
+"""The inner loop of exact products: groups of few terms in float64, their sums in two float64s.
+
+A product of grid integers has up to 49 bits, so 16 of them add up exactly in one float64. Such a sum c is then added to
+`high`, a multiple of 2^20 above HIGH_START, and what that loses to `low`. Both are exact, so neither the order of the
+terms nor how they are grouped changes the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from llvmlite.ir import IRBuilder as Builder
+from llvmlite.ir import Value
+from numba import types
+from numba.core import cgutils
+from numba.core import config as numba_config
+from numba.extending import intrinsic
+
+from ppo_repro.numerics.arithmetic.grid import EXACT_TERMS
+from ppo_repro.numerics.kernels.core.compile import inline
+
+ROWS, COLUMNS = 8, 24  # of a block of the result; operands are packed for it
+BLOCK = ROWS * COLUMNS
+DOUBLE, I32, I64 = ir.DoubleType(), ir.IntType(32), ir.IntType(64)
+
+
+def _has_wide_registers() -> bool:
+    """Whether kernels are compiled for registers of 512 bits, of which there are 32; otherwise there are 16."""
+    if numba_config.CPU_NAME or numba_config.CPU_FEATURES is not None:
+        return "+avx512f" in (numba_config.CPU_FEATURES or "")
+    return bool(llvm.get_host_cpu_features().get("avx512f", False))
+
+
+WIDE = _has_wide_registers()
+# what the registers hold: sums of `TILE_ROWS` rows and three vectors of `LANES` columns
+TILE_ROWS, LANES = (8, 8) if WIDE else (4, 4)
+VECTORS = 3
+TILE_COLUMNS = VECTORS * LANES
+
+
+def _vector(element: ir.Type) -> ir.VectorType:
+    return ir.VectorType(element, LANES)
+
+
+def _number(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+def _spread(b: Builder, scalar: Value) -> Value:
+    """The same number in all lanes."""
+    undefined = ir.Constant(_vector(DOUBLE), ir.Undefined)
+    first = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(_vector(I32), [0] * LANES))
+
+
+def _pointer(b: Builder, kind: ir.Type, address: Value, offset: int = 0) -> Value:
+    return b.inttoptr(b.add(address, _number(offset)), kind.as_pointer())
+
+
+def _add_term(b: Builder, rows: int, left: Value, right: Value, sums: list[Value]) -> None:
+    """sums[i, v] += left[i] right[v] for one term; left float64, right int32."""
+    columns = []
+    for v in range(VECTORS):
+        integers = b.load(_pointer(b, _vector(I32), right, 4 * LANES * v), align=4)
+        columns.append(b.sitofp(integers, _vector(DOUBLE)))
+    for i in range(rows):
+        x = _spread(b, b.load(_pointer(b, DOUBLE, left, 8 * i), align=8))
+        for v, column in enumerate(columns):
+            total = sums[i * VECTORS + v]
+            product = b.fmul(x, column, flags=("contract",))
+            b.store(b.fadd(b.load(total), product, flags=("contract",)), total)
+
+
+def _empty(b: Builder, rows: int, sums: list[Value], high: Value, low: Value) -> None:
+    """Move the sums to `high` and `low`, without a rounding error."""
+    for i in range(rows):
+        for v in range(VECTORS):
+            offset, c = 8 * (i * COLUMNS + v * LANES), b.load(sums[i * VECTORS + v])
+            h, w = (_pointer(b, _vector(DOUBLE), at, offset) for at in (high, low))
+            before = b.load(h, align=8)
+            after = b.fadd(before, c)
+            lost = b.fsub(c, b.fsub(after, before))
+            b.store(after, h, align=8)
+            b.store(b.fadd(b.load(w, align=8), lost), w, align=8)
+
+
+def _tile(rows: int) -> Callable[..., None]:
+    """An intrinsic (left, right, high, low, terms): high + low += left right, of `rows` rows and TILE_COLUMNS columns.
+
+    All but the last are addresses. left float64 [terms, ROWS], right int32 [terms, COLUMNS], high and low float64
+    [ROWS, COLUMNS].
+    """
+
+    def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
+        left, right, high, low, terms = args
+        zero = ir.Constant(_vector(DOUBLE), None)
+        sums = [cgutils.alloca_once(b, _vector(DOUBLE)) for _ in range(rows * VECTORS)]
+        groups = b.udiv(b.add(terms, _number(EXACT_TERMS - 1)), _number(EXACT_TERMS))
+        with cgutils.for_range(b, groups) as group:
+            first = b.mul(group.index, _number(EXACT_TERMS))
+            rest = b.sub(terms, first)
+            count = b.select(b.icmp_signed("<", rest, _number(EXACT_TERMS)), rest, _number(EXACT_TERMS))
+            for total in sums:
+                b.store(zero, total)
+            with cgutils.for_range(b, count) as term:
+                k = b.add(first, term.index)
+                at_left = b.add(left, b.mul(k, _number(8 * ROWS)))
+                _add_term(b, rows, at_left, b.add(right, b.mul(k, _number(4 * COLUMNS))), sums)
+            _empty(b, rows, sums, high, low)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(_, left, right, high, low, terms):  # type: ignore[no-untyped-def]
+        return types.void(*[types.intp] * 5), generate
+
+    return tile
+
+
+_tile_of_1, _tile_of_2, _tile_of_4, _tile_of_8 = (_tile(rows) for rows in (1, 2, 4, 8))
+
+
+@inline
+def multiply(left, right, high, low, terms, rows):  # type: ignore[no-untyped-def]
+    """high + low += left right for the first `rows` rows of a block; see `_tile`."""
+    for column in range(0, COLUMNS, TILE_COLUMNS):
+        b = right + 4 * column
+        for row in range(0, rows, TILE_ROWS):
+            at, count = 8 * (row * COLUMNS + column), min(rows - row, TILE_ROWS)
+            a, h, w = left + 8 * row, high + at, low + at
+            if count > 4:
+                _tile_of_8(a, b, h, w, terms)
+            elif count > 2:
+                _tile_of_4(a, b, h, w, terms)
+            elif count > 1:
+                _tile_of_2(a, b, h, w, terms)
+            else:
+                _tile_of_1(a, b, h, w, terms)

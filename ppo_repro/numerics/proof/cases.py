@@ -1,0 +1,143 @@
+"""Fixed cases that every backend must compute with the bits of the eager code. They take about a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+
+from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.layers.activations import ExactGELU
+from ppo_repro.numerics.layers.kv_cache import GridCache
+from ppo_repro.numerics.layers.linear import ExactLinear
+from ppo_repro.numerics.layers.lowering import attach, lower
+from ppo_repro.numerics.layers.norms import ExactLayerNorm
+from ppo_repro.numerics.logprobs import score, token_statistics
+from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, exact_norm
+from ppo_repro.numerics.products import PreparedWeight
+from ppo_repro.numerics.trunk.forward import TrunkForward
+
+CONTEXT = 48
+
+
+def _small_decoder() -> Qwen3Model:
+    """Grouped-query attention, heads wider than a vector of the kernels, sizes that are no multiples of a tile."""
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=72,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=40,
+        max_position_embeddings=CONTEXT,
+    )
+    model = Qwen3Model(config).float().eval()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = _numbers(number, *parameter.shape) * 0.2 + (parameter.dim() == 1)
+    return model
+
+
+def _numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _with_outliers(x: Tensor) -> Tensor:
+    """Rows with one number far above the others, and a row of zeros."""
+    x[::3, x.shape[1] // 2] *= 1e4
+    x[1] = 0.0
+    return x
+
+
+def _sums(accumulator: GradientAccumulator) -> list[Tensor]:
+    """Integer gradients in the order of the parameters."""
+    return [accumulator.sums[name] for name in accumulator.parameters if name in accumulator.sums]
+
+
+def products() -> list[Tensor]:
+    """Products in both directions, short and long, with outliers and without."""
+    results = []
+    for rows, terms, columns in ((37, 200, 50), (5, 4200, 30)):
+        x, w, bias = _with_outliers(_numbers(0, rows, terms)), _numbers(1, columns, terms), _numbers(2, columns)
+        w[::4, 3] = 1e3
+        results += [PreparedWeight("case").contract(x, w, 1, bias), PreparedWeight("case").contract(x, w.t(), 0)]
+    return results
+
+
+def gradients() -> list[Tensor]:
+    """A linear layer and a layer norm behind an activation: gradients of the input and integer sums."""
+    model = nn.Sequential(nn.Linear(70, 90), nn.GELU(), nn.LayerNorm(90))
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = _numbers(number, *parameter.shape) * 0.1
+    layers = ExactLinear(model[0], "linear"), ExactGELU(), ExactLayerNorm(model[2], "norm")  # type: ignore[arg-type]
+    accumulator = GradientAccumulator(nn.ModuleList(layers).named_parameters())
+    for layer in layers:
+        layer.accumulator = accumulator
+    x = _with_outliers(_numbers(9, 45, 70)).requires_grad_()
+    for _ in range(2):  # the first backward finds the grids
+        accumulator.begin()
+        y = layers[2](layers[1](layers[0](x)))
+        y.backward(_numbers(10, *y.shape))
+        accumulator.finish()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *_sums(accumulator)]
+
+
+def statistics() -> list[Tensor]:
+    """Log-probs, entropies, divergences and their gradients, with all tokens eligible and with some."""
+    logits, other, targets = _numbers(0, 7, 131) * 3, _numbers(1, 7, 131), torch.arange(7)
+    eligible = _numbers(2, 7, 131) > -0.5
+    eligible[torch.arange(7), targets] = True
+    results: list[Tensor] = []
+    for mask in (None, eligible):
+        scores = score(logits, other, targets, 0.7, mask, "exact")
+        results += [scores.logprobs, scores.entropies, scores.prob_sq_sums, scores.ref_logprobs, scores.ref_kl]
+        variable = logits.clone().requires_grad_()
+        logprobs, entropies = token_statistics(variable, targets, 0.7, mask, "exact")
+        (logprobs + 0.1 * entropies).sum().backward()
+        assert variable.grad is not None
+        results.append(variable.grad)
+    return results
+
+
+def decoder() -> list[Tensor]:
+    """A small model over a batch with its gradients, and the same tokens over a cache, a prompt and then one by one."""
+    trunk = lower(_small_decoder(), CONTEXT)
+    accumulator = GradientAccumulator(trunk.named_parameters())
+    attach(trunk, accumulator)
+    ids = torch.randint(0, 61, (3, 30), generator=torch.Generator().manual_seed(5))
+    positions, first_key = torch.arange(30).expand(3, -1), torch.zeros(3, 30, dtype=torch.int64)
+    for _ in range(2):
+        accumulator.begin()
+        hidden = TrunkForward(trunk).over_batch(ids, positions, first_key, torch.arange(90))
+        hidden.backward(_numbers(6, *hidden.shape))
+        accumulator.finish()
+    results = [hidden.detach(), *_sums(accumulator)]
+    cache, forward = GridCache(trunk.config, 3, CONTEXT, torch.device("cpu")), TrunkForward(trunk)
+    for begin, end in ((0, 27), (27, 28), (28, 29), (29, 30)):
+        valid = torch.ones(3, end - begin, dtype=torch.bool)
+        cache.aim(torch.arange(3), positions[:, begin:end], valid)
+        results.append(forward.over_cache(ids[:, begin:end], cache))
+    return results
+
+
+def optimizer() -> list[Tensor]:
+    """Steps of AdamW with the norm of their gradients."""
+    parameters = {"a": nn.Parameter(_numbers(0, 33, 7)), "b": nn.Parameter(_numbers(1, 130))}
+    adamw, settings = ExactAdamW(parameters), AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)
+    for step in range(3):
+        grads = {name: _numbers(step, *p.shape) * 10.0 ** (step - 1) for name, p in parameters.items()}
+        adamw.apply(settings, grads, exact_norm(grads.values()))
+    return [p.detach() for p in parameters.values()]
+
+
+CASES: dict[str, Callable[[], list[Tensor]]] = {
+    "products": products,
+    "gradients": gradients,
+    "log-probs": statistics,
+    "decoder": decoder,
+    "optimizer": optimizer,
+}

@@ -1,0 +1,114 @@
+"""Which backends give the bits of the specification on this machine, measured once for each state of the sources."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import torch
+from numba.core import config as numba_config
+from torch import Tensor
+
+from ppo_repro.disk.durable import atomic_write
+from ppo_repro.errors import UserError
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.kernels.core.cache import NUMERICS, cache_folder
+from ppo_repro.output import say
+
+PASSED = ""
+
+
+def use(name: str, threads: int) -> str:
+    """`backend.use` of a backend that gives the bits of the eager code on this machine; returns its name.
+
+    `auto` takes the fastest that does, and says on stderr which does not. UserError where the named one does not.
+    """
+    candidates = _fastest_first() if name == "auto" else [backend.choose(name)]
+    for candidate in candidates:
+        failed = PASSED if candidate == "eager" else failure(candidate)
+        if failed == PASSED:
+            return backend.use(candidate, threads)
+        if name != "auto":
+            raise UserError(
+                f"layout.backend = {name}: its {failed} differ from the specification on this machine; take another "
+                "(auto, float64 or eager)"
+            )
+        say(f"numerics: {failed} of backend {candidate} differ from the specification on this machine; not used")
+    raise AssertionError("eager is the specification")
+
+
+def _fastest_first() -> list[str]:
+    return [name for name in reversed(backend.BACKENDS) if name != "amx" or backend.has_amx()]
+
+
+def failure(name: str) -> str:
+    """The first case in which a backend differs from the eager code on this machine, or PASSED.
+
+    It is computed once and kept with the compiled kernels, until they or the specification change.
+    """
+    key, path = f"{name} {machine()}", Path(cache_folder()) / "proofs.json"
+    known = _read(path)
+    if key not in known:
+        known[key] = first_difference(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, json.dumps(known, indent=1).encode())
+        except (OSError, UserError):
+            pass  # it is computed again by the next process
+    return known[key]
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+@cache
+def machine() -> str:
+    """What a proof depends on beside the kernels: the processor, torch, and the sources of the specification."""
+    digest = hashlib.sha256()
+    for source in sorted(NUMERICS.rglob("*.py")):
+        digest.update(f"{source.relative_to(NUMERICS).as_posix()} {source.stat().st_size}\n".encode())
+        digest.update(source.read_bytes())
+    cpu = numba_config.CPU_NAME or llvm.get_host_cpu_name()
+    features = numba_config.CPU_FEATURES or "host"
+    capped = " ".join(os.environ.get(name, "") for name in ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"))
+    return f"{cpu} {features} torch {torch.__version__} {capped} {digest.hexdigest()[:16]}"
+
+
+def first_difference(name: str) -> str:
+    """Compute all cases eagerly and by the backend; the name of the first that differs in a bit, or PASSED."""
+    from ppo_repro.numerics.proof.cases import CASES
+
+    before, threads = backend.active(), torch.get_num_threads()
+    try:
+        for case, compute in CASES.items():
+            backend.use("eager", 1)
+            expected = _bytes(compute())
+            for count in (1, 2):
+                backend.use(name, count)
+                if not _equals(compute, expected):
+                    return case
+    finally:
+        backend.use(before, 1)
+        torch.set_num_threads(threads)
+    return PASSED
+
+
+def _equals(compute: Callable[[], list[Tensor]], expected: list[bytes]) -> bool:
+    try:
+        return _bytes(compute()) == expected
+    except Exception:  # whatever is wrong with a backend, it has not proved itself
+        return False
+
+
+def _bytes(results: list[Tensor]) -> list[bytes]:
+    return [x.detach().contiguous().numpy().tobytes() for x in results]

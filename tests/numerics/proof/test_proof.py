@@ -1,0 +1,131 @@
+"""Backends are compared with the specification before `auto` takes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ppo_repro.errors import UserError
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.kernels import layer_norm, optimizer, outliers
+from ppo_repro.numerics.kernels.attention import forward as attention
+from ppo_repro.numerics.kernels.float64 import product
+from ppo_repro.numerics.layers import fused_attention
+from ppo_repro.numerics.proof import proof
+from ppo_repro.numerics.proof.cases import CASES
+
+KERNELS = [name for name in backend.BACKENDS if name != "eager" and (name != "amx" or backend.has_amx())]
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(proof, "cache_folder", lambda: str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_backend_of_this_machine_passes(name: str) -> None:
+    assert proof.first_difference(name) == proof.PASSED
+
+
+def one_bit_off(x: np.ndarray) -> None:
+    """Every number moves to its neighbour."""
+    x[...] = np.nextafter(x, np.float32(np.inf))
+
+
+def wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = product.contract
+
+    def wrong(*arguments: object) -> bool:
+        finite = contract(*arguments)  # type: ignore[arg-type]
+        one_bit_off(arguments[-1])  # type: ignore[arg-type]
+        return finite
+
+    monkeypatch.setattr(product, "contract", wrong)
+
+
+def without_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outliers, "add_products", lambda *arguments: None)
+
+
+def wrong_layer_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = layer_norm.layer_norm_backward
+
+    def wrong(grad: np.ndarray, x: np.ndarray, *rest: object) -> tuple[int, int]:
+        return backward(grad, np.nextafter(x, np.float32(9)), *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(layer_norm, "layer_norm_backward", wrong)
+
+
+def wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = attention.forward_cached
+
+    def wrong(*arguments: object) -> int:
+        worst = cached(*arguments)
+        one_bit_off(arguments[-1])  # type: ignore[arg-type]
+        return int(worst)
+
+    monkeypatch.setattr(fused_attention.forward_kernels, "forward_cached", wrong)
+
+
+def wrong_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    squares = optimizer.sum_of_squares
+    monkeypatch.setattr(optimizer, "sum_of_squares", lambda x, shift: squares(x, shift) + (1 << 44))
+
+
+WRONG = {
+    "products": wrong_products,
+    "products ": without_outliers,
+    "gradients": wrong_layer_norm,
+    "decoder": wrong_attention,
+    "optimizer": wrong_optimizer,
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_kernel_is_found_and_auto_does_not_take_it(
+    case: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backend, "has_amx", lambda: False)
+    WRONG[case](monkeypatch)
+    assert proof.use("auto", 1) == "eager"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"numerics: {case.strip()} of backend float64 differ from the specification on this machine; not used"
+    ]
+    with pytest.raises(UserError, match=f"layout.backend = float64: its {case.strip()} differ"):
+        proof.use("float64", 1)
+
+
+def test_a_kernel_that_fails_has_not_proved_itself(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "has_amx", lambda: False)
+    monkeypatch.setattr(product, "contract", lambda *arguments: 1 / 0)
+    assert proof.failure("float64") == "products"
+
+
+def test_a_proof_is_kept_until_something_changes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[str] = []
+    monkeypatch.setattr(proof, "first_difference", lambda name: computed.append(name) or proof.PASSED)
+    assert proof.failure("float64") == proof.failure("float64") == proof.PASSED
+    assert computed == ["float64"] and len(json.loads((own_cache / "proofs.json").read_text())) == 1
+    monkeypatch.setattr(proof, "machine", lambda: "another processor")
+    proof.failure("float64")
+    (own_cache / "proofs.json").write_text("{ damaged")
+    proof.failure("float64")
+    assert computed == ["float64"] * 3
+
+
+def test_a_proof_leaves_backend_and_threads_as_they_were() -> None:
+    before = backend.active(), torch.get_num_threads()
+    proof.first_difference("float64")
+    assert (backend.active(), torch.get_num_threads()) == before
+
+
+def test_cases_have_numbers_in_all_their_results() -> None:
+    for name, compute in CASES.items():
+        for x in compute():
+            assert x.numel() and bool((x != 0).any()), name

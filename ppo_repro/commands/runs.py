@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.clock import OTHER, Clock
+from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say
 
@@ -59,7 +60,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         from ppo_repro.runs.run import run, run_folder
         from ppo_repro.tracking.follower import followed
 
-        with followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None):
+        watched = followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None)
+        with within_memory(config, ranks.size), watched:
             clock.lap("start")
             run_dir, _ = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out, clock)
         clock.lap("tracking" if arguments.track else OTHER)
@@ -92,7 +94,7 @@ def resume_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.ranks import ALONE
     from ppo_repro.runs.run import resume
 
-    with ConsoleProgress() as watcher:
+    with ConsoleProgress() as watcher, within_recorded(arguments.run, arguments.set):
         resumed = resume(kind.executed_by(watcher, ALONE), arguments.run, arguments.set)
     where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
     say(f"{where}; {resumed.recorded - resumed.start} recorded iterations came out identical")
@@ -129,7 +131,8 @@ def rerun_command(arguments: argparse.Namespace) -> int:
         kind = kind_of(arguments.run)
         from ppo_repro.runs.run import rerun
 
-        report = rerun(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
+        with within_recorded(arguments.run, arguments.set, ranks.size):
+            report = rerun(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
     identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"

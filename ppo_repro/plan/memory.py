@@ -18,7 +18,7 @@ FLOAT64_WEIGHT, FLOAT64_INPUT, FLOAT64_COLUMNS = 4, 8, 24
 GRID, OUTLIERS = 8, 1  # of each output: exponent or scale of its grid, and whether it has outliers
 AMX_MAX_TERMS, AMX_WEIGHT, AMX_INPUT = 1 << 14, 3, 4
 # sums of gradients: a lower limb, and an upper one in steps of more tokens than this, prompts included
-SUM, UPPER_SUM, LONG_STEP = 8, 4, 1 << 11
+SUM, UPPER_SUM, LONG_STEP = 8, 4, 1 << 12
 # the interpreter with torch and transformers, and compiled kernels
 PROCESS = 650_000_000
 
@@ -275,7 +275,8 @@ def _scoring(shape: ModelShape, work: Work) -> dict[str, int]:
     return {
         "hidden states": 2 * 4 * tokens * shape.hidden,
         "one layer": layer_workspace_bytes(shape, tokens, work),
-        "logits": 2 * logits_bytes(shape, rows, work),
+        # of policy and reference; without a backward pass exact numerics need nothing else as wide as they are
+        "logits": 2 * (4 * rows * shape.vocab_size if work.exact else logits_bytes(shape, rows, work)),
     }
 
 

@@ -70,7 +70,9 @@ def model_shape(config: PretrainedConfig, exact: bool, lora_targets: Sequence[st
         head_dim=head_dim(config),
         intermediate=inner,
         vocab_size=config.vocab_size,
-        linears=tuple(Linear(*shape_of(layer), name in adapted, isinstance(layer, Conv1D)) for name, layer in linears.items()),
+        linears=tuple(
+            Linear(*shape_of(layer), name in adapted, isinstance(layer, Conv1D)) for name, layer in linears.items()
+        ),
         head=Linear(*shape_of(head)),
         head_parameters=0 if tied else _size(head),
         saved=(_EXACT if exact else _NATIVE)[config.model_type],

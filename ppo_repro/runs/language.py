@@ -111,6 +111,7 @@ class LanguageKind:
         """PromiseBroken where a rank begins with other weights than the first one."""
         prepared = self._prepare(config, None if run_dir is None or start is None else reference_folder(run_dir))
         store = None if run_dir is None else open_store(run_dir, config, prepared, start)
+        del start  # as large as weights and moments together
         peak = measure_peak(config, prepared.state) if self.profile and run_dir is not None else None
         logs = None if run_dir is None else run_dir / "sglang"
         with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher) as engine:

@@ -12,8 +12,8 @@ from ppo_repro.control.environments import make_environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out
 from ppo_repro.control.update import ControlState, update
-from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.proof import proof
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -150,10 +151,7 @@ def save(saved: Checkpoint, folder: Path) -> None:
     files = {}
     with whole_folder(folder) as temporary:
         for name, content in tensors.items():
-            # digested before it is written, so that an error of the disk shows
-            data = safetensors.torch.save({key: tensor.contiguous() for key, tensor in content.items()})
-            files[name] = hashlib.sha256(data).hexdigest()
-            (temporary / name).write_bytes(data)
+            files[name] = write_tensors(temporary / name, content)
         index = _Index(
             format=FORMAT,
             ppo_repro=__version__,
@@ -170,15 +168,42 @@ def save(saved: Checkpoint, folder: Path) -> None:
         (temporary / INDEX_NAME).write_text(_sealed(index.model_dump()), encoding="utf-8")
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write float32 tensors as a safetensors file, one by one; returns its SHA-256. Raises OSError.
+
+    The whole file is never in memory. Digested before it is written, so that an error of the disk shows.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"tensor {name} is {tensor.dtype}; a checkpoint holds float32")
+        begin, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in (len(text).to_bytes(8, "little"), text):
+            digest.update(piece)
+            file.write(piece)
+        for tensor in tensors.values():
+            numbers = tensor.detach().cpu().contiguous().view(-1).numpy().data
+            digest.update(numbers)
+            file.write(numbers)
+    return digest.hexdigest()
+
+
 def load(folder: Path) -> Checkpoint:
     """Read and verify a checkpoint; UserError names the file that is missing, damaged or of another version."""
     index = _read_index(folder / INDEX_NAME)
     names = {_POLICY, _VALUE_MODEL, _POLICY_OPTIMIZER, _VALUE_OPTIMIZER}
     if set(index.files) != names:
         raise UserError(f"{folder / INDEX_NAME}: lists {', '.join(sorted(index.files))}; {_DAMAGED}")
-    contents = {name: verified_bytes(folder / name, digest) for name, digest in index.files.items()}
     try:
-        return _assemble(index, {name: safetensors.torch.load(content) for name, content in contents.items()})
+        # file by file: the bytes of one are gone before the next is read
+        tensors = {n: safetensors.torch.load(verified_bytes(folder / n, d)) for n, d in index.files.items()}
+        return _assemble(index, tensors)
     except (ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: {error}; {_DAMAGED}") from error
 

@@ -33,9 +33,9 @@ from ppo_repro.models.reward_model import (
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import warm_start
-from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.proof import proof
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.rollout.torch_engine import TorchEngine

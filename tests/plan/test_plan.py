@@ -100,7 +100,7 @@ def test_operands_worked_by_hand() -> None:
 def test_the_constants_are_those_of_the_kernels() -> None:
     assert memory.FLOAT64_COLUMNS == float64_tiles.COLUMNS
     digits = amx_tiles.B_DIGITS, amx_tiles.A_DIGITS
-    assert (memory.AMX_WEIGHT, memory.AMX_INPUT, memory.AMX_MAX_TERMS) == (*digits, amx_operands.MAX_TERMS)
+    assert (*digits, amx_operands.MAX_TERMS) == (memory.AMX_WEIGHT, memory.AMX_INPUT, memory.AMX_MAX_TERMS)
     assert not gradients.needs_two_limbs(memory.LONG_STEP) and gradients.needs_two_limbs(memory.LONG_STEP + 1)
     assert memory.LOGITS_AT_ONCE == LOGITS_AT_ONCE
 

@@ -173,6 +173,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
     The whole file is never in memory. Digested before it is written, so that an error of the disk shows.
     """
+    tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():

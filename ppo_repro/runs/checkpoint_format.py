@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from ppo_repro.numerics.arithmetic.grid import (
 )
 from ppo_repro.numerics.gradients import HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
+from ppo_repro.runs.tensor_file import write_tensors
 
 FORMAT = 3
 # the meaning of a gradient grid: with other numbers a checkpoint would continue as another run
@@ -166,33 +166,6 @@ def save(saved: Checkpoint, folder: Path) -> None:
             files=files,
         )
         (temporary / INDEX_NAME).write_text(_sealed(index.model_dump()), encoding="utf-8")
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write float32 tensors as a safetensors file, one by one; returns its SHA-256. Raises OSError.
-
-    The whole file is never in memory. Digested before it is written, so that an error of the disk shows.
-    """
-    tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"tensor {name} is {tensor.dtype}; a checkpoint holds float32")
-        begin, end = end, end + 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text):
-            digest.update(piece)
-            file.write(piece)
-        for tensor in tensors.values():
-            numbers = tensor.detach().cpu().contiguous().view(-1).numpy().data
-            digest.update(numbers)
-            file.write(numbers)
-    return digest.hexdigest()
 
 
 def load(folder: Path) -> Checkpoint:

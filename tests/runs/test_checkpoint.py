@@ -25,6 +25,7 @@ from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
 from ppo_repro.runs import checkpoint_format
 from ppo_repro.runs.checkpoint_format import INDEX_NAME, Checkpoint, Origin
+from ppo_repro.runs.tensor_file import write_tensors
 from tests.support.models import seeded, unequal
 from tests.support.synthetic_run import FLOAT32_BITS
 
@@ -314,7 +315,7 @@ def test_tensors_are_written_one_by_one_as_safetensors(tmp_path: Path) -> None:
         "none": torch.empty(0, 3),
     }
     for content in (tensors, {}):
-        digest = checkpoint_format.write_tensors(tmp_path / "file", content)
+        digest = write_tensors(tmp_path / "file", content)
         data = (tmp_path / "file").read_bytes()
         assert digest == hashlib.sha256(data).hexdigest()
         found = safetensors.torch.load(data)
@@ -323,4 +324,4 @@ def test_tensors_are_written_one_by_one_as_safetensors(tmp_path: Path) -> None:
             assert found[name].shape == tensor.shape and found[name].dtype == torch.float32
             assert torch.equal(found[name].view(torch.int32), tensor.contiguous().view(torch.int32))
     with pytest.raises(ValueError, match="float32"):
-        checkpoint_format.write_tensors(tmp_path / "file", {"a": torch.zeros(2, dtype=torch.float64)})
+        write_tensors(tmp_path / "file", {"a": torch.zeros(2, dtype=torch.float64)})

@@ -62,8 +62,8 @@ def _normalise(high: Tensor, low: Tensor) -> None:
 def _to_float32(integers: Tensor, high: Tensor | None, unit: float, out: Tensor) -> Tensor:
     """out = fl32(fl64(high 2^LIMB_BITS + integers) unit), the sum rounded once; no `high` stands for zeros."""
     if backend.has_kernels(integers):
-        above = None if high is None else high.view(-1).numpy()
-        to_float32(integers.view(-1).numpy(), above, unit, out.view(-1).numpy())
+        upper = None if high is None else high.view(-1).numpy()
+        to_float32(integers.view(-1).numpy(), upper, unit, out.view(-1).numpy())
         return out
     if high is None:
         return out.copy_(integers.to(torch.float64) * unit)

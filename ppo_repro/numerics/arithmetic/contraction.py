@@ -17,6 +17,7 @@ from ppo_repro.numerics.arithmetic.elementwise import pow2
 from ppo_repro.numerics.arithmetic.grid import (
     INPUT_BITS,
     INPUT_GAP,
+    LEAST_OUTLIERS,
     OUTLIER_SHARE,
     ROOM,
     WEIGHT_BITS,
@@ -39,7 +40,7 @@ class Operand:
 
 def most_outliers(terms: int) -> int:
     """How many outliers a row of `terms` numbers may have."""
-    return max(1, terms // OUTLIER_SHARE)
+    return max(LEAST_OUTLIERS, terms // OUTLIER_SHARE)
 
 
 def _operand(x: Tensor, bits: int, gap: int, room: float, where: str) -> Operand:

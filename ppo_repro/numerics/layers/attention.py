@@ -66,17 +66,18 @@ class _Attention(Function):
         b, h, i, d = q.shape
         kv_heads, j = k.shape[1], k.shape[2]
         groups = h // kv_heads
-        qg = quantise((q * scaling).reshape(b, kv_heads, groups * i, d), LEFT_BITS, where="attention")
+        rows = (q * scaling).reshape(b, kv_heads, groups * i, d)
+        qg = quantise(rows, LEFT_BITS, where="attention")
         kg, vg = (quantise(x, RIGHT_BITS, where="attention") for x in (k, v))
         mask = visible.expand(b, 1, i, j).repeat(1, 1, groups, 1)
         weights, out = _softmax_rows(qg, kg, vg, mask)
-        ctx.save_for_backward(*qg, *kg, *vg, weights, out)
+        ctx.save_for_backward(rows, *kg, *vg, weights, out)
         ctx.scaling, ctx.shapes = scaling, (q.shape, k.shape)
         return out.view(b, h, i, d)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q_int, q_scale, k_int, k_scale, v_int, v_scale, weights, out = ctx.saved_tensors
+        rows, k_int, k_scale, v_int, v_scale, weights, out = ctx.saved_tensors
         q_shape, k_shape = ctx.shapes
         query_rows = grad.reshape(out.shape)
         dg = quantise(query_rows, LEFT_BITS, where="the gradient of attention")
@@ -86,18 +87,21 @@ class _Attention(Function):
         ds = (dp - delta).mul_(weights)
         a, scale = quantise(ds * k_scale.transpose(-1, -2), LEFT_BITS)
         dq = exact_product(a, k_int).mul_(scale).mul_(ctx.scaling)
-        dk = _key_gradient(ds * q_scale, q_int)
-        dv = _key_gradient(weights * dg[1], dg[0])
+        dk, dv = _key_gradient(ds, rows), _key_gradient(weights, query_rows)
         # adding zero fixes the sign of zero: a matrix product of one term may give a negative zero
         dq, dk, dv = (x.to(torch.float32).add_(0.0) for x in (dq, dk, dv))
         _refuse_not_finite(dq, dk, dv)
         return dq.view(q_shape), dk.view(k_shape), dv.view(k_shape), None, None
 
 
-def _key_gradient(terms: Tensor, rows: Tensor) -> Tensor:
-    """sum_i terms[.., i, j] rows[.., i, d], the terms of a key on one grid; float64 [.., J, D]."""
-    integers, scale = quantise(terms, RIGHT_BITS, dim=-2)
-    return exact_product(rows.transpose(-1, -2), integers).mul_(scale).transpose(-1, -2)
+def _key_gradient(factors: Tensor, rows: Tensor) -> Tensor:
+    """sum_i factors[.., i, j] rows[.., i, d], float64 [.., J, D].
+
+    The wider grid is that of a key's factors: the largest may lie far above the others, which are many.
+    """
+    integers, row_scale = quantise(rows, RIGHT_BITS)
+    folded, scale = quantise((factors * row_scale).transpose(-1, -2), LEFT_BITS)
+    return exact_product(folded, integers).mul_(scale)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Tensor:
@@ -112,7 +116,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> 
 def visible_keys(first_key: Tensor, last_key: Tensor, window: int | None, context: int) -> tuple[Tensor, Tensor]:
     """Query i of row r sees keys begin[r, i]..end[r, i]-1, int64 [R, L]: the last `window` up to last_key[r, i].
 
-    Raises NumericsError where a query sees more keys than `context`, for which exactness and memory are planned.
+    Raises NumericsError where a query sees more keys than `context`, for which tables and memory are made.
     """
     end = last_key + 1
     begin = first_key.clamp(min=0) if window is None else torch.maximum(first_key, end - window).clamp_(min=0)

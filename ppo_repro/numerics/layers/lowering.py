@@ -78,6 +78,12 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
                 f"model config {field} = {getattr(config, field)!r}: exact numerics do not support it; "
                 "choose another model or numerics.mode = native"
             )
+    groups = config.num_attention_heads // families.key_value_heads(config)
+    if max_context * groups > MAX_TERMS:  # so many queries may see a key, and its gradient is a sum over them
+        raise UserError(
+            f"numerics.max_context = {max_context}: with {groups} query heads for each key/value head exact numerics "
+            f"allow {MAX_TERMS // groups} at most; choose a smaller context"
+        )
 
 
 def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: int) -> nn.Module | None:

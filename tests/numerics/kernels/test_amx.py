@@ -183,8 +183,8 @@ def test_gradients_are_sums_of_integers(t: int, n: int, k: int, threads: int, se
 @needs_amx
 def test_gradients_of_more_tokens_than_an_int32_sum_holds() -> None:
     tokens = gradient.MAX_TOKENS + 70
-    # the digits of z are -128, -128, -128, -7, and those of x -128, -128, -63: their products are the largest
-    z, x = np.full((tokens, 2), -0x7808080, np.int64), np.full((tokens, 3), -0x3F8080, np.int64)
+    # the digits of z are -128, -128, -128, -7, and those of x -128, -128, -1; the largest products are of -128
+    z, x = np.full((tokens, 2), -0x7808080, np.int64), np.full((tokens, 3), -0x18080, np.int64)
     z[1::2, 1], x[::3, 2] = 2**27, 2**22
     one, sums = np.ones(tokens), np.zeros((2, 3), np.int64)
     gradient.accumulate(z.astype(np.float32), one, gradient.pack_inputs(x.astype(np.float32), one), sums, True)

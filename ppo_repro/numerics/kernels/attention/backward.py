@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.numerics.arithmetic.grid import DOT_BITS, LEFT_BITS, SPLIT_BITS
+from ppo_repro.numerics.arithmetic.grid import DOT_BITS, LEFT_BITS, RIGHT_BITS, SPLIT_BITS
 from ppo_repro.numerics.kernels.attention.block import (
     BLOCK,
     ONE,
@@ -36,8 +36,8 @@ from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
 from ppo_repro.numerics.kernels.core.scalar import magnitude_bits, magnitude_bits_64, pow2_64, round_to_f32_plus_zero
 
-
 UP, DOWN = 2.0**SPLIT_BITS, 2.0**-SPLIT_BITS
+COARSER = 2.0 ** (LEFT_BITS - RIGHT_BITS)  # times the scale of a row on its grid for scores, on that for keys
 
 
 class Gradient(NamedTuple):
@@ -131,8 +131,8 @@ def query_gradients(block, count, base, width, spec, keys, gradient, weights, ds
             clear_unseen(folded[i * width : i * width + width], base, first, last, low, high)
         block.total[i] = 0.0
         if first < last:
-            raise_maxima(ds[begin:end], scale, keys.largest_dk[first:last])
-            raise_maxima(weights[begin:end], gradient.scale[i], keys.largest_dv[first:last])
+            raise_maxima(ds[begin:end], scale * COARSER, keys.largest_dk[first:last])
+            raise_maxima(weights[begin:end], gradient.scale[i] * COARSER, keys.largest_dv[first:last])
             e = fold_scores(ds[begin:end], keys.scales[first:last], folded[begin:end])
             block.total[i] = pow2_64(e - LEFT_BITS)
     for column in range(0, dp, COLUMNS):
@@ -172,14 +172,16 @@ def backward_row(block, gradient, spec, saved, keys, first, last, offset, top, t
         for start in range(0, top.size, BLOCK):
             count, base, width = load_block(block, start, spec, first, last, offset)
             w, d = weights[at : at + BLOCK * width], ds[at : at + BLOCK * width]
-            load_rows(block, count, saved.q, factor, LEFT_BITS, dim, block.queries, block.scale)
-            load_rows(block, count, saved.grad, ONE, LEFT_BITS, dim, gradient.rows, gradient.scale)
             if step == 0 or not save:
+                load_rows(block, count, saved.q, factor, LEFT_BITS, dim, block.queries, block.scale)
+                load_rows(block, count, saved.grad, ONE, LEFT_BITS, dim, gradient.rows, gradient.scale)
                 load_delta(block, count, saved, dim, gradient)
                 differentiate_block(block, count, base, width, spec, keys, gradient, top[start:], total[start:], w, d)
             if step == 0:
                 worst = max(worst, query_gradients(block, count, base, width, spec, keys, gradient, w, d, dq))
             else:
+                load_rows(block, count, saved.q, factor, RIGHT_BITS, dim, block.queries, block.scale)
+                load_rows(block, count, saved.grad, ONE, RIGHT_BITS, dim, gradient.rows, gradient.scale)
                 dk, dv = (keys.dk_high, keys.dk_low), (keys.dv_high, keys.dv_low)
                 key_sums(block, count, base, width, dim, d, block.scale, keys.up_dk, block.queries, *dk)
                 key_sums(block, count, base, width, dim, w, gradient.scale, keys.up_dv, gradient.rows, *dv)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.numerics.arithmetic.grid import HIGH_START, RIGHT_BITS
+from ppo_repro.numerics.arithmetic.grid import HIGH_START, LEFT_BITS, RIGHT_BITS
 from ppo_repro.numerics.kernels.attention.block import ONE, padded, panel_offset, quantise_row, transpose_rows
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, add_rows
 from ppo_repro.numerics.kernels.core.compile import kernel
@@ -107,9 +107,9 @@ def raise_maxima(x, factor, largest):  # type: ignore[no-untyped-def]
 
 @kernel
 def set_grids(largest, up):  # type: ignore[no-untyped-def]
-    """up[j] = 2^(RIGHT_BITS - exponent) of the grid of each key's terms."""
+    """up[j] = 2^(LEFT_BITS - exponent) of the grid of each key's terms."""
     for j in range(largest.size):
-        up[j] = pow2_64(RIGHT_BITS - exponent64(largest[j]))
+        up[j] = pow2_64(LEFT_BITS - exponent64(largest[j]))
 
 
 @kernel

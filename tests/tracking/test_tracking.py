@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.commands.cli import _run
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest, reader, times
 from tests.support import synthetic_run
 from tests.support.paths import TINY
 from tests.support.ranks import free_port
@@ -63,7 +63,10 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
     evaluated = client.get_metric_history(found.info.run_id, "iteration/eval_accuracy")
     assert [m.step for m in evaluated] == [0, 2], "a value that was not measured is not logged"
     names = {a.path for a in client.list_artifacts(found.info.run_id)}
-    assert names == {"manifest.json", "iterations.jsonl", "config.yaml", "environment.json"}
+    assert names == {"manifest.json", "iterations.jsonl", "config.yaml", "environment.json", "times.json"}
+    spent = times.read(exact_run, manifest.load(exact_run))
+    assert spent is not None and {"preparation", "other"} <= set(spent.seconds)
+    assert all(found.data.metrics[f"seconds/{phase}"] == value for phase, value in spent.seconds.items())
     assert _run(["track", str(exact_run), "--uri", store]) == 0
     (again,) = client.search_runs([experiment.experiment_id])
     assert again.info.run_id != found.info.run_id, "a second copy takes the place of the first"

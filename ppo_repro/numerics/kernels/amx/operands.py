@@ -14,7 +14,7 @@ import numpy as np
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, ROOM, WEIGHT_BITS, WEIGHT_GAP
 from ppo_repro.numerics.kernels.amx.tiles import A_DIGITS, A_SIZE, B_DIGITS, B_SIZE
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.kernels.core.memory import empty_bytes, zero_bytes
 from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
 from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent, largest_bits
@@ -42,6 +42,12 @@ def _least_over(room: np.float32) -> np.float32:
 
 
 _LEAST_OVER = _least_over(_ROOM)
+
+
+@inline
+def _limit(e, has_outliers, least):  # type: ignore[no-untyped-def]
+    """The magnitude from which on numbers are outliers, given the grid's exponent."""
+    return pow2_32(e) * least if has_outliers else _NO_LIMIT
 
 
 @kernel

@@ -14,7 +14,7 @@ import numpy as np
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, ROOM, WEIGHT_BITS, WEIGHT_GAP
 from ppo_repro.numerics.kernels.amx.tiles import A_DIGITS, A_SIZE, B_DIGITS, B_SIZE
-from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.memory import empty_bytes, zero_bytes
 from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
 from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent, largest_bits

@@ -56,7 +56,7 @@ def pairs() -> list[Pair]:
         Pair("SiLU (exp)", lambda: activations.silu(flat, flat_out), lambda: nn.functional.silu(x)),
         Pair(
             "RMS norm",
-            lambda: norms.rms_norm(arrays[0], arrays[1], 1e-6, 20, arrays[2], arrays[3]),
+            lambda: norms.rms_norm(arrays[0], arrays[1], 1e-6, arrays[2], arrays[3]),
             lambda: nn.functional.rms_norm(x, (WIDTH,), weight, 1e-6),
         ),
         Pair(

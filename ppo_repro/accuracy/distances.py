@@ -119,7 +119,7 @@ def compare(
     """Compare log-probs, logits and best tokens. The exact numerics compute `given`, or the model itself."""
     reference, stock = reference_scores(model, text), stock_scores(model, text)
     exact = exact_scores(model if given is None else given, text, max_context)
-    half = stock_scores(copy.deepcopy(model).to(torch.bfloat16), text).logprobs if bfloat16 else None
+    half = stock_scores(copy.deepcopy(model).bfloat16(), text).logprobs if bfloat16 else None
     return Comparison(
         errors(exact.logprobs, stock.logprobs, reference.logprobs),
         errors(exact.logits, stock.logits, reference.logits),

@@ -124,7 +124,7 @@ class NumericsConfig(Section):
         "exact", description="`exact`: every sum exact, so layout cannot matter; `native`: stock torch."
     )
     max_context: Annotated[int, Field(ge=2, le=32768)] = Field(
-        description="Longest prompt plus response, tokens; fixes the number grids of the run."
+        description="Longest prompt plus response, tokens; more are refused, and it changes no number."
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.kernels.core import pool
+from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
 
 BACKENDS = ("eager", "float64", "amx")
 
@@ -25,7 +26,12 @@ B = TypeVar("B")
 
 
 def has_amx() -> bool:
-    """Whether this CPU has AMX int8 tiles, this process may use them and kernels are compiled for this CPU."""
+    """Whether this CPU has AMX int8 tiles, this process may use them and kernels are compiled for this CPU.
+
+    Also where they are emulated, for tests.
+    """
+    if EMULATED_AMX:
+        return True
     other_target = numba_config.CPU_NAME not in (None, "host") or numba_config.CPU_FEATURES is not None
     return not other_target and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 

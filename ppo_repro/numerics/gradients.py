@@ -4,6 +4,9 @@ Integer addition is associative, so a gradient does not depend on micro-batches,
 grid exponent E of a tensor is that of the largest contribution in the previous step; it is optimizer state. If the
 largest contribution of this step lies outside the window around E, the step is redone on the right grid; nothing
 saturates.
+
+Each contribution to a sum is at most 2^49, so an int64 holds those of a few thousand tokens. In a step with more, a sum
+is high 2^42 + low: before low could overflow, its upper part moves to `high`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, ceil_log2
+from ppo_repro.numerics.arithmetic.grid import GRADIENT_BITS, GRADIENT_INPUT_BITS, LIMB_BITS, PRODUCT_BITS
 from ppo_repro.numerics.kernels.optimizer import to_float32
 from ppo_repro.numerics.products import (
     NOTHING,
@@ -28,26 +31,44 @@ from ppo_repro.numerics.products import (
 )
 from ppo_repro.ranks import ALONE, Ranks
 
-GRADIENT_BITS = 26  # of an output gradient on its grid
-TOTAL_BITS = GRADIENT_BITS + OPERAND_BITS  # of the largest contribution to a sum
 HEADROOM = 4  # how many powers of two a contribution may grow before the step is redone
 WINDOW_BELOW = 4  # how many it may shrink
+MAX_TOKENS = 1 << 20  # of a step
+SUM_BITS = 62  # the lower limb of a sum stays within 2^SUM_BITS
+# terms of 2^PRODUCT_BITS that fit together with an emptied lower limb
+PIECE = 1 << (SUM_BITS - 1 - PRODUCT_BITS)
 
 
 def assert_no_wrap(tokens: int) -> None:
-    """Raise UserError if a sum over `tokens` tokens could overflow int64; a tied weight counts each token twice."""
-    if TOTAL_BITS + ceil_log2(2 * tokens) > 62:
+    """Raise UserError if a step has more tokens than the integer gradients can hold."""
+    if tokens > MAX_TOKENS:
         raise UserError(
             f"ppo.minibatch_size: {tokens} tokens (prompts included) in one optimizer step; "
-            f"exact gradients hold up to {1 << (61 - TOTAL_BITS)}; make it smaller"
+            f"exact gradients hold up to {MAX_TOKENS}; make it smaller"
         )
 
 
-def _to_float32(integers: Tensor, unit: float, out: Tensor) -> Tensor:
+def needs_two_limbs(tokens: int) -> bool:
+    """Whether a sum over so many tokens could overflow an int64; a tied weight counts each token twice."""
+    return 2 * tokens << PRODUCT_BITS > 1 << SUM_BITS
+
+
+def _normalise(high: Tensor, low: Tensor) -> None:
+    """Move all of `low` but its last LIMB_BITS bits to `high`."""
+    high += (low >> LIMB_BITS).to(high.dtype)
+    low &= (1 << LIMB_BITS) - 1
+
+
+def _to_float32(integers: Tensor, high: Tensor | None, unit: float, out: Tensor) -> Tensor:
+    """out = fl32(fl64(high 2^LIMB_BITS + integers) unit), the sum rounded once; no `high` stands for zeros."""
     if backend.has_kernels(integers):
-        to_float32(integers.view(-1).numpy(), unit, out.view(-1).numpy())
+        upper = None if high is None else high.view(-1).numpy()
+        to_float32(integers.view(-1).numpy(), upper, unit, out.view(-1).numpy())
         return out
-    return out.copy_(integers.to(torch.float64) * unit)
+    if high is None:
+        return out.copy_(integers.to(torch.float64) * unit)
+    above, below = high.to(torch.int64) + (integers >> LIMB_BITS), integers & ((1 << LIMB_BITS) - 1)
+    return out.copy_((above.to(torch.float64) * 2.0**LIMB_BITS + below.to(torch.float64)) * unit)
 
 
 class GradientAccumulator:
@@ -57,16 +78,18 @@ class GradientAccumulator:
         self.parameters = dict(parameters)
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.grids: dict[str, int] = {}  # E of each tensor, kept from step to step
-        self.sums: dict[str, Tensor] = {}
-        self.largest: dict[str, int] = {}
         # memory of earlier steps, overwritten by the next: the system would clear new memory first
         self._sums_memory: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
+        self.begin()
 
-    def begin(self) -> None:
-        """Forget the collected gradients; the grids stay."""
-        self.sums = {}
-        self.largest = {}
+    def begin(self, tokens: int = MAX_TOKENS) -> None:
+        """Forget the collected gradients; the grids stay. At most `tokens` tokens of all ranks will follow."""
+        self.sums: dict[str, Tensor] = {}
+        self.high: dict[str, Tensor] = {}  # upper limbs, where a lower one had to be emptied
+        self.largest: dict[str, int] = {}
+        self._bounds: dict[str, int] = {}  # of the lower limbs that may have to be emptied
+        self._long = needs_two_limbs(tokens)
 
     def observe(self, name: str, largest: int) -> None:
         """Update the exponent of the largest contribution to a parameter."""
@@ -76,10 +99,11 @@ class GradientAccumulator:
         """Largest exponent that a contribution may have on the current grid; None if there is no grid yet."""
         return self.grids[name] + HEADROOM if name in self.grids else None
 
-    def sum_of(self, name: str) -> Tensor:
-        """The int64 sums of a parameter, to add to in place."""
+    def sum_of(self, name: str, terms: int = 0, bits: int = PRODUCT_BITS) -> Tensor:
+        """The int64 sums of a parameter, to add `terms` terms of at most 2^bits to in place; up to PIECE of 2^49."""
         if name not in self.sums:
             self.sums[name] = self._memory(name).zero_()
+        self._reserve(name, terms << bits)
         return self.sums[name]
 
     def _memory(self, name: str) -> Tensor:
@@ -88,11 +112,36 @@ class GradientAccumulator:
             self._sums_memory[name] = torch.empty(p.shape, dtype=torch.int64, device=p.device)
         return self._sums_memory[name]
 
+    def _has_two_limbs(self, name: str) -> bool:
+        """Whether the sums of a parameter may overflow, the same on every rank.
+
+        A bias or norm has few numbers, but a norm of heads has a contribution from each head of a token.
+        """
+        return self._long or self.parameters[name].dim() < 2
+
+    def _reserve(self, name: str, bound: int) -> None:
+        """Make room for sums of at most `bound` in the lower limb."""
+        if not self._has_two_limbs(name):
+            return
+        if self._bounds.get(name, 0) + bound > 1 << SUM_BITS:
+            self._empty(name)
+        self._bounds[name] = self._bounds.get(name, 0) + bound
+
+    def _empty(self, name: str) -> None:
+        """high += low >> LIMB_BITS, and only the rest stays in low."""
+        low = self.sums[name]
+        if name not in self.high:
+            # 2^20 tokens of 2^50 fit 31 bits and the lower limb; the norm of a hundred heads needs more
+            dtype = torch.int64 if low.dim() < 2 else torch.int32
+            self.high[name] = torch.zeros(low.shape, dtype=dtype, device=low.device)
+        _normalise(self.high[name], low)
+        self._bounds[name] = 1 << LIMB_BITS
+
     def add_linear(self, weight: Tensor, x: Tensor, grad: Tensor, transposed: bool = False) -> None:
         """dW[n, k] += sum_t grad[t, n] x[t, k]; x [T, K] and grad [T, N] float32.
 
-        A `transposed` weight is stored as [K, N]. The integers are sum_t Z[t, n] X[t, k] with X the grid integers of x
-        and Z = rne(grad 2^(ex - E - HEADROOM + GRADIENT_BITS)), ex the exponent of x's row.
+        A `transposed` weight is stored as [K, N]. The integers are sum_t Z[t, n] X[t, k] with X = rne(x 2^(22 - ex))
+        and Z = rne(grad 2^(ex - E - HEADROOM + 27)), ex the exponent of x's row.
         """
         name = self.names[id(weight)]
         x_exponents, grad_exponents = input_exponents(x), row_exponents(grad)
@@ -111,13 +160,24 @@ class GradientAccumulator:
         limit = self.grid(name)
         if limit is None or largest > limit:  # the step will be redone
             return
-        up, x_up = product_units(x_exponents, grad_exponents, GRADIENT_BITS - limit, OPERAND_BITS)
+        up, x_up = product_units(x_exponents, grad_exponents, GRADIENT_BITS - limit, GRADIENT_INPUT_BITS)
         # a bound on the integers of this pass: the smaller they are, the longer sums stay exact
-        bits = GRADIENT_BITS - max(0, limit - largest)
+        bits = max(0, GRADIENT_BITS - max(0, limit - largest))
+        piece = 1 << (SUM_BITS - 1 - GRADIENT_INPUT_BITS - bits) if self._long else len(x)
+        for start in range(0, len(x), piece):
+            rows = slice(start, start + piece)
+            self._add_piece(name, x[rows], x_up[rows], grad[rows], up[rows], bits, transposed)
+
+    def _add_piece(
+        self, name: str, x: Tensor, x_up: Tensor, grad: Tensor, up: Tensor, bits: int, transposed: bool
+    ) -> None:
+        """Add rows whose sums fit into an emptied lower limb."""
         fresh = transposed or name not in self.sums  # then the memory is overwritten and need not be cleared
-        total = self.sum_of(name) if transposed else self.sums.setdefault(name, self._memory(name))
+        if name not in self.sums and not transposed:
+            self.sums[name] = self._memory(name)
+        total = self.sum_of(name, len(x), bits + GRADIENT_INPUT_BITS)
         out = torch.empty_like(total.t(), memory_format=torch.contiguous_format) if transposed else total
-        add_products(grad, up, bits, x, x_up, OPERAND_BITS, out, fresh)
+        add_products(grad, up, bits, x, x_up, GRADIENT_INPUT_BITS, out, fresh)
         if transposed:
             total += out.t()
 
@@ -134,8 +194,13 @@ class GradientAccumulator:
             return
         self.observe(name, int(exponents.max()))
         limit = self.grid(name)
-        if limit is not None:
-            add_integer_rows(contributions, exponents, limit, TOTAL_BITS - limit, ids, self.sum_of(name))
+        if limit is None:
+            return
+        for start in range(0, len(exponents), PIECE):
+            rows = slice(start, start + PIECE)
+            sums = self.sum_of(name, len(exponents[rows]))
+            places = None if ids is None else ids[rows]
+            add_integer_rows(contributions[rows], exponents[rows], limit, PRODUCT_BITS - limit, places, sums)
 
     def _observe_all(self, ranks: Ranks) -> None:
         """Make `largest` the largest over all ranks, so that all ranks decide the same."""
@@ -146,10 +211,20 @@ class GradientAccumulator:
             if any(name in largest for largest in gathered)
         }
 
+    def _add_up(self, ranks: Ranks) -> None:
+        """Replace the sums by those over all ranks; on a rank that added nothing they are zeros."""
+        sums = [self.sum_of(name) for name in self.largest]
+        if ranks.size > 1:
+            two_limbs = [name for name in self.largest if self._has_two_limbs(name)]
+            for name in two_limbs:
+                self._empty(name)
+            sums += [self.high[name] for name in two_limbs]
+        ranks.add_up(sums)
+
     def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor] | None:
         """The float32 gradients over all ranks, or None if a grid did not fit and the step must be redone.
 
-        dW = fl32(I 2^(E + HEADROOM - TOTAL_BITS)), accepted if E - 4 <= E_new <= E + 4 for every tensor. The next call
+        dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 4 for every tensor. The next call
         overwrites the memory of the result.
         """
         self._observe_all(ranks)
@@ -161,14 +236,14 @@ class GradientAccumulator:
         if misfits:
             self.grids = {**self.grids, **misfits}
             return None
-        ranks.add_up([self.sum_of(name) for name in self.largest])
+        self._add_up(ranks)
         gradients = {}
         for name, parameter in self.parameters.items():
             if name in self.largest:
-                unit = 2.0 ** (self.grids[name] + HEADROOM - TOTAL_BITS)
+                unit = 2.0 ** (self.grids[name] + HEADROOM - PRODUCT_BITS)
                 if name not in self._gradients:
                     self._gradients[name] = torch.empty_like(parameter)
-                gradients[name] = _to_float32(self.sums[name], unit, self._gradients[name])
+                gradients[name] = _to_float32(self.sums[name], self.high.get(name), unit, self._gradients[name])
             else:
                 gradients[name] = torch.zeros_like(parameter)
         self.grids = {**self.grids, **self.largest}

@@ -15,8 +15,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic.distribution import Distribution, distribution, expectation, require_finite
-from ppo_repro.numerics.arithmetic.grid import operand_bits, quantise
+from ppo_repro.numerics.arithmetic.distribution import (
+    Distribution,
+    distribution,
+    expectation,
+    require_finite,
+    sum_of_squares,
+)
 from ppo_repro.numerics.kernels import token_statistics as statistics
 from ppo_repro.numerics.products import array
 
@@ -95,9 +100,7 @@ def token_statistics(
 
 def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """sum_v p_v^2, float32 [n], by an exact sum."""
-    d = distribution(logits / temperature, eligible)
-    a, scale = quantise(d.masses, operand_bits(logits.shape[-1]))
-    return ((a * a).sum(-1) * (scale * scale)[:, 0] / (d.total * d.total)[:, 0]).to(torch.float32)
+    return sum_of_squares(distribution(logits / temperature, eligible))[:, 0].to(torch.float32)
 
 
 def kl_divergence(p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.contraction import input_operand, linear, most_outliers, weight_operand
 from ppo_repro.numerics.arithmetic.elementwise import pow2
-from ppo_repro.numerics.arithmetic.grid import INPUT_GAP, MANTISSA_BITS, MIN_EXPONENT, ROOM, WEIGHT_GAP, exponent
+from ppo_repro.numerics.arithmetic.grid import INPUT_GAP, MIN_EXPONENT, ROOM, WEIGHT_GAP, exponent
 from ppo_repro.numerics.kernels import outliers
 from ppo_repro.numerics.kernels.amx import gradient as amx_gradient
 from ppo_repro.numerics.kernels.amx import operands as amx
@@ -30,6 +30,8 @@ from ppo_repro.numerics.kernels.outliers import Outliers
 
 NOTHING = int(rows.NOTHING)
 NO_BIAS = np.empty(0, np.float32)
+# an output gradient on its grid is split in two, so that sums over this many tokens are exact in float64
+_SPLIT_BITS, _CHUNK = 14, 1 << 16
 
 
 def array(x: Tensor) -> np.ndarray:
@@ -202,7 +204,7 @@ def add_products(
     """out[n, k] += sum_t rne(grad[t, n] up[t]) rne(x[t, k] x_up[t]), exactly, in int64; `fresh`: = instead of +=.
 
     grad [T, N], x [T, K] float32; up, x_up [T] float64 powers of two; the integers stay within 2^bits and
-    2^x_bits.
+    2^x_bits, at most 2^27 and 2^22.
     """
     if backend.has_kernels(grad):
         kind = backend.active()
@@ -214,9 +216,11 @@ def add_products(
         out.zero_()
     z = (grad.to(torch.float64) * up[:, None]).round_()
     integers = (x.to(torch.float64) * x_up[:, None]).round_()
-    chunk = 1 << (MANTISSA_BITS - bits - x_bits)  # sums of this many products are exact in float64
-    for start in range(0, len(z), chunk):
-        out += (z[start : start + chunk].t() @ integers[start : start + chunk]).to(torch.int64)
+    high = (z * 2.0**-_SPLIT_BITS).floor_()
+    for half, unit in ((high, 1 << _SPLIT_BITS), (z - high * 2.0**_SPLIT_BITS, 1)):
+        for start in range(0, len(z), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            out += (half[rows].t() @ integers[rows]).to(torch.int64) * unit
 
 
 def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: Tensor | None, out: Tensor) -> None:

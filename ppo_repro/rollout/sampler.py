@@ -105,14 +105,14 @@ def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """
     d = distribution(scaled, None)
     order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
-    masses = d.masses.gather(-1, order)
+    masses = d.masses.to(torch.int64).gather(-1, order)
     before = masses.cumsum(-1) - masses
     kept = before <= sampling.top_p * d.total
     if sampling.top_k:
         kept[:, sampling.top_k :] = False
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
     eligible = torch.zeros_like(kept).scatter_(-1, order, kept)
-    kept_mass = d.masses.masked_fill(~eligible, 0.0).sum(-1, keepdim=True)
+    kept_mass = d.masses.to(torch.int64).masked_fill(~eligible, 0).sum(-1, keepdim=True).to(torch.float64)
     return eligible, rank, log(kept_mass / d.total)[:, 0].to(torch.float32)
 
 

@@ -24,13 +24,23 @@ from ppo_repro.config.files import describe
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
-from ppo_repro.numerics.gradients import GRADIENT_BITS, HEADROOM
+from ppo_repro.numerics.arithmetic.grid import (
+    GRADIENT_BITS,
+    GRADIENT_INPUT_BITS,
+    INPUT_BITS,
+    LEFT_BITS,
+    RIGHT_BITS,
+    WEIGHT_BITS,
+)
+from ppo_repro.numerics.gradients import HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
 
 FORMAT = 3
 # the meaning of a gradient grid: with other numbers a checkpoint would continue as another run
-NUMBERS = f"operands of {OPERAND_BITS} bits, gradients of {GRADIENT_BITS}, headroom {HEADROOM}"
+NUMBERS = (
+    f"linear layers of {INPUT_BITS} and {WEIGHT_BITS} bits, attention of {LEFT_BITS} and {RIGHT_BITS}, "
+    f"gradients of {GRADIENT_BITS} and {GRADIENT_INPUT_BITS}, headroom {HEADROOM}"
+)
 INDEX_NAME = "checkpoint.json"
 _DAMAGED = "the checkpoint was changed or damaged"
 _POLICY, _VALUE_MODEL = "policy.safetensors", "value_model.safetensors"

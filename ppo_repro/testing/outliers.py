@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.layers.families import decoder_layers, head_of, trunk_of
-from ppo_repro.testing.small_models import CONFIGS, CONTEXT, small_model
+from ppo_repro.testing.small_models import CONFIGS, CONTEXT, random_sequences, small_model
 
 CHANNEL, OTHER, UNIT = 3, 11, 5  # a channel of the residual stream, its opposite where a mean is taken, a unit
 SILENT = 1e-6  # what silences an outlier of 1e4
@@ -177,6 +177,16 @@ def scaled(model: PreTrainedModel, size: float) -> None:
         weight *= size
 
 
+def common_direction(model: PreTrainedModel, size: float) -> None:
+    """The same vector, of numbers near `size`, added to the head's row of every token.
+
+    The gradients of the logits sum to 0, so it cancels behind them, but not what a grid loses of small probabilities.
+    """
+    weight = matrix(head_of(model))
+    weight *= 2.0  # peaked: most tokens have a probability below 1e-5
+    weight += size * torch.where(torch.arange(weight.shape[1]) % 3 == 0, 1.0, -1.0)
+
+
 @dataclass(frozen=True)
 class Case:
     """What is done to a random model."""
@@ -184,6 +194,7 @@ class Case:
     change: Callable[[PreTrainedModel, float], None]
     size: float
     untied: bool  # whether the head must not share the matrix of the embeddings
+    vocabulary: int | None = None  # tokens, where it is not that of the other models
 
 
 CASES = {
@@ -196,6 +207,7 @@ CASES = {
     "weight 1e4 on a silent channel": Case(loud_column, 1e4, True),
     "tiny weights": Case(scaled, 1e-3, True),
     "huge weights": Case(scaled, 50.0, True),
+    "large vocabulary": Case(common_direction, 1.0, True, 1 << 15),
 }
 
 
@@ -211,6 +223,13 @@ def outlier_model(architecture: str, case: str, seed: int) -> PreTrainedModel:
     config, chosen = CONFIGS[architecture](), CASES[case]
     if chosen.untied:
         config.tie_word_embeddings = False
+    if chosen.vocabulary is not None:
+        config.vocab_size = chosen.vocabulary
     model = small_model(config, seed)
     chosen.change(model, chosen.size)
     return model
+
+
+def sequences_of(case: str, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and responses for a model of `case`: 320 response tokens, 60 where the vocabulary is large."""
+    return random_sequences(seed, 2, 30) if CASES[case].vocabulary is not None else random_sequences(seed, 8, 40)

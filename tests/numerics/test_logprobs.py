@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic.distribution import distribution, expectation
-from ppo_repro.numerics.logprobs import kl_divergence, kl_loss, prob_sq_sum, token_statistics
+from ppo_repro.numerics.logprobs import kl_divergence, kl_loss, prob_sq_sum, score, token_statistics
 from tests.support.models import seeded, unequal
 
 
@@ -54,10 +54,10 @@ def test_statistics_are_those_of_the_renormalised_distribution(
     expected = log_p.gather(-1, targets[:, None])[:, 0]
     # float32 result of magnitude up to 300, half a unit there is 2^-17; exp is right to 1e-7
     assert torch.allclose(logprobs.double(), expected, rtol=1e-6, atol=1e-6)
-    # logits on a grid of at least 29 bits; masses below 2^-31 of the largest are dropped
+    # differences of logits on a grid of 27 bits; masses below 2^-40 of the largest are dropped
     assert torch.allclose(entropies.double(), entropy_of(log_p), rtol=1e-6, atol=1e-6)
     squares = prob_sq_sum(logits, temperature, eligible).double()
-    # masses on a grid of 20 bits
+    # exp is right to 1e-7
     assert torch.allclose(squares, log_p.exp().square().sum(-1), rtol=5e-6, atol=0)
 
 
@@ -80,12 +80,31 @@ def test_the_tail_of_a_large_vocabulary_counts() -> None:
     logits[0, 7] = math.log(v)
     other = logits + torch.randn(1, v, generator=seeded(0)) * 0.1
     _, entropy = token_statistics(logits, torch.tensor([7]), 1.0, None, "exact")
-    # each small mass is rounded to a unit of 2^-30, up to 7e-5 of it, all in the same direction here
-    assert float(entropy) == pytest.approx(math.log(2) + math.log(v) / 2, abs=5e-4)
+    # each small mass is rounded to a unit of 2^-39, up to 1.4e-7 of it, all in the same direction here
     log_p, log_q = reference(logits, 1.0, None), reference(other, 1.0, None)
+    assert float(entropy) == pytest.approx(float(entropy_of(log_p)), abs=1e-6)
+    assert float(entropy) == pytest.approx(math.log(2) + math.log(v) / 2, abs=5e-5)  # the tail is one token short
     expected = float((log_p.exp() * (log_p - log_q)).sum())
-    # the same rounding of small masses
-    assert float(kl_divergence(logits, other, 1.0, None)) == pytest.approx(expected, abs=5e-5)
+    assert float(kl_divergence(logits, other, 1.0, None)) == pytest.approx(expected, abs=1e-7)
+
+
+# sizes of the logits, and how far the likeliest token lies above the others
+@pytest.mark.parametrize(("scale", "lead"), [(1.0, 0.0), (3.0, 0.0), (3.0, 15.0), (1.0, 20.0), (2.0, 22.0)])
+def test_statistics_over_a_large_vocabulary_are_at_least_as_accurate_as_float32(scale: float, lead: float) -> None:
+    logits = torch.randn(8, 151_936, generator=seeded(0)) * scale
+    logits[:, 0] += lead
+    other = logits + torch.randn(8, 151_936, generator=seeded(1)) * 0.05
+    found = score(logits, other, torch.zeros(8, dtype=torch.int64), 1.0, None, "exact")
+
+    def by_torch(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        log_p, log_q = (x.to(dtype).log_softmax(-1) for x in (logits, other))
+        p = log_p.exp()
+        return -(p * log_p).sum(-1), (p * (log_p - log_q)).sum(-1), p.square().sum(-1)
+
+    ours = found.entropies, found.ref_kl, found.prob_sq_sums
+    for got, stock, true in zip(ours, by_torch(torch.float32), by_torch(torch.float64), strict=True):
+        errors = [float((x.double() - true).abs().max()) for x in (got, stock)]
+        assert errors[0] <= errors[1]
 
 
 @settings(max_examples=300)

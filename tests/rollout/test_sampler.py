@@ -152,7 +152,7 @@ def test_cut_keeps_what_the_definition_keeps(seed: int, v: int, top_k: int, top_
     assert [order.index(t) for t in range(v)] == rank[0].tolist()
     kept = kept_slowly(row, top_k, top_p)
     assert eligible[0].nonzero()[:, 0].tolist() == sorted(kept)
-    # masses in units of 2^-30 of the largest
+    # masses in units of 2^-39 of the largest
     expected = math.log(math.fsum(math.exp(row[t]) for t in kept))
     assert float(log_kept_mass[0]) == pytest.approx(expected, abs=1e-6)
 

@@ -1,6 +1,6 @@
 """softmax(logits / temperature) over the eligible tokens as integer masses, and expectations under it.
 
-Sums over the vocabulary are sums of integers below 2^53, so their order does not matter.
+Sums over the vocabulary are sums of integers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, quantise
+from ppo_repro.numerics.arithmetic.grid import ceil_log2, quantise, round_limbs
 
-MASS_UNIT = 2.0**30  # the mass of the likeliest token; other masses are rounded to integers
-HALF_BITS = 15  # of a mass: it is split into two halves
+# The mass of the likeliest token; other masses are rounded to integers. Half a unit is so little that all tokens of a
+# large vocabulary together do not change an entropy by more than float32 does.
+MASS_UNIT = 2.0**39
+PART_BITS = 13  # of a third of a mass
+PART_MASK = (1 << PART_BITS) - 1
+HALF_BITS = 20  # of the lower half of a mass, to square it
+HALF_MASK = (1 << HALF_BITS) - 1
+VALUE_BITS = 27  # of a value in an expectation, fewer for vocabularies of more than 2^20 tokens
 NOT_FINITE = (
     "the model's logits are not finite, or further apart than float32 reaches; "
     "lower the learning rate or check the weights"
@@ -27,8 +33,8 @@ class Distribution:
     """Integer masses of `n` positions. [n, V] unless noted."""
 
     masses: Tensor  # float64 integers, 0 where not eligible
-    total: Tensor  # [n, 1] float64, exact sum of masses
-    log_total: Tensor  # [n, 1] float64, ln(total 2^-30)
+    total: Tensor  # [n, 1] float64, the exact sum of masses rounded once
+    log_total: Tensor  # [n, 1] float64, ln(total 2^-39)
     shifted: Tensor  # float32, logits / temperature minus the maximum over the eligible tokens
 
 
@@ -50,18 +56,36 @@ def distribution(scaled: Tensor, eligible: Tensor | None) -> Distribution:
     masses = (elementwise.exp(shifted).to(torch.float64) * MASS_UNIT).round_()
     if eligible is not None:
         masses.masked_fill_(~eligible, 0.0)
-    total = masses.sum(-1, keepdim=True)
+    total = masses.to(torch.int64).sum(-1, keepdim=True).to(torch.float64)
     return Distribution(masses, total, elementwise.log(total * (1.0 / MASS_UNIT)), shifted)
 
 
-def expectation(d: Distribution, values: Tensor) -> Tensor:
-    """sum_v p_v values_v by two exact sums of products; float64 [n, 1]. values [n, V].
+def value_bits(vocab_size: int) -> int:
+    """Grid bits of the values of an expectation: each of its sums stays below 2^60."""
+    return min(VALUE_BITS, 60 - PART_BITS - ceil_log2(vocab_size))
 
-    All bits of the masses are used, as two halves of 15 bits. On a grid of their own the many small masses of a
+
+def expectation(d: Distribution, values: Tensor) -> Tensor:
+    """sum_v p_v values_v by three exact sums of products; float64 [n, 1]. values [n, V].
+
+    All bits of the masses are used, as three parts of 13 bits. On a grid of their own the many small masses of a
     large vocabulary would be rounded to zero, which would change an entropy much.
     """
-    high = (d.masses * 2.0**-HALF_BITS).floor_()
-    low = d.masses - high * 2.0**HALF_BITS
-    b, b_scale = quantise(values, MANTISSA_BITS - HALF_BITS - ceil_log2(values.shape[-1]))
-    total = (high * b).sum(-1, keepdim=True) * 2.0**HALF_BITS + (low * b).sum(-1, keepdim=True)
-    return total * b_scale / d.total
+    b, b_scale = quantise(values, value_bits(values.shape[-1]))
+    masses, b = d.masses.to(torch.int64), b.to(torch.int64)
+    parts = masses >> 2 * PART_BITS, (masses >> PART_BITS) & PART_MASK, masses & PART_MASK
+    highest, middle, lowest = ((part * b).sum(-1, keepdim=True) for part in parts)
+    middle += lowest >> PART_BITS
+    below = ((middle & PART_MASK) << PART_BITS) + (lowest & PART_MASK)
+    return round_limbs(highest + (middle >> PART_BITS), below, 2 * PART_BITS) * b_scale / d.total
+
+
+def sum_of_squares(d: Distribution) -> Tensor:
+    """sum_v p_v^2, the sum of squared masses exact; float64 [n, 1]."""
+    masses = d.masses.to(torch.int64)
+    high, low = masses >> HALF_BITS, masses & HALF_MASK
+    # (high 2^20 + low)^2
+    middle = (high * low).sum(-1, keepdim=True) << 1
+    above = (high * high).sum(-1, keepdim=True) + (middle >> HALF_BITS)
+    below = (low * low).sum(-1, keepdim=True) + ((middle & HALF_MASK) << HALF_BITS)
+    return round_limbs(above, below, 2 * HALF_BITS) / (d.total * d.total)

@@ -29,6 +29,7 @@ LEFT_BITS, RIGHT_BITS = 25, 24  # of the products of attention; float32 holds th
 DOT_BITS = 26  # of both operands of a dot product of two rows
 GRADIENT_BITS, GRADIENT_INPUT_BITS = 27, 22  # of output gradients and of inputs in the gradient of a weight
 PRODUCT_BITS = 49  # of the products above but the dot product's
+LIMB_BITS = 42  # of the lower part of the integer gradients of a step with many tokens
 EXACT_TERMS = 1 << (MANTISSA_BITS - PRODUCT_BITS)  # whose sum one float64 holds
 # x + HIGH_START is a multiple of 2^20; what it loses is exact in another float64, for sums up to 2^70
 HIGH_START = 1.5 * 2.0**72
@@ -134,20 +135,3 @@ def exact_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums of consecutive runs of [N] values, `lengths` [B] with sum N -> [B] float64, each correctly rounded."""
     runs = values.detach().to(torch.float64).split(lengths.tolist())
     return torch.tensor([math.fsum(run.tolist()) for run in runs], dtype=torch.float64)
-
-
-OPERAND_BITS = 20
-
-
-def operand_bits(terms: int) -> int:
-    bits = min(OPERAND_BITS, (MANTISSA_BITS - ceil_log2(terms)) // 2)
-    if bits < 12:
-        raise NumericsError(f"a sum of {terms} products leaves {bits} bits per operand; at least 12 are needed")
-    return bits
-
-
-def folded_bits(max_terms: int) -> int:
-    bits = min(22, MANTISSA_BITS - OPERAND_BITS - ceil_log2(max_terms))
-    if bits < 12:
-        raise NumericsError(f"a sum of {max_terms} products leaves {bits} bits for a weight; at least 12 are needed")
-    return bits

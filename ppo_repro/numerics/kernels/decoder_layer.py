@@ -13,35 +13,34 @@ import numpy as np
 
 from ppo_repro.numerics.kernels.amx.operands import fill_tiles
 from ppo_repro.numerics.kernels.amx.product import CONFIGURATIONS, multiply_blocks
+from ppo_repro.numerics.kernels.amx.tiles import A_SIZE
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.kernels.attention.forward import forward_cached, store
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line
 from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS
-from ppo_repro.numerics.kernels.core.vectors import TILE
 from ppo_repro.numerics.kernels.layer_parts import rotate_rows, silu_times_flat
 from ppo_repro.numerics.kernels.norms import rms_norm_rows
 
-# what was not finite; a linear layer stands for its input, since its weight was checked before
-FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_MLP, GATE, DOWN = range(10)
+# How a layer ended: well, or at what was not finite, where a linear layer stands for its input, since its weight was
+# checked before; or at an input of a linear layer that has outliers, whose products are not computed here.
+FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_MLP, GATE, DOWN, OUTLIERS = range(11)
 
 
 class Norm(NamedTuple):
     weight: np.ndarray  # [size] float32; empty where there is no norm
     eps: float
-    p: int  # bits of the grid
 
 
 class Matrix(NamedTuple):
-    """The fields of `operands.PackedWeight`, and the bias padded to a multiple of 16, or empty."""
+    """The fields of an `operands.PackedWeight` without outliers, and the bias padded to a multiple of 16, or empty."""
 
     tiles: np.ndarray
     scales: np.ndarray
     bias: np.ndarray
     terms: int
     columns: int
-    p: int
-    digits: int
+    most: int  # outliers in a row of inputs
 
 
 class Weights(NamedTuple):
@@ -82,13 +81,16 @@ class NewTokens(NamedTuple):
 
 
 @inline
-def _operand(x, rows, p, digits):  # type: ignore[no-untyped-def]
-    """Flat x [rows, terms] as tiles of an A operand, their scales, and whether x is finite."""
+def _operand(x, rows, matrix, place):  # type: ignore[no-untyped-def]
+    """Flat x [rows, terms] as tiles of an A operand, their scales, and FINITE, `place` or OUTLIERS."""
     terms = x.size // rows
     blocks, row_blocks = (terms + 63) >> 6, (rows + 15) >> 4
-    tiles = align_to_line(np.empty(row_blocks * blocks * digits * TILE + LINE, np.int8))
-    scales, exponents = np.empty(row_blocks * 16), np.empty(rows, np.int64)
-    return tiles, scales, fill_tiles(x, x.view(np.int32), terms, p, digits, 0, rows, tiles, scales, exponents)
+    tiles = align_to_line(np.empty(row_blocks * blocks * A_SIZE + LINE, np.int8))
+    scales, exponents, outliers = np.empty(row_blocks * 16), np.empty(rows, np.int64), np.zeros(rows, np.bool_)
+    status = place
+    if fill_tiles(x, terms, matrix.most, 0, rows, tiles, scales, exponents, outliers):
+        status = OUTLIERS if np.any(outliers) else FINITE
+    return tiles, scales, status
 
 
 @inline
@@ -97,7 +99,7 @@ def _product_into(palettes, matrix, tiles, scales, rows, y):  # type: ignore[no-
     blocks = (matrix.terms + 63) >> 6
     row_blocks, column_blocks = (rows + 15) >> 4, (matrix.columns + 15) >> 4
     multiply_blocks(
-        palettes[min(16, rows)], tiles, scales, matrix.tiles, matrix.scales, matrix.bias, blocks, matrix.digits,
+        palettes[min(16, rows)], tiles, scales, matrix.tiles, matrix.scales, matrix.bias, blocks,
         0, row_blocks, 0, column_blocks, rows, matrix.columns, y,
     )  # fmt: skip
 
@@ -114,7 +116,7 @@ def _product(palettes, matrix, tiles, scales, rows):  # type: ignore[no-untyped-
 def _normed(norm, x):  # type: ignore[no-untyped-def]
     """The norm of each row of flat x, and whether x is finite."""
     y, rows = np.empty(x.size, np.float32), x.size // norm.weight.size
-    finite = rms_norm_rows(x, x.view(np.int32), norm.weight, norm.eps, norm.p, 0, rows, np.empty(rows), y)
+    finite = rms_norm_rows(x, x.view(np.int32), norm.weight, norm.eps, 0, rows, np.empty(rows), y)
     return y, finite
 
 
@@ -126,14 +128,14 @@ def _add(x, y):  # type: ignore[no-untyped-def]
 
 @inline
 def _attention(palettes, w, spec, cosine, sine, tokens, cache, x, key, value):  # type: ignore[no-untyped-def]
-    """x += attention, in place. Sets `key` and `value` to the new keys and values. Returns what was not finite."""
+    """x += attention, in place. Sets `key` and `value` to the new keys and values. Returns how it ended."""
     rows = tokens.slots.size
     y, finite = _normed(w.before_attention, x)
     if not finite:
         return BEFORE_ATTENTION
-    tiles, scales, finite = _operand(y, rows, w.query.p, w.query.digits)
-    if not finite:
-        return QUERY
+    tiles, scales, status = _operand(y, rows, w.query, QUERY)
+    if status != FINITE:
+        return status
     query = _product(palettes, w.query, tiles, scales, rows)
     _product_into(palettes, w.key, tiles, scales, rows, key)
     _product_into(palettes, w.value, tiles, scales, rows, value)
@@ -158,38 +160,38 @@ def _attention(palettes, w, spec, cosine, sine, tokens, cache, x, key, value):  
     )  # fmt: skip
     if worst >= INFINITY_BITS:
         return ATTENTION
-    tiles, scales, finite = _operand(y, rows, w.out.p, w.out.digits)
-    if not finite:
-        return OUT
+    tiles, scales, status = _operand(y, rows, w.out, OUT)
+    if status != FINITE:
+        return status
     _add(x, _product(palettes, w.out, tiles, scales, rows))
     return FINITE
 
 
 @inline
 def _mlp(palettes, w, x, rows):  # type: ignore[no-untyped-def]
-    """x += down(silu(gate) up), in place. Returns what was not finite."""
+    """x += down(silu(gate) up), in place. Returns how it ended."""
     y, finite = _normed(w.before_mlp, x)
     if not finite:
         return BEFORE_MLP
-    tiles, scales, finite = _operand(y, rows, w.gate.p, w.gate.digits)
-    if not finite:
-        return GATE
+    tiles, scales, status = _operand(y, rows, w.gate, GATE)
+    if status != FINITE:
+        return status
     gate = _product(palettes, w.gate, tiles, scales, rows)
     up = _product(palettes, w.up, tiles, scales, rows)
     y = np.empty(gate.size, np.float32)
     silu_times_flat(gate, up, y)
-    tiles, scales, finite = _operand(y, rows, w.down.p, w.down.digits)
-    if not finite:
-        return DOWN
+    tiles, scales, status = _operand(y, rows, w.down, DOWN)
+    if status != FINITE:
+        return status
     _add(x, _product(palettes, w.down, tiles, scales, rows))
     return FINITE
 
 
 @kernel
 def _layer(palettes, w, spec, cosine, sine, tokens, cache, x, key, value):  # type: ignore[no-untyped-def]
-    problem = _attention(palettes, w, spec, cosine, sine, tokens, cache, x, key, value)
-    if problem != FINITE:
-        return problem
+    status = _attention(palettes, w, spec, cosine, sine, tokens, cache, x, key, value)
+    if status != FINITE:
+        return status
     return _mlp(palettes, w, x, tokens.slots.size)
 
 
@@ -204,10 +206,11 @@ def decoder_layer(
     key: np.ndarray,
     value: np.ndarray,
 ) -> int:
-    """Apply a layer to x [R, H] float32, in place, on the calling thread. Returns FINITE, or what was not finite.
+    """Apply a layer to x [R, H] float32, in place, on the calling thread. Returns FINITE, or how else it ended.
 
     Attention with rotary tables cosine and sine [P, D], flat, then a gated MLP, each after its norm. The new keys and
-    values [R, Hk D] are stored in the cache on their grids, and in `key` and `value` as float32.
+    values [R, Hk D] are stored in the cache on their grids, and in `key` and `value` as float32. If it does not return
+    FINITE, any of these may have changed.
     """
     flat = x.reshape(-1), key.reshape(-1), value.reshape(-1)
     return int(_layer(CONFIGURATIONS, weights, spec, cosine, sine, tokens, cache, *flat))

@@ -106,12 +106,12 @@ def winner(start, log_p, columns, bound, highest):  # type: ignore[no-untyped-de
 
 @kernel
 def _sample(first, last, logits, seeds, positions, temperature, eligible, columns, tokens, logprobs):  # type: ignore[no-untyped-def]
-    shifted, masses = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.int32)
+    shifted, weights = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.float32)
     log_p, bound = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.float32)
     all_eligible = np.empty(0, np.bool_)
     for i in range(first, last):
         top, _ = top_and_reach(logits[i], all_eligible, temperature)
-        log_total = log64(weigh(logits[i], all_eligible, temperature, top, shifted, masses) * _PER_UNIT)
+        log_total = log64(weigh(logits[i], all_eligible, temperature, top, shifted, weights) * _PER_UNIT)
         for v in range(log_p.size):
             log_p[v] = np.float64(shifted[v]) - log_total
         start = absorb(np.uint32(0), seeds[i] & LARGEST_HASH)

@@ -1,6 +1,6 @@
 """Layer norm, forward and backward, row by row while a row is in the cache.
 
-Sums over a row are sums of integers below 2^53, exact in every order; all else is rounded as in the eager code.
+Sums over a row are sums of integers, exact in every order; all else is rounded as in the eager code.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ppo_repro.numerics.arithmetic.grid import DOT_BITS
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
 from ppo_repro.numerics.kernels.core.pool import results_of_parts
-from ppo_repro.numerics.kernels.core.rows import largest_bits, largest_bits_64, sum_of_squares
+from ppo_repro.numerics.kernels.core.rows import largest_bits, largest_bits_64, scaled_dot, sum_of_squares
 from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS, INFINITY_BITS_64, exponent32, exponent64, pow2_64
-from ppo_repro.numerics.kernels.norms import NO_GRID, NOT_FINITE, add_row, scaled_dot
+from ppo_repro.numerics.kernels.norms import NO_GRID, NOT_FINITE, add_row
 
 
 class IntegerSums(NamedTuple):
@@ -37,7 +38,7 @@ def _sum_on_grid(row, up):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _forward(x, bits, weight, bias, eps, mean_bits, p, first, last, mean, inverse, y):  # type: ignore[no-untyped-def]
+def _forward(x, bits, weight, bias, eps, mean_bits, first, last, mean, inverse, y):  # type: ignore[no-untyped-def]
     """Rows first..last-1 of `layer_norm`, flat; `bits` are those of x. Returns whether they are finite."""
     size = weight.size
     centred = np.empty(size)
@@ -51,8 +52,8 @@ def _forward(x, bits, weight, bias, eps, mean_bits, p, first, last, mean, invers
         for c in range(size):
             centred[c] = np.float64(row[c]) - middle
         e = exponent64(largest_bits_64(centred))
-        down = pow2_64(e - p)
-        mean_square = sum_of_squares(centred, pow2_64(p - e)) * (down * down) / size
+        down = pow2_64(e - DOT_BITS)
+        mean_square = sum_of_squares(centred, pow2_64(DOT_BITS - e)) * (down * down) / size
         scale = 1.0 / np.sqrt(mean_square + eps)
         mean[r], inverse[r] = middle, scale
         for c in range(size):
@@ -65,28 +66,28 @@ def layer_norm(
     weight: np.ndarray,
     bias: np.ndarray,
     eps: float,
-    bits: tuple[int, int],
+    mean_bits: int,
     mean: np.ndarray,
     inverse: np.ndarray,
     y: np.ndarray,
 ) -> bool:
     """y = w (x - mean) inverse + b, inverse = 1 / sqrt(var + eps); x, y [T, H] float32, mean, inverse [T] float64.
 
-    `bits` are the grid bits of the mean and of the mean square. Returns False if x holds an infinity or NaN.
+    `mean_bits` are the grid bits of the mean. Returns False if x holds an infinity or NaN.
     """
     rows, size = x.shape
     flat, out = x.reshape(-1), y.reshape(-1)
     x_bits = flat.view(np.int32)
 
     def run(first: int, last: int) -> bool:
-        return bool(_forward(flat, x_bits, weight, bias, eps, *bits, first, last, mean, inverse, out))
+        return bool(_forward(flat, x_bits, weight, bias, eps, mean_bits, first, last, mean, inverse, out))
 
     return all(results_of_parts(run, rows, 1.5 * size))
 
 
 @kernel
 def _backward(  # type: ignore[no-untyped-def]
-    grad, x, weight, mean, inverse, mean_bits, p, first, last, dx, weight_grid, weight_unit, weight_sums,
+    grad, x, weight, mean, inverse, mean_bits, first, last, dx, weight_grid, weight_unit, weight_sums,
     bias_grid, bias_unit, bias_sums,
 ):  # fmt: skip
     """Rows first..last-1 of `layer_norm_backward`, flat. Returns what it does, for these rows."""
@@ -109,7 +110,8 @@ def _backward(  # type: ignore[no-untyped-def]
         finite &= max(largest, largest_normed) < INFINITY_BITS_64
         a, b = exponent64(largest), exponent64(largest_normed)
         mean_weighted = _sum_on_grid(weighted, pow2_64(mean_bits - a)) * pow2_64(a - mean_bits) / size
-        dot = scaled_dot(weighted, pow2_64(p - a), normed, pow2_64(p - b)) * (pow2_64(a - p) * pow2_64(b - p)) / size
+        dot = scaled_dot(weighted, pow2_64(DOT_BITS - a), normed, pow2_64(DOT_BITS - b))
+        dot = dot * (pow2_64(a - DOT_BITS) * pow2_64(b - DOT_BITS)) / size
         for c in range(size):
             out[c] = np.float32(((weighted[c] - mean_weighted) - normed[c] * dot) * scale)
         weight_top = max(weight_top, add_row(contribution, weight_grid, weight_unit, weight_sums))
@@ -123,7 +125,7 @@ def layer_norm_backward(
     weight: np.ndarray,
     mean: np.ndarray,
     inverse: np.ndarray,
-    bits: tuple[int, int],
+    mean_bits: int,
     dx: np.ndarray,
     weight_gradient: IntegerSums,
     bias_gradient: IntegerSums,
@@ -138,7 +140,7 @@ def layer_norm_backward(
 
     def run(first: int, last: int) -> tuple[int, int, np.ndarray, np.ndarray]:
         own_weight, own_bias = (g._replace(sums=np.zeros_like(g.sums)) for g in (weight_gradient, bias_gradient))
-        tops = _backward(*arrays, *bits, first, last, dx.reshape(-1), *own_weight, *own_bias)
+        tops = _backward(*arrays, mean_bits, first, last, dx.reshape(-1), *own_weight, *own_bias)
         return int(tops[0]), int(tops[1]), own_weight.sums, own_bias.sums
 
     results = results_of_parts(run, rows, 2.2 * size)

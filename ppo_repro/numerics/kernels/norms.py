@@ -1,29 +1,28 @@
 """Root-mean-square norm, forward and backward, row by row while a row is in the cache.
 
-Sums over a row are sums of integers below 2^53, exact in every order; all else is rounded as in the eager code.
+Sums over a row are sums of integers, exact in every order; all else is rounded as in the eager code.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
+from ppo_repro.numerics.arithmetic.grid import DOT_BITS
+from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.kernels.core.pool import results_of_parts
-from ppo_repro.numerics.kernels.core.rows import largest_bits, largest_bits_64, sum_of_squares
-from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS, INFINITY_BITS_64, exponent32, exponent64, pow2_64
+from ppo_repro.numerics.kernels.core.rows import largest_bits, largest_bits_64, scaled_dot, sum_of_squares
+from ppo_repro.numerics.kernels.core.scalar import (
+    INFINITY_BITS,
+    INFINITY_BITS_64,
+    exponent32,
+    exponent64,
+    pow2_32,
+    pow2_64,
+)
 
 # in place of the largest exponent of a gradient's contributions
 NOT_FINITE = 1 << 30
 NO_GRID = -(1 << 30)  # there is no contribution; as the exponent of a grid: no contribution fits
-
-
-@exact_sum
-def scaled_dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
-    """sum rne(a a_up) rne(b b_up) of float64 rows, a sum of integers below 2^53: exact in every order."""
-    total = 0.0
-    for c in range(a.size):
-        total += np.rint(a[c] * a_up) * np.rint(b[c] * b_up)
-    return total
 
 
 @kernel
@@ -45,7 +44,7 @@ def add_row(row, grid, unit, sums):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def rms_norm_rows(x, bits, weight, eps, p, first, last, inverse, y):  # type: ignore[no-untyped-def]
+def rms_norm_rows(x, bits, weight, eps, first, last, inverse, y):  # type: ignore[no-untyped-def]
     """Rows first..last-1 of `rms_norm`, flat; `bits` are those of x. Returns whether they are finite."""
     size = weight.size
     finite = True
@@ -54,8 +53,8 @@ def rms_norm_rows(x, bits, weight, eps, p, first, last, inverse, y):  # type: ig
         largest = largest_bits(bits[r * size : r * size + size])
         finite &= largest < INFINITY_BITS
         e = exponent32(largest)
-        down = pow2_64(e - p)
-        mean_square = sum_of_squares(row, pow2_64(p - e)) * (down * down) / size
+        down = pow2_64(e - DOT_BITS)
+        mean_square = sum_of_squares(row, pow2_32(DOT_BITS - e)) * (down * down) / size
         scale = 1.0 / np.sqrt(mean_square + eps)
         inverse[r] = scale
         for c in range(size):
@@ -63,7 +62,7 @@ def rms_norm_rows(x, bits, weight, eps, p, first, last, inverse, y):  # type: ig
     return finite
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, p: int, inverse: np.ndarray, y: np.ndarray) -> bool:
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, inverse: np.ndarray, y: np.ndarray) -> bool:
     """y = w x inverse, inverse = 1 / sqrt(mean(x^2) + eps); x, y [T, H] float32, inverse [T] float64.
 
     The weight [H] is float32 where it is a parameter, float64 where it is computed from one.
@@ -72,14 +71,12 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, p: int, inverse: np.
     rows, size = x.shape
     flat, out = x.reshape(-1), y.reshape(-1)
     bits = flat.view(np.int32)
-    finite = results_of_parts(
-        lambda i, j: rms_norm_rows(flat, bits, weight, eps, p, i, j, inverse, out), rows, 1.5 * size
-    )
+    finite = results_of_parts(lambda i, j: rms_norm_rows(flat, bits, weight, eps, i, j, inverse, out), rows, 1.5 * size)
     return all(finite)
 
 
 @kernel
-def _backward(grad, x, weight, inverse, p, first, last, dx, grid, unit, sums):  # type: ignore[no-untyped-def]
+def _backward(grad, x, weight, inverse, first, last, dx, grid, unit, sums):  # type: ignore[no-untyped-def]
     """Rows first..last-1 of `rms_norm_backward`, flat. Returns the largest exponent of a row's contributions."""
     size = weight.size
     finite = True
@@ -101,7 +98,8 @@ def _backward(grad, x, weight, inverse, p, first, last, dx, grid, unit, sums):  
         largest_normed = largest_bits_64(normed)  # not finite for a row of zeros where eps is 0
         finite &= max(largest, largest_normed) < INFINITY_BITS_64
         a, b = exponent64(largest), exponent64(largest_normed)
-        dot = scaled_dot(weighted, pow2_64(p - a), normed, pow2_64(p - b)) * (pow2_64(a - p) * pow2_64(b - p)) / size
+        dot = scaled_dot(weighted, pow2_64(DOT_BITS - a), normed, pow2_64(DOT_BITS - b))
+        dot = dot * (pow2_64(a - DOT_BITS) * pow2_64(b - DOT_BITS)) / size
         for c in range(size):
             out[c] = np.float32((weighted[c] - normed[c] * dot) * scale)
         top = max(top, add_row(contribution, grid, unit, sums))
@@ -113,7 +111,6 @@ def rms_norm_backward(
     x: np.ndarray,
     weight: np.ndarray,
     inverse: np.ndarray,
-    p: int,
     dx: np.ndarray,
     grid: int,
     unit: float,
@@ -129,7 +126,7 @@ def rms_norm_backward(
     def run(first: int, last: int) -> tuple[int, np.ndarray]:
         own_sums = np.zeros_like(sums)
         top = _backward(
-            grad.reshape(-1), x.reshape(-1), weight, inverse, p, first, last, dx.reshape(-1), grid, unit, own_sums
+            grad.reshape(-1), x.reshape(-1), weight, inverse, first, last, dx.reshape(-1), grid, unit, own_sums
         )
         return int(top), own_sums
 

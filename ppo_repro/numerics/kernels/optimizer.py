@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ppo_repro.numerics.arithmetic.grid import LIMB_BITS
 from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
 from ppo_repro.numerics.kernels.core.rows import largest_bits
@@ -17,6 +18,7 @@ from ppo_repro.numerics.kernels.token_statistics import Array
 
 _CHUNK = 1 << 10  # sums of this many squares of at most 2^52 fit into int64
 _SPLIT, _BELOW = 32, (1 << 32) - 1
+_LIMB_MASK, _LIMB_UNIT = (1 << LIMB_BITS) - 1, 2.0**LIMB_BITS
 # nanoseconds per element, measured roughly; they only decide how many threads are worth waking
 NS_ADAMW, NS_LARGEST, NS_SQUARES, NS_CONVERT = 1.0, 0.15, 0.5, 0.6
 
@@ -73,6 +75,13 @@ def _convert(integers, unit, out):  # type: ignore[no-untyped-def]
         out[i] = np.float32(np.float64(integers[i]) * unit)
 
 
+@kernel
+def _convert_limbs(high, low, unit, out):  # type: ignore[no-untyped-def]
+    for i in range(low.size):
+        above, below = np.int64(high[i]) + (low[i] >> LIMB_BITS), low[i] & _LIMB_MASK
+        out[i] = np.float32((np.float64(above) * _LIMB_UNIT + np.float64(below)) * unit)
+
+
 def adamw(parameter: Array, gradient: Array, mean: Array, square: Array, constants: StepConstants) -> None:
     """One AdamW step in place on flat float32 arrays, each operation rounded to float32."""
     c = StepConstants._make(np.float32(factor) for factor in constants)
@@ -95,6 +104,16 @@ def sum_of_squares(x: Array, shift: int) -> int:
     return sum((high << _SPLIT) + low for high, low in sums)
 
 
-def to_float32(integers: Array, unit: float, out: Array) -> None:
-    """out = fl32(fl64(integers) unit); integers flat int64, out float32."""
-    in_parts(lambda first, last: _convert(integers[first:last], unit, out[first:last]), len(out), NS_CONVERT)
+def to_float32(integers: Array, high: Array | None, unit: float, out: Array) -> None:
+    """out = fl32(fl64(high 2^LIMB_BITS + integers) unit), the sum rounded once; integers flat int64, out float32.
+
+    `high` is int32 or int64, |high| < 2^53; None stands for zeros.
+    """
+
+    def run(first: int, last: int) -> None:
+        if high is None:
+            _convert(integers[first:last], unit, out[first:last])
+        else:
+            _convert_limbs(high[first:last], integers[first:last], unit, out[first:last])
+
+    in_parts(run, len(out), NS_CONVERT)

@@ -2,7 +2,7 @@
 
 Rows are computed one after another, so that scratch memory is needed for one row only. Logits are float32 [n, V];
 `eligible` is bool [n, V], or [n, 0] where every token is eligible. `rows` is what the backward pass needs of each row,
-float64 [n, 4]: maximum, total mass, ln(total 2^-30), entropy.
+float64 [n, 4]: maximum, total mass, ln(total 2^-39), entropy.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.arithmetic.distribution import HALF_BITS, MASS_UNIT, NOT_FINITE
-from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, operand_bits
-from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
+from ppo_repro.numerics.arithmetic.distribution import (
+    HALF_BITS,
+    HALF_MASK,
+    MASS_UNIT,
+    NOT_FINITE,
+    PART_BITS,
+    PART_MASK,
+    value_bits,
+)
+from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts
-from ppo_repro.numerics.kernels.core.rows import largest_bits_64, sum_of_squares
+from ppo_repro.numerics.kernels.core.rows import largest_bits_64, round_limbs
 from ppo_repro.numerics.kernels.core.scalar import (
     INFINITY_BITS,
     exp32,
@@ -24,13 +31,14 @@ from ppo_repro.numerics.kernels.core.scalar import (
     log64,
     magnitude_bits,
     ordered,
+    pow2_32,
     pow2_64,
 )
 
-_UNIT, _PER_UNIT = np.float32(MASS_UNIT), 1.0 / MASS_UNIT
-_LARGEST_MASS_EXPONENT = int(MASS_UNIT).bit_length()  # the likeliest token of a row always has a mass of MASS_UNIT
-_LOW_MASK, _HIGH_UNIT = np.int32((1 << HALF_BITS) - 1), 2.0**HALF_BITS
-_LEAST, _GREATEST, _NO_MASS = np.int32(-(2**31)), np.int32(2**31 - 1), np.int32(0)
+_PER_UNIT, _PART_UNIT = 1.0 / MASS_UNIT, np.float32(2.0**PART_BITS)
+_HALF_MASS = np.float32(0.5 / MASS_UNIT)  # weights up to this have no mass: half a unit is rounded to the even zero
+_HALF_UNIT, _PER_HALF = 2.0**HALF_BITS, 2.0**-HALF_BITS
+_LEAST, _GREATEST, _NO_WEIGHT = np.int32(-(2**31)), np.int32(2**31 - 1), np.float32(0)
 # nanoseconds per token, measured roughly; they only decide how many threads are worth waking
 NS_FORWARD, NS_BACKWARD, NS_COMPARE = 1.5, 2.0, 4.5
 
@@ -75,64 +83,99 @@ def top_and_reach(x, eligible, temperature):  # type: ignore[no-untyped-def]
     return top, reach
 
 
+@inline
+def parts(weight):  # type: ignore[no-untyped-def]
+    """The three parts of the mass rne(weight MASS_UNIT), int32, highest first; float32 weights up to 1.
+
+    Every step but the last is exact in float32.
+    """
+    y = weight * _PART_UNIT
+    highest = np.floor(y)
+    y = (y - highest) * _PART_UNIT
+    middle = np.floor(y)
+    lowest = np.rint((y - middle) * _PART_UNIT)
+    return np.int32(highest), np.int32(middle), np.int32(lowest)
+
+
+@inline
+def mass(weight):  # type: ignore[no-untyped-def]
+    """rne(weight MASS_UNIT), float64."""
+    return np.rint(np.float64(weight) * MASS_UNIT)
+
+
 @kernel
-def weigh(x, eligible, temperature, top, shifted, masses):  # type: ignore[no-untyped-def]
-    """shifted = x / temperature - top, masses = rne(exp(shifted) 2^30), 0 if not eligible. Returns the total mass."""
+def weigh(x, eligible, temperature, top, shifted, weights):  # type: ignore[no-untyped-def]
+    """shifted = x / temperature - top, weights = exp(shifted), 0 if not eligible; float32. Returns the total mass."""
     if eligible.size:
         for v in range(x.size):
             s = x[v] / temperature - top
             shifted[v] = s
-            mass = np.int32(np.rint(exp32(s) * _UNIT))
-            masses[v] = mass if eligible[v] else _NO_MASS
+            weight = exp32(s)
+            weights[v] = weight if eligible[v] else _NO_WEIGHT
     else:
         for v in range(x.size):
             s = x[v] / temperature - top
             shifted[v] = s
-            # exact in float32: a factor that is a power of two changes no digits
-            masses[v] = np.int32(np.rint(exp32(s) * _UNIT))
-    total = np.int64(0)
-    for v in range(masses.size):
-        total += masses[v]
-    return np.float64(total)
-
-
-@exact_sum
-def _weighted(masses, values, scale):  # type: ignore[no-untyped-def]
-    """sum_v masses_v rne(values_v scale) as two exact sums: of the high and of the low halves of the masses."""
-    high, low = 0.0, 0.0
-    for v in range(masses.size):
-        b = np.rint(np.float64(values[v]) * scale)
-        high += np.float64(np.int32(masses[v] >> HALF_BITS)) * b
-        low += np.float64(np.int32(masses[v] & _LOW_MASK)) * b
-    return high, low
+            weights[v] = exp32(s)
+    high, low = np.int64(0), np.int64(0)
+    for v in range(weights.size):
+        highest, middle, lowest = parts(weights[v])
+        high += highest
+        low += np.int32((middle << PART_BITS) + lowest)
+    return np.float64((high << (2 * PART_BITS)) + low)
 
 
 @kernel
-def _expectation(masses, total, values, exponent, bits):  # type: ignore[no-untyped-def]
-    """`distribution.expectation` of a row of values below 2^exponent, on a grid of `bits` bits."""
-    high, low = _weighted(masses, values, pow2_64(bits - exponent))
-    return (high * _HIGH_UNIT + low) * pow2_64(exponent - bits) / total
+def _expectation(weights, total, values, up, down):  # type: ignore[no-untyped-def]
+    """`distribution.expectation` of a row of values on the grid `down` = 1 / `up`; `up` has the type of the values."""
+    above, between, below = np.int64(0), np.int64(0), np.int64(0)
+    for v in range(weights.size):
+        b = np.int64(np.int32(np.rint(values[v] * up)))
+        highest, middle, lowest = parts(weights[v])
+        above += np.int64(highest) * b
+        between += np.int64(middle) * b
+        below += np.int64(lowest) * b
+    between += below >> PART_BITS
+    below = ((between & PART_MASK) << PART_BITS) + (below & PART_MASK)
+    return round_limbs(above + (between >> PART_BITS), below, 2 * PART_BITS) * down / total
 
 
 @kernel
-def _difference(masses, shifted, log_total, ref_shifted, ref_log_total, difference):  # type: ignore[no-untyped-def]
+def _square(weights):  # type: ignore[no-untyped-def]
+    """The sum of the squares of the masses as `distribution.sum_of_squares` has it."""
+    highest, middle, lowest = np.int64(0), np.int64(0), np.int64(0)
+    for v in range(weights.size):
+        m = mass(weights[v])
+        h = np.floor(m * _PER_HALF)
+        high, low = np.int64(np.int32(h)), np.int64(np.int32(m - h * _HALF_UNIT))
+        highest += high * high
+        middle += high * low
+        lowest += low * low
+    middle = middle << 1
+    below = lowest + ((middle & HALF_MASK) << HALF_BITS)
+    return round_limbs(highest + (middle >> HALF_BITS), below, 2 * HALF_BITS)
+
+
+@kernel
+def _difference(weights, shifted, log_total, ref_shifted, ref_log_total, difference):  # type: ignore[no-untyped-def]
     """difference = log p - log q where p has mass, else 0. Returns the bits of the largest magnitude."""
-    for v in range(masses.size):
+    for v in range(weights.size):
         d = (np.float64(shifted[v]) - log_total) - (np.float64(ref_shifted[v]) - ref_log_total)
-        difference[v] = d if masses[v] > 0 else 0.0
+        difference[v] = d if weights[v] > _HALF_MASS else 0.0
     return largest_bits_64(difference)
 
 
 @kernel
 def _forward(first, last, logits, targets, eligible, temperature, bits, rows, out):  # type: ignore[no-untyped-def]
-    shifted, masses = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.int32)
+    shifted, weights = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.float32)
     for i in range(first, last):
-        if not 0 <= targets[i] < masses.size:
+        if not 0 <= targets[i] < weights.size:
             raise IndexError("a target lies outside the vocabulary")
         top, reach = top_and_reach(logits[i], eligible[i], temperature)
-        total = weigh(logits[i], eligible[i], temperature, top, shifted, masses)
+        total = weigh(logits[i], eligible[i], temperature, top, shifted, weights)
         log_total = log64(total * _PER_UNIT)
-        entropy = log_total - _expectation(masses, total, shifted, exponent32(reach), bits)
+        e = exponent32(reach)
+        entropy = log_total - _expectation(weights, total, shifted, pow2_32(bits - e), pow2_64(e - bits))
         rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3] = top, total, log_total, entropy
         out[0, i] = np.float64(shifted[targets[i]]) - log_total
         out[1, i] = entropy
@@ -140,53 +183,48 @@ def _forward(first, last, logits, targets, eligible, temperature, bits, rows, ou
 
 @kernel
 def _backward(first, last, logits, targets, eligible, temperature, rows, seeds, out):  # type: ignore[no-untyped-def]
-    shifted, masses = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.int32)
+    shifted, weights = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.float32)
     for i in range(first, last):
         total, log_total, entropy = rows[i, 1], rows[i, 2], rows[i, 3]
-        weigh(logits[i], eligible[i], temperature, np.float32(rows[i, 0]), shifted, masses)
+        weigh(logits[i], eligible[i], temperature, np.float32(rows[i, 0]), shifted, weights)
         gl, gh, gradient = np.float64(seeds[0, i]), np.float64(seeds[1, i]), out[i]
-        for v in range(masses.size):
-            p = np.float64(masses[v]) / total
+        for v in range(weights.size):
+            p = mass(weights[v]) / total
             d = ((np.float64(shifted[v]) - log_total + entropy) * p) * gh
             gradient[v] = np.float32(-(d + gl * p)) / temperature
         t = targets[i]
-        p = np.float64(masses[t]) / total
+        p = mass(weights[t]) / total
         d = ((np.float64(shifted[t]) - log_total + entropy) * p) * gh
         gradient[t] = np.float32(-(d + gl * p) + gl) / temperature
 
 
 @kernel
-def _compare(first, last, logits, ref_logits, targets, eligible, temperature, bits, square_bits, out):  # type: ignore[no-untyped-def]
+def _compare(first, last, logits, ref_logits, targets, eligible, temperature, bits, out):  # type: ignore[no-untyped-def]
     v = logits.shape[1]
-    shifted, masses, difference = np.empty(v, np.float32), np.empty(v, np.int32), np.empty(v, np.float64)
-    ref_shifted, ref_masses = np.empty(v, np.float32), np.empty(v, np.int32)
+    shifted, weights, difference = np.empty(v, np.float32), np.empty(v, np.float32), np.empty(v, np.float64)
+    ref_shifted, ref_weights = np.empty(v, np.float32), np.empty(v, np.float32)
     for i in range(first, last):
         if not 0 <= targets[i] < v:
             raise IndexError("a target lies outside the vocabulary")
         top, reach = top_and_reach(logits[i], eligible[i], temperature)
-        total = weigh(logits[i], eligible[i], temperature, top, shifted, masses)
+        total = weigh(logits[i], eligible[i], temperature, top, shifted, weights)
         ref_top, _ = top_and_reach(ref_logits[i], eligible[i], temperature)
-        ref_total = weigh(ref_logits[i], eligible[i], temperature, ref_top, ref_shifted, ref_masses)
+        ref_total = weigh(ref_logits[i], eligible[i], temperature, ref_top, ref_shifted, ref_weights)
         log_total, ref_log_total = log64(total * _PER_UNIT), log64(ref_total * _PER_UNIT)
         out[0, i] = np.float64(shifted[targets[i]]) - log_total
-        out[1, i] = log_total - _expectation(masses, total, shifted, exponent32(reach), bits)
-        square = sum_of_squares(masses, pow2_64(square_bits - _LARGEST_MASS_EXPONENT))
-        unit = pow2_64(_LARGEST_MASS_EXPONENT - square_bits)
-        out[2, i] = square * (unit * unit) / (total * total)
+        e = exponent32(reach)
+        out[1, i] = log_total - _expectation(weights, total, shifted, pow2_32(bits - e), pow2_64(e - bits))
+        out[2, i] = _square(weights) / (total * total)
         out[3, i] = np.float64(ref_shifted[targets[i]]) - ref_log_total
-        reach64 = _difference(masses, shifted, log_total, ref_shifted, ref_log_total, difference)
-        out[4, i] = _expectation(masses, total, difference, exponent64(reach64), bits)
-
-
-def _expectation_bits(vocab_size: int) -> int:
-    return MANTISSA_BITS - HALF_BITS - ceil_log2(vocab_size)
+        e = exponent64(_difference(weights, shifted, log_total, ref_shifted, ref_log_total, difference))
+        out[4, i] = _expectation(weights, total, difference, pow2_64(bits - e), pow2_64(e - bits))
 
 
 def forward(logits: Array, targets: Array, temperature: float, eligible: Array) -> tuple[Array, Array]:
     """Log-prob and entropy, float32 [2, n], and `rows`. Raises NumericsError, and IndexError for a bad target."""
     n, v = logits.shape
     rows, out = np.empty((n, 4)), np.empty((2, n), np.float32)
-    arguments = (logits, targets, eligible, np.float32(temperature), _expectation_bits(v), rows, out)
+    arguments = (logits, targets, eligible, np.float32(temperature), value_bits(v), rows, out)
     in_parts(lambda first, last: _forward(first, last, *arguments), n, NS_FORWARD * v)
     return out, rows
 
@@ -206,7 +244,6 @@ def compare(logits: Array, ref_logits: Array, targets: Array, temperature: float
     """
     n, v = logits.shape
     out = np.empty((5, n), np.float32)
-    bits, square_bits = _expectation_bits(v), operand_bits(v)
-    arguments = (logits, ref_logits, targets, eligible, np.float32(temperature), bits, square_bits, out)
+    arguments = (logits, ref_logits, targets, eligible, np.float32(temperature), value_bits(v), out)
     in_parts(lambda first, last: _compare(first, last, *arguments), n, NS_COMPARE * v)
     return out

@@ -1,7 +1,7 @@
 """Exact attention: a query's result depends only on the keys it may see, whatever their order and layout.
 
-The number grids follow from `max_context`, a constant of the run, and never from the current length; otherwise
-decoding and the full forward would round differently.
+Rows lie on grids of a fixed width and sums of products are exact at every length. So neither the current length nor
+the longest one changes a bit, and decoding rounds as the full forward does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, contract, folded_bits, operand_bits, quantise
+from ppo_repro.numerics.arithmetic.grid import (
+    DOT_BITS,
+    LEFT_BITS,
+    RIGHT_BITS,
+    contract,
+    exact_dot,
+    exact_product,
+    quantise,
+)
 from ppo_repro.numerics.backend import has_kernels
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.layers.kv_cache import GridCache
@@ -30,7 +38,7 @@ def _refuse_not_finite(*numbers: Tensor) -> None:
         raise NumericsError(fused_attention.NOT_FINITE)
 
 
-def _softmax_rows(queries: Grid, keys: Grid, values: Grid, mask: Tensor, context: int) -> tuple[Tensor, Tensor]:
+def _softmax_rows(queries: Grid, keys: Grid, values: Grid, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [.., I, J] float64 and output [.., I, D] float32 of queries over the keys that `mask` lets them see."""
     scores = contract(queries, keys)
     _refuse_not_finite(scores.masked_fill(~mask, 0.0))
@@ -41,8 +49,8 @@ def _softmax_rows(queries: Grid, keys: Grid, values: Grid, mask: Tensor, context
     integers = (elementwise.exp(scores - top).to(torch.float64) * WEIGHT_UNIT).round_().masked_fill_(~mask, 0.0)
     total = integers.sum(-1, keepdim=True)
     total = torch.where(total > 0, total, 1.0)
-    folded, folded_scale = quantise(integers * values[1].transpose(-1, -2), folded_bits(context))
-    out = (folded @ values[0]).mul_(folded_scale).div_(total).to(torch.float32).add_(0.0)
+    folded, folded_scale = quantise(integers * values[1].transpose(-1, -2), LEFT_BITS)
+    out = exact_product(folded, values[0]).mul_(folded_scale).div_(total).to(torch.float32).add_(0.0)
     _refuse_not_finite(out)
     return integers.div_(total), out
 
@@ -54,56 +62,61 @@ class _Attention(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, context: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Tensor:
         b, h, i, d = q.shape
         kv_heads, j = k.shape[1], k.shape[2]
         groups = h // kv_heads
-        qg = quantise((q * scaling).reshape(b, kv_heads, groups * i, d), operand_bits(d), where="attention")
-        kg, vg = quantise(k, operand_bits(d), where="attention"), quantise(v, OPERAND_BITS, where="attention")
+        rows = (q * scaling).reshape(b, kv_heads, groups * i, d)
+        qg = quantise(rows, LEFT_BITS, where="attention")
+        kg, vg = (quantise(x, RIGHT_BITS, where="attention") for x in (k, v))
         mask = visible.expand(b, 1, i, j).repeat(1, 1, groups, 1)
-        weights, out = _softmax_rows(qg, kg, vg, mask, context)
-        ctx.save_for_backward(*qg, *kg, *vg, weights, out)
-        ctx.scaling, ctx.context, ctx.shapes = scaling, context, (q.shape, k.shape)
+        weights, out = _softmax_rows(qg, kg, vg, mask)
+        ctx.save_for_backward(rows, *kg, *vg, weights, out)
+        ctx.scaling, ctx.shapes = scaling, (q.shape, k.shape)
         return out.view(b, h, i, d)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q_int, q_scale, k_int, k_scale, v_int, v_scale, weights, out = ctx.saved_tensors
+        rows, k_int, k_scale, v_int, v_scale, weights, out = ctx.saved_tensors
         q_shape, k_shape = ctx.shapes
         query_rows = grad.reshape(out.shape)
-        dg = quantise(query_rows, OPERAND_BITS, where="the gradient of attention")
-        og = quantise(out, OPERAND_BITS)
-        dp = (dg[0] @ v_int.transpose(-1, -2)).mul_(dg[1]).mul_(v_scale.transpose(-1, -2))
-        delta = (dg[0] * og[0]).sum(-1, keepdim=True) * dg[1] * og[1]
+        dg = quantise(query_rows, LEFT_BITS, where="the gradient of attention")
+        og = quantise(out, DOT_BITS)
+        dp = exact_product(dg[0], v_int.transpose(-1, -2)).mul_(dg[1]).mul_(v_scale.transpose(-1, -2))
+        delta = exact_dot(dg[0], og[0]) * dg[1] * og[1]
         ds = (dp - delta).mul_(weights)
-        key_bits = folded_bits(ctx.context)
-        # a key is seen by at most `context` queries of each head of its group
-        query_bits = folded_bits(ctx.context * (q_shape[1] // k_shape[1]))
-        a, scale = quantise(ds * k_scale.transpose(-1, -2), key_bits)
-        dq = (a @ k_int).mul_(scale).mul_(ctx.scaling)
-        a, scale = quantise((ds * q_scale).transpose(-1, -2), query_bits)
-        dk = (a @ q_int).mul_(scale)
-        a, scale = quantise((weights * dg[1]).transpose(-1, -2), query_bits)
-        dv = (a @ dg[0]).mul_(scale)
+        a, scale = quantise(ds * k_scale.transpose(-1, -2), LEFT_BITS)
+        dq = exact_product(a, k_int).mul_(scale).mul_(ctx.scaling)
+        dk, dv = _key_gradient(ds, rows), _key_gradient(weights, query_rows)
         # adding zero fixes the sign of zero: a matrix product of one term may give a negative zero
         dq, dk, dv = (x.to(torch.float32).add_(0.0) for x in (dq, dk, dv))
         _refuse_not_finite(dq, dk, dv)
-        return dq.view(q_shape), dk.view(k_shape), dv.view(k_shape), None, None, None
+        return dq.view(q_shape), dk.view(k_shape), dv.view(k_shape), None, None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, context: int) -> Tensor:
+def _key_gradient(factors: Tensor, rows: Tensor) -> Tensor:
+    """sum_i factors[.., i, j] rows[.., i, d], float64 [.., J, D].
+
+    The wider grid is that of a key's factors: the largest may lie far above the others, which are many.
+    """
+    integers, row_scale = quantise(rows, RIGHT_BITS)
+    folded, scale = quantise((factors * row_scale).transpose(-1, -2), LEFT_BITS)
+    return exact_product(folded, integers).mul_(scale)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Tensor:
     """softmax(q k^T scaling) v over the keys that `visible` shows; differentiable in q, k and v.
 
     q [B, H, I, D], k and v [B, Hk, J, D] float32, visible [B or 1, 1, I, J] bool -> [B, H, I, D] float32.
-    A query that sees no key gives zeros. `context` bounds the keys of a query, and the queries of a key.
+    A query that sees no key gives zeros.
     """
-    return _Attention.apply(q, k, v, visible, scaling, context)
+    return _Attention.apply(q, k, v, visible, scaling)
 
 
 def visible_keys(first_key: Tensor, last_key: Tensor, window: int | None, context: int) -> tuple[Tensor, Tensor]:
     """Query i of row r sees keys begin[r, i]..end[r, i]-1, int64 [R, L]: the last `window` up to last_key[r, i].
 
-    Raises NumericsError where a query sees more keys than `context`, the number the grids are made for.
+    Raises NumericsError where a query sees more keys than `context`, for which tables and memory are made.
     """
     end = last_key + 1
     begin = first_key.clamp(min=0) if window is None else torch.maximum(first_key, end - window).clamp_(min=0)
@@ -132,18 +145,16 @@ def cached_reach(positions: Tensor, window: int | None) -> Tensor:
     return _mask(*visible_keys(torch.zeros_like(positions), positions, window, keys), keys)
 
 
-def attend_cached(
-    q: Tensor, cache: GridCache, layer: int, begin: Tensor, end: Tensor, scaling: float, context: int
-) -> Tensor:
+def attend_cached(q: Tensor, cache: GridCache, layer: int, begin: Tensor, end: Tensor, scaling: float) -> Tensor:
     """Queries [R, H, L, D] over positions begin..end-1 [R, L] of the slots in the target of `cache` -> [R, H, L, D]."""
     keys, values, scales = cache.read(layer)
     r, h, length, d = q.shape
     groups = h // keys.shape[1]
     rows = (q * scaling).reshape(r, keys.shape[1], groups * length, d)
-    queries = quantise(rows, operand_bits(d), where="attention")
+    queries = quantise(rows, LEFT_BITS, where="attention")
     mask = _mask(begin, end, keys.shape[2]).repeat(1, 1, groups, 1)
     one = torch.ones(1, 1, device=q.device, dtype=torch.float64)
-    _, out = _softmax_rows(queries, (keys, one), (values, scales), mask, context)
+    _, out = _softmax_rows(queries, (keys, one), (values, scales), mask)
     return out.view(r, h, length, d)
 
 
@@ -189,9 +200,9 @@ def _cached(
     begin, end = visible_keys(torch.zeros_like(positions), positions, window, context)
     cache.keep(layer, k, v)
     if has_kernels(q):
-        return fused_attention.attend_cached(q, k, v, cache, layer, begin, end, scaling, context)
+        return fused_attention.attend_cached(q, k, v, cache, layer, begin, end, scaling)
     cache.write(layer, k, v)
-    return attend_cached(q, cache, layer, begin, end, scaling, context)
+    return attend_cached(q, cache, layer, begin, end, scaling)
 
 
 def _uncached(
@@ -200,5 +211,5 @@ def _uncached(
     length = first_key.shape[1]
     begin, end = visible_keys(first_key, torch.arange(length, device=q.device).expand_as(first_key), window, context)
     if has_kernels(q):
-        return fused_attention.attend(q, k, v, begin, end, scaling, context)
-    return attend(q, k, v, _mask(begin, end, length), scaling, context)
+        return fused_attention.attend(q, k, v, begin, end, scaling)
+    return attend(q, k, v, _mask(begin, end, length), scaling)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.arithmetic.grid import folded_bits, operand_bits
 from ppo_repro.numerics.kernels.attention import backward as backward_kernels
 from ppo_repro.numerics.kernels.attention import forward as forward_kernels
 from ppo_repro.numerics.kernels.attention.block import Spec, cut_spans
@@ -40,14 +39,13 @@ def _shaped(flat: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(flat).view(r, length, h, d).transpose(1, 2)
 
 
-def _spec(q: Tensor, kv_heads: int, scaling: float, context: int) -> Spec:
-    return spec_of(q.shape[1], kv_heads, q.shape[3], scaling, context)
+def _spec(q: Tensor, kv_heads: int, scaling: float) -> Spec:
+    return spec_of(q.shape[1], kv_heads, q.shape[3], scaling)
 
 
-def spec_of(heads: int, kv_heads: int, dim: int, scaling: float, context: int) -> Spec:
-    """The sizes and grids of an attention whose queries see up to `context` keys."""
-    key_bits, query_bits = folded_bits(context), folded_bits(context * (heads // kv_heads))
-    return Spec(heads, kv_heads, dim, float(scaling), operand_bits(dim), key_bits, query_bits, _MOST_WEIGHTS)
+def spec_of(heads: int, kv_heads: int, dim: int, scaling: float) -> Spec:
+    """The sizes of an attention, and how much memory its backward may use."""
+    return Spec(heads, kv_heads, dim, float(scaling), _MOST_WEIGHTS)
 
 
 def _in_parts(kernel: Callable[[int, int], int], rows: int, nanoseconds: float) -> None:
@@ -111,10 +109,8 @@ class _Attention(Function):
     """As the reference in `attention`; the backward computes the weights again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scaling: float, context: int
-    ) -> Tensor:
-        spec, reach = _spec(q, k.shape[1], scaling, context), reach_of(begin, end)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scaling: float) -> Tensor:
+        spec, reach = _spec(q, k.shape[1], scaling), reach_of(begin, end)
         result, top, total = forward(_flat(q), _flat(k), _flat(v), reach, spec)
         out = _shaped(result, q)
         ctx.save_for_backward(q, k, v, out)
@@ -127,31 +123,23 @@ class _Attention(Function):
         saved = Saved(_flat(q), _flat(k), _flat(v), _flat(out), _flat(grad), *ctx.query_sums)
         results = backward(saved, ctx.reach, ctx.spec)
         dq, dk, dv = (_shaped(result, x) for result, x in zip(results, (q, k, v), strict=True))
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scaling: float, context: int) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scaling: float) -> Tensor:
     """softmax(q k^T scaling) v, query i of row r over keys begin[r, i]..end[r, i]-1; differentiable in q, k, v.
 
     q [R, H, L, D], k and v [R, Hk, L, D] float32, begin and end [R, L] int64 -> [R, H, L, D] float32.
     """
-    return _Attention.apply(q, k, v, begin, end, scaling, context)
+    return _Attention.apply(q, k, v, begin, end, scaling)
 
 
 def attend_cached(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: GridCache,
-    layer: int,
-    begin: Tensor,
-    end: Tensor,
-    scaling: float,
-    context: int,
+    q: Tensor, k: Tensor, v: Tensor, cache: GridCache, layer: int, begin: Tensor, end: Tensor, scaling: float
 ) -> Tensor:
     """Store new keys and values in the target of `cache`, then `attend` over positions begin..end-1 of the slots."""
     (r, h, length, d), kv_heads = q.shape, k.shape[1]
-    spec = _spec(q, kv_heads, scaling, context)
+    spec = _spec(q, kv_heads, scaling)
     out = attend_arrays(_flat(q), _flat(k), _flat(v), cache, layer, begin.numpy(), end.numpy(), spec)
     return torch.from_numpy(out).view(r, length, h, d).transpose(1, 2)
 

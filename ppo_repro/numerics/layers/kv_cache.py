@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS, operand_bits, quantise
+from ppo_repro.numerics.arithmetic.grid import RIGHT_BITS, quantise
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES
 from ppo_repro.numerics.layers.families import head_dim, key_value_heads
 
@@ -88,8 +88,8 @@ class GridCache(_Slots):
         valid, positions = self.target.valid, self.target.positions
         rows, columns = self.target.slots[:, None].expand_as(positions)[valid], positions[valid]
         new_keys, new_values = keys.transpose(1, 2)[valid], values.transpose(1, 2)[valid]
-        key_grid, key_scale = quantise(new_keys, operand_bits(self.dim), where="attention")
-        value_grid, value_scale = quantise(new_values, OPERAND_BITS, where="attention")
+        key_grid, key_scale = quantise(new_keys, RIGHT_BITS, where="attention")
+        value_grid, value_scale = quantise(new_values, RIGHT_BITS, where="attention")
         self.keys[layer][rows, :, columns // COLUMNS, :, columns % COLUMNS] = (key_grid * key_scale).to(torch.float32)
         self.values[layer][rows, :, columns, : self.dim] = value_grid.to(torch.float32)
         self.value_scales[layer][rows, :, columns] = value_scale[..., 0].to(torch.float32)

@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
+from ppo_repro.numerics.arithmetic.grid import MAX_TERMS
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers import families
 from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU, ExactSiLU
@@ -61,9 +62,6 @@ ACTIVATIONS: dict[type[nn.Module], type[nn.Module]] = {
     QuickGELUActivation: ExactQuickGELU,
 }
 
-# largest width for which the gradient of a layer still fits its grids; see grid.operand_bits
-MAX_VOCABULARY = 1 << 23
-
 
 def check_config(config: PretrainedConfig, max_context: int) -> None:
     """Raise UserError naming the first setting of a model that the exact numerics do not cover."""
@@ -71,7 +69,7 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
     activation = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
     refusals = {
         activation: getattr(config, activation) not in ACTIVATION_NAMES,
-        "vocab_size": config.vocab_size > MAX_VOCABULARY,
+        "vocab_size": config.vocab_size > MAX_TERMS,
         "pretraining_tp": getattr(config, "pretraining_tp", 1) not in (None, 1),
     }
     for field, refused in refusals.items():
@@ -80,6 +78,12 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
                 f"model config {field} = {getattr(config, field)!r}: exact numerics do not support it; "
                 "choose another model or numerics.mode = native"
             )
+    groups = config.num_attention_heads // families.key_value_heads(config)
+    if max_context * groups > MAX_TERMS:  # so many queries may see a key, and its gradient is a sum over them
+        raise UserError(
+            f"numerics.max_context = {max_context}: with {groups} query heads for each key/value head exact numerics "
+            f"allow {MAX_TERMS // groups} at most; choose a smaller context"
+        )
 
 
 def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: int) -> nn.Module | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,8 +13,8 @@ from torch.autograd import Function
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.grid import MANTISSA_BITS, ceil_log2, operand_bits, quantise
-from ppo_repro.numerics.gradients import TOTAL_BITS, GradientAccumulator
+from ppo_repro.numerics.arithmetic.grid import DOT_BITS, MANTISSA_BITS, PRODUCT_BITS, ceil_log2, exact_dot, quantise
+from ppo_repro.numerics.gradients import PIECE, GradientAccumulator
 from ppo_repro.numerics.kernels import layer_norm, norms
 from ppo_repro.numerics.kernels.layer_norm import IntegerSums
 from ppo_repro.numerics.layers.linear import ExactModule
@@ -37,16 +38,14 @@ def row_mean(x: Tensor, where: str = "a number") -> Tensor:
 def row_mean_square(x: Tensor, where: str = "a number") -> Tensor:
     """Mean of x_k^2 over each row, float64 [.., 1], by an exact sum of squares."""
     size = x.shape[-1]
-    integers, scale = quantise(x, operand_bits(size), where=where)
-    return (integers * integers).sum(-1, keepdim=True) * (scale * scale) / size
+    integers, scale = quantise(x, DOT_BITS, where=where)
+    return exact_dot(integers, integers) * (scale * scale) / size
 
 
 def row_dot(a: Tensor, b: Tensor, where: str = "a number") -> Tensor:
     """Mean of a_k b_k over each row, float64 [.., 1], by an exact sum of products."""
-    size = a.shape[-1]
-    bits = operand_bits(size)
-    (x, x_scale), (y, y_scale) = quantise(a, bits, where=where), quantise(b, bits, where=where)
-    return (x * y).sum(-1, keepdim=True) * (x_scale * y_scale) / size
+    (x, x_scale), (y, y_scale) = quantise(a, DOT_BITS, where=where), quantise(b, DOT_BITS, where=where)
+    return exact_dot(x, y) * (x_scale * y_scale) / a.shape[-1]
 
 
 def _not_finite(where: str) -> NumericsError:
@@ -58,15 +57,21 @@ def input_not_finite(name: str) -> NumericsError:
     return _not_finite(f"the input of {name}")
 
 
-def _sums_of(accumulator: GradientAccumulator | None, parameter: Tensor) -> IntegerSums:
-    """Where a kernel adds the gradient of a norm's parameter."""
+def _pieces(rows: int) -> Iterator[slice]:
+    """Slices of so many rows that the sums of their integer gradients fit into an int64."""
+    return (slice(start, min(start + PIECE, rows)) for start in range(0, rows, PIECE))
+
+
+def _sums_of(accumulator: GradientAccumulator | None, parameter: Tensor, rows: slice) -> IntegerSums:
+    """Where a kernel adds the gradient of a norm's parameter from these rows."""
     if accumulator is None:
         return IntegerSums(norms.NO_GRID, 0.0, np.empty(0, np.int64))
     name = accumulator.names[id(parameter)]
     limit = accumulator.grid(name)
     if limit is None:  # only the exponent is wanted; nothing will be added
         return IntegerSums(norms.NO_GRID, 0.0, np.zeros(len(parameter), np.int64))
-    return IntegerSums(limit, 2.0 ** (TOTAL_BITS - limit), accumulator.sum_of(name).numpy())
+    sums = accumulator.sum_of(name, rows.stop - rows.start).numpy()
+    return IntegerSums(limit, 2.0 ** (PRODUCT_BITS - limit), sums)
 
 
 def _observe(accumulator: GradientAccumulator | None, parameter: Tensor, largest: int) -> None:
@@ -80,7 +85,7 @@ def rms_normed(x: np.ndarray, factor: np.ndarray, eps: float, name: str) -> tupl
     The factor [H] is float32 or float64. Raises NumericsError naming the module where x is not finite.
     """
     y, inverse = np.empty_like(x), np.empty(len(x))
-    if not norms.rms_norm(x, factor, eps, operand_bits(x.shape[1]), inverse, y):
+    if not norms.rms_norm(x, factor, eps, inverse, y):
         raise input_not_finite(name)
     return y, inverse
 
@@ -97,11 +102,13 @@ def rms_norm_backward(
 
     Raises NumericsError where the gradient is not finite.
     """
-    dx, sums = np.empty_like(x), _sums_of(accumulator, weight)
-    largest = norms.rms_norm_backward(grad, x, factor, inverse, operand_bits(x.shape[1]), dx, *sums)
-    if largest == norms.NOT_FINITE:
-        raise _not_finite(_GRADIENT)
-    _observe(accumulator, weight, largest)
+    dx = np.empty_like(x)
+    for rows in _pieces(len(x)):
+        sums = _sums_of(accumulator, weight, rows)
+        largest = norms.rms_norm_backward(grad[rows], x[rows], factor, inverse[rows], dx[rows], *sums)
+        if largest == norms.NOT_FINITE:
+            raise _not_finite(_GRADIENT)
+        _observe(accumulator, weight, largest)
     return dx
 
 
@@ -185,8 +192,7 @@ def layer_normed(
     """
     count, size = x.shape
     mean, inverse, y = np.empty(count), np.empty(count), np.empty_like(x)
-    bits = mean_bits(size), operand_bits(size)
-    if not layer_norm.layer_norm(x, weight, bias, eps, bits, mean, inverse, y):
+    if not layer_norm.layer_norm(x, weight, bias, eps, mean_bits(size), mean, inverse, y):
         raise input_not_finite(name)
     return y, mean, inverse
 
@@ -204,14 +210,15 @@ def layer_norm_backward(
 
     Raises NumericsError where the gradient is not finite.
     """
-    size = x.shape[1]
-    dx, bits = np.empty_like(x), (mean_bits(size), operand_bits(size))
-    weight_sums, bias_sums = _sums_of(accumulator, weight), _sums_of(accumulator, bias)
-    tops = layer_norm.layer_norm_backward(grad, x, array(weight), mean, inverse, bits, dx, weight_sums, bias_sums)
-    if norms.NOT_FINITE in tops:
-        raise _not_finite(_GRADIENT)
-    for parameter, largest in zip((weight, bias), tops, strict=True):
-        _observe(accumulator, parameter, largest)
+    dx, bits = np.empty_like(x), mean_bits(x.shape[1])
+    for rows in _pieces(len(x)):
+        sums = _sums_of(accumulator, weight, rows), _sums_of(accumulator, bias, rows)
+        arrays = grad[rows], x[rows], array(weight), mean[rows], inverse[rows]
+        tops = layer_norm.layer_norm_backward(*arrays, bits, dx[rows], *sums)
+        if norms.NOT_FINITE in tops:
+            raise _not_finite(_GRADIENT)
+        for parameter, largest in zip((weight, bias), tops, strict=True):
+            _observe(accumulator, parameter, largest)
     return dx
 
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic.grid import contract, operand_bits, quantise
+from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, contract, exact_product, quantise
+
+FACTOR_BITS = 24  # of the right operand; the left one has INPUT_BITS
 
 
 def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W' = fl32(W + s sum_j B[n, j] A[j, k]), the sum exact on the grids of B's rows and A's columns.
+    """W' = fl32(W + s fl64(sum_j B[n, j] A[j, k])), the sum exact on the grids of B's rows and A's columns.
 
     base [N, K], a [r, K], b [N, r] float32 -> [N, K] float32. Where the sum is zero, W' has the bits of W, including
     the sign of zero. Raises NumericsError if a factor is not finite.
     """
-    bits = operand_bits(len(a))
-    (rows, row_scale), (columns, column_scale) = quantise(b, bits), quantise(a.t(), bits)
-    product = (rows @ columns.t()).mul_(row_scale).mul_(column_scale.t())
+    (rows, row_scale), (columns, column_scale) = quantise(b, INPUT_BITS), quantise(a.t(), FACTOR_BITS)
+    product = exact_product(rows, columns.t()).mul_(row_scale).mul_(column_scale.t())
     merged = (base.to(torch.float64) + product * scale).to(torch.float32)
     return torch.where(product == 0, base, merged)
 
@@ -30,10 +31,9 @@ def factor_gradients(gradient: Tensor, a: Tensor, b: Tensor, scale: float) -> tu
 
     They are functions of dW' alone, so they do not depend on how the work was split up.
     """
-    rows, columns = gradient.shape
-    in_rows, in_columns = operand_bits(rows), operand_bits(columns)
-    d_a = contract(quantise(b.t(), in_rows), quantise(gradient.t(), in_rows))
-    d_b = contract(quantise(gradient, in_columns), quantise(a, in_columns))
+    # the gradient gets the more bits: its rows and columns reach over more powers of two than a factor's
+    d_a = contract(quantise(gradient.t(), INPUT_BITS), quantise(b.t(), FACTOR_BITS)).t().contiguous()
+    d_b = contract(quantise(gradient, INPUT_BITS), quantise(a, FACTOR_BITS))
     return d_a * scale, d_b * scale
 
 

@@ -59,11 +59,11 @@ def collect(
 ) -> tuple[dict[str, Tensor], int]:
     """The float32 gradients of a minibatch over all ranks, and how often the backward pass was redone.
 
-    UserError if this many tokens could overflow int64, NumericsError if no pass fits the grids of the one before.
+    UserError if the sums cannot hold this many tokens, NumericsError if no pass fits the grids of the one before.
     """
     assert_no_wrap(tokens)
     for redos in range(MAX_REDOS):
-        accumulator.begin()
+        accumulator.begin(tokens)
         backward()
         gradients = accumulator.finish(ranks)
         if gradients is not None:

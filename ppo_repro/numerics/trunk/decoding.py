@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +11,9 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic.grid import operand_bits
 from ppo_repro.numerics.kernels import decoder_layer
 from ppo_repro.numerics.kernels.amx import product
-from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS
+from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS, outliers_at_most
 from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.layers.fused_attention import NOT_FINITE, attend_arrays, cost
 from ppo_repro.numerics.layers.kv_cache import GridCache
@@ -26,7 +26,7 @@ from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, NormWeights, 
 # (two threads, 16 rows: 0.7 of the time by rows with layers of 3 MiB, 1.4 times the time with layers of 42)
 MOST_BYTES = 4 << 20
 PRODUCT_NANOSECONDS = 0.004  # of a multiplication; only to decide how many threads are worth waking
-_NO_NORM = decoder_layer.Norm(np.empty(0, np.float32), 0.0, 0)
+_NO_NORM = decoder_layer.Norm(np.empty(0, np.float32), 0.0)
 
 
 class Decoder:
@@ -48,7 +48,8 @@ class Decoder:
         kind, threads = backend.active(), pool.threads()
         made_from = (kind, threads, *[(p.data_ptr(), p._version) for p in self._parameters])
         if made_from != self._made_from:
-            layers = [_weights(layer) for layer in self.trunk.layers] if kind == "amx" and self._fits else []
+            whole = kind == "amx" and self._fits and not any(map(_has_outliers, self.trunk.layers))
+            layers = [_weights(layer) for layer in self.trunk.layers] if whole else []
             largest = max((sum(matrix.tiles.size for matrix in _matrices(layer)) for layer in layers), default=0)
             self._layers = layers if threads == 1 or largest <= MOST_BYTES else []
             self._made_from = made_from
@@ -59,6 +60,11 @@ def _matrices(w: decoder_layer.Weights) -> tuple[decoder_layer.Matrix, ...]:
     return w.query, w.key, w.value, w.out, w.gate, w.up, w.down
 
 
+def _has_outliers(layer: Layer) -> bool:
+    """Whether a weight has outliers, whose products whole layers do not compute."""
+    return any(linear.prepared.packed(linear.weight)[1].any for linear in layer.linears)
+
+
 def _weights(layer: Layer) -> decoder_layer.Weights:
     query, key, value, out, gate, up, down = map(_matrix, layer.linears)
     query_norm, key_norm = _norm(layer.query_norm), _norm(layer.key_norm)
@@ -67,14 +73,13 @@ def _weights(layer: Layer) -> decoder_layer.Weights:
 
 
 def _norm(norm: NormWeights | None) -> decoder_layer.Norm:
-    return _NO_NORM if norm is None else decoder_layer.Norm(norm.values, norm.eps, operand_bits(len(norm.values)))
+    return _NO_NORM if norm is None else decoder_layer.Norm(norm.values, norm.eps)
 
 
 def _matrix(linear: LinearWeights) -> decoder_layer.Matrix:
-    packed, bias = linear.prepared.packed(linear.weight), product.padded_bias(linear.bias_values)
-    return decoder_layer.Matrix(
-        packed.tiles, packed.scales, bias, packed.terms, packed.columns, packed.p, packed.digits
-    )
+    packed, bias = linear.prepared.packed(linear.weight)[0], product.padded_bias(linear.bias_values)
+    most = outliers_at_most(packed.terms)
+    return decoder_layer.Matrix(packed.tiles, packed.scales, bias, packed.terms, packed.columns, most)
 
 
 def hidden_states(decoder: Decoder, ids: Tensor, cache: GridCache, rows: Tensor | None = None) -> Tensor:
@@ -130,8 +135,11 @@ def _through_whole_layers(
         for layer, w, (key, value) in zip(trunk.layers, weights, new, strict=True):
             places = decoder_layer.NewTokens(*target, *[bound[own] for bound in visible[layer.window]])
             contents, result = decoder_layer.LayerCache(*cache.arrays[layer.index]), (x[own], key[own], value[own])
+            before = x[own].copy()
             status = decoder_layer.decoder_layer(w, layer.spec, *tables, places, contents, *result)
-            if status != decoder_layer.FINITE:
+            if status == decoder_layer.OUTLIERS:
+                x[own] = _again(trunk, layer, before, own, cache, visible, key, value)
+            elif status != decoder_layer.FINITE:
                 raise _not_finite(layer, status)
 
     product_cost = PRODUCT_NANOSECONDS * sum(matrix.terms * matrix.columns for w in weights for matrix in _matrices(w))
@@ -140,6 +148,32 @@ def _through_whole_layers(
     if cache.keeps:
         for layer, (key, value) in zip(trunk.layers, new, strict=True):
             _keep(cache, layer, key, value)
+
+
+def _again(
+    trunk: Trunk,
+    layer: Layer,
+    x: np.ndarray,
+    own: slice,
+    cache: GridCache,
+    visible: dict[int | None, Visible],
+    key: np.ndarray,
+    value: np.ndarray,
+) -> np.ndarray:
+    """The result of a layer for some rows, kernel by kernel on this thread; x [n, H] are its inputs.
+
+    The new keys and values are stored once more, with the same bits; key and value [R, Hk D] are set at these rows.
+    """
+    part, target = copy.copy(cache), cache.target
+    part.aim(target.slots[own], target.positions[own], target.valid[own])
+
+    def attend(layer: Layer, query: np.ndarray, new_key: np.ndarray, new_value: np.ndarray) -> Attended:
+        key[own], value[own] = new_key, new_value
+        begin, end = (bound[own] for bound in visible[layer.window])
+        return Attended(attend_arrays(query, new_key, new_value, part, layer.index, begin, end, layer.spec))
+
+    with pool.limited_to(1):
+        return layer_forward(layer, x, rotary_at(trunk, part.target.arrays[1][:, 0]), attend)[0]
 
 
 def _not_finite(layer: Layer, status: int) -> NumericsError:

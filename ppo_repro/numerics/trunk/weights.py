@@ -152,7 +152,7 @@ def _layer(index: int, module: nn.Module, trunk: PreTrainedModel) -> Layer:
         key_norm=_norm(a.k_norm) if isinstance(trunk, Qwen3Model) else None,
         out=_linear(a.o_proj),
         window=getattr(has_window, "sliding_window", None),
-        spec=spec_of(heads, kv_heads, a.head_dim, a.scaling, a.max_context),
+        spec=spec_of(heads, kv_heads, a.head_dim, a.scaling),
         max_context=a.max_context,
         mlp_norm=_norm(layer.post_attention_layernorm),
         gate=_linear(mlp.gate_proj),

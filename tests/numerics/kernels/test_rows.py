@@ -75,9 +75,9 @@ def test_the_norm_is_accurate_and_float32_would_not_be_equal() -> None:
     reference = leaf / (leaf.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     reference.backward(upstream.double())
     assert leaf.grad is not None
-    # grids of 20 bits below the largest element (here about 4) under the mean and the dot product
-    assert torch.allclose(y.double(), reference.detach(), rtol=2.0**-20, atol=0)
-    assert float((dx.double() - leaf.grad).norm() / leaf.grad.norm()) < 1e-6
+    # with grids of 26 bits under the mean and the dot product, the rounding of the result to float32 remains
+    assert torch.allclose(y.double(), reference.detach(), rtol=1.01 * 2.0**-24, atol=0)
+    assert float((dx.double() - leaf.grad).norm() / leaf.grad.norm()) < 4e-8
     assert unequal(nn.functional.rms_norm(x, (300,), weight, 1e-6), y) > 0
 
 

@@ -95,7 +95,7 @@ def test_kernels_are_as_accurate_as_float64(seed: int, v: int, kind: str, mask: 
         torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1),
     )
     for name, value in vars(scores).items():
-        # float32 results of up to 100; masses on a grid of 20 bits in the sum of squares; exp right to 1e-7
+        # float32 results of up to 100; exp right to 1e-7
         assert torch.allclose(value.double(), vars(expected)[name], rtol=5e-6, atol=2e-6), name
 
 

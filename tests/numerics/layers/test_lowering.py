@@ -217,6 +217,13 @@ def test_a_vocabulary_too_large_for_the_grids_is_refused() -> None:
         check_config(qwen3_config(vocab_size=2**23 + 1), CONTEXT)
 
 
+def test_contexts_with_too_many_queries_for_the_gradient_of_a_key_are_refused() -> None:
+    config = qwen3_config(num_attention_heads=64, num_key_value_heads=1, max_position_embeddings=2**15)
+    check_config(config, 2**14)
+    with pytest.raises(UserError, match=r"max_context = 16385: with 64 query heads .* allow 16384 at most"):
+        check_config(config, 2**14 + 1)
+
+
 @pytest.mark.parametrize(
     "rope", [LINEAR_ROPE, LLAMA3_ROPE, YARN, SCALED_YARN], ids=["linear", "llama3", "yarn", "scaled"]
 )

@@ -36,21 +36,21 @@ def test_gradients_worked_by_hand(gradients: object) -> None:
     assert d_a.tolist() == [[0.5, 0.5]] and d_b.tolist() == [[0.5], [0.0]]
 
 
-def on_grid(row: list[float]) -> list[Fraction]:
-    """A row on its grid of 20 bits: round half to even in units of 2^(e - 20), 2^e > max, e >= -100."""
+def on_grid(row: list[float], bits: int) -> list[Fraction]:
+    """A row on its grid: round half to even in units of 2^(e - bits), 2^e > max, e >= -100."""
     largest = max(abs(x) for x in row)
     e = max(math.frexp(largest)[1], -100) if largest else -100
-    unit = Fraction(2) ** (e - 20)
+    unit = Fraction(2) ** (e - bits)
     return [round(Fraction(x) / unit) * unit for x in row]
 
 
 def slow_merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """From the definition, in rationals up to the sum, then one float64 product, one sum, one rounding to float32."""
-    columns = [on_grid(column) for column in a.t().tolist()]
+    """From the definition, in rationals up to the sum, one rounding to float64, a product, a sum, one to float32."""
+    columns = [on_grid(column, 24) for column in a.t().tolist()]
     merged = base.clone()
     for n, row in enumerate(b.tolist()):
         for k, column in enumerate(columns):
-            total = sum((x * y for x, y in zip(on_grid(row), column, strict=True)), Fraction(0))
+            total = sum((x * y for x, y in zip(on_grid(row, 26), column, strict=True)), Fraction(0))
             if total:
                 merged[n, k] = float(np.float32(float(base[n, k]) + float(total) * scale))
     return merged
@@ -116,9 +116,9 @@ def test_merges_and_gradients_are_as_accurate_as_the_grids_promise(rank: int) ->
         (d_b, scale * g64 @ a64.t(), gradient, a, (scale * g64 @ a64.t()).abs()),
     )
     for got, exact, left, right, size in pairs:
-        # a grid of 20 bits is up to 2^-20 of the largest of a row away from it (half a unit of 2^(e-20), 2^e <= 2 max)
+        # grids of 26 and 24 bits are up to 2^-26 and 2^-24 of the largest of a row away from it, as 2^e <= 2 max
         largest = left.double().abs().amax(-1)[:, None] * right.double().abs().amax(-1)[None]
-        bound = scale * left.shape[1] * largest * 2.0**-19 + size * 2.0**-22
+        bound = scale * left.shape[1] * largest * 2.0**-23 + size * 2.0**-22
         assert bool(((got.double() - exact).abs() <= bound).all())
 
 

@@ -113,6 +113,63 @@ def test_a_decoder_sees_that_a_weight_or_the_backend_has_changed() -> None:
             weight.copy_(kept)
 
 
+def stand_out(weight: torch.Tensor) -> None:
+    weight[3] *= 2.0**12
+
+
+# a number of an input that stands out, by the parameter that makes it so
+INPUTS = {
+    "of query, key and value": ("llama", "layers.1.input_layernorm"),
+    "of out": ("qwen3", "layers.0.self_attn.v_proj"),
+    "of gate and up": ("qwen2", "layers.0.post_attention_layernorm"),
+    "of down": ("mistral", "layers.1.mlp.up_proj"),
+}
+
+
+@needs_amx
+@pytest.mark.parametrize("place", INPUTS)
+def test_whole_layers_leave_inputs_with_outliers_to_the_kernels(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, name = INPUTS[place]
+    backend.use("amx", 3)
+    monkeypatch.setattr(pool, "LEAST_NANOSECONDS", 1e-9)
+    called, again, repeat = Called(monkeypatch), [], decoding._again
+    monkeypatch.setattr(decoding, "_again", lambda *a: (again.append(a[1].index), repeat(*a))[1])
+    weight = trunk_of(policy(architecture, "exact")).get_parameter(f"{name}.weight")
+    kept = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            stand_out(weight)
+        whole = sampled(architecture)
+        assert called.layers > 0 and called.kernels == 0 and set(again) == {int(name.split(".")[1])}
+        monkeypatch.setattr(Decoder, "layers", lambda self: [])
+        assert same(whole, sampled(architecture)) and called.kernels > 0
+        backend.use("float64", 1)
+        assert same(whole, sampled(architecture))
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+
+
+@needs_amx
+def test_weights_with_outliers_are_left_to_the_kernels() -> None:
+    trunk = trunk_of(policy("llama", "exact"))
+    weights = unpack(trunk)
+    assert weights is not None
+    weight = trunk.layers[1].mlp.up_proj.weight
+    kept = weight.detach().clone()
+    backend.use("amx", 1)
+    decoder = Decoder(weights)
+    assert decoder.layers()
+    try:
+        with torch.no_grad():
+            weight[2, 5] = 2.0**10
+        assert decoder.layers() == []
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+    assert decoder.layers()
+
+
 INF = float("inf")
 # what is done to which parameter, and what then is the first that is not finite
 FAULTS = {

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.arithmetic.grid import WEIGHT_BITS
 from tests.support.models import seeded
 
 FLAVOURS = ("normal", "ties", "denormal", "zeros", "signed zeros", "full range", "wide", "powers", "largest")
@@ -15,8 +15,8 @@ STRIDES = ("plain", "transposed", "sliced", "reversed pages", "expanded")
 
 def _row(flavour: str, n: int, generator: torch.Generator) -> Tensor:
     x = torch.randn(n, generator=generator)
-    if flavour == "ties":  # multiples of half a unit of the grid of a row that reaches 1
-        x = torch.randint(-(2**8), 2**8, (n,), generator=generator) * 2.0 ** -(OPERAND_BITS + 1)
+    if flavour == "ties":  # multiples of half a unit of the grid of weights that reach 1
+        x = torch.randint(-(2**8), 2**8, (n,), generator=generator) * 2.0 ** -(WEIGHT_BITS + 1)
         x[0] = 0.75
     elif flavour == "denormal":
         x = x * 2.0**-130

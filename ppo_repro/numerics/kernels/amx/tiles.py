@@ -1,13 +1,11 @@
 """AMX tile registers: sums of products of 8-bit digits in 32-bit integers.
 
-Tiles 0 to 5 are accumulators, tile 6 holds a digit of A, tile 7 a digit of B. A `kind` says how many digits A and B
-have: 10 (digits of A) + (digits of B). Intel, Architecture Instruction Set Extensions Programming Reference, ch. 3.
+Tiles 0 to 5 are accumulators, one for each power of 256; tile 6 holds a digit of A, tile 7 a digit of B. Left operands
+A have four digits, right operands B three: the 12 products of digits lie on six powers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,8 @@ from llvmlite.ir import Value
 from numba import types
 from numba.extending import intrinsic
 
+from ppo_repro.numerics.kernels.amx import emulation, hardware
+from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
 from ppo_repro.numerics.kernels.core.vectors import (
     DOUBLE,
     FLOAT,
@@ -24,9 +24,9 @@ from ppo_repro.numerics.kernels.core.vectors import (
     I32,
     I64,
     TILE,
+    VOID,
     at,
     call,
-    choose,
     constant,
     load,
     spread,
@@ -34,42 +34,19 @@ from ppo_repro.numerics.kernels.core.vectors import (
     vector,
 )
 
-ACCUMULATORS = 6
-ROW_BYTES = 64
-VOID = ir.VoidType()
+A_DIGITS, B_DIGITS = 4, 3
+A_SIZE, B_SIZE = A_DIGITS * TILE, B_DIGITS * TILE  # bytes of a block of 16 by 64 integers
+LEVELS = A_DIGITS + B_DIGITS - 1  # powers of 256
+SAVED = LEVELS * TILE  # bytes of the saved accumulators
+_A_TILE, _B_TILE, _ROW_BYTES = 6, 7, 64
+
+_cpu: Any = emulation if EMULATED_AMX else hardware
+STATE: int = _cpu.STATE  # bytes of memory at `registers`, an address that each of the operations below takes
 
 
-@dataclass(frozen=True)
-class Program:
-    """The accumulator of each digit product, and the accumulators of each power of 256."""
-
-    products: tuple[tuple[int, int, int], ...]  # digit of A, digit of B, accumulator
-    level_tiles: tuple[tuple[int, ...], ...]
-
-
-def program(a_digits: int, b_digits: int) -> Program:
-    """All digit products in an order that reuses the loaded digit of B.
-
-    A product waits for the previous one into the same accumulator. So a level that occurs again within three products
-    gets a second accumulator while there are some left.
-    """
-    levels = a_digits + b_digits - 1
-    tiles = [[level] for level in range(levels)]
-    spare = list(range(levels, ACCUMULATORS))
-    products: list[tuple[int, int, int]] = []
-    for i in range(a_digits):
-        for j in range(b_digits) if i % 2 == 0 else range(b_digits - 1, -1, -1):
-            level = i + j
-            recent = [accumulator for _, _, accumulator in products[-3:]]
-            free = [tile for tile in tiles[level] if tile not in recent]
-            if not free and spare:
-                tiles[level].append(spare.pop(0))
-                free = tiles[level][-1:]
-            products.append((i, j, free[0] if free else tiles[level][0]))
-    return Program(tuple(products), tuple(tuple(t) for t in tiles))
-
-
-KINDS = {10 * a + b: program(a, b) for a, b in ((2, 2), (3, 3), (3, 2), (4, 3), (4, 2))}
+# Digit of A, digit of B. A product waits for the one before it on the same power, for about the time of three others;
+# here three others lie between them, from block to block too. And two neighbours share a digit, which is loaded once.
+PRODUCTS = (0, 0), (0, 2), (3, 2), (1, 2), (1, 0), (2, 0), (2, 2), (2, 1), (0, 1), (1, 1), (3, 1), (3, 0)
 
 
 def configuration(rows: int) -> np.ndarray:
@@ -77,70 +54,62 @@ def configuration(rows: int) -> np.ndarray:
     c = np.zeros(64, np.uint8)
     c[0] = 1
     for tile in range(8):
-        c[16 + 2 * tile] = ROW_BYTES
-        c[48 + tile] = 16 if tile == 7 else rows
+        c[16 + 2 * tile] = _ROW_BYTES
+        c[48 + tile] = 16 if tile == _B_TILE else rows
     return c
 
 
 @intrinsic
-def configure(_: Any, address: Any) -> Any:
+def configure(_: Any, registers: Any, palette: Any) -> Any:
     """Load the tile configuration of this thread, 64 bytes at an address."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-        call(b, "llvm.x86.ldtilecfg", VOID, at(b, I8, args[0]))
+        _cpu.configure(b, *args)
+        return ctx.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate
+
+
+@intrinsic
+def release(_: Any, registers: Any) -> Any:
+    """Release the tiles, so that the system need not save them when it switches threads."""
+
+    def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+        _cpu.release(b, *args)
         return ctx.get_dummy_value()
 
     return types.void(types.intp), generate
 
 
 @intrinsic
-def release(_: Any) -> Any:
-    """Release the tiles, so that the system need not save them when it switches threads."""
-
-    def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-        call(b, "llvm.x86.tilerelease", VOID)
-        return ctx.get_dummy_value()
-
-    return types.void(), generate
-
-
-def _tile(number: int) -> ir.Constant:
-    return ir.Constant(I8, number)
-
-
-@intrinsic
-def clear(_: Any) -> Any:
+def clear(_: Any, registers: Any) -> Any:
     """Zero the accumulators."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-        for tile in range(ACCUMULATORS):
-            call(b, "llvm.x86.tilezero", VOID, _tile(tile))
+        for level in range(LEVELS):
+            _cpu.zero(b, args[0], level)
         return ctx.get_dummy_value()
 
-    return types.void(), generate
+    return types.void(types.intp), generate
 
 
 @intrinsic
-def multiply(_: Any, kind: Any, a: Any, b: Any) -> Any:
+def multiply(_: Any, registers: Any, a: Any, b: Any) -> Any:
     """Add the products of all digits of 64 terms; at both addresses the digits are TILE bytes apart."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-        stride = ir.Constant(I64, ROW_BYTES)
-
-        def emit(p: Program) -> None:
-            loaded_a = loaded_b = -1
-            for i, j, accumulator in p.products:
-                if i != loaded_a:
-                    call(b, "llvm.x86.tileloadd64", VOID, _tile(6), at(b, I8, args[1], i * TILE), stride)
-                if j != loaded_b:
-                    call(b, "llvm.x86.tileloadd64", VOID, _tile(7), at(b, I8, args[2], j * TILE), stride)
-                loaded_a, loaded_b = i, j
-                call(b, "llvm.x86.tdpbssd", VOID, _tile(accumulator), _tile(6), _tile(7))
-
-        choose(b, args[0], {number: partial(emit, p) for number, p in KINDS.items()})
+        registers, left, right = args
+        loaded_i = loaded_j = -1
+        for i, j in PRODUCTS:
+            if i != loaded_i:
+                _cpu.load(b, registers, _A_TILE, b.add(left, ir.Constant(I64, i * TILE)))
+            if j != loaded_j:
+                _cpu.load(b, registers, _B_TILE, b.add(right, ir.Constant(I64, j * TILE)))
+            loaded_i, loaded_j = i, j
+            _cpu.add_products(b, registers, i + j, _A_TILE, _B_TILE)
         return ctx.get_dummy_value()
 
-    return types.void(types.int64, types.intp, types.intp), generate
+    return types.void(types.intp, types.intp, types.intp), generate
 
 
 @intrinsic
@@ -169,61 +138,47 @@ def fetch(_: Any, address: Any) -> Any:
 
 
 @intrinsic
-def save(_: Any, scratch: Any) -> Any:
-    """Store accumulator t at scratch + t TILE."""
+def save(_: Any, registers: Any, scratch: Any) -> Any:
+    """Store the accumulator of 256^level at scratch + level TILE."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-        stride = ir.Constant(I64, ROW_BYTES)
-        for tile in range(ACCUMULATORS):
-            call(b, "llvm.x86.tilestored64", VOID, _tile(tile), at(b, I8, args[0], tile * TILE), stride)
+        for level in range(LEVELS):
+            _cpu.store(b, args[0], level, b.add(args[1], ir.Constant(I64, level * TILE)))
         return ctx.get_dummy_value()
 
-    return types.void(types.intp), generate
+    return types.void(types.intp, types.intp), generate
 
 
-def _levels(b: Builder, scratch: Value, p: Program) -> list[Value]:
-    """The integer sum of each power of 256 for 16 columns of one row, from saved accumulators."""
-    sums = []
-    for tiles in p.level_tiles:
-        total = load(b, I32, scratch, tiles[0] * TILE)
-        for tile in tiles[1:]:
-            total = b.add(total, load(b, I32, scratch, tile * TILE))
-        sums.append(total)
-    return sums
+def _sums(b: Builder, scratch: Value) -> Value:
+    """sum_l 256^l level_l as int64 for 16 columns of one row, from saved accumulators."""
+    total = b.sext(load(b, I32, scratch), vector(I64))
+    for level in range(1, LEVELS):
+        wide = b.sext(load(b, I32, scratch, level * TILE), vector(I64))
+        total = b.add(total, b.shl(wide, constant(I64, 8 * level)))
+    return total
 
 
 @intrinsic
-def write(_: Any, kind: Any, scratch: Any, row_scale: Any, column_scales: Any, bias: Any, target: Any) -> Any:
-    """target[0..15] = fl32(sum_l 256^l level_l scales) + 0 + bias; after the + 0, a bias of 0 changes no bit."""
+def write(_: Any, scratch: Any, row_scale: Any, column_scales: Any, bias: Any, target: Any) -> Any:
+    """target[0..15] = fl32(fl64(sum) scales) + 0 + bias; after the + 0, a bias of 0 changes no bit."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-        def emit(p: Program) -> None:
-            wide = [b.sitofp(level, vector(DOUBLE)) for level in _levels(b, args[1], p)]
-            total = wide[-1]
-            for level in reversed(wide[:-1]):  # integers below 2^53: a fused multiply-add changes nothing
-                total = call(b, "llvm.fma.v16f64", vector(DOUBLE), total, constant(DOUBLE, 256.0), level)
-            scale = b.fmul(load(b, DOUBLE, args[3]), spread(b, DOUBLE, args[2]))
-            result = b.fadd(b.fptrunc(b.fmul(total, scale), vector(FLOAT)), constant(FLOAT, 0.0))
-            store(b, b.fadd(result, load(b, FLOAT, args[4])), args[5])
-
-        choose(b, args[0], {number: partial(emit, KINDS[number]) for number in (22, 33)})
+        total = b.sitofp(_sums(b, args[0]), vector(DOUBLE))
+        scale = b.fmul(load(b, DOUBLE, args[2]), spread(b, DOUBLE, args[1]))
+        result = b.fadd(b.fptrunc(b.fmul(total, scale), vector(FLOAT)), constant(FLOAT, 0.0))
+        store(b, b.fadd(result, load(b, FLOAT, args[3])), args[4])
         return ctx.get_dummy_value()
 
-    return types.void(types.int64, types.intp, types.float64, types.intp, types.intp, types.intp), generate
+    return types.void(types.intp, types.float64, types.intp, types.intp, types.intp), generate
 
 
 @intrinsic
-def add_integers(_: Any, kind: Any, scratch: Any, target: Any, mask: Any) -> Any:
-    """target[0..15] = (target[0..15] & mask) + sum_l 256^l level_l as int64."""
+def add_integers(_: Any, scratch: Any, target: Any, mask: Any) -> Any:
+    """target[0..15] = (target[0..15] & mask) + sum as int64."""
 
     def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-        def emit(p: Program) -> None:
-            total = b.and_(load(b, I64, args[2]), spread(b, I64, args[3]))
-            for power, level in enumerate(_levels(b, args[1], p)):
-                total = b.add(total, b.shl(b.sext(level, vector(I64)), constant(I64, 8 * power)))
-            store(b, total, args[2])
-
-        choose(b, args[0], {number: partial(emit, p) for number, p in KINDS.items() if number != 22})
+        before = b.and_(load(b, I64, args[1]), spread(b, I64, args[2]))
+        store(b, b.add(before, _sums(b, args[0])), args[1])
         return ctx.get_dummy_value()
 
-    return types.void(types.int64, types.intp, types.intp, types.int64), generate
+    return types.void(types.intp, types.intp, types.int64), generate

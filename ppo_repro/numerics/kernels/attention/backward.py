@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.arithmetic.grid import DOT_BITS, LEFT_BITS, RIGHT_BITS, SPLIT_BITS
 from ppo_repro.numerics.kernels.attention.block import (
     BLOCK,
     ONE,
@@ -36,6 +36,9 @@ from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set
 from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
 from ppo_repro.numerics.kernels.core.scalar import magnitude_bits, magnitude_bits_64, pow2_64, round_to_f32_plus_zero
 
+UP, DOWN = 2.0**SPLIT_BITS, 2.0**-SPLIT_BITS
+COARSER = 2.0 ** (LEFT_BITS - RIGHT_BITS)  # times the scale of a row on its grid for scores, on that for keys
+
 
 class Gradient(NamedTuple):
     """The gradient of a block's results, and numbers derived from it."""
@@ -49,19 +52,29 @@ class Gradient(NamedTuple):
 
 
 @exact_sum
-def dot(a, b):  # type: ignore[no-untyped-def]
-    """The exact sum of products of grid integers."""
-    total = 0.0
+def split_dot(a, b):  # type: ignore[no-untyped-def]
+    """The exact sums of products of two parts of the integers a = above 2^SPLIT_BITS + below with the integers b."""
+    above, below = 0.0, 0.0
     for d in range(a.size):
-        total += a[d] * b[d]
-    return total
+        high = np.rint(a[d] * DOWN)
+        above += high * b[d]
+        below += (a[d] - high * UP) * b[d]
+    return above, below
+
+
+@kernel
+def dot(a, b):  # type: ignore[no-untyped-def]
+    """fl64(sum_d a[d] b[d]) of integers up to 2^26, as `grid.exact_dot`."""
+    # the one rounding of the sum stands apart from the parts, which the compiler may reorder
+    above, below = split_dot(a, b)
+    return above * UP + below
 
 
 @kernel
 def load_delta(block, count, saved, dim, gradient):  # type: ignore[no-untyped-def]
-    """delta[i] = sum_d gradient[i, d] result[i, d], both rounded to their grids."""
+    """delta[i] = fl64(sum_d gradient[i, d] result[i, d]), both rounded to their grids."""
     dp = padded(dim, LANES)
-    load_rows(block, count, saved.out, ONE, OPERAND_BITS, dim, gradient.results, gradient.results_scale)
+    load_rows(block, count, saved.out, ONE, DOT_BITS, dim, gradient.results, gradient.results_scale)
     for i in range(count):
         product = dot(gradient.rows[i * dp : i * dp + dp], gradient.results[i * dp : i * dp + dp])
         gradient.delta[i] = product * gradient.scale[i] * gradient.results_scale[i]
@@ -96,14 +109,14 @@ def differentiate_block(block, count, base, width, spec, keys, gradient, top, to
 
 
 @kernel
-def fold_scores(ds, scales, bits, folded):  # type: ignore[no-untyped-def]
+def fold_scores(ds, scales, folded):  # type: ignore[no-untyped-def]
     """folded = score gradients times the keys' scales, on the query's grid. Returns its exponent."""
     largest = np.int64(0)
     for j in range(ds.size):
         x = ds[j] * scales[j]
         folded[j] = x
         largest = max(largest, magnitude_bits_64(x))
-    return round_to_grid(folded, largest, bits)
+    return round_to_grid(folded, largest, LEFT_BITS)
 
 
 @kernel
@@ -118,10 +131,10 @@ def query_gradients(block, count, base, width, spec, keys, gradient, weights, ds
             clear_unseen(folded[i * width : i * width + width], base, first, last, low, high)
         block.total[i] = 0.0
         if first < last:
-            raise_maxima(ds[begin:end], scale, keys.largest_dk[first:last])
-            raise_maxima(weights[begin:end], gradient.scale[i], keys.largest_dv[first:last])
-            e = fold_scores(ds[begin:end], keys.scales[first:last], spec.key_bits, folded[begin:end])
-            block.total[i] = pow2_64(e - spec.key_bits)
+            raise_maxima(ds[begin:end], scale * COARSER, keys.largest_dk[first:last])
+            raise_maxima(weights[begin:end], gradient.scale[i] * COARSER, keys.largest_dv[first:last])
+            e = fold_scores(ds[begin:end], keys.scales[first:last], folded[begin:end])
+            block.total[i] = pow2_64(e - LEFT_BITS)
     for column in range(0, dp, COLUMNS):
         for i in range(0, padded(count, ROWS), ROWS):
             low, high = block.tile_first[i // ROWS], block.tile_last[i // ROWS]
@@ -159,21 +172,24 @@ def backward_row(block, gradient, spec, saved, keys, first, last, offset, top, t
         for start in range(0, top.size, BLOCK):
             count, base, width = load_block(block, start, spec, first, last, offset)
             w, d = weights[at : at + BLOCK * width], ds[at : at + BLOCK * width]
-            load_rows(block, count, saved.q, factor, spec.operand_bits, dim, block.queries, block.scale)
-            load_rows(block, count, saved.grad, ONE, OPERAND_BITS, dim, gradient.rows, gradient.scale)
             if step == 0 or not save:
+                load_rows(block, count, saved.q, factor, LEFT_BITS, dim, block.queries, block.scale)
+                load_rows(block, count, saved.grad, ONE, LEFT_BITS, dim, gradient.rows, gradient.scale)
                 load_delta(block, count, saved, dim, gradient)
                 differentiate_block(block, count, base, width, spec, keys, gradient, top[start:], total[start:], w, d)
             if step == 0:
                 worst = max(worst, query_gradients(block, count, base, width, spec, keys, gradient, w, d, dq))
             else:
-                key_sums(block, count, base, width, dim, d, block.scale, keys.up_dk, block.queries, keys.dk)
-                key_sums(block, count, base, width, dim, w, gradient.scale, keys.up_dv, gradient.rows, keys.dv)
+                load_rows(block, count, saved.q, factor, RIGHT_BITS, dim, block.queries, block.scale)
+                load_rows(block, count, saved.grad, ONE, RIGHT_BITS, dim, gradient.rows, gradient.scale)
+                dk, dv = (keys.dk_high, keys.dk_low), (keys.dv_high, keys.dv_low)
+                key_sums(block, count, base, width, dim, d, block.scale, keys.up_dk, block.queries, *dk)
+                key_sums(block, count, base, width, dim, w, gradient.scale, keys.up_dv, gradient.rows, *dv)
             if save:
                 at += BLOCK * width
         if step == 0:
-            set_grids(keys.largest_dk, spec.query_bits, keys.up_dk)
-            set_grids(keys.largest_dv, spec.query_bits, keys.up_dv)
+            set_grids(keys.largest_dk, keys.up_dk)
+            set_grids(keys.largest_dv, keys.up_dv)
     return worst
 
 
@@ -192,6 +208,6 @@ def backward(begin, end, spec, spans, saved, first, last, dq, dk, dv):  # type: 
         tops, totals = saved.top[head, a * groups : z * groups], saved.total[head, a * groups : z * groups]
         largest = backward_row(block, gradient, spec, saved, keys, first[a:z], last[a:z], offset, tops, totals, dq)
         worst = max(worst, largest)
-        worst = max(worst, store_keys(keys.dk, keys.up_dk, at, z - a, spec, dk))
-        worst = max(worst, store_keys(keys.dv, keys.up_dv, at, z - a, spec, dv))
+        worst = max(worst, store_keys(keys.dk_high, keys.dk_low, keys.up_dk, at, z - a, spec, dk))
+        worst = max(worst, store_keys(keys.dv_high, keys.dv_low, keys.up_dv, at, z - a, spec, dv))
     return worst

@@ -1,7 +1,7 @@
 """One block of queries of one row and key/value head: loading, scores, softmax weights.
 
-The queries of a row are ordered by position, then by head of the group. Every sum is a product of grid numbers in
-float64 (`tiles`) and exact in every order. Everything else is rounded step by step, as in the reference.
+The queries of a row are ordered by position, then by head of the group. Every sum of products of grid numbers is
+exact and rounded once (`tiles`). Everything else is rounded step by step, as in the reference.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_rows
+from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_scores
 from ppo_repro.numerics.kernels.core.compile import exact_sum, inline, kernel
 from ppo_repro.numerics.kernels.core.scalar import (
     exp32,
@@ -28,15 +28,12 @@ ONE = np.float32(1.0)
 
 
 class Spec(NamedTuple):
-    """The sizes of an attention and the bits of its grids, see `numerics.layers.attention`."""
+    """The sizes of an attention."""
 
     heads: int
     kv_heads: int
     dim: int
     scaling: float
-    operand_bits: int  # of queries and keys
-    key_bits: int  # of the terms of sums over keys
-    query_bits: int  # of the terms of sums over queries
     saved_weights: int  # how many weights of a row and head the backward may save
 
 
@@ -180,7 +177,7 @@ def panel_offset(j, dim):  # type: ignore[no-untyped-def]
 
 @kernel
 def score_tiles(block, base, width, a, dim, panels, panels_at, out):  # type: ignore[no-untyped-def]
-    """out[i, j] = sum_d a[i, d] b[base + j, d] where query i sees key base + j; undefined elsewhere."""
+    """out[i, j] = fl64(sum_d a[i, d] b[base + j, d]) where query i sees key base + j; undefined elsewhere."""
     dp = padded(dim, LANES)
     for start in range(0, width, COLUMNS):
         for t in range(BLOCK // ROWS):
@@ -189,7 +186,7 @@ def score_tiles(block, base, width, a, dim, panels, panels_at, out):  # type: ig
                 skip = max(first, 0) // LANES * LANES
                 at, to = panels_at + panel_offset(base + start + skip, dim), t * ROWS * width + start + skip
                 wide = min(last, COLUMNS) - skip
-                set_rows(a, t * ROWS * dp, dp, 1, panels, at, COLUMNS, out, to, width, dim, wide)
+                set_scores(a, t * ROWS * dp, dp, 1, panels, at, COLUMNS, out, to, width, dim, wide)
 
 
 @exact_sum

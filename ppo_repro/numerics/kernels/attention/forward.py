@@ -1,6 +1,6 @@
 """Exact attention for CPUs, forward: only visible keys are read, and no [L, L] matrix is stored.
 
-Sums are exact in every order; everything else is rounded step by step, as in the reference.
+Sums are exact and rounded once; everything else is rounded step by step, as in the reference.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.arithmetic.grid import LEFT_BITS, RIGHT_BITS
 from ppo_repro.numerics.kernels.attention.block import (
     BLOCK,
     ONE,
@@ -44,18 +44,18 @@ class GridKeys(NamedTuple):
 
 
 @kernel
-def fold(weights, scales, bits):  # type: ignore[no-untyped-def]
+def fold(weights, scales):  # type: ignore[no-untyped-def]
     """Multiply weights by the scales of their values and put them on one grid, in place. Returns its exponent."""
     largest = np.int64(0)
     for j in range(weights.size):
         folded = weights[j] * np.float64(scales[j])
         weights[j] = folded
         largest = max(largest, magnitude_bits_64(folded))
-    return round_to_grid(weights, largest, bits)
+    return round_to_grid(weights, largest, LEFT_BITS)
 
 
 @kernel
-def weigh_block(block, count, base, width, keys, bits):  # type: ignore[no-untyped-def]
+def weigh_block(block, count, base, width, keys):  # type: ignore[no-untyped-def]
     """Turn scores into folded weights, in place. Returns the bits of the largest magnitude of a score."""
     worst = np.int32(0)
     for i in range(padded(count, ROWS)):
@@ -71,13 +71,13 @@ def weigh_block(block, count, base, width, keys, bits):  # type: ignore[no-untyp
             worst = max(worst, magnitude)
             weigh(block.rounded, top, own)
             block.top[i], block.total[i] = top, sum_of(own)
-            block.scale[i] = pow2_64(fold(own, keys.scales[first:last], bits) - bits)
+            block.scale[i] = pow2_64(fold(own, keys.scales[first:last]) - LEFT_BITS)
     return worst
 
 
 @kernel
 def sum_values(block, count, base, width, dim, keys):  # type: ignore[no-untyped-def]
-    """sums[i, d] = sum_j weights[i, j] values[j, d]."""
+    """sums[i, d] = fl64(sum_j weights[i, j] values[j, d])."""
     dp = padded(dim, LANES)
     for column in range(0, dp, COLUMNS):
         columns, b = min(COLUMNS, dp - column), keys.values_at + column
@@ -112,9 +112,9 @@ def attend_row(block, spec, keys, q, first, last, offset, out, top, total):  # t
     worst = np.int32(0)
     for start in range(0, top.size, BLOCK):
         count, base, width = load_block(block, start, spec, first, last, offset)
-        load_rows(block, count, q, np.float32(spec.scaling), spec.operand_bits, spec.dim, block.queries, block.scale)
+        load_rows(block, count, q, np.float32(spec.scaling), LEFT_BITS, spec.dim, block.queries, block.scale)
         score_tiles(block, base, width, block.queries, spec.dim, keys.panels, keys.panels_at, block.scores)
-        worst = max(worst, weigh_block(block, count, base, width, keys, spec.key_bits))
+        worst = max(worst, weigh_block(block, count, base, width, keys))
         sum_values(block, count, base, width, spec.dim, keys)
         worst = max(worst, store_block(block, count, spec.dim, out))
         for i in range(count):
@@ -125,18 +125,18 @@ def attend_row(block, spec, keys, q, first, last, offset, out, top, total):  # t
 @kernel
 def load_keys(k, v, at, length, spec, keys):  # type: ignore[no-untyped-def]
     """Put `length` keys and values of flat [.., Hk, D] on their grids; the first begins at offset `at`."""
-    dim, dp, bits, stride = spec.dim, padded(spec.dim, LANES), spec.operand_bits, spec.kv_heads * spec.dim
+    dim, dp, stride = spec.dim, padded(spec.dim, LANES), spec.kv_heads * spec.dim
     rows = np.zeros(LANES * dp)
     for j in range(length):
         begin, lane = at + j * stride, j % LANES
         row = rows[lane * dp : lane * dp + dp]
-        scale = pow2_64(quantise_row(k[begin : begin + dim], ONE, bits, row) - bits)
+        scale = pow2_64(quantise_row(k[begin : begin + dim], ONE, RIGHT_BITS, row) - RIGHT_BITS)
         for d in range(dim):
             row[d] *= scale
         if lane == LANES - 1 or j == length - 1:
             transpose_rows(rows, dim, keys.panels, panel_offset(j - lane, dim))
         row = keys.values[j * dp : j * dp + dp]
-        keys.scales[j] = pow2_64(quantise_row(v[begin : begin + dim], ONE, OPERAND_BITS, row) - OPERAND_BITS)
+        keys.scales[j] = pow2_64(quantise_row(v[begin : begin + dim], ONE, RIGHT_BITS, row) - RIGHT_BITS)
 
 
 @kernel
@@ -192,10 +192,10 @@ def store(begin, end, spec, slots, positions, valid, k, v, keys, values, scales)
             slot, position = slots[r], positions[r, i]
             for head in range(spec.kv_heads):
                 at = ((r * length + i) * spec.kv_heads + head) * dim
-                scale = pow2_64(quantise_row(k[at : at + dim], ONE, spec.operand_bits, row) - spec.operand_bits)
+                scale = pow2_64(quantise_row(k[at : at + dim], ONE, RIGHT_BITS, row) - RIGHT_BITS)
                 for d in range(dim):
                     keys[slot, head, position // COLUMNS, d, position % COLUMNS] = row[d] * scale
-                scale = pow2_64(quantise_row(v[at : at + dim], ONE, OPERAND_BITS, row) - OPERAND_BITS)
+                scale = pow2_64(quantise_row(v[at : at + dim], ONE, RIGHT_BITS, row) - RIGHT_BITS)
                 for d in range(dim):
                     values[slot, head, position, d] = row[d]
                 scales[slot, head, position] = scale

@@ -1,6 +1,7 @@
 """The keys and values of one span and head in the backward of attention, and their gradients.
 
-The gradient of a key or value is a sum over queries, exact in every order: its terms are integers on one grid.
+The gradient of a key or value is an exact sum over queries: its terms are integers on one grid. Two float64s hold
+the sum from one block of queries to the next, see `tiles`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.numerics.arithmetic.grid import OPERAND_BITS
+from ppo_repro.numerics.arithmetic.grid import HIGH_START, LEFT_BITS, RIGHT_BITS
 from ppo_repro.numerics.kernels.attention.block import ONE, padded, panel_offset, quantise_row, transpose_rows
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, add_rows
 from ppo_repro.numerics.kernels.core.compile import kernel
@@ -45,8 +46,10 @@ class KeyGradients(NamedTuple):
     largest_dv: np.ndarray
     up_dk: np.ndarray  # [J] 2^(bits - exponent) of the grid of those terms
     up_dv: np.ndarray
-    dk: np.ndarray  # [J, padded D] sums
-    dv: np.ndarray
+    dk_high: np.ndarray  # [J, padded D] sums: HIGH_START + dk = dk_high + dk_low
+    dk_low: np.ndarray
+    dv_high: np.ndarray
+    dv_low: np.ndarray
 
 
 @kernel
@@ -64,6 +67,8 @@ def make_keys(length, dim):  # type: ignore[no-untyped-def]
         np.empty(row),
         np.empty(row * dp),
         np.empty(row * dp),
+        np.empty(row * dp),
+        np.empty(row * dp),
     )
 
 
@@ -75,10 +80,9 @@ def load_keys(saved, at, length, spec, keys):  # type: ignore[no-untyped-def]
     for j in range(length):
         begin, lane = at + j * stride, j % LANES
         integers = keys.integers[j * dp : j * dp + dp]
-        bits = spec.operand_bits
-        keys.scales[j] = pow2_64(quantise_row(saved.k[begin : begin + dim], ONE, bits, integers) - bits)
+        keys.scales[j] = pow2_64(quantise_row(saved.k[begin : begin + dim], ONE, RIGHT_BITS, integers) - RIGHT_BITS)
         value = value_rows[lane * dp : lane * dp + dp]
-        value_scale = pow2_64(quantise_row(saved.v[begin : begin + dim], ONE, OPERAND_BITS, value) - OPERAND_BITS)
+        value_scale = pow2_64(quantise_row(saved.v[begin : begin + dim], ONE, RIGHT_BITS, value) - RIGHT_BITS)
         for d in range(dim):
             key_rows[lane * dp + d] = integers[d] * keys.scales[j]
             value_rows[lane * dp + d] *= value_scale
@@ -88,8 +92,10 @@ def load_keys(saved, at, length, spec, keys):  # type: ignore[no-untyped-def]
     end = padded(length, COLUMNS)
     keys.largest_dk[:end] = 0
     keys.largest_dv[:end] = 0
-    keys.dk[: end * dp] = 0.0
-    keys.dv[: end * dp] = 0.0
+    keys.dk_high[: end * dp] = HIGH_START
+    keys.dk_low[: end * dp] = 0.0
+    keys.dv_high[: end * dp] = HIGH_START
+    keys.dv_low[: end * dp] = 0.0
 
 
 @kernel
@@ -100,15 +106,15 @@ def raise_maxima(x, factor, largest):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def set_grids(largest, bits, up):  # type: ignore[no-untyped-def]
-    """up[j] = 2^(bits - exponent) of the grid of each key's terms."""
+def set_grids(largest, up):  # type: ignore[no-untyped-def]
+    """up[j] = 2^(LEFT_BITS - exponent) of the grid of each key's terms."""
     for j in range(largest.size):
-        up[j] = pow2_64(bits - exponent64(largest[j]))
+        up[j] = pow2_64(LEFT_BITS - exponent64(largest[j]))
 
 
 @kernel
-def key_sums(block, count, base, width, dim, terms, scale, up, rows, sums):  # type: ignore[no-untyped-def]
-    """sums[j] += sum_i terms[i, j] rows[i]; first puts the terms on the keys' grids, in place."""
+def key_sums(block, count, base, width, dim, terms, scale, up, rows, high, low):  # type: ignore[no-untyped-def]
+    """high[j] + low[j] += sum_i terms[i, j] rows[i]; first puts the terms on the keys' grids, in place."""
     dp, visible = padded(dim, LANES), block.tile_last.max() - base
     block_up = up[base : base + width]
     for i in range(count):
@@ -117,19 +123,19 @@ def key_sums(block, count, base, width, dim, terms, scale, up, rows, sums):  # t
             row[j] = np.rint(row[j] * factor * block_up[j])
     for column in range(0, dp, COLUMNS):
         for j in range(0, visible, ROWS):
-            columns = min(COLUMNS, dp - column)
-            add_rows(terms, j, 1, width, rows, column, dp, sums, (base + j) * dp + column, dp, count, columns)
+            columns, at = min(COLUMNS, dp - column), (base + j) * dp + column
+            add_rows(terms, j, 1, width, rows, column, dp, high, low, at, dp, count, columns)
 
 
 @kernel
-def store_keys(sums, up, at, length, spec, out):  # type: ignore[no-untyped-def]
+def store_keys(high, low, up, at, length, spec, out):  # type: ignore[no-untyped-def]
     """Write the gradients of keys to flat [R L, Hk, D]. Returns the bits of the largest magnitude."""
     dim, dp, stride, worst = spec.dim, padded(spec.dim, LANES), spec.kv_heads * spec.dim, np.int32(0)
     for j in range(length):
-        row, result = sums[j * dp : j * dp + dim], out[at + j * stride : at + j * stride + dim]
-        scale = 1.0 / up[j]
+        above, below = high[j * dp : j * dp + dim], low[j * dp : j * dp + dim]
+        result, scale = out[at + j * stride : at + j * stride + dim], 1.0 / up[j]
         for d in range(dim):
-            x = round_to_f32_plus_zero(row[d] * scale)
+            x = round_to_f32_plus_zero(((above[d] - HIGH_START) + below[d]) * scale)
             result[d] = x
             worst = max(worst, magnitude_bits(x))
     return worst

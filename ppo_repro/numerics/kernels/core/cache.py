@@ -13,6 +13,8 @@ import numba
 from numba.core import config as numba_config
 from numba.core.caching import UserProvidedCacheLocator
 
+from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
+
 NUMERICS = Path(__file__).resolve().parents[2]
 
 
@@ -33,13 +35,13 @@ _DIGEST = sources_digest(NUMERICS)
 
 
 def cache_folder() -> str:
-    """A folder of its own for each state of the kernel sources.
+    """A folder of its own for each state of the kernel sources, and for emulated AMX instructions.
 
     Numba checks only the file that defines a kernel. It would reuse stale machine code after a change in a file from
     which the kernel takes a constant or a function.
     """
     base = numba_config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return str(Path(base) / "ppo_repro" / f"kernels-{_DIGEST[:16]}")
+    return str(Path(base) / "ppo_repro" / f"kernels-{_DIGEST[:16]}{'-emulated' if EMULATED_AMX else ''}")
 
 
 class KernelCacheLocator(UserProvidedCacheLocator):

@@ -73,13 +73,13 @@ def both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
     results: list[B] = []
 
     def other(_: int, half: int) -> None:
-        with _limited_to(half):
+        with limited_to(half):
             results.append(second())
 
     outcomes: Outcomes = SimpleQueue()
     _tasks.put((other, 0, available // 2, outcomes))
     try:
-        with _limited_to(available - available // 2):
+        with limited_to(available - available // 2):
             result = first()
     finally:
         error = outcomes.get()
@@ -89,7 +89,11 @@ def both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
 
 
 @contextmanager
-def _limited_to(count: int) -> Iterator[None]:
+def limited_to(count: int) -> Iterator[None]:
+    """Kernels that the current thread calls inside use up to `count` threads.
+
+    A part of `in_parts` that calls `in_parts` must have one: it must not wait for threads that wait themselves.
+    """
     before, _limit.threads = _limit.threads, count
     try:
         yield

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.numerics.arithmetic.grid import MIN_EXPONENT
-from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
+from ppo_repro.numerics.arithmetic.grid import DOT_BITS, MIN_EXPONENT
+from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
 from ppo_repro.numerics.kernels.core.scalar import (
     INFINITY_BITS,
@@ -22,6 +22,8 @@ from ppo_repro.numerics.kernels.core.scalar import (
 )
 
 NOTHING = np.int32(-(1 << 30))  # the exponent of a row of zeros
+_CHUNK = 1 << 10  # products of at most 2^52, whose sum fits into int64
+_BELOW = (1 << DOT_BITS) - 1
 
 
 @kernel
@@ -69,14 +71,56 @@ def grid_exponent(row, room, gap, most):  # type: ignore[no-untyped-def]
     return (others, True) if e - others >= gap else (e, False)
 
 
-@exact_sum
-def sum_of_squares(row, up):  # type: ignore[no-untyped-def]
-    """sum rne(row up)^2, a sum of integers below 2^53: exact in every order."""
-    total = 0.0
+@inline
+def round_limbs(above, below, bits):  # type: ignore[no-untyped-def]
+    """`grid.round_limbs`: fl64(above 2^bits + below) of int64 numbers, |above| < 2^60, rounded once."""
+    above = above + (below >> bits)
+    fine = ((above & 0xFF) << bits) + (below & ((1 << bits) - 1))
+    return np.float64(above >> 8) * pow2_64(8 + bits) + np.float64(fine)
+
+
+@kernel
+def _squares(row, up):  # type: ignore[no-untyped-def]
+    """sum rne(row up)^2 of up to _CHUNK numbers, int64."""
+    total = np.int64(0)
     for c in range(row.size):
-        a = np.rint(np.float64(row[c]) * up)
+        a = np.int64(np.int32(np.rint(row[c] * up)))
         total += a * a
     return total
+
+
+@kernel
+def sum_of_squares(row, up):  # type: ignore[no-untyped-def]
+    """fl64(sum rne(row up)^2) of integers up to 2^DOT_BITS, the sum exact; `up` has the type of the row."""
+    if row.size <= _CHUNK:
+        return np.float64(_squares(row, up))
+    high, low = np.int64(0), np.int64(0)
+    for start in range(0, row.size, _CHUNK):
+        total = _squares(row[start : start + _CHUNK], up)
+        high, low = high + (total >> DOT_BITS), low + (total & _BELOW)
+    return round_limbs(high, low, DOT_BITS)
+
+
+@kernel
+def _products(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
+    """sum rne(a a_up) rne(b b_up) of up to _CHUNK numbers, int64."""
+    total = np.int64(0)
+    for c in range(a.size):
+        x, y = np.int32(np.rint(a[c] * a_up)), np.int32(np.rint(b[c] * b_up))
+        total += np.int64(x) * np.int64(y)
+    return total
+
+
+@kernel
+def scaled_dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
+    """fl64(sum rne(a a_up) rne(b b_up)) of float64 rows and integers up to 2^DOT_BITS, the sum exact."""
+    if a.size <= _CHUNK:
+        return np.float64(_products(a, a_up, b, b_up))
+    high, low = np.int64(0), np.int64(0)
+    for start in range(0, a.size, _CHUNK):
+        total = _products(a[start : start + _CHUNK], a_up, b[start : start + _CHUNK], b_up)
+        high, low = high + (total >> DOT_BITS), low + (total & _BELOW)
+    return round_limbs(high, low, DOT_BITS)
 
 
 @kernel

@@ -6,8 +6,6 @@ Digits are signed, base 256: x = d0 + 256 d1 + 65536 d2 + ..., -128 <= d < 128.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -20,6 +18,7 @@ from numba.extending import intrinsic
 LANES = 16
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+VOID = ir.VoidType()
 TILE = 1024  # bytes of a tile: 16 rows of 64
 
 
@@ -68,90 +67,97 @@ def digits_of(b: Builder, integers: Value, count: int) -> list[Value]:
     return digits
 
 
-def choose(b: Builder, selector: Value, cases: Mapping[int, Callable[[], None]]) -> None:
-    """Emit a switch over the values of `selector`; a value without a case stops the process."""
-    unknown, end = b.append_basic_block("unknown"), b.append_basic_block("end")
-    switch = b.switch(selector, unknown)
-    for value, emit in cases.items():
-        block = b.append_basic_block(f"case{value}")
-        switch.add_case(ir.Constant(selector.type, value), block)
-        b.position_at_end(block)
-        emit()
-        b.branch(end)
-    b.position_at_end(unknown)
-    call(b, "llvm.trap", ir.VoidType())
-    b.unreachable()
-    b.position_at_end(end)
+def _rounded(b: Builder, scaled: Value) -> Value:
+    """rne of float32 numbers below 2^31 as 32-bit integers."""
+    return b.fptosi(call(b, "llvm.rint.v16f32", vector(FLOAT), scaled), vector(I32))
 
 
-def row_quantiser(transposed: bool) -> Any:
-    """An intrinsic (digits, source, scale, target): the digits of rne(source[0..15] scale), digit s to target + s TILE.
+def _below(b: Builder, x: Value, limits: Value) -> Value:
+    """x, but 0 where |x| >= the limit; a limit of NaN is no limit."""
+    reached = b.fcmp_ordered(">=", call(b, "llvm.fabs.v16f32", vector(FLOAT), x), limits)
+    return b.select(reached, constant(FLOAT, 0.0), x)
 
-    A digit is written as 16 bytes, for an A operand; or `transposed`, as four words 64 bytes apart, for a B operand
-    whose columns are the rows of the source. 2 or 3 digits.
+
+def row_quantiser(digits: int, transposed: bool) -> Any:
+    """An intrinsic (source, scale, limit, target): the digits of rne(source[0..15] scale), digit s to target + s TILE.
+
+    Numbers of magnitude `limit` and above count as 0; a limit of NaN is no limit. A digit is written as 16 bytes, for
+    an A operand; or `transposed`, as four words 64 bytes apart, for a B operand whose columns are the rows of the
+    source.
     """
 
     @intrinsic
-    def write(_: Any, digits: Any, source: Any, scale: Any, target: Any) -> Any:
+    def write(_: Any, source: Any, scale: Any, limit: Any, target: Any) -> Any:
         def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-            scaled = b.fmul(load(b, FLOAT, args[1]), spread(b, FLOAT, args[2]))
-            integers = b.fptosi(call(b, "llvm.rint.v16f32", vector(FLOAT), scaled), vector(I32))
-
-            def emit(count: int) -> None:
-                for s, digit in enumerate(digits_of(b, integers, count)):
-                    if not transposed:
-                        store(b, digit, args[3], s * TILE)
-                        continue
-                    words = b.bitcast(digit, ir.VectorType(I32, 4))
-                    for word in range(4):
-                        element = b.extract_element(words, ir.Constant(I32, word))
-                        b.store(element, at(b, I32, args[3], s * TILE + 64 * word), align=4)
-
-            choose(b, args[0], {count: partial(emit, count) for count in (2, 3)})
+            inside = _below(b, load(b, FLOAT, args[0]), spread(b, FLOAT, args[2]))
+            integers = _rounded(b, b.fmul(inside, spread(b, FLOAT, args[1])))
+            for s, digit in enumerate(digits_of(b, integers, digits)):
+                if not transposed:
+                    store(b, digit, args[3], s * TILE)
+                    continue
+                words = b.bitcast(digit, ir.VectorType(I32, 4))
+                for word in range(4):
+                    element = b.extract_element(words, ir.Constant(I32, word))
+                    b.store(element, at(b, I32, args[3], s * TILE + 64 * word), align=4)
             return ctx.get_dummy_value()
 
-        return types.void(types.int64, types.intp, types.float32, types.intp), generate
+        return types.void(types.intp, types.float32, types.float32, types.intp), generate
 
     return write
 
 
-def column_quantiser(counts: tuple[int, ...], scale_by_column: bool) -> Any:
-    """An intrinsic (digits, source, stride, scales, target): 4 rows of 16 columns, the 4 rows of a column in one word.
+def _store_words(b: Builder, rows: list[Value], digits: int, target: Value) -> None:
+    """Four rows of 16 integers to a B operand: word c of digit s, at target + s TILE + 4 c, holds column c."""
+    words: list[Value] = [constant(I32, 0)] * digits
+    for row, integers in enumerate(rows):
+        for s, digit in enumerate(digits_of(b, integers, digits)):
+            words[s] = b.or_(words[s], b.shl(b.zext(digit, vector(I32)), constant(I32, 8 * row)))
+    for s, word in enumerate(words):
+        store(b, word, target, s * TILE)
 
-    Word c of digit s goes to target + s TILE + 4 c, the layout of a B operand. `scales` are 16 floats, one for each
-    column; or 8 floats, two for each row: a scale outside the range of float32 is a product of two inside it.
+
+def column_quantiser(digits: int) -> Any:
+    """An intrinsic (source, stride, scales, limits, target): 4 rows of 16 columns to a B operand, see `_store_words`.
+
+    `scales` and `limits` are 16 floats, one for each column, with the meaning they have in `row_quantiser`.
     """
 
     @intrinsic
-    def write(_: Any, digits: Any, source: Any, stride: Any, scales: Any, target: Any) -> Any:
-        def scaled(b: Builder, address: Value, scales: Value, row: int) -> Value:
-            x = load(b, FLOAT, address)
-            if scale_by_column:
-                return b.fmul(x, load(b, FLOAT, scales))
-            for offset in (8 * row, 8 * row + 4):
-                x = b.fmul(x, spread(b, FLOAT, b.load(at(b, FLOAT, scales, offset), align=4)))
-            return x
-
+    def write(_: Any, source: Any, stride: Any, scales: Any, limits: Any, target: Any) -> Any:
         def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
-            rows = []
-            address = args[1]
-            for row in range(4):
-                rounded = call(b, "llvm.rint.v16f32", vector(FLOAT), scaled(b, address, args[3], row))
-                rows.append(b.fptosi(rounded, vector(I32)))
-                address = b.add(address, args[2])
-
-            def emit(count: int) -> None:
-                words: list[Value] = [constant(I32, 0)] * count
-                for row, integers in enumerate(rows):
-                    for s, digit in enumerate(digits_of(b, integers, count)):
-                        words[s] = b.or_(words[s], b.shl(b.zext(digit, vector(I32)), constant(I32, 8 * row)))
-                for s, word in enumerate(words):
-                    store(b, word, args[4], s * TILE)
-
-            choose(b, args[0], {count: partial(emit, count) for count in counts})
+            factors, bounds = load(b, FLOAT, args[2]), load(b, FLOAT, args[3])
+            rows, address = [], args[0]
+            for _ in range(4):
+                rows.append(_rounded(b, b.fmul(_below(b, load(b, FLOAT, address), bounds), factors)))
+                address = b.add(address, args[1])
+            _store_words(b, rows, digits, args[4])
             return ctx.get_dummy_value()
 
-        return types.void(types.int64, *[types.intp] * 4), generate
+        return types.void(*[types.intp] * 5), generate
+
+    return write
+
+
+def scaled_row_quantiser(digits: int) -> Any:
+    """An intrinsic (source, stride, scales, target): 4 rows of 16 columns to a B operand, see `_store_words`.
+
+    `scales` are 8 floats, two for each row: a scale outside the range of float32 is a product of two inside it.
+    """
+
+    @intrinsic
+    def write(_: Any, source: Any, stride: Any, scales: Any, target: Any) -> Any:
+        def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+            rows, address = [], args[0]
+            for row in range(4):
+                x = load(b, FLOAT, address)
+                for offset in (8 * row, 8 * row + 4):
+                    x = b.fmul(x, spread(b, FLOAT, b.load(at(b, FLOAT, args[2], offset), align=4)))
+                rows.append(_rounded(b, x))
+                address = b.add(address, args[1])
+            _store_words(b, rows, digits, args[3])
+            return ctx.get_dummy_value()
+
+        return types.void(*[types.intp] * 4), generate
 
     return write
 

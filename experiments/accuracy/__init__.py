@@ -1,0 +1,1 @@
+"""How accurate the exact numerics and stock transformers are, beside the model in float64."""

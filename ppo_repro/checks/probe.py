@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.config.reward import TrainedRewardModel
-from ppo_repro.config.run import LayoutConfig, NumericsConfig, RunConfig, TinyModel
+from ppo_repro.config.run import LayoutConfig, RunConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics import backend
@@ -68,7 +68,7 @@ def _with(config: RunConfig, mode: Mode) -> RunConfig:
         for term in config.reward.terms
     )
     reward = config.reward.model_copy(update={"terms": terms})
-    numerics = NumericsConfig(mode=mode, max_context=config.numerics.max_context)
+    numerics = config.numerics.model_copy(update={"mode": mode})
     return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -62,5 +61,5 @@ def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
     if not accuracy.is_low:
         return accuracy
     lost = layer_errors(policy, text)
-    worst = max(lost, key=lambda name: math.inf if math.isnan(lost[name]) else lost[name])
+    worst = max(lost, key=lost.__getitem__)
     return replace(accuracy, worst_layer=worst, worst_layer_error=lost[worst])

@@ -158,7 +158,7 @@ class Iteration:
     rewards: Rewards
     advantages: Advantages
     updates: tuple[MinibatchUpdate, ...]
-    seconds: dict[str, float]  # wall time by phase: rollout, forward, update, evaluation
+    seconds: dict[str, float]  # wall time by phase: evaluation, rollout, forward, update, digests, other
 
 
 @dataclass(frozen=True)

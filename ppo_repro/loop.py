@@ -5,10 +5,10 @@ The stages are the functions of `stages/`, their types are in `buffers.py`, the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 from ppo_repro.buffers import Iteration
+from ppo_repro.clock import OTHER, Clock
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
 from ppo_repro.ranks import Ranks
@@ -50,24 +50,11 @@ def ppo_iterations(
         clock.lap("forward")
 
         # take the optimizer steps
-        updates = tuple(update(state, rollout, forward, advantages, config, ranks))
+        updates = tuple(update(state, rollout, forward, advantages, config, ranks, clock))
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
-        clock.lap("update")
+        clock.lap("digests")
 
         state.coefficients = next_coefficients(config, coefficients, forward, advantages, updates, len(rollout.lengths))
         state.iteration += 1
+        clock.lap(OTHER)
         yield Iteration(index, evaluation, coefficients, rollout, forward, rewards, advantages, updates, clock.seconds)
-
-
-class Clock:
-    """Wall-clock seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """Add the time since the last lap to `phase`."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now

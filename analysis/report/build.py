@@ -33,7 +33,7 @@ from analysis.report.page import page, summary_html
 from analysis.report.responses import MAX_TOKENS, response_summary, select, token_data
 from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest, reader, times
 
 DEFAULT_RESPONSES = 60
 
@@ -84,7 +84,12 @@ def run_page(run_dir: Path, responses: int) -> str:
         *learning_verdicts(facts, iterations),
     )
     tables = (
-        ("Whole run", whole_run_numbers(iterations, counted)),
+        (
+            "Whole run",
+            whole_run_numbers(
+                iterations, counted, times.by_phase(run_dir, facts.manifest, times.phases_of(iterations))
+            ),
+        ),
         ("First and last iteration", first_and_last_numbers(iterations, steps)),
         *accuracy_numbers(facts.accuracy),
     )

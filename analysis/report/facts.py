@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +54,7 @@ def read_facts(run_dir: Path) -> RunFacts:
     except (OSError, ValueError) as error:
         raise UserError(f"{run_dir}: config.yaml or environment.json cannot be read ({error})") from error
     config = load_config(run_dir / "config.yaml")
-    name, measured = f"{config.experiment}/{run_dir.resolve().name}", accuracy.read(run_dir)
+    name, measured = f"{config.experiment}/{run_dir.resolve().name}", accuracy.read(run_dir, manifest)
     return RunFacts(run_dir, name, manifest, config, text, environment, measured)
 
 
@@ -146,8 +147,8 @@ def nonfinite_verdict(extremes: pd.DataFrame, nonfinite_deltas: int) -> tuple[Ve
     return (Verdict("differs", text),)
 
 
-def whole_run_numbers(iterations: pd.DataFrame, parity: Parity) -> pd.DataFrame:
-    """quantity, value, unit: counts over all iterations, and the time of each phase."""
+def whole_run_numbers(iterations: pd.DataFrame, parity: Parity, seconds: Mapping[str, float]) -> pd.DataFrame:
+    """quantity, value, unit: counts over all iterations, and the seconds of each phase."""
     rows: list[tuple[str, object, str]] = [
         ("iterations", len(iterations), ""),
         ("responses", int(iterations["sequences"].sum()), ""),
@@ -156,8 +157,8 @@ def whole_run_numbers(iterations: pd.DataFrame, parity: Parity) -> pd.DataFrame:
         ("unequal old and rollout log-probs", parity.unequal_old_rollout_logprobs, "tokens"),
         ("largest |old - rollout|", parity.max_abs_old_rollout, "nats"),
     ]
-    for phase in ("rollout", "forward", "update", "evaluation"):
-        rows.append((f"time, {phase}", round(float(iterations[f"seconds_{phase}"].sum()), 1), "s"))
+    for phase, spent in seconds.items():
+        rows.append((f"time, {phase}", round(spent, 1), "s"))
     return pd.DataFrame(rows, columns=["quantity", "value", "unit"])
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ppo_repro import __version__, interrupts
+from ppo_repro.commands.memory import is_out_of_memory, out_of_memory
 from ppo_repro.commands.runs import (
     bisect_command,
     control_command,
@@ -140,6 +141,15 @@ def _run(argv: Sequence[str]) -> int:
     except UserError as error:
         say(f"error: {_one_line(error)}")
         return 2
+    except (MemoryError, RuntimeError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # whoever reads our output has stopped, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        if not is_out_of_memory(error):
+            raise
+        say(f"error: {_one_line(out_of_memory())}")
+        return 2
     except PromiseBroken as error:
         say(f"promise broken: {_one_line(error)}")
         return 1
@@ -149,10 +159,6 @@ def _run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say("interrupted; complete iterations are kept")
         return 130
-    except BrokenPipeError:
-        # whoever reads our output has stopped, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppo_repro.clock import OTHER, Clock
+from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say
 
@@ -51,16 +53,20 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     from ppo_repro.config.files import load_config
 
+    clock = Clock()
     with _working_together() as (ranks, watcher):
         config = load_config(arguments.config, arguments.set)
         from ppo_repro.runs.language import LanguageKind
         from ppo_repro.runs.run import run, run_folder
         from ppo_repro.tracking.follower import followed
 
-        with followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None):
-            run_dir, seconds = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out)
+        watched = followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None)
+        with within_memory(config, ranks.size), watched:
+            clock.lap("start")
+            run_dir, _ = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out, clock)
+        clock.lap("tracking" if arguments.track else OTHER)
     if ranks.is_first:
-        _report_run(run_dir, seconds, arguments.json, arguments.profile)
+        _report_run(run_dir, clock.with_total(), arguments.json, arguments.profile)
     return 0
 
 
@@ -88,7 +94,7 @@ def resume_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.ranks import ALONE
     from ppo_repro.runs.run import resume
 
-    with ConsoleProgress() as watcher:
+    with ConsoleProgress() as watcher, within_recorded(arguments.run, arguments.set):
         resumed = resume(kind.executed_by(watcher, ALONE), arguments.run, arguments.set)
     where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
     say(f"{where}; {resumed.recorded - resumed.start} recorded iterations came out identical")
@@ -125,7 +131,8 @@ def rerun_command(arguments: argparse.Namespace) -> int:
         kind = kind_of(arguments.run)
         from ppo_repro.runs.run import rerun
 
-        report = rerun(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
+        with within_recorded(arguments.run, arguments.set, ranks.size):
+            report = rerun(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
     identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
+from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig, load_control_config
 from ppo_repro.config.kinds import CONTROL, Kind
 from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
@@ -58,15 +59,20 @@ class ControlExecution:
         last = self.returns[-LAST:]
         return math.fsum(last) / len(last) if last else math.nan
 
-    def final_results(self) -> Final:
+    def final_results(self, clock: Clock) -> Final:
         agent = self.state.agent
+        eval_return = evaluate(self.config, agent)
+        clock.lap("evaluation")
+        policy_digest = weights_digest(agent.policy_parameters())
+        value_digest = weights_digest(agent.value_parameters())
+        clock.lap("digests")
         return {
             "episodes": len(self.returns),
             "last_100_return": self._last_mean(),
-            "eval_return": evaluate(self.config, agent),
+            "eval_return": eval_return,
             "initial_policy_digest": self.initial_digest,
-            "policy_digest": weights_digest(agent.policy_parameters()),
-            "value_digest": weights_digest(agent.value_parameters()),
+            "policy_digest": policy_digest,
+            "value_digest": value_digest,
         }
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ppo_repro.clock import OTHER, Clock
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out
 from ppo_repro.control.update import ControlState, update
-from ppo_repro.loop import Clock
-from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.proof import proof
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ControlIteration:
     forward: ForwardPass
     advantages: Advantages
     updates: tuple[MinibatchUpdate, ...]
-    seconds: dict[str, float]  # wall time by phase: rollout, forward, update, evaluation
+    seconds: dict[str, float]  # wall time by phase: evaluation, rollout, forward, update, other
 
 
 def prepare(config: ControlConfig) -> ControlState:
@@ -55,4 +55,5 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
         updates = tuple(update(state, rollout, forward, advantages, config))
         clock.lap("update")
         state.iteration += 1
+        clock.lap(OTHER)
         yield ControlIteration(index, eval_return, rollout, forward, advantages, updates, clock.seconds)

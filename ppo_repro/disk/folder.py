@@ -74,9 +74,15 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder}: cannot be written ({reason}); make room there") from error
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, which is read in pieces: it may be as large as a model; raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_sums(folder: Path) -> None:
     """Write SHA256SUMS over every file of a folder, in the format of `sha256sum -c`; raises OSError."""
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.iterdir())]
+    lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS_NAME).write_text("".join(lines), encoding="utf-8")
 
 
@@ -92,7 +98,7 @@ def check_sums(folder: Path) -> None:
         if len(digest) != 64 or not name or Path(name).name != name:
             raise UserError(f"{path}: is not a list of SHA-256; {_RESTORE}")
         try:
-            actual = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            actual = file_digest(folder / name)
         except (OSError, ValueError) as error:
             raise UserError(f"{folder / name}: cannot be read, and {path} lists it; {_RESTORE}") from error
         if actual != digest:

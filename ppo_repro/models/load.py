@@ -33,8 +33,13 @@ def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def load_as(
     folder: Path, auto_class: AutoClass, classes: Sequence[type[PreTrainedModel]], where: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Float32 model and tokenizer of a folder. UserError, beginning with `where`, unless it is one of `classes`."""
-    read_model_config(folder, classes, where)
+    """Float32 model and tokenizer of a folder. UserError, beginning with `where`, unless it is one of `classes`.
+
+    Weights saved in bfloat16 or float16 are float32 numbers too, so they load without rounding.
+    """
+    saved = read_model_config(folder, classes, where).dtype
+    if saved == torch.float64:
+        raise UserError(f"{where}: dtype = float64 in its config.json would be rounded; save the model in float32")
     check_sums(folder)
     try:
         loaded: Any = auto_class.from_pretrained(

@@ -36,6 +36,7 @@ from ppo_repro.seeding import words
 
 _LINEAR = (nn.Linear, ExactLinear)
 _TRANSPOSED = (Conv1D, ExactConv1D)  # weight [K, N]
+_PREPARED = (ExactLinear, ExactConv1D)
 _UNIFORM_BITS = 24
 
 
@@ -162,6 +163,29 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float, target_modules: Se
     lora = Lora(rank, alpha, tuple(target_modules) or _ends(adapted), layers, is_exact(model))
     lora.merge()
     return lora
+
+
+def share_frozen(policy: PreTrainedModel, reference: PreTrainedModel, lora: Lora) -> Lora:
+    """Let an adapted policy use the weights of its reference where it does not train; returns the adapter that does.
+
+    The base of every adapted layer is then the reference's own weight, and every other parameter of the policy is that
+    of the reference, in exact numerics with what is prepared of it. Both models must be copies of one model, and
+    neither frozen parameter may be changed from here on.
+    """
+    layers = {}
+    for name, layer in lora.layers.items():
+        weight = reference.get_submodule(name).get_parameter("weight").detach()
+        layers[name] = replace(layer, base=weight.t() if layer.transposed else weight)
+    trained = {id(layer.weight) for layer in lora.layers.values()}
+    for name, module in policy.named_modules():
+        twin = reference.get_submodule(name)
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in trained:
+                continue
+            setattr(module, own, twin.get_parameter(own))
+            if own == "weight" and isinstance(module, _PREPARED) and isinstance(twin, _PREPARED):
+                module.prepared = twin.prepared
+    return replace(lora, layers=layers)
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int]:

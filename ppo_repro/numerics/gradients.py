@@ -31,7 +31,7 @@ from ppo_repro.numerics.products import (
 )
 from ppo_repro.ranks import ALONE, Ranks
 
-HEADROOM = 4  # how many powers of two a contribution may grow before the step is redone
+HEADROOM = 3  # how many powers of two a contribution may grow before the step is redone
 WINDOW_BELOW = 4  # how many it may shrink
 MAX_TOKENS = 1 << 20  # of a step
 SUM_BITS = 62  # the lower limb of a sum stays within 2^SUM_BITS
@@ -224,7 +224,7 @@ class GradientAccumulator:
     def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor] | None:
         """The float32 gradients over all ranks, or None if a grid did not fit and the step must be redone.
 
-        dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 4 for every tensor. The next call
+        dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 3 for every tensor. The next call
         overwrites the memory of the result.
         """
         self._observe_all(ranks)

@@ -11,8 +11,16 @@ from math import ceil
 
 # copies of constants of the kernels and of stages.forward, which import torch; a test compares them
 KEY_PANEL, VALUE_LANES, TILE = 32, 8, 1024
-AMX_MAX_TERMS, AMX_DIGITS = 32768, 3
 LOGITS_AT_ONCE = 1 << 24
+# weights and inputs as the exact kernels keep them, in bytes per number; a weight that is multiplied across its rows,
+# as in a backward pass, is packed block by block while it is used: only the grids are kept
+FLOAT64_WEIGHT, FLOAT64_INPUT, FLOAT64_COLUMNS = 4, 8, 24
+GRID, OUTLIERS = 8, 1  # of each output: exponent or scale of its grid, and whether it has outliers
+AMX_MAX_TERMS, AMX_WEIGHT, AMX_INPUT = 1 << 14, 3, 4
+# sums of gradients: a lower limb, and an upper one in steps of more tokens than this, prompts included
+SUM, UPPER_SUM, LONG_STEP = 8, 4, 1 << 12
+# the interpreter with torch and transformers, and compiled kernels
+PROCESS = 650_000_000
 
 # what mixed-precision Adam keeps for each parameter: weight and gradient in 16 bits, and a master weight and two
 # moments in 32 bits; a frozen model has its weight in 16 bits. Rajbhandari et al., 2020, section 3.1
@@ -26,6 +34,7 @@ class Linear:
     outputs: int
     inputs: int
     adapted: bool = False
+    across: bool = False  # stored as [inputs, outputs], so that a forward pass multiplies it across its rows
 
     @property
     def size(self) -> int:
@@ -78,10 +87,16 @@ class Work:
     recompute: bool  # gradient checkpointing
     lora_rank: int  # 0: all weights of the policy are trained
     side_by_side: bool  # policy and value model step at the same time
+    step_sequences: int = 0  # per optimizer step, all micro-batches together
 
     @property
     def exact(self) -> bool:
         return self.kernels != "native"
+
+    @property
+    def long_steps(self) -> bool:
+        """Whether an optimizer step may have so many tokens that sums of gradients have an upper limb."""
+        return self.step_sequences * (self.max_context - 1) > LONG_STEP
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,7 @@ class Resident:
 
     name: str
     weights: int
-    gradient_sums: int  # int64, in exact numerics only
+    gradient_sums: int  # integers, in exact numerics only
     gradients: int  # float32
     moments: int
     operands: int  # weights prepared for the exact kernels
@@ -120,7 +135,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        return self.resident + max(sum(amounts.values()) for amounts in self.phases.values())
+        return PROCESS + self.resident + max(sum(amounts.values()) for amounts in self.phases.values())
 
 
 def mixed_precision_bytes(trained: int, frozen: int) -> int:
@@ -133,10 +148,11 @@ def prepared_bytes(matrix: Linear, transposed: bool, work: Work) -> int:
     if not work.exact:
         return 0
     terms, columns = (matrix.outputs, matrix.inputs) if transposed else (matrix.inputs, matrix.outputs)
-    if work.kernels == "float64" or terms > AMX_MAX_TERMS:
-        return 8 * terms * columns
-    blocks = ceil(columns / 16)
-    return blocks * ceil(terms / 64) * AMX_DIGITS * TILE + blocks * 16 * 8
+    if work.kernels == "amx" and terms <= AMX_MAX_TERMS:
+        blocks = ceil(columns / 16)
+        return blocks * ceil(terms / 64) * AMX_WEIGHT * TILE + blocks * 16 * GRID + columns * OUTLIERS
+    panels = ceil(columns / FLOAT64_COLUMNS) * FLOAT64_COLUMNS if transposed == matrix.across else 0
+    return FLOAT64_WEIGHT * panels * terms + columns * (GRID + OUTLIERS)
 
 
 def cache_bytes(shape: ModelShape, work: Work) -> int:
@@ -169,16 +185,20 @@ def activation_bytes(shape: ModelShape, tokens: int, row: int, work: Work) -> in
     return layers + 4 * tokens * (shape.hidden + 2 * shape.head_dim)
 
 
+def _input_bytes(work: Work) -> int:
+    """The inputs of a product on their grids, bytes per number."""
+    return {"float64": FLOAT64_INPUT, "amx": AMX_INPUT, "native": 0}[work.kernels]
+
+
 def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
     """What one layer needs while it computes: gradients of its widest activations, and a rounded operand."""
-    # the rounded terms of a product, and its sums in float64 before they are rounded
-    operand = {"float64": 8, "amx": 3, "native": 0}[work.kernels]
+    operand = _input_bytes(work)
     return tokens * (4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * (shape.intermediate + shape.hidden))
 
 
 def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
     """Logits, their gradient and the operands of their products, for `rows` tokens; native also keeps log-softmax."""
-    operand = {"float64": 8, "amx": 3, "native": 12}[work.kernels]
+    operand = _input_bytes(work) if work.exact else 12
     return rows * shape.head.outputs * (8 + operand)
 
 
@@ -192,14 +212,17 @@ def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: W
     parameters = body + (shape.head_parameters if head == shape.head else head.size) + bias
     matrices = [*shape.linears, head]
     operands = sum(prepared_bytes(m, t, work) for m in matrices for t in (False, True))
+    per_sum = SUM + (UPPER_SUM if work.long_steps else 0)
     if not lora_rank:
-        sums = 8 * parameters if work.exact else 0
+        sums = per_sum * parameters if work.exact else 0
         return Resident(name, 4 * parameters, sums, 4 * parameters, 8 * parameters, operands, parameters, 0)
-    # merged weights, base and factors are all kept; gradients are those of the merged weights
+    # the base, and what is not adapted, are the reference's; gradients are those of the merged weights
     merged, factors = _adapted(shape), lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
     # in native numerics the factors have gradients too
-    sums, gradients = (8 * merged, 4 * merged) if work.exact else (0, 4 * (merged + factors))
-    weights = 4 * (parameters + merged + factors)
+    sums, gradients = (per_sum * merged, 4 * merged) if work.exact else (0, 4 * (merged + factors))
+    weights = 4 * (merged + factors)
+    operands = sum(prepared_bytes(m, t, work) for m in matrices if m.adapted for t in (False, True))
+    operands += sum(prepared_bytes(m, True, work) for m in matrices if not m.adapted)
     return Resident(name, weights, sums, gradients, 8 * factors, operands, factors, parameters)
 
 
@@ -252,7 +275,8 @@ def _scoring(shape: ModelShape, work: Work) -> dict[str, int]:
     return {
         "hidden states": 2 * 4 * tokens * shape.hidden,
         "one layer": layer_workspace_bytes(shape, tokens, work),
-        "logits": 2 * logits_bytes(shape, rows, work),
+        # of policy and reference; without a backward pass exact numerics need nothing else as wide as they are
+        "logits": 2 * (4 * rows * shape.vocab_size if work.exact else logits_bytes(shape, rows, work)),
     }
 
 

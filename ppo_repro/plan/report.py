@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ppo_repro.plan.memory import Plan
+from ppo_repro.plan.memory import PROCESS, Plan
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -14,6 +14,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "models": [{**asdict(r), "total": r.total, "mixed_precision": r.mixed_precision} for r in plan.residents],
         "phases": plan.phases,
         "resident": plan.resident,
+        "process": PROCESS,
         "peak": plan.peak,
         "mixed_precision": sum(r.mixed_precision for r in plan.residents),
     }
@@ -32,7 +33,7 @@ def lines(plan: Plan) -> list[str]:
     models, work = plan.residents, plan.work
     rows: list[tuple[str, list[int]]] = [
         ("weights, float32", [r.weights for r in models]),
-        *([("gradients, int64 sums", [r.gradient_sums for r in models])] if work.exact else []),
+        *([("gradients, integer sums", [r.gradient_sums for r in models])] if work.exact else []),
         ("gradients, float32", [r.gradients for r in models]),
         ("AdamW moments, float32", [r.moments for r in models]),
         (f"operands of the kernels ({work.kernels})", [r.operands for r in models]),
@@ -48,7 +49,8 @@ def lines(plan: Plan) -> list[str]:
     for phase, amounts in plan.phases.items():
         purposes = ", ".join(f"{name} {size(count)}" for name, count in amounts.items())
         out.append(f"{phase + ', up to about':<34}{size(sum(amounts.values())):>16}  {purposes}")
-    out.append(f"{'peak, up to about':<34}{size(plan.peak):>16}  resident and the largest of these")
+    out.append(f"{'process, about':<34}{size(PROCESS):>16}  interpreter, torch, compiled kernels")
+    out.append(f"{'peak, up to about':<34}{size(plan.peak):>16}  process, resident, the largest of these")
     out.append(
         "Mixed-precision Adam: 16 bytes per trained parameter, 2 per frozen one; activations and caches come on top."
     )

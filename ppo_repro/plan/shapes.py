@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
@@ -69,7 +70,9 @@ def model_shape(config: PretrainedConfig, exact: bool, lora_targets: Sequence[st
         head_dim=head_dim(config),
         intermediate=inner,
         vocab_size=config.vocab_size,
-        linears=tuple(Linear(*shape_of(layer), name in adapted) for name, layer in linears.items()),
+        linears=tuple(
+            Linear(*shape_of(layer), name in adapted, isinstance(layer, Conv1D)) for name, layer in linears.items()
+        ),
         head=Linear(*shape_of(head)),
         head_parameters=0 if tied else _size(head),
         saved=(_EXACT if exact else _NATIVE)[config.model_type],
@@ -98,6 +101,7 @@ def work_of(config: RunConfig, lora_rank: int = 0) -> Work:
         packed=layout.padding == "none",
         recompute=layout.gradient_checkpointing,
         lora_rank=lora_rank,
+        step_sequences=config.ppo.minibatch_size,
         side_by_side=exact and layout.threads > 1 and isinstance(config.value, SeparateValue),
     )
 

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ppo_repro.errors import UserError
+from ppo_repro.records import manifest
 from ppo_repro.records.config_file import read_environment
+from ppo_repro.records.manifest import Head
 
 FILE_NAME = "accuracy.json"
 LARGEST_RATIO = 4.0  # above it the run says so
@@ -35,15 +37,15 @@ class Accuracy:
         return {name: value for name, value in asdict(self).items() if not isinstance(value, str)}
 
 
-def read(run_dir: Path) -> Accuracy | None:
+def read(run_dir: Path, recorded: Head) -> Accuracy | None:
     """What a run measured at its start, None if nothing; UserError where the file is damaged."""
-    path = run_dir / FILE_NAME
-    if not path.exists():
+    if FILE_NAME not in recorded.notes:
         return None
-    try:
-        return Accuracy(**read_environment(path))
-    except TypeError as error:
-        raise UserError(f"{path}: was changed or damaged ({error}); restore it") from error
+    path = run_dir / FILE_NAME
+    tree = read_environment(path)
+    if manifest.note_digest(path.read_bytes()) != recorded.notes[FILE_NAME]:
+        raise UserError(f"{path}: is not what was noted when the run began; restore it")
+    return Accuracy(**tree)
 
 
 def sentence(found: Accuracy) -> str:

@@ -117,6 +117,7 @@ ITERATIONS = Table(
         Column("seconds_forward", "float64", "s", "Wall time of the forward pass over the rollout.", in_fingerprint=False),
         Column("seconds_update", "float64", "s", "Wall time of the update.", in_fingerprint=False),
         Column("seconds_evaluation", "float64", "s", "Wall time of the evaluation.", in_fingerprint=False),
+        Column("seconds_other", "float64", "s", "The rest of the iteration's wall time, so that the seconds add up to it.", nullable=True, in_fingerprint=False),
     ),
 )
 

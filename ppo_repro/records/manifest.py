@@ -54,7 +54,7 @@ class Manifest(Head):
 
 
 def note_content(tree: Mapping[str, Any]) -> bytes:
-    """The content of environment.json, accuracy.json or a resumed-NNN.json."""
+    """The content of environment.json, accuracy.json, times.json or a resumed-NNN.json."""
     return (json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 

@@ -109,8 +109,13 @@ def commit(run_dir: Path, current: Head, entry: IterationEntry) -> Head:
     return _save(run_dir, current, changes)
 
 
-def finish(run_dir: Path, current: Head, final: Mapping[str, float | int | str]) -> Head:
-    """Close the run with its final results; ValueError on other types, UserError where writing fails."""
+def finish(
+    run_dir: Path, current: Head, final: Mapping[str, float | int | str], notes: Mapping[str, str] | None = None
+) -> Head:
+    """Close the run with its final results and the digests of new notes.
+
+    ValueError on results of other types, UserError where writing fails.
+    """
     _require_open(run_dir, current)
     if current.status != "running":
         raise ValueError(f"the run is {current.status}; only a running run can be finished")
@@ -119,7 +124,9 @@ def finish(run_dir: Path, current: Head, final: Mapping[str, float | int | str])
         if type(value) not in (float, int, str):
             raise ValueError(f"final result {name} is a {type(value).__name__}, expected float, int or str")
     fingerprint = manifest.finished_fingerprint(current.fingerprint, final)
-    return _save(run_dir, current, {"status": "complete", "final": dict(final), "fingerprint": fingerprint})
+    all_notes = {**current.notes, **(notes or {})}
+    changes = {"status": "complete", "final": dict(final), "fingerprint": fingerprint, "notes": all_notes}
+    return _save(run_dir, current, changes)
 
 
 def mark(run_dir: Path, current: Head, status: Status, notes: Mapping[str, str] | None = None) -> Head:

@@ -34,6 +34,7 @@ from ppo_repro.numerics.arithmetic.grid import (
 )
 from ppo_repro.numerics.gradients import HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
+from ppo_repro.runs.tensor_file import write_tensors
 
 FORMAT = 3
 # the meaning of a gradient grid: with other numbers a checkpoint would continue as another run
@@ -150,10 +151,7 @@ def save(saved: Checkpoint, folder: Path) -> None:
     files = {}
     with whole_folder(folder) as temporary:
         for name, content in tensors.items():
-            # digested before it is written, so that an error of the disk shows
-            data = safetensors.torch.save({key: tensor.contiguous() for key, tensor in content.items()})
-            files[name] = hashlib.sha256(data).hexdigest()
-            (temporary / name).write_bytes(data)
+            files[name] = write_tensors(temporary / name, content)
         index = _Index(
             format=FORMAT,
             ppo_repro=__version__,
@@ -176,9 +174,10 @@ def load(folder: Path) -> Checkpoint:
     names = {_POLICY, _VALUE_MODEL, _POLICY_OPTIMIZER, _VALUE_OPTIMIZER}
     if set(index.files) != names:
         raise UserError(f"{folder / INDEX_NAME}: lists {', '.join(sorted(index.files))}; {_DAMAGED}")
-    contents = {name: verified_bytes(folder / name, digest) for name, digest in index.files.items()}
     try:
-        return _assemble(index, {name: safetensors.torch.load(content) for name, content in contents.items()})
+        # file by file: the bytes of one are gone before the next is read
+        tensors = {n: safetensors.torch.load(verified_bytes(folder / n, d)) for n, d in index.files.items()}
+        return _assemble(index, tensors)
     except (ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: {error}; {_DAMAGED}") from error
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.disk.folder import remove_folder, whole_folder, write_sums
+from ppo_repro.disk.folder import file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter
 from ppo_repro.models.reward_model import save_reward_model
@@ -82,7 +82,7 @@ def save_reference(run_dir: Path, prepared: Prepared) -> dict[str, str]:
     """Save the reference, which no step changes, once for all checkpoints; returns SHA-256 by file name."""
     folder = reference_folder(run_dir)
     save_model(prepared.state.reference, prepared.task.tokenizer, folder)
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in _files(folder).items()}
+    return {name: file_digest(path) for name, path in _files(folder).items()}
 
 
 @dataclass(frozen=True)

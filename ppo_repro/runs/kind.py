@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import pyarrow as pa
 
+from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.kinds import Kind
 from ppo_repro.config.run import RunConfig
@@ -29,7 +30,7 @@ class Computed(Protocol):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall time by phase."""
+        """Wall time by phase, of everything from the iteration before to this one."""
         ...
 
 
@@ -73,7 +74,9 @@ class Execution(Protocol[Item]):
         """The figures of an iteration that a person sees while the run works."""
         ...
 
-    def final_results(self) -> Final: ...
+    def final_results(self, clock: Clock) -> Final:
+        """What the run ends with; `clock` gets the phases it takes."""
+        ...
 
 
 @dataclass(frozen=True)

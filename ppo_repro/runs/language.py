@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from ppo_repro.buffers import Iteration
+from ppo_repro.clock import Clock
 from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
@@ -62,19 +63,19 @@ class LanguageExecution:
         score, accuracy = exact_mean(item.rewards.scores), exact_mean(item.rewards.is_correct)
         return f"score {score:.3f}  accuracy {accuracy:.3f}  KL {last_kl(item.updates):.4f}"
 
-    def final_results(self) -> Final:
+    def final_results(self, clock: Clock) -> Final:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)
+        clock.lap("evaluation")
         state, training = self.prepared.state, self.prepared.reward_training
         judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
-        return {
-            **judged,
-            "eval_accuracy": evaluation.accuracy,
-            "eval_score": evaluation.score,
+        digests = {
             # the reference is what the policy was before the first step
             "initial_policy_digest": weights_digest(state.reference.named_parameters()),
             "policy_digest": weights_digest(state.policy.named_parameters()),
             "value_digest": weights_digest(state.value_parameters().items()),
         }
+        clock.lap("digests")
+        return {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class LanguageKind:
         prepared = self._prepare(config, None if run_dir is None or start is None else reference_folder(run_dir))
         accuracy = self._accuracy(config, prepared) if measured else None
         store = None if run_dir is None else open_store(run_dir, config, prepared, start)
+        del start  # as large as weights and moments together
         peak = measure_peak(config, prepared.state) if self.profile and run_dir is not None else None
         logs = None if run_dir is None else run_dir / "sglang"
         with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher) as engine:
@@ -137,7 +139,7 @@ class LanguageKind:
             self.ranks.check()  # every rank computes the whole warm start by itself
             self.watcher.warm_start(step, total, loss)
 
-        prepared = prepare(config, warm_start, start_folder)
+        prepared = prepare(config, warm_start, start_folder, share=True)
         weights = prepared.state.policy.named_parameters(), prepared.state.value_parameters().items()
         self.ranks.require_same("initial weights", [weights_digest(parameters) for parameters in weights])
         return prepared

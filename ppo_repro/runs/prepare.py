@@ -16,7 +16,7 @@ from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import JsonlTask, ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files, load_folder, stop_ids
-from ppo_repro.models.lora import Lora, add_lora, make_lora_optimizer
+from ppo_repro.models.lora import Lora, add_lora, make_lora_optimizer, share_frozen
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,
@@ -138,8 +138,11 @@ def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
     )
 
 
-def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[TrainState, Lora | None]:
-    """Policy, value model and reference before the first step, their optimizers, and the policy's adapter if any."""
+def _state(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) -> tuple[TrainState, Lora | None]:
+    """Policy, value model and reference before the first step, their optimizers, and the policy's adapter if any.
+
+    `share`: an adapted policy uses the reference's weights where it does not train.
+    """
     mode, max_context = config.numerics.mode, config.numerics.max_context
     policy = make_policy(source, mode, max_context)
     reference = freeze(make_policy(source, mode, max_context))
@@ -157,6 +160,8 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task) -> tuple[Trai
     lora, settings = None, _adamw(config, config.ppo.learning_rate)
     if config.lora is not None:
         lora = add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.target_modules, config.seed)
+        if share:
+            lora = share_frozen(policy, reference, lora)
     state = TrainState(
         policy=policy,
         value_model=value_model,
@@ -184,9 +189,13 @@ def _value_model(
     return make_value_model(source, mode, max_context, config.seed)
 
 
-def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path | None = None) -> Prepared:
+def prepare(
+    config: RunConfig, progress: WarmStartProgress, start_folder: Path | None = None, share: bool = False
+) -> Prepared:
     """Load or make everything; UserError names whatever the user has to correct.
 
+    `share`: an adapted policy and its reference have one copy of the weights that are not trained. Not for a caller
+    that trains the policy otherwise than by the optimizer in the state.
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of
     this run left it; it replaces the model of the configuration and its warm start.
     """
@@ -202,7 +211,7 @@ def prepare(config: RunConfig, progress: WarmStartProgress, start_folder: Path |
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context
-    state, lora = _state(config, source, task)
+    state, lora = _state(config, source, task, share)
     policy = state.policy
     engine = TorchEngine(
         policy,

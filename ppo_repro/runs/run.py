@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,15 +10,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from ppo_repro.clock import OTHER, Clock
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.run import RunConfig
 from ppo_repro.disk import durable
 from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.loop import Clock
 from ppo_repro.ranks import Ranks
-from ppo_repro.records import digests, manifest, reader, writer
+from ppo_repro.records import digests, manifest, reader, times, writer
 from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Head, Manifest
@@ -34,15 +33,19 @@ def run_folder(config: RunConfig | ControlConfig, out: Path) -> Path:
     return out / config.experiment / f"seed{config.seed}-{config.digest()}"
 
 
-def run(kind: RunKind[Config, Item], config: Config, out: Path) -> tuple[Path, dict[str, float]]:
-    """Execute a configuration and record everything; returns the run folder and wall seconds by phase.
+def run(
+    kind: RunKind[Config, Item], config: Config, out: Path, clock: Clock | None = None
+) -> tuple[Path, dict[str, float]]:
+    """Execute a configuration and record everything; returns the run folder and wall seconds by phase and in total.
 
     UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
-    Of several ranks the first one records.
+    Of several ranks the first one records. `clock`: one that runs already, whose phases count too.
     """
+    clock = Clock() if clock is None else clock
     run_dir, ranks = run_folder(config, out), kind.ranks
     execution = kind.begin(config, run_dir if ranks.is_first else None)
     inputs = file_digests(kind.input_files(config))
+    clock.lap("inputs")
     if not ranks.is_first:
         _require_same_start(ranks, config, inputs)
         _work_along(execution)
@@ -51,8 +54,9 @@ def run(kind: RunKind[Config, Item], config: Config, out: Path) -> tuple[Path, d
     temporary = writer.lay_out_run(run_dir, dump_yaml(config), environment, config.digest(), inputs, kind.name)
     with new_run(temporary, run_dir):
         _require_same_start(ranks, config, inputs)
-        seconds = execute(kind, config, run_dir, execution)
-    return run_dir, seconds
+        clock.lap("records")
+        execute(kind, config, run_dir, execution, clock)
+    return run_dir, clock.with_total()
 
 
 def _require_same_start(ranks: Ranks, config: RunConfig | ControlConfig, inputs: Mapping[str, str]) -> None:
@@ -65,34 +69,39 @@ def _work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
     with opened as execution:
         for _ in execution.iterations():
             pass
-        execution.final_results()
+        execution.final_results(Clock())
 
 
 def execute(
-    kind: RunKind[Config, Item], config: Config, run_dir: Path, opened: AbstractContextManager[Execution[Item]]
-) -> dict[str, float]:
-    """Record an execution in its run folder until it is complete; returns wall seconds by phase.
+    kind: RunKind[Config, Item],
+    config: Config,
+    run_dir: Path,
+    opened: AbstractContextManager[Execution[Item]],
+    clock: Clock,
+) -> None:
+    """Record an execution in its run folder until it is complete; every second of it is in a phase of `clock`.
 
     An iteration that is recorded already is compared instead: PromiseBroken names the first cell that differs.
     """
-    started = time.perf_counter()
-    recorded, total = manifest.load(run_dir), config.ppo.iterations
+    recorded, total, computed = manifest.load(run_dir), config.ppo.iterations, 0
     with opened as execution, appending(run_dir, _noted(run_dir, recorded, execution.notes)) as appender:
-        seconds = {"records": 0.0, "preparation": time.perf_counter() - started}
+        clock.lap("preparation")
         written: tuple[int, str] | None = None
         for item in execution.iterations():
-            clock = Clock()
-            done = item.index + 1
+            clock.divide(item.seconds)
+            computed, done = computed + 1, item.index + 1
             tables = execution.tables(item)
             current = appender.settle()
+            clock.lap("records")
             if written is not None:
                 kind.watcher.iteration(written[0], total, written[1])  # only of what is on disk
+            written = done, execution.progress(item)
+            clock.lap("progress")
             is_recorded = item.index < recorded.num_iterations
             if is_recorded:
                 _require_same(run_dir, recorded, item.index, tables)
             else:
                 appender.start(item.index, tables)
-            written = done, execution.progress(item)
             clock.lap("records")
             if execution.store is not None and execution.store.is_due(done):
                 current = appender.settle()  # a checkpoint names the chain it follows
@@ -100,17 +109,20 @@ def execute(
                 # while the run is not complete its fingerprint is the last link
                 execution.store.save(recorded.iterations[item.index].chain if is_recorded else current.fingerprint)
                 clock.lap("checkpoints")
-            _add_up(seconds, clock.seconds)
-            _add_up(seconds, item.seconds)
+        clock.lap(OTHER)
         current = appender.settle()
+        clock.lap("records")
         if written is not None:
             kind.watcher.iteration(written[0], total, written[1])
-        final = execution.final_results()
+            clock.lap("progress")
+        final = execution.final_results(clock)
         if execution.store is not None:
+            clock.lap(OTHER)
             execution.store.finish()
-    writer.finish(run_dir, current, final)
-    seconds["total"] = time.perf_counter() - started
-    return seconds
+            clock.lap("models")
+    clock.lap("closing")
+    writer.finish(run_dir, current, final, times.write(run_dir, times.Times(computed, clock.seconds)))
+    clock.lap("records")
 
 
 def _noted(run_dir: Path, recorded: Manifest, notes: Mapping[str, Mapping[str, Any]]) -> Head:
@@ -123,11 +135,6 @@ def _noted(run_dir: Path, recorded: Manifest, notes: Mapping[str, Mapping[str, A
         durable.atomic_write(run_dir / name, content)
         noted[name] = manifest.note_digest(content)
     return writer.mark(run_dir, recorded, "running", noted)
-
-
-def _add_up(seconds: dict[str, float], more: Mapping[str, float]) -> None:
-    for phase, spent in more.items():
-        seconds[phase] = seconds.get(phase, 0.0) + spent
 
 
 def _iteration_difference(
@@ -183,6 +190,7 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
     its checkpoint is damaged, its inputs have changed or an override could change a result; then nothing has changed.
     PromiseBroken if an iteration computed again differs from its record.
     """
+    clock = Clock()
     manifest.load(run_dir)  # before a lock is put into a folder that is no run
     check_links(run_dir)
     with only_writer(run_dir):
@@ -192,11 +200,13 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
         writer.require_current_format(run_dir, recorded)
         config = _recorded_config(kind, run_dir, recorded, overrides)
         resumption = kind.resume(config, run_dir, recorded)
+        clock.lap("inputs")
         tree = {"iteration": resumption.start, "overrides": list(overrides), "environment": kind.environment(config)}
         notes = _write_note(run_dir, manifest.note_content(tree))
         try:
             writer.mark(run_dir, recorded, "running", notes)
-            execute(kind, config, run_dir, resumption.execution)
+            clock.lap("records")
+            execute(kind, config, run_dir, resumption.execution, clock)
         except BaseException as error:
             mark_ended(run_dir, error)
             raise
@@ -239,7 +249,7 @@ def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] =
             if difference is not None:
                 return Rerun(difference, fingerprint, item.index + 1)
             kind.watcher.iteration(item.index + 1, config.ppo.iterations, execution.progress(item))
-        final = execution.final_results()
+        final = execution.final_results(Clock())
     difference = first_final_difference(recorded.final, final)
     return Rerun(difference, manifest.finished_fingerprint(fingerprint, final), config.ppo.iterations)
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
-from ppo_repro.records import accuracy, reader
+from ppo_repro.records import accuracy, reader, times
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
@@ -50,7 +50,8 @@ class SummaryKind(Generic[Summary]):
 def counts(run_dir: Path, manifest: Manifest, rows: pd.DataFrame, seconds: dict[str, float] | None) -> dict[str, Any]:
     """The fields of `Counts` from the table `iterations`; `seconds` replaces the phases found there."""
     totals = ("tokens", "unequal_old_rollout_logprobs", "first_minibatch_tokens", "unequal_values")
-    phases = {c.removeprefix("seconds_"): float(rows[c].sum()) for c in rows.columns if c.startswith("seconds_")}
+    if seconds is None:
+        seconds = times.by_phase(run_dir, manifest, times.phases_of(rows))
     return {
         "run_dir": str(run_dir),
         "fingerprint": manifest.fingerprint,
@@ -58,7 +59,7 @@ def counts(run_dir: Path, manifest: Manifest, rows: pd.DataFrame, seconds: dict[
         "iterations": len(rows),
         **{name: int(rows[name].sum()) for name in (*totals, "unequal_first_ratios")},
         "max_abs_old_rollout": float(rows["max_abs_old_rollout"].max()),
-        "seconds": seconds if seconds is not None else phases,
+        "seconds": seconds,
     }
 
 
@@ -120,7 +121,7 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Languag
         reward_last=float(rows["reward_mean"].iloc[-1]),
         accuracy_before=float(rows["eval_accuracy"].iloc[0]),
         accuracy_after=float(manifest.final["eval_accuracy"]),
-        numerical_accuracy=accuracy.read(run_dir),
+        numerical_accuracy=accuracy.read(run_dir, manifest),
     )
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import lower
 from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.trunk.forward import TrunkForward
 from ppo_repro.sglang_plugin.logits import ExactLogits
 from ppo_repro.sglang_plugin.pool import PoolCache

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, PolicyUpdate, Rollout, ValueUpdate
+from ppo_repro.clock import Clock
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, input_tokens, micro_batches
@@ -88,11 +89,13 @@ def update(
     advantages: Advantages,
     config: RunConfig,
     ranks: Ranks,
+    clock: Clock,
 ) -> Iterator[MinibatchUpdate]:
     """All optimizer steps of one iteration, in order; changes the weights in `state`, alike on every rank.
 
     Policy and value model each have a number of epochs, over the same minibatches. After a minibatch with more KL
-    than `early_stop_kl` the policy takes no further step, nor does a value head on its trunk.
+    than `early_stop_kl` the policy takes no further step, nor does a value head on its trunk. `clock` gets the phases
+    `update` and `digests`.
     """
     ppo, value = config.ppo, config.value
     value_epochs = ppo.epochs if not isinstance(value, SeparateValue) or value.epochs is None else value.epochs
@@ -119,7 +122,10 @@ def update(
                 )
             if policy is not None and ppo.early_stop_kl is not None:
                 stopped = stopped or policy.approx_kl > ppo.early_stop_kl
-            yield MinibatchUpdate(epoch, index, work.tokens, policy, value_update, *_digests(state, ranks))
+            clock.lap("update")
+            digests = _digests(state, ranks)
+            clock.lap("digests")
+            yield MinibatchUpdate(epoch, index, work.tokens, policy, value_update, *digests)
 
 
 def _together(first: Callable[[], A], second: Callable[[], B], ranks: Ranks) -> tuple[A, B]:

@@ -271,7 +271,7 @@ def test_a_killed_run_is_completed_and_compared(copy: Path, exact: Path) -> None
     assert resume(copy, Silent(), ["layout.envs_per_forward=1"]) == Resumed(0, 2)
     resumed = manifest.load(copy)
     assert resumed == complete.model_copy(update={"notes": resumed.notes})
-    assert set(resumed.notes) == {"environment.json", "resumed-001.json"}
+    assert set(resumed.notes) == {"environment.json", "resumed-001.json", "times.json"}
     with pytest.raises(UserError, match="the run is finished"):
         resume(copy, Silent())
 

@@ -86,7 +86,7 @@ def test_a_whole_folder_is_whole(whole: Path, part: Path) -> None:
     found = verify(whole)
     assert (found.iterations, found.tables, found.checkpoints, found.model_folders) == (3, 15, 2, 2)
     kinds = {path.suffix for path in files_of(whole)}
-    assert kinds == {"", ".json", ".jsonl", ".yaml", ".parquet", ".safetensors"} and len(files_of(whole)) == 44
+    assert kinds == {"", ".json", ".jsonl", ".yaml", ".parquet", ".safetensors"} and len(files_of(whole)) == 45
 
 
 def test_any_file_cut_short_or_gone_is_named(whole: Path, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_run_of_a_version_with_fewer_fields_is_verified_and_resumed(part: Path
     assert refusal(copy) == ""
     resume(copy, Silent())
     assert refusal(copy) == "" and manifest.load(copy).fingerprint == manifest.load(whole).fingerprint
-    assert set(manifest.load(copy).notes) == {"resumed-001.json"}
+    assert set(manifest.load(copy).notes) == {"resumed-001.json", "times.json"}
 
 
 @pytest.mark.slow

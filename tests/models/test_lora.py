@@ -13,7 +13,7 @@ from torch import Tensor
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers
+from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers, make_lora_optimizer, share_frozen
 from ppo_repro.models.networks import freeze, make_policy, make_value_model, policy_logits
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
@@ -296,3 +296,31 @@ def test_a_parameter_to_train_that_nobody_collects_is_an_error() -> None:
     some = [(n, p) for n, p in policy.named_parameters() if "q_proj" in n]
     with pytest.raises(ValueError, match="does not know"):
         attach(policy, GradientAccumulator(some))
+
+
+def storages(*tensors: Tensor) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors}
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_what_is_not_trained_is_the_reference_s_own(architecture: str, mode: str) -> None:
+    """Shared or copied, the same bits are trained; only the trained matrices and factors are the policy's own."""
+    backend.use("dgemm" if mode == "exact" else "eager", 1)
+    targets = ("q_proj", "up_proj") if architecture == "qwen3" else ("c_attn",)
+    digests = []
+    for shared in (False, True):
+        policy, reference = (make_policy(source_model(architecture), mode, CONTEXT) for _ in range(2))
+        freeze(reference)
+        before = weights_digest(reference.named_parameters())
+        lora = add_lora(policy, RANK, ALPHA, targets, seed=5)
+        if shared:
+            lora = share_frozen(policy, reference, lora)
+        learn(policy, make_lora_optimizer(policy, lora, SETTINGS), mode, 3)
+        assert weights_digest(reference.named_parameters()) == before
+        digests.append((weights_digest(policy.named_parameters()), weights_digest(lora.factors().items())))
+    assert digests[0] == digests[1] and digests[0][0] != before
+    own = storages(*policy.parameters()) - storages(*reference.parameters())
+    assert own == storages(*(layer.weight for layer in lora.layers.values()))
+    assert storages(*(layer.base for layer in lora.layers.values())) <= storages(*reference.parameters())
+    assert [n for n, _ in policy.named_parameters()] == [n for n, _ in reference.named_parameters()]

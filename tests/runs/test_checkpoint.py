@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
 from ppo_repro.runs import checkpoint_format
 from ppo_repro.runs.checkpoint_format import INDEX_NAME, Checkpoint, Origin
+from ppo_repro.runs.tensor_file import write_tensors
 from tests.support.models import seeded, unequal
 from tests.support.synthetic_run import FLOAT32_BITS
 
@@ -303,3 +305,23 @@ def test_saving_changes_nothing(folder: Path) -> None:
     assert bits_of(optimizer.state()) == before
     shutil.copytree(folder, folder.with_name("copy"))
     assert bits_of(checkpoint_format.load(folder.with_name("copy")).policy_optimizer) == before
+
+
+def test_tensors_are_written_one_by_one_as_safetensors(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.randn(3, 5),
+        "a": torch.randn(4, 2).t(),
+        "scalar": torch.tensor(-0.0),
+        "none": torch.empty(0, 3),
+    }
+    for content in (tensors, {}):
+        digest = write_tensors(tmp_path / "file", content)
+        data = (tmp_path / "file").read_bytes()
+        assert digest == hashlib.sha256(data).hexdigest()
+        found = safetensors.torch.load(data)
+        assert found.keys() == content.keys()
+        for name, tensor in content.items():
+            assert found[name].shape == tensor.shape and found[name].dtype == torch.float32
+            assert torch.equal(found[name].view(torch.int32), tensor.contiguous().view(torch.int32))
+    with pytest.raises(ValueError, match="float32"):
+        write_tensors(tmp_path / "file", {"a": torch.zeros(2, dtype=torch.float64)})

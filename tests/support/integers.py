@@ -30,7 +30,7 @@ def _operand(row: list[float], bits: int, gap: int, room: float) -> tuple[list[i
     """Grid integers of a row, 0 for outliers; the exponent of the grid; the columns of outliers."""
     reach = [exponent(float(np.float32(np.float32(v) * np.float32(room)))) for v in row]
     ranked = sorted(reach, reverse=True)
-    others = ranked[min(max(1, len(row) // 64), len(row) - 1)]
+    others = ranked[min(max(4, len(row) // 64), len(row) - 1)]
     e = others if ranked[0] - others >= gap else ranked[0]
     outliers = [k for k, r in enumerate(reach) if r > e]
     # Python rounds ties to even

@@ -17,6 +17,7 @@ from ppo_repro.numerics.arithmetic.elementwise import pow2
 from ppo_repro.numerics.arithmetic.grid import (
     INPUT_BITS,
     INPUT_GAP,
+    LEAST_OUTLIERS,
     OUTLIER_SHARE,
     ROOM,
     WEIGHT_BITS,
@@ -38,15 +39,14 @@ class Operand:
 
 
 def most_outliers(terms: int) -> int:
-    """How many outliers a row of `terms` numbers may have."""
-    return max(1, terms // OUTLIER_SHARE)
+    """How many outliers a row of `terms` numbers may have, fewer than it has numbers."""
+    return min(max(LEAST_OUTLIERS, terms // OUTLIER_SHARE), terms - 1)
 
 
 def _operand(x: Tensor, bits: int, gap: int, room: float, where: str) -> Operand:
     magnitudes = x.abs()
-    require_finite(magnitudes.amax(-1, keepdim=True), where)
-    size = min(most_outliers(x.shape[-1]) + 1, x.shape[-1])
-    tops = exponent(magnitudes.topk(size, -1).values * room)
+    require_finite(magnitudes.amax(-1, keepdim=True) * room, where)
+    tops = exponent(magnitudes.topk(most_outliers(x.shape[-1]) + 1, -1).values * room)
     highest, others = tops[..., :1], tops[..., -1:]
     e = torch.where(highest - others >= gap, others, highest)
     outliers = exponent(magnitudes * room) > e

@@ -40,9 +40,9 @@ CHUNK = 1 << 16  # terms that are exact in float64 with a part of 13 bits of the
 MIN_EXPONENT = -100
 # weights stay below 2^e / ROOM: then three signed 8-bit digits, which reach 8,355,711, hold their 23 bits
 ROOM = 1.0 + 2.0**-6
-# a row has outliers where all but OUTLIER_SHARE of its numbers lie this many powers of two below the largest
+# a row has outliers where all but a 64th of its numbers, or all but four, lie this many powers of two below the largest
 INPUT_GAP, WEIGHT_GAP = 6, 4
-OUTLIER_SHARE = 64
+OUTLIER_SHARE, LEAST_OUTLIERS = 64, 4
 
 
 def ceil_log2(n: int) -> int:

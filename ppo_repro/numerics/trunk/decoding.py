@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.kernels import decoder_layer
 from ppo_repro.numerics.kernels.amx import product
-from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS, outliers_at_most
+from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS
 from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.layers.fused_attention import NOT_FINITE, attend_arrays, cost
 from ppo_repro.numerics.layers.kv_cache import GridCache
@@ -78,7 +79,7 @@ def _norm(norm: NormWeights | None) -> decoder_layer.Norm:
 
 def _matrix(linear: LinearWeights) -> decoder_layer.Matrix:
     packed, bias = linear.prepared.packed(linear.weight)[0], product.padded_bias(linear.bias_values)
-    most = outliers_at_most(packed.terms)
+    most = most_outliers(packed.terms)
     return decoder_layer.Matrix(packed.tiles, packed.scales, bias, packed.terms, packed.columns, most)
 
 

@@ -49,7 +49,7 @@ def test_an_exact_run_holds_and_the_control_differs(exact_run: Path, native_run:
     unequal, total = int(rows["unequal_old_rollout_logprobs"].sum()), int(rows["tokens"].sum())
     assert f"({unequal:,} of {total:,} tokens" in native and "agree on every bit of" not in native.split("Values")[0]
     assert reader.open_manifest(exact_run).fingerprint in exact
-    measured = accuracy.read(exact_run)
+    measured = accuracy.read(exact_run, reader.open_manifest(exact_run))
     assert measured is not None and f"({measured.tokens:,} tokens, rms)" in exact and "stock float32" in exact
     assert "model in float64" not in native, "native numerics measure nothing"
 

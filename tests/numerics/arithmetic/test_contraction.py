@@ -39,17 +39,19 @@ def test_a_product_equals_its_definition_in_integers(case: tuple[int, int, str],
 
 
 def test_what_is_an_outlier_by_hand() -> None:
-    x = torch.tensor([[1.0, 1.5, 64.0, -0.3], [1.0, 1.5, 63.0, -0.3], [64.0, -70.0, 0.5, 0.3], [0.0, 0.0, 3.0, 0.0]])
-    found = input_operand(x, "x")
-    # the second largest of a row of four sets the grid where the largest has an exponent 6 above its
-    assert found.outliers.tolist() == [
-        [False, False, True, False],
-        [False, False, False, False],
-        [False, False, False, False],
-        [False, False, True, False],
+    others = [1.0, 1.5, -1.3, 1.2, 1.1, 0.1]
+    rows = [[64.0, *others], [63.0, *others], [64.0, -70.0, *others], [*[64.0] * 5, 0.5], [3.0, *[0.0] * 5]]
+    # of a short row the fifth largest number sets the grid where the largest has an exponent 6 above its
+    assert [input_operand(torch.tensor([row]), "x").outliers[0].nonzero()[:, 0].tolist() for row in rows] == [
+        [0],
+        [],
+        [0, 1],
+        [],
+        [0],
     ]
-    assert found.scale[:, 0].log2().tolist() == [1 - 26, 6 - 26, 7 - 26, -100 - 26]
-    assert [most_outliers(k) for k in (1, 64, 128, 640)] == [1, 1, 2, 10]
+    scales = [float(input_operand(torch.tensor([row]), "x").scale.log2()) for row in rows]
+    assert scales == [1 - 26, 6 - 26, 1 - 26, 7 - 26, -100 - 26]
+    assert [most_outliers(k) for k in (1, 3, 256, 320, 640)] == [0, 2, 4, 5, 10]
 
 
 @settings(max_examples=100)
@@ -107,6 +109,11 @@ def test_the_largest_integers_of_a_weight_have_three_signed_digits() -> None:
     for value in (1.0 - 2.0**-24, 0.9846, 0.9847, 0.75, 2.0**-90 * 1.999):
         operand: Operand = weight_operand(torch.full((1, 70), value), "w")
         assert 2**21 < float(operand.integers.abs().max()) <= 127 * (1 + 256 + 65536)
+
+
+def test_a_weight_that_leaves_no_room_below_the_largest_float32_is_refused() -> None:
+    with pytest.raises(NumericsError, match="not finite"):
+        weight_operand(torch.tensor([[1.0, 3.37e38]]), "w")
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

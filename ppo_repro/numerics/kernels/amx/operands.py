@@ -17,7 +17,7 @@ from ppo_repro.numerics.kernels.amx.tiles import A_DIGITS, A_SIZE, B_DIGITS, B_S
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.memory import empty_bytes, zero_bytes
 from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
-from ppo_repro.numerics.kernels.core.rows import NOTHING, grid_exponent, largest_bits
+from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent, largest_bits
 from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS, exponent32, magnitude_bits, pow2_32, pow2_64
 from ppo_repro.numerics.kernels.core.vectors import column_quantiser, row_quantiser
 
@@ -42,11 +42,6 @@ def _least_over(room: np.float32) -> np.float32:
 
 
 _LEAST_OVER = _least_over(_ROOM)
-
-
-def outliers_at_most(terms: int) -> int:
-    """How many outliers a row of `terms` numbers may have, fewer than it has numbers; for `rows.grid_exponent`."""
-    return min(most_outliers(terms), terms - 1)
 
 
 @inline
@@ -97,7 +92,7 @@ def _pack_rows(w, rows, terms, most, first, last, tiles, scales, outliers):  # t
         height = min(16, rows - block * 16)
         for r in range(height):
             row, start = block * 16 + r, (block * 16 + r) * terms
-            if largest_bits(bits[start : start + terms]) >= INFINITY_BITS:
+            if not fits(largest_bits(bits[start : start + terms]), _ROOM):
                 return False
             e, outliers[row] = grid_exponent(w[start : start + terms], _ROOM, WEIGHT_GAP, most)
             up[r], scales[row] = pow2_32(WEIGHT_BITS - e), pow2_64(e - WEIGHT_BITS)
@@ -125,7 +120,7 @@ def _column_grids(w, rows, columns, most, first, last, up, limits, scales, outli
             largest[c] = max(largest[c], row[c] & np.int32(0x7FFFFFFF))
     least, counts = np.zeros(last - first, np.float32), np.zeros(last - first, np.int32)
     for c in range(largest.size):
-        if largest[c] >= INFINITY_BITS:
+        if not fits(largest[c], _ROOM):
             return False
         top = exponent32(magnitude_bits(np.int32(largest[c]).view(np.float32) * _ROOM))
         up[first + c], scales[first + c] = pow2_32(WEIGHT_BITS - top), pow2_64(top - WEIGHT_BITS)
@@ -196,7 +191,7 @@ def pack(w: np.ndarray, along_rows: bool, outdated: PackedWeight | None = None) 
         tiles, scales = outdated.tiles, outdated.scales
     else:
         tiles, scales = _no_operand(terms, outputs)
-    flat, outliers, most = w.reshape(-1), np.zeros(outputs, np.bool_), outliers_at_most(terms)
+    flat, outliers, most = w.reshape(-1), np.zeros(outputs, np.bool_), most_outliers(terms)
     blocks = -(-outputs // 16)
     if along_rows:
 
@@ -213,7 +208,7 @@ def _packed_columns(
     flat: np.ndarray, rows: int, columns: int, tiles: np.ndarray, scales: np.ndarray, outliers: np.ndarray
 ) -> bool:
     """Fill tiles, scales and outliers for a contraction along N; returns whether the weight is finite."""
-    up, limits, most = np.zeros(len(scales), np.float32), np.zeros(len(scales), np.float32), outliers_at_most(rows)
+    up, limits, most = np.zeros(len(scales), np.float32), np.zeros(len(scales), np.float32), most_outliers(rows)
 
     def grids(first: int, last: int) -> bool:
         arrays = up, limits, scales, outliers
@@ -242,7 +237,7 @@ class PackedRows:
 def quantise_rows(x: np.ndarray) -> PackedRows:
     """Put the rows of float32 x [M, terms], C-contiguous, on their grids."""
     rows, terms = x.shape
-    blocks, row_blocks, most = -(-terms // 64), -(-rows // 16), outliers_at_most(terms)
+    blocks, row_blocks, most = -(-terms // 64), -(-rows // 16), most_outliers(terms)
     a, scales = empty_bytes(row_blocks * blocks * A_SIZE), np.empty(row_blocks * 16)
     exponents, outliers, flat = np.empty(rows, np.int64), np.zeros(rows, np.bool_), x.reshape(-1)
 

@@ -46,6 +46,12 @@ def largest_bits_64(row):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def fits(largest, room):  # type: ignore[no-untyped-def]
+    """Whether room times the number with these bits is finite; otherwise no grid of a weight holds it."""
+    return magnitude_bits(np.int32(largest).view(np.float32) * room) < INFINITY_BITS
+
+
+@kernel
 def grid_exponent(row, room, gap, most):  # type: ignore[no-untyped-def]
     """The exponent of a float32 row's grid as `arithmetic.contraction` defines it, and whether the row has outliers.
 

@@ -15,7 +15,7 @@ from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, ROOM, WEIGHT_BITS, WEIGHT_GAP
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
-from ppo_repro.numerics.kernels.core.rows import NOTHING, grid_exponent, largest_bits
+from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent, largest_bits
 from ppo_repro.numerics.kernels.core.scalar import (
     INFINITY_BITS,
     MAGNITUDE32,
@@ -53,11 +53,6 @@ class Weight:
 
 def _count(size: int, of: int) -> int:
     return -(-size // of)
-
-
-def allowed(terms: int) -> int:
-    """How many outliers a row of `terms` numbers may have, at least one less than there are numbers."""
-    return min(most_outliers(terms), terms - 1)
 
 
 @inline
@@ -104,7 +99,7 @@ def quantise_inputs(x: np.ndarray) -> Inputs:
     outliers, flat = np.zeros(rows, np.bool_), x.reshape(-1)
 
     def run(first: int, last: int) -> bool:
-        law = INPUT_GAP, allowed(terms), INPUT_BITS
+        law = INPUT_GAP, most_outliers(terms), INPUT_BITS
         return bool(_fill_inputs(flat, terms, *law, first, last, blocks, scales, exponents, outliers))
 
     finite = results_of_parts(run, count, 1.5 * ROWS * terms)
@@ -121,7 +116,7 @@ def _fill_weight(w, terms, gap, most, bits, first, last, panels, exponents, outl
         for i in range(width):
             r = panel * COLUMNS + i
             row = w[r * terms : r * terms + terms]
-            if largest_bits(row.view(np.int32)) >= INFINITY_BITS:
+            if not fits(largest_bits(row.view(np.int32)), room):
                 finite = False
                 continue
             e, outliers[r] = grid_exponent(row, room, gap, most)
@@ -146,7 +141,7 @@ def pack_weight(w: np.ndarray) -> Weight:
     flat = w.reshape(-1)
 
     def run(first: int, last: int) -> bool:
-        law = WEIGHT_GAP, allowed(terms), WEIGHT_BITS
+        law = WEIGHT_GAP, most_outliers(terms), WEIGHT_BITS
         return bool(_fill_weight(flat, terms, *law, first, last, panels, exponents, outliers))
 
     finite = results_of_parts(run, count, 1.5 * COLUMNS * terms)
@@ -167,7 +162,7 @@ def _column_grids(w, terms, columns, gap, most, first, last, exponents, outliers
         for c in range(width):
             largest[c] = max(largest[c], row[c] & MAGNITUDE32)
     for c in range(width):
-        if largest[c] >= INFINITY_BITS:
+        if not fits(largest[c], room):
             return False
         e = exponent32(magnitude_bits(np.int32(largest[c]).view(np.float32) * room))
         exponents[first + c] = e
@@ -191,7 +186,7 @@ def column_grids(w: np.ndarray) -> Weight:
     exponents, outliers, flat = np.zeros(columns, np.int64), _none(columns), w.reshape(-1)
 
     def run(first: int, last: int) -> bool:
-        law = WEIGHT_GAP, allowed(terms)
+        law = WEIGHT_GAP, most_outliers(terms)
         bounds = [*range(first * COLUMNS, min(last * COLUMNS, columns), 8 * COLUMNS), min(last * COLUMNS, columns)]
         return all([_column_grids(flat, terms, columns, *law, a, z, exponents, outliers) for a, z in pairwise(bounds)])
 

@@ -1,0 +1,45 @@
+"""Where the wall time goes: a clock gives every second between its start and its last lap to a phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+OTHER = "other"  # what lies between the phases that have a name
+
+
+def now() -> float:
+    """Seconds from some fixed point on; tests put another function in its place."""
+    return time.perf_counter()
+
+
+class Clock:
+    """Wall seconds by phase; they add up to the time from the start to the last lap."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = now()
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap to `phase`."""
+        self._add(phase, self._elapsed())
+
+    def divide(self, parts: Mapping[str, float]) -> None:
+        """Add the time since the last lap to the phases of another clock that ran meanwhile, the rest to OTHER."""
+        elapsed = self._elapsed()
+        for phase, spent in parts.items():
+            self._add(phase, spent)
+        self._add(OTHER, elapsed - sum(parts.values()))
+
+    def with_total(self) -> dict[str, float]:
+        """The phases, OTHER behind those with a name, and their sum as `total`."""
+        last = {OTHER: self.seconds[OTHER]} if OTHER in self.seconds else {}
+        named = {phase: spent for phase, spent in self.seconds.items() if phase != OTHER}
+        return {**named, **last, "total": sum(self.seconds.values())}
+
+    def _elapsed(self) -> float:
+        before, self._last = self._last, now()
+        return self._last - before
+
+    def _add(self, phase: str, spent: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + spent

@@ -1,0 +1,126 @@
+"""Runs that need more memory than there is: refused at the start where that is certain, else one line at the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppo_repro.errors import UserError
+from ppo_repro.output import say
+
+if TYPE_CHECKING:
+    from ppo_repro.config.run import RunConfig
+    from ppo_repro.plan.memory import Plan
+
+# how torch says it: its CPU allocator raises RuntimeError, with these words and the number of bytes
+_TORCH_WORDS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+_SYSTEM_WORDS = "cannot allocate memory"  # safetensors passes on what the system said
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed: in Python, NumPy, Arrow, torch or the system, also where another error hides it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        text = str(error).lower()
+        if isinstance(error, MemoryError):  # also NumPy's _ArrayMemoryError and Arrow's ArrowMemoryError
+            return True
+        if isinstance(error, RuntimeError) and any(words in text for words in _TORCH_WORDS):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        if _SYSTEM_WORDS in text and not isinstance(error, UserError):  # those of a user error are in its cause
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def memory_limit() -> int | None:
+    """Bytes that this process can have at most: of the machine, its control group or its own limit. None: not known."""
+    found = []
+    with suppress(OSError, ValueError):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + _swap())
+    for name in ("memory/memory.limit_in_bytes", "memory.max"):
+        try:
+            text = (Path("/sys/fs/cgroup") / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            found.append(int(text))
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            found.append(limit)
+    return min(found, default=None)
+
+
+def _swap() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+
+
+@contextmanager
+def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
+    """A run of `config` in `processes` processes on this machine.
+
+    UserError at once where what stays allocated through the whole run is more than there is, and where an allocation
+    in the block fails. Where only the estimate for the largest phase is more, a warning.
+    """
+    from ppo_repro.plan.parts import in_words
+    from ppo_repro.plan.report import size
+
+    plan = _plan(config)
+    limit = memory_limit()
+    if plan is not None and limit is not None:
+        if processes * plan.resident > limit:
+            each = f" in each of {processes} processes" if processes > 1 else ""
+            raise UserError(f"not enough memory: {size(limit)} at most, and {in_words(plan, config.value)}{each}")
+        if processes * plan.peak > limit:
+            say(f"memory may run out: {size(limit)} at most, and {in_words(plan, config.value)}")
+    failed = False
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failed = True
+    # outside of `except`: the error keeps everything alive that its frames hold
+    if failed:
+        raise out_of_memory("" if plan is None else in_words(plan, config.value))
+
+
+@contextmanager
+def within_recorded(run_dir: Path, overrides: Sequence[str], processes: int = 1) -> Iterator[None]:
+    """`within_memory` for a recorded run; without a plan where its configuration is not one of a language run."""
+    from ppo_repro.config.files import load_config
+
+    try:
+        config = load_config(run_dir / "config.yaml", overrides)
+    except UserError:  # of another kind, or something that the command itself refuses with a better message
+        yield
+        return
+    with within_memory(config, processes):
+        yield
+
+
+def out_of_memory(plan: str = "") -> UserError:
+    """The one line for a failed allocation, with the plan in words where there is one."""
+    return UserError(f"out of memory; {plan or 'see `ppo-repro plan CONFIG`'}")
+
+
+def _plan(config: RunConfig) -> Plan | None:
+    """None where there is none for a configuration, which the run itself refuses with a better message."""
+    from ppo_repro.plan.shapes import plan_run
+
+    try:
+        return plan_run(config)
+    except UserError:
+        return None

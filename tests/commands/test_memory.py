@@ -1,0 +1,176 @@
+"""Too little memory: one line that names the largest part and a setting, exit code 2, and no run folder."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from ppo_repro.commands import memory
+from ppo_repro.commands.cli import _run
+from ppo_repro.commands.memory import is_out_of_memory, within_memory
+from ppo_repro.errors import UserError
+from ppo_repro.plan.parts import in_words, parts
+from ppo_repro.plan.shapes import plan_run
+from ppo_repro.runs import run as runner
+from tests.support.paths import SMALL
+from tests.support.runs import small_config
+
+FAR_TOO_MUCH = 1 << 55
+
+
+def torch_error() -> None:
+    torch.empty(FAR_TOO_MUCH, dtype=torch.uint8)
+
+
+def numpy_error() -> None:
+    np.empty(FAR_TOO_MUCH, np.uint8)
+
+
+def python_error() -> None:
+    bytearray(FAR_TOO_MUCH)
+
+
+def arrow_error() -> None:
+    raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+
+def system_error() -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def safetensors_error() -> None:
+    raise SafetensorError("I/O error: Cannot allocate memory (os error 12)")
+
+
+def hidden_error() -> None:
+    try:
+        system_error()
+    except OSError as error:
+        raise UserError("model.path = x: cannot be loaded") from error
+
+
+FAILURES = (torch_error, numpy_error, python_error, arrow_error, system_error, safetensors_error, hidden_error)
+OTHERS = (
+    RuntimeError("mat1 and mat2 cannot be multiplied"),
+    OSError(errno.ENOSPC, "No space"),
+    UserError("out of memory"),
+)
+
+
+@pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
+def test_every_kind_of_failed_allocation_is_one_line(
+    fail: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "execute", lambda *arguments: fail())  # type: ignore[operator]
+    assert _run(["run", str(SMALL), "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and said.startswith("error: out of memory; the plan needs up to about ")
+    largest = parts(plan_run(small_config()))[0]
+    assert f"most of it for {largest.name}: " in said and f"; {largest.advice}; see `ppo-repro plan`" in said
+    assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("seed")] == []
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=repr)
+def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+    with (
+        pytest.raises(type(error), match=str(error).replace("[", r"\[").replace("]", r"\]")),
+        within_memory(small_config()),
+    ):
+        raise error
+
+
+def test_what_cannot_fit_is_refused_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_run(small_config())
+    monkeypatch.setattr(memory, "memory_limit", lambda: plan.resident - 1)
+    assert _run(["run", str(SMALL), "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and said.startswith("error: not enough memory: ")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(memory, "memory_limit", lambda: plan.peak - 1)
+    with within_memory(small_config()):
+        pass
+    assert capsys.readouterr().err.startswith("memory may run out: ")
+    monkeypatch.setattr(memory, "memory_limit", lambda: plan.peak)
+    with within_memory(small_config()):
+        pass
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="in each of 2 processes"):
+        monkeypatch.setattr(memory, "memory_limit", lambda: plan.resident)
+        with within_memory(small_config(), 2):
+            pass
+
+
+def test_the_limit_is_not_more_than_the_machine_has() -> None:
+    limit = memory.memory_limit()
+    assert limit is not None and (1 << 28) < limit < (1 << 50)
+
+
+LONG = ("numerics.max_context=4000", "rollout.max_response_tokens=3990", "layout.forward_micro_batch=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "setting"),
+    [
+        ((*LONG, "layout.rollout_slots=1"), "activations of the update", "layout.update_micro_batch"),
+        ((*LONG, "layout.update_micro_batch=1"), "key/value cache of the rollout", "layout.rollout_slots"),
+        (("model.hidden_size=512", "model.num_attention_heads=8"), "optimizer moments", "lora"),
+    ],
+)
+def test_the_largest_part_is_named_with_its_setting(overrides: tuple[str, ...], name: str, setting: str) -> None:
+    config = small_config(*overrides)
+    plan = plan_run(config)
+    found = parts(plan)
+    assert found[0].name == name and setting in found[0].advice
+    assert sum(part.bytes for part in found) == plan.peak - memory_of_process()
+    assert name in in_words(plan, config.value)
+
+
+def memory_of_process() -> int:
+    from ppo_repro.plan.memory import PROCESS
+
+    return PROCESS
+
+
+def test_every_part_of_a_plan_has_advice() -> None:
+    plan = plan_run(small_config())
+    for phase in plan.phases:
+        only = {name: amounts if name == phase else {} for name, amounts in plan.phases.items()}
+        for part in parts(type(plan)(plan.work, plan.residents, only)):
+            assert part.advice
+
+
+LIMITED = """
+import resource, sys
+import ppo_repro.runs.language, ppo_repro.runs.run, ppo_repro.plan.shapes, ppo_repro.tracking.follower
+from ppo_repro.commands.cli import _run
+used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+sys.exit(_run(sys.argv[1:]))
+"""
+
+
+def test_a_process_with_a_limit_ends_with_one_line(tmp_path: Path) -> None:
+    sets = [
+        "numerics.mode=native",
+        "model.hidden_size=512",
+        "model.num_attention_heads=8",
+        "model.intermediate_size=2048",
+    ]
+    arguments = ["run", str(SMALL), "--out", str(tmp_path), *(part for s in sets for part in ("--set", s))]
+    done = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert line.startswith("error: out of memory; the plan needs up to about ") and "smaller model" in line
+    assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("seed*"))

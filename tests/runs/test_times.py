@@ -1,0 +1,116 @@
+"""Every second of a run is in a phase: with a clock that counts Python calls, so that no result depends on speed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from ppo_repro import clock as clocks
+from ppo_repro.clock import OTHER, Clock
+from ppo_repro.commands.cli import _run
+from ppo_repro.config.control import load_control_config
+from ppo_repro.control.kind import ControlKind
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader, times
+from ppo_repro.runs.language import LanguageKind
+from ppo_repro.runs.run import run
+from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
+from tests.support.paths import SMALL, SMALL_CONTROL
+from tests.support.runs import small_config
+
+OF_ITERATIONS = {"evaluation", "rollout", "forward", "update", "digests", OTHER}
+OF_RUN = {"inputs", "records", "preparation", "progress", "models", "closing"}
+MUCH = 0.05
+
+
+class Ticks:
+    """A time that goes on by one with every call of a Python function."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr(clocks, "now", lambda: float(self.count))
+
+    def __enter__(self) -> Ticks:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, argument: object) -> None:
+        self.count += event == "call"
+
+
+def test_a_clock_gives_every_second_to_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([10.0, 11.0, 13.5, 13.5, 20.0, 21.0])
+    monkeypatch.setattr(clocks, "now", lambda: next(seconds))
+    clock = Clock()
+    clock.lap("a")
+    clock.lap("b")
+    clock.lap("c")
+    clock.divide({"a": 2.0, "d": 4.0})
+    clock.lap("b")
+    assert clock.seconds == {"a": 3.0, "b": 3.5, "c": 0.0, "d": 4.0, OTHER: 0.5}
+    assert clock.with_total() == {"a": 3.0, "b": 3.5, "c": 0.0, "d": 4.0, OTHER: 0.5, "total": 11.0}
+    assert list(clock.with_total())[-2:] == [OTHER, "total"]
+
+
+def test_the_phases_of_a_run_add_up_and_little_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config("checkpoints.every=2", "model.warm_start_steps=2")
+    with Ticks(monkeypatch) as ticks:
+        run_dir, seconds = run(LanguageKind(Silent()), config, tmp_path)
+    assert set(seconds) == {*OF_ITERATIONS, *OF_RUN, "checkpoints", "total"}
+    # the calls before the clock and after its last lap are a handful
+    assert seconds["total"] == sum(spent for phase, spent in seconds.items() if phase != "total")
+    assert ticks.count - 50 < seconds["total"] <= ticks.count
+    assert 0 <= seconds[OTHER] < MUCH * seconds["total"]
+    assert all(seconds[phase] > 0 for phase in seconds if phase != "progress")
+    recorded = manifest.load(run_dir)
+    in_tables = times.phases_of(reader.read_iterations(run_dir))
+    assert set(in_tables) == OF_ITERATIONS
+    assert in_tables[OTHER] < MUCH * sum(in_tables.values())
+    assert all(in_tables[phase] <= seconds[phase] for phase in in_tables)
+    found = times.by_phase(run_dir, recorded, in_tables)
+    # what is left is the writing of the times themselves
+    assert 0 < seconds["total"] - found["total"] < MUCH * seconds["total"]
+    assert times.read(run_dir, recorded).iterations == 3  # type: ignore[union-attr]
+
+
+def test_the_phases_of_a_control_run_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ticks(monkeypatch):
+        _, seconds = run(ControlKind(Silent()), load_control_config(SMALL_CONTROL), tmp_path)
+    assert seconds["total"] == sum(spent for phase, spent in seconds.items() if phase != "total")
+    assert 0 <= seconds[OTHER] < MUCH * seconds["total"]
+
+
+def test_times_are_shown_checked_and_in_no_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--set", "model.warm_start_steps=2", "--json"]
+    assert _run(["run", str(SMALL), "--out", str(tmp_path), *arguments]) == 0
+    told = json.loads(capsys.readouterr().out)
+    run_dir = Path(told["run_dir"])
+    assert {"start", "preparation", "models", OTHER, "total"} <= set(told["seconds"])
+    assert _run(["show", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{phase} " in shown for phase in ("preparation", "models", OTHER, "total"))
+    path = run_dir / times.FILE_NAME
+    path.write_text(path.read_text().replace('"iterations": 3', '"iterations": 2'))
+    with pytest.raises(UserError, match=r"times\.json: is not what was noted"):
+        times.read(run_dir, manifest.load(run_dir))
+    with pytest.raises(UserError, match=r"times\.json"):
+        verify(run_dir)
+
+
+def test_of_a_resumed_run_the_iterations_are_all_recorded_ones(tmp_path: Path) -> None:
+    config = small_config("model.warm_start_steps=2")
+    run_dir, _ = run(LanguageKind(Silent()), config, tmp_path)
+    recorded = manifest.load(run_dir)
+    notes = times.write(run_dir, times.Times(1, {"preparation": 4.0, "rollout": 1.0}))
+    later = recorded.model_copy(update={"notes": {**recorded.notes, **notes}})
+    assert times.by_phase(run_dir, later, {"rollout": 3.0}) == {"preparation": 4.0, "rollout": 3.0}
+    earlier = recorded.model_copy(update={"notes": {}})
+    assert times.by_phase(run_dir, earlier, {"rollout": 3.0}) == {"rollout": 3.0}

@@ -16,6 +16,8 @@ class Watcher(Protocol):
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None: ...
 
+    def warning(self, text: str) -> None: ...
+
 
 class Silent:
     """A watcher that shows nothing."""
@@ -30,4 +32,7 @@ class Silent:
         pass
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
+        pass
+
+    def warning(self, text: str) -> None:
         pass

@@ -27,7 +27,7 @@ PPO_REPRO = """
     rollout
     rollout.sglang sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
     models
-    stages preferences plan
+    stages preferences plan accuracy
     loop
     runs
     control dpo checks grids testing

@@ -15,6 +15,8 @@ from analysis.report.drawing.figure import Section
 from analysis.report.drawing.markup import number
 from analysis.report.facts import (
     RunFacts,
+    accuracy_numbers,
+    accuracy_verdict,
     clip_bounds,
     first_and_last_numbers,
     learning_verdicts,
@@ -77,6 +79,7 @@ def run_page(run_dir: Path, responses: int) -> str:
     verdicts = (
         *parity_verdicts(counted, facts.config),
         *of_mismatch.verdicts,
+        *accuracy_verdict(facts.accuracy),
         *nonfinite_verdict(scan.extremes, scan.nonfinite_deltas),
         *learning_verdicts(facts, iterations),
     )
@@ -88,6 +91,7 @@ def run_page(run_dir: Path, responses: int) -> str:
             ),
         ),
         ("First and last iteration", first_and_last_numbers(iterations, steps)),
+        *accuracy_numbers(facts.accuracy),
     )
     summary = summary_html(verdicts, run_facts(facts), tables, facts.config_text)
     sections = (

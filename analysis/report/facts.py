@@ -17,7 +17,8 @@ from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.records import reader
+from ppo_repro.records import accuracy, reader
+from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.records.manifest import Manifest, has_responses
 
 
@@ -39,6 +40,7 @@ class RunFacts:
     config: RunConfig
     config_text: str
     environment: dict[str, Any]
+    accuracy: Accuracy | None  # of the log-probs at the start; None where it was not measured
 
 
 def read_facts(run_dir: Path) -> RunFacts:
@@ -52,7 +54,8 @@ def read_facts(run_dir: Path) -> RunFacts:
     except (OSError, ValueError) as error:
         raise UserError(f"{run_dir}: config.yaml or environment.json cannot be read ({error})") from error
     config = load_config(run_dir / "config.yaml")
-    return RunFacts(run_dir, f"{config.experiment}/{run_dir.resolve().name}", manifest, config, text, environment)
+    name, measured = f"{config.experiment}/{run_dir.resolve().name}", accuracy.read(run_dir, manifest)
+    return RunFacts(run_dir, name, manifest, config, text, environment, measured)
 
 
 def clip_bounds(config: RunConfig, iterations: pd.DataFrame) -> ClipBounds | None:
@@ -114,6 +117,25 @@ def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdic
             "fact", f"KL(policy || reference) at last: {number(kl, 3)} nats per response (exact, seq_mean_token_sum)."
         ),
     )
+
+
+def accuracy_verdict(found: Accuracy | None) -> tuple[Verdict, ...]:
+    """How far the log-probs at the start were from the model in float64, in words; nothing where nobody measured."""
+    if found is None:
+        return ()
+    text = f"Exact log-probs are {number(found.ratio, 2)} times as far from the model in float64 as stock float32's"
+    if found.is_low:
+        return (Verdict("differs", f"{text}; {found.worst_layer} lost most."),)
+    return (Verdict("fact", f"{text} ({found.tokens:,} tokens, rms)."),)
+
+
+def accuracy_numbers(found: Accuracy | None) -> tuple[tuple[str, pd.DataFrame], ...]:
+    """A table of the distances of log-probs from the model in float64; none where nobody measured."""
+    if found is None:
+        return ()
+    rows = (("exact", found.exact_rms, found.exact_max), ("stock float32", found.stock_rms, found.stock_max))
+    frame = pd.DataFrame(rows, columns=["numerics", "rms, nats", "largest, nats"])
+    return ((f"Log-probs of {found.tokens:,} tokens at the start, distance from float64", frame),)
 
 
 def nonfinite_verdict(extremes: pd.DataFrame, nonfinite_deltas: int) -> tuple[Verdict, ...]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.accuracy.tables import Subject, show, tables_of, write
-from ppo_repro.checks.accuracy import Text
-from ppo_repro.checks.distances import compare, compare_gradients
+from ppo_repro.accuracy.distances import compare, compare_gradients
+from ppo_repro.accuracy.scores import Text
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.numerics import backend

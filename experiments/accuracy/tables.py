@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.checks.distances import Comparison, Error, Errors, GradientComparison, typical
+from ppo_repro.accuracy.distances import Comparison, Error, Errors, GradientComparison, typical
 
 Row = dict[str, str | int | float]
 

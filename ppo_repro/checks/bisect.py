@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ppo_repro.checks.capture import Captured, Subject, decoded, patched, trained
 from ppo_repro.checks.conditions import Step, ladder
 from ppo_repro.config.files import load_config
-from ppo_repro.config.run import LayoutConfig, NumericsConfig, RunConfig, TinyModel
+from ppo_repro.config.run import LayoutConfig, RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import freeze
 from ppo_repro.records.bisect import write
@@ -72,7 +72,7 @@ def _settings(config: RunConfig, mode: Literal["exact", "native"]) -> RunConfig:
     model = config.model
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
-    numerics = NumericsConfig(mode=mode, max_context=config.numerics.max_context)
+    numerics = config.numerics.model_copy(update={"mode": mode})
     return config.model_copy(update={"model": model, "numerics": numerics, "layout": LayoutConfig()})
 
 

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from ppo_repro.config.reward import TrainedRewardModel
-from ppo_repro.config.run import LayoutConfig, NumericsConfig, RunConfig, TinyModel
+from ppo_repro.config.run import LayoutConfig, RunConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import expand_kept, token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.prepare import Prepared, policy_accuracy, prepare
 from ppo_repro.runs.tables import unequal_bits
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import require_undisturbed, sampling_of
@@ -42,6 +43,14 @@ class Row:
     compared: int
     unequal_exact: int
     unequal_native: int
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found."""
+
+    rows: list[Row]
+    accuracy: Accuracy | None  # of the exact log-probs; None where it was not measured
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ def _with(config: RunConfig, mode: Mode) -> RunConfig:
         for term in config.reward.terms
     )
     reward = config.reward.model_copy(update={"terms": terms})
-    numerics = NumericsConfig(mode=mode, max_context=config.numerics.max_context)
+    numerics = config.numerics.model_copy(update={"mode": mode})
     return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()})
 
 
@@ -222,13 +231,15 @@ def _checks(s: _Subject) -> Iterator[Check]:
         yield "optimizer step", condition, len(weights), unequal_bits(weights, other)
 
 
-def probe(config: RunConfig) -> list[Row]:
+def probe(config: RunConfig) -> Probed:
     """Check every promise for the model and prompts of `config`, in both modes. UserError as `require_undisturbed`."""
     require_undisturbed(config)
     # one mode after the other: the backend is chosen for the whole process
-    exact = list(_checks(_subject(config, "exact")))
+    subject = _subject(config, "exact")
+    accuracy = policy_accuracy(subject.config, subject.prepared)
+    exact = list(_checks(subject))
     native = list(_checks(_subject(config, "native")))
-    return [Row(*row, control[3]) for row, control in zip(exact, native, strict=True)]
+    return Probed([Row(*row, control[3]) for row, control in zip(exact, native, strict=True)], accuracy)
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

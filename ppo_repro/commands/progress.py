@@ -53,3 +53,6 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
         self._show(what, step, total, f"loss {loss:.3f} nats/pair")
+
+    def warning(self, text: str) -> None:
+        self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)

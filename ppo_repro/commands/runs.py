@@ -196,13 +196,18 @@ def probe_command(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.set)
     from ppo_repro.checks.probe import failures, probe, render
+    from ppo_repro.records.accuracy import sentence
 
-    rows = probe(config)
-    failed = failures(rows)
+    found = probe(config)
+    failed, accuracy = failures(found.rows), found.accuracy
+    if accuracy is not None and accuracy.is_low:
+        say(f"warning: {sentence(accuracy)}")
     if arguments.json:
-        print_json({"rows": [dataclasses.asdict(row) for row in rows], "failures": failed})
+        print_json({**dataclasses.asdict(found), "failures": failed})
     else:
-        print(render(rows))
+        print(render(found.rows))
+        if accuracy is not None:
+            print(sentence(accuracy))
         print("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
     return 1 if failed else 0
 

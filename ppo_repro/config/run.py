@@ -25,6 +25,8 @@ from ppo_repro.config.section import Count, Experiment, Fraction, Index, Positiv
 # what a group of fields is when it does not say: (group, field, value)
 USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
 
+USUAL_ACCURACY_SEQUENCES = 4  # in native numerics, which measure nothing, this says nothing
+
 
 class TinyModel(Section):
     """A small Qwen3 made from nothing, with its own tokenizer, warm-started on the task by supervision."""
@@ -128,6 +130,15 @@ class NumericsConfig(Section):
     )
 
 
+class RunNumericsConfig(NumericsConfig):
+    """How numbers are computed, and whether a run measures how accurate they are."""
+
+    accuracy_sequences: Index = Field(
+        USUAL_ACCURACY_SEQUENCES,
+        description="At its start an exact run compares the log-probs of this many sequences with float64; 0 for none.",
+    )
+
+
 class LayoutConfig(Section):
     """How the work is cut up. In exact numerics nothing here can change a result."""
 
@@ -182,7 +193,7 @@ class RunConfig(Experiment):
         None, description="Train low-rank adapters instead of all weights; null: all weights."
     )
     evaluation: EvaluationConfig = EvaluationConfig()
-    numerics: NumericsConfig
+    numerics: RunNumericsConfig
     layout: LayoutConfig = LayoutConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
 
@@ -222,6 +233,8 @@ def _numerics(config: RunConfig) -> None:
     native = config.numerics.mode == "native"
     if native and config.layout.backend != "auto":
         raise ValueError("layout.backend needs numerics.mode = exact")
+    if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
+        raise ValueError("numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing")
     engine = config.rollout.engine
     if native and engine.kind == "sglang" and engine.numerics == "exact":
         raise ValueError("rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both")

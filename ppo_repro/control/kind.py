@@ -7,7 +7,7 @@ computed again from its beginning, which takes minutes, and compared as far as i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -42,6 +42,7 @@ class ControlExecution:
     initial_digest: str
     returns: list[float] = field(default_factory=list)
     store: ClassVar[None] = None
+    notes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def iterations(self) -> Iterator[ControlIteration]:
         for item in control_iterations(self.config, self.state):

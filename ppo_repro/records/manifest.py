@@ -40,9 +40,7 @@ class Head(BaseModel):
     status: Status
     config_digest: str
     inputs: dict[str, str]
-    notes: dict[str, str] = Field(
-        default_factory=dict
-    )  # SHA-256 of environment.json, times.json, each resumed-NNN.json
+    notes: dict[str, str] = Field(default_factory=dict)  # SHA-256 of environment.json and the other notes
     num_iterations: Annotated[int, Field(ge=0)]
     log_bytes: Annotated[int, Field(ge=0)]  # of iterations.jsonl; what follows them does not count
     final: dict[str, float | int | str]
@@ -56,7 +54,7 @@ class Manifest(Head):
 
 
 def note_content(tree: Mapping[str, Any]) -> bytes:
-    """The content of environment.json, times.json or a resumed-NNN.json."""
+    """The content of environment.json, accuracy.json, times.json or a resumed-NNN.json."""
     return (json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 

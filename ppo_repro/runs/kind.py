@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,11 @@ class Execution(Protocol[Item]):
 
     @property
     def store(self) -> Store | None: ...
+
+    @property
+    def notes(self) -> Mapping[str, Mapping[str, Any]]:
+        """Facts about the start of the run: JSON files of the run folder, by name, outside the fingerprint."""
+        ...
 
     def iterations(self) -> Iterator[Item]: ...
 

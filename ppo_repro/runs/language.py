@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,8 @@ from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
+from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.runs.checkpoint_format import Checkpoint
@@ -26,7 +28,7 @@ from ppo_repro.runs.checkpoints import ModelStore, load_newest, open_store, quic
 from ppo_repro.runs.environment import check_inputs, describe_environment
 from ppo_repro.runs.kind import Execution, Final, Resumption
 from ppo_repro.runs.open_engine import check_engine, require_same_sampler, rollout_engine
-from ppo_repro.runs.prepare import Prepared, prepare, run_inputs, task_inputs
+from ppo_repro.runs.prepare import Prepared, policy_accuracy, prepare, run_inputs, task_inputs
 from ppo_repro.runs.profiling import Peak, measure_peak
 from ppo_repro.runs.tables import iteration_tables
 from ppo_repro.shares import check_shares
@@ -45,6 +47,11 @@ class LanguageExecution:
     ranks: Ranks
     store: ModelStore | None
     peak: Peak | None
+    accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
+
+    @property
+    def notes(self) -> Mapping[str, Mapping[str, Any]]:
+        return {} if self.accuracy is None else {ACCURACY_NAME: asdict(self.accuracy)}
 
     def iterations(self) -> Iterator[Iteration]:
         return ppo_iterations(self.config, self.prepared.task, self.prepared.state, self.engine, self.ranks)
@@ -96,7 +103,7 @@ class LanguageKind:
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
         check_shares(config.layout.rank_shares, self.ranks.size)
         check_engine(config, self.ranks.size)
-        return self._open(config, run_dir, None)
+        return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
@@ -107,15 +114,25 @@ class LanguageKind:
         return Resumption(0 if start is None else start.iteration, self._open(config, run_dir, start))
 
     @contextmanager
-    def _open(self, config: RunConfig, run_dir: Path | None, start: Checkpoint | None) -> Iterator[LanguageExecution]:
+    def _open(
+        self, config: RunConfig, run_dir: Path | None, start: Checkpoint | None, measured: bool = False
+    ) -> Iterator[LanguageExecution]:
         """PromiseBroken where a rank begins with other weights than the first one."""
         prepared = self._prepare(config, None if run_dir is None or start is None else reference_folder(run_dir))
+        accuracy = self._accuracy(config, prepared) if measured else None
         store = None if run_dir is None else open_store(run_dir, config, prepared, start)
         del start  # as large as weights and moments together
         peak = measure_peak(config, prepared.state) if self.profile and run_dir is not None else None
         logs = None if run_dir is None else run_dir / "sglang"
         with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher) as engine:
-            yield LanguageExecution(config, prepared, engine, self.ranks, store, peak)
+            yield LanguageExecution(config, prepared, engine, self.ranks, store, peak, accuracy)
+
+    def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
+        """How accurate the policy is before its first step; the watcher hears of it where that is too little."""
+        accuracy = policy_accuracy(config, prepared)
+        if accuracy is not None and accuracy.is_low:
+            self.watcher.warning(sentence(accuracy))
+        return accuracy
 
     def _prepare(self, config: RunConfig, start_folder: Path | None) -> Prepared:
         def warm_start(step: int, total: int, loss: float) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from ppo_repro.accuracy.measurement import measure, text_of
 from ppo_repro.config.algorithm import NoValue, SeparateValue, ValueHead
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import JsonlTask, ModelFolder, RunConfig, TinyModel
@@ -38,6 +39,7 @@ from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.numerics.proof import proof
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
+from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.prompts import Task
@@ -221,3 +223,12 @@ def prepare(
         config.layout.prefix_cache,
     )
     return Prepared(task, state, engine, reward_training, lora)
+
+
+def policy_accuracy(config: RunConfig, prepared: Prepared) -> Accuracy | None:
+    """How far the policy's log-probs are from float64 on the run's prompts; None where nothing is to be measured."""
+    numerics = config.numerics
+    if numerics.mode == "native" or not numerics.accuracy_sequences:
+        return None
+    text = text_of(prepared.task.prompt_ids, numerics.accuracy_sequences, numerics.max_context)
+    return measure(prepared.state.policy, text)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -20,7 +21,7 @@ from ppo_repro.ranks import Ranks
 from ppo_repro.records import digests, manifest, reader, times, writer
 from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import check_config
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
@@ -83,7 +84,7 @@ def execute(
     An iteration that is recorded already is compared instead: PromiseBroken names the first cell that differs.
     """
     recorded, total, computed = manifest.load(run_dir), config.ppo.iterations, 0
-    with opened as execution, appending(run_dir, manifest.head_of(recorded)) as appender:
+    with opened as execution, appending(run_dir, _noted(run_dir, recorded, execution.notes)) as appender:
         clock.lap("preparation")
         written: tuple[int, str] | None = None
         for item in execution.iterations():
@@ -122,6 +123,18 @@ def execute(
     clock.lap("closing")
     writer.finish(run_dir, current, final, times.write(run_dir, times.Times(computed, clock.seconds)))
     clock.lap("records")
+
+
+def _noted(run_dir: Path, recorded: Manifest, notes: Mapping[str, Mapping[str, Any]]) -> Head:
+    """The manifest without its iterations, with the digests of some notes, which are written first."""
+    if not notes:
+        return manifest.head_of(recorded)
+    noted = {}
+    for name, tree in notes.items():
+        content = manifest.note_content(tree)
+        durable.atomic_write(run_dir / name, content)
+        noted[name] = manifest.note_digest(content)
+    return writer.mark(run_dir, recorded, "running", noted)
 
 
 def _iteration_difference(

@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
-from ppo_repro.records import reader, times
+from ppo_repro.records import accuracy, reader, times
+from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
 
@@ -107,6 +108,7 @@ class LanguageSummary(Counts):
     reward_last: float
     accuracy_before: float
     accuracy_after: float
+    numerical_accuracy: Accuracy | None  # of the log-probs at the start; None where it was not measured
 
 
 def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> LanguageSummary:
@@ -119,6 +121,7 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Languag
         reward_last=float(rows["reward_mean"].iloc[-1]),
         accuracy_before=float(rows["eval_accuracy"].iloc[0]),
         accuracy_after=float(manifest.final["eval_accuracy"]),
+        numerical_accuracy=accuracy.read(run_dir, manifest),
     )
 
 
@@ -131,6 +134,7 @@ def _verdicts(summary: LanguageSummary) -> list[str]:
         f"mean reward per response {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
         f"{summary.iterations} iterations, {summary.tokens:,} response tokens",
         *agreement(summary, config.ppo.ratio_anchor, config.value.kind != "none"),
+        *([] if summary.numerical_accuracy is None else [accuracy.sentence(summary.numerical_accuracy)]),
     ]
 
 

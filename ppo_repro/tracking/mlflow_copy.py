@@ -22,7 +22,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from ppo_repro.config.files import read_tree
 from ppo_repro.config.kinds import load_config_of
 from ppo_repro.errors import UserError
-from ppo_repro.records import iteration_log, manifest, reader, times
+from ppo_repro.records import accuracy, iteration_log, manifest, reader, times
 from ppo_repro.records.config_file import check_config, read_environment
 from ppo_repro.records.manifest import Head
 
@@ -31,14 +31,8 @@ PARAMS_PER_CALL = 100
 VALUE_CHARACTERS = 6000
 KEYS = {"iteration", "epoch", "minibatch"}
 FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
-ARTIFACTS = (
-    manifest.FILE_NAME,
-    iteration_log.FILE_NAME,
-    "config.yaml",
-    "environment.json",
-    times.FILE_NAME,
-    "report.html",
-)
+NOTES = ("environment.json", accuracy.FILE_NAME, times.FILE_NAME)
+ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, "config.yaml", *NOTES, "report.html")
 GRID_ARTIFACTS = ("grid.yaml", "cells.parquet", "results.parquet", "report.html")
 POLL_SECONDS = 1.0
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
@@ -141,6 +135,9 @@ def _end(client: MlflowClient, folder: Path, run_id: str, names: Sequence[str], 
 
 def _end_run(client: MlflowClient, run_dir: Path, recorded: Head, run_id: str) -> None:
     final = [Metric(f"final/{k}", v, 0, 0) for k, v in recorded.final.items() if not isinstance(v, str)]
+    measured = accuracy.read(run_dir, recorded)
+    if measured is not None:
+        final += [Metric(f"accuracy/{k}", v, 0, 0) for k, v in measured.numbers().items()]
     spent = times.read(run_dir, recorded)
     final += [] if spent is None else [Metric(f"seconds/{phase}", v, 0, 0) for phase, v in spent.seconds.items()]
     client.log_batch(run_id, metrics=final, tags=[RunTag("fingerprint", recorded.fingerprint)])

@@ -36,6 +36,8 @@ def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
     run_dir = summary["run_dir"]
     code, out, _ = cli("show", run_dir)
     assert code == 0 and summary["fingerprint"] in out and "0 of" in out
+    ratio = summary["numerical_accuracy"]["ratio"]
+    assert 0 < ratio < 4 and f"stock float32 {summary['numerical_accuracy']['stock_rms']:.2g} and" in out
     code, out, _ = cli("rerun", run_dir, "--json")
     assert code == 0 and json.loads(out) == {"identical": True, "first_difference": None}
     code, out, _ = cli("diff", run_dir, run_dir)
@@ -262,6 +264,7 @@ def test_probe_holds_and_its_control_finds_differences(cli: Cli) -> None:
     assert code == 0 and found["failures"] == []
     assert sum(row["unequal_exact"] for row in found["rows"]) == 0
     assert next(r for r in found["rows"] if r["promise"] == "decode = full forward")["unequal_native"] > 0
+    assert 0 < found["accuracy"]["ratio"] < 4 and found["accuracy"]["tokens"] > 50
 
 
 def test_probe_fails_where_the_control_finds_nothing() -> None:
@@ -270,6 +273,27 @@ def test_probe_fails_where_the_control_finds_nothing() -> None:
     assert failures([Row(CONTROL, "", 10, 0, 3)]) == []
     assert len(failures([Row(CONTROL, "", 10, 0, 0)])) == 1
     assert len(failures([Row(CONTROL, "", 10, 1, 3), Row("threads", "", 10, 0, 0)])) == 1
+
+
+def test_a_probe_says_which_layer_is_inaccurate(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ppo_repro.checks import probe
+    from ppo_repro.records.accuracy import Accuracy
+
+    low = Accuracy(252, 5e-5, 2e-4, 1e-6, 4e-6, 50.0, "model.layers.1", 3e-4)
+    monkeypatch.setattr(probe, "probe", lambda config: probe.Probed([probe.Row(probe.CONTROL, "", 10, 0, 3)], low))
+    code, out, err = cli("probe", SMALL)
+    assert code == 0 and "ratio 50.00" in out
+    (line,) = err.splitlines()
+    assert line.startswith("warning: exact log-probs") and "model.layers.1 lost most" in line
+
+
+def test_a_warning_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    from ppo_repro.commands.progress import ConsoleProgress
+
+    with ConsoleProgress() as watcher:
+        watcher.warning("long [bold] words " * 20)
+    out, err = capsys.readouterr()
+    assert out == "" and err == "warning: " + "long [bold] words " * 20 + "\n"
 
 
 def test_json_says_nan_in_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,10 @@ def test_further_mistakes_are_counted() -> None:
     [
         (["ppo.minibatch_size=7"], "ppo.minibatch_size = 7 must divide the 48 sequences of an iteration"),
         (["rollout.max_response_tokens=24"], "rollout.max_response_tokens = 24 must be smaller than numerics.max_con"),
+        (
+            ["numerics.mode=native", "numerics.accuracy_sequences=3"],
+            "numerics.accuracy_sequences needs numerics.mode = exact",
+        ),
         (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),
         (["model.num_key_value_heads=3"], "model: num_attention_heads must be a multiple of num_key_value_heads"),
     ],

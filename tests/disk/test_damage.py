@@ -86,7 +86,7 @@ def test_a_whole_folder_is_whole(whole: Path, part: Path) -> None:
     found = verify(whole)
     assert (found.iterations, found.tables, found.checkpoints, found.model_folders) == (3, 15, 2, 2)
     kinds = {path.suffix for path in files_of(whole)}
-    assert kinds == {"", ".json", ".jsonl", ".yaml", ".parquet", ".safetensors"} and len(files_of(whole)) == 44
+    assert kinds == {"", ".json", ".jsonl", ".yaml", ".parquet", ".safetensors"} and len(files_of(whole)) == 45
 
 
 def test_any_file_cut_short_or_gone_is_named(whole: Path, tmp_path: Path) -> None:

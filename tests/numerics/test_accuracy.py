@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.checks.accuracy import Float64, Text, in_float64, reference_scores, stock_scores
-from ppo_repro.checks.distances import Greedy, compare, compare_gradients, errors, typical
+from ppo_repro.accuracy.distances import Greedy, compare, compare_gradients, errors, typical
+from ppo_repro.accuracy.scores import Float64, Text, in_float64, reference_scores, stock_scores
 from ppo_repro.numerics.arithmetic.grid import quantise
 from ppo_repro.numerics.layers.families import ROTARIES
 from ppo_repro.numerics.layers.rotary import inverse_frequencies

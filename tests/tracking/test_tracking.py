@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.commands.cli import _run
-from ppo_repro.records import manifest, reader, times
+from ppo_repro.records import accuracy, manifest, reader, times
 from tests.support import synthetic_run
 from tests.support.paths import TINY
 from tests.support.ranks import free_port
@@ -62,8 +62,12 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
     assert [(m.step, m.value) for m in history] == list(enumerate(steps["grad_norm"].tolist()))
     evaluated = client.get_metric_history(found.info.run_id, "iteration/eval_accuracy")
     assert [m.step for m in evaluated] == [0, 2], "a value that was not measured is not logged"
+    measured = accuracy.read(exact_run, manifest.load(exact_run))
+    assert measured is not None and found.data.metrics["accuracy/ratio"] == measured.ratio
+    assert {n for n in found.data.metrics if n.startswith("accuracy/")} == {f"accuracy/{n}" for n in measured.numbers()}
     names = {a.path for a in client.list_artifacts(found.info.run_id)}
-    assert names == {"manifest.json", "iterations.jsonl", "config.yaml", "environment.json", "times.json"}
+    notes = {"environment.json", "accuracy.json", "times.json"}
+    assert names == {"manifest.json", "iterations.jsonl", "config.yaml"} | notes
     spent = times.read(exact_run, manifest.load(exact_run))
     assert spent is not None and {"preparation", "other"} <= set(spent.seconds)
     assert all(found.data.metrics[f"seconds/{phase}"] == value for phase, value in spent.seconds.items())

@@ -17,7 +17,7 @@ from analysis.report.grid import cell_labels
 from analysis.report.page import embedded_json
 from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
-from ppo_repro.records import reader
+from ppo_repro.records import accuracy, reader
 from tests.support.cases.hostile_run import HOSTILE, LONG, make_hostile_run
 from tests.support.html_page import check, embedded
 from tests.support.synthetic_run import make_run, start_run
@@ -49,6 +49,9 @@ def test_an_exact_run_holds_and_the_control_differs(exact_run: Path, native_run:
     unequal, total = int(rows["unequal_old_rollout_logprobs"].sum()), int(rows["tokens"].sum())
     assert f"({unequal:,} of {total:,} tokens" in native and "agree on every bit of" not in native.split("Values")[0]
     assert reader.open_manifest(exact_run).fingerprint in exact
+    measured = accuracy.read(exact_run, reader.open_manifest(exact_run))
+    assert measured is not None and f"({measured.tokens:,} tokens, rms)" in exact and "stock float32" in exact
+    assert "model in float64" not in native, "native numerics measure nothing"
 
 
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(native_run: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.checks.accuracy import (
+from ppo_repro.accuracy.scores import (
     Scores,
     Text,
     exact_gradients,

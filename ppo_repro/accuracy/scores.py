@@ -99,11 +99,16 @@ def reference_scores(model: PreTrainedModel, text: Text) -> Scores:
 
 
 @torch.no_grad()
+def policy_scores(policy: PreTrainedModel, text: Text) -> Scores:
+    """Scores by a policy in exact numerics."""
+    batch = lay_out(text.prompts, text.responses, "right")
+    logits = policy_logits(policy, batch)
+    return Scores(logits, token_statistics(logits, batch.targets, 1.0, None, "exact")[0])
+
+
 def exact_scores(model: PreTrainedModel, text: Text, max_context: int) -> Scores:
     """Scores by the exact numerics of an unmodified model."""
-    batch = lay_out(text.prompts, text.responses, "right")
-    logits = policy_logits(make_policy(model, "exact", max_context), batch)
-    return Scores(logits, token_statistics(logits, batch.targets, 1.0, None, "exact")[0])
+    return policy_scores(make_policy(model, "exact", max_context), text)
 
 
 def stock_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:

@@ -1,0 +1,65 @@
+"""The accuracy of a run's own policy on its own prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import torch
+from transformers import PreTrainedModel
+
+from ppo_repro.accuracy.distances import errors
+from ppo_repro.accuracy.layers import layer_errors
+from ppo_repro.accuracy.scores import Float64, Text, policy_scores, stock_scores
+from ppo_repro.accuracy.stock import stock_model, wide_model
+from ppo_repro.records.accuracy import Accuracy
+
+LENGTH = 64  # tokens of a sequence
+
+
+def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context: int) -> Text:
+    """Sequences of 64 tokens, or of the whole context: prompts by key, strung together where they are shorter.
+
+    The first token of each is its prompt, all others are scored.
+    """
+    length = min(LENGTH, max_context)
+    prompts = cycle(prompt_ids[key] for key in sorted(prompt_ids))
+    found: list[list[int]] = []
+    for _ in range(sequences):
+        tokens: list[int] = []
+        while len(tokens) < length:
+            tokens += next(prompts)
+        found.append(tokens[:length])
+    return Text([tokens[:1] for tokens in found], [tokens[1:] for tokens in found])
+
+
+@torch.no_grad()
+def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
+    """Log-probs of `text` by a policy in exact numerics, by its unmodified model in float32, and that in float64.
+
+    The policy is not changed. Logits of one sequence at a time are in memory.
+    """
+    stock, wide = stock_model(policy), wide_model(policy)
+    columns = []
+    for prompt, response in zip(text.prompts, text.responses, strict=True):
+        one = Text([prompt], [response])
+        with Float64():
+            reference = stock_scores(wide, one).logprobs
+        columns.append((policy_scores(policy, one).logprobs, stock_scores(stock, one).logprobs, reference))
+    found = errors(*(torch.cat(column) for column in zip(*columns, strict=True)))
+    accuracy = Accuracy(
+        tokens=text.tokens(),
+        exact_rms=found.exact.rms,
+        exact_max=found.exact.largest,
+        stock_rms=found.stock.rms,
+        stock_max=found.stock.largest,
+        ratio=found.ratio("rms"),
+        worst_layer="",
+        worst_layer_error=0.0,
+    )
+    if not accuracy.is_low:
+        return accuracy
+    lost = layer_errors(policy, text)
+    worst = max(lost, key=lost.__getitem__)
+    return replace(accuracy, worst_layer=worst, worst_layer_error=lost[worst])

@@ -1,0 +1,60 @@
+"""How accurate the log-probs of a run's policy were at its start: accuracy.json. Not in the fingerprint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest
+from ppo_repro.records.config_file import read_environment
+from ppo_repro.records.manifest import Head
+
+FILE_NAME = "accuracy.json"
+LARGEST_RATIO = 4.0  # above it the run says so
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Distances of log-probs from the unmodified model in float64, nats."""
+
+    tokens: int  # scored
+    exact_rms: float
+    exact_max: float
+    stock_rms: float  # by the unmodified model in float32
+    stock_max: float
+    ratio: float  # of the rms, exact / stock; stock counts as no better than float32 resolves
+    worst_layer: str  # that lost most, by its name in the model; empty while the ratio is no larger than it may be
+    worst_layer_error: float  # of its outputs given the inputs of float64, relative; 0 without a worst layer
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the exact log-probs are farther from float64 than they should be."""
+        return not self.ratio <= LARGEST_RATIO  # nor may the ratio be NaN
+
+    def numbers(self) -> dict[str, float | int]:
+        """The fields that are numbers, by name."""
+        return {name: value for name, value in asdict(self).items() if not isinstance(value, str)}
+
+
+def read(run_dir: Path, recorded: Head) -> Accuracy | None:
+    """What a run measured at its start, None if nothing; UserError where the file is damaged."""
+    if FILE_NAME not in recorded.notes:
+        return None
+    path = run_dir / FILE_NAME
+    tree = read_environment(path)
+    if manifest.note_digest(path.read_bytes()) != recorded.notes[FILE_NAME]:
+        raise UserError(f"{path}: is not what was noted when the run began; restore it")
+    return Accuracy(**tree)
+
+
+def sentence(found: Accuracy) -> str:
+    """The measurement in words, with the layer to look at where the ratio is too large."""
+    text = (
+        f"exact log-probs of {found.tokens:,} tokens are {found.exact_rms:.2g} nats (rms) from the model in float64, "
+        f"{found.exact_max:.2g} at most; stock float32 {found.stock_rms:.2g} and {found.stock_max:.2g}; "
+        f"ratio {found.ratio:.2f}"
+    )
+    if not found.is_low:
+        return text
+    return f"{text}, above {LARGEST_RATIO:g}: {found.worst_layer} lost most ({found.worst_layer_error:.2g} relative)"

@@ -1,0 +1,119 @@
+"""A run tells how accurate its log-probs are: once, at its start, outside the fingerprint."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.errors import UserError
+from ppo_repro.numerics.arithmetic import contraction
+from ppo_repro.records import accuracy, manifest
+from ppo_repro.records.accuracy import Accuracy
+from ppo_repro.runs import language
+from ppo_repro.runs.run import run_folder
+from ppo_repro.runs.summary import LANGUAGE_RUNS, summarise
+from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
+from tests.support.language import rerun, resume, run
+from tests.support.runs import small_config
+
+
+class Warned(Silent):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.texts.append(text)
+
+
+class Interrupted(Silent):
+    def iteration(self, done: int, total: int, figures: str) -> None:
+        raise KeyboardInterrupt
+
+
+def measured(run_dir: Path) -> Accuracy:
+    found = accuracy.read(run_dir, manifest.load(run_dir))
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(language, "policy_accuracy", refuse)
+
+
+def test_a_run_records_and_tells_it(exact_run: Path) -> None:
+    found = measured(exact_run)
+    assert found.tokens == 4 * (small_config().numerics.max_context - 1)
+    assert 0 < found.exact_rms < found.exact_max < 1e-4 and not found.is_low
+    summary = summarise(exact_run)
+    assert summary.numerical_accuracy == found
+    assert accuracy.sentence(found) in LANGUAGE_RUNS.verdicts(summary)
+    assert accuracy.FILE_NAME in manifest.load(exact_run).notes
+
+
+def test_measuring_changes_no_bit(exact_run: Path, tmp_path: Path) -> None:
+    quiet, _ = run(small_config("numerics.accuracy_sequences=0"), tmp_path, Silent())
+    assert summarise(quiet).fingerprint == summarise(exact_run).fingerprint
+    assert summarise(quiet).numerical_accuracy is None and not (quiet / accuracy.FILE_NAME).exists()
+    assert not any("float64" in line for line in LANGUAGE_RUNS.verdicts(summarise(quiet)))
+
+
+def test_native_numerics_measure_nothing(native_run: Path) -> None:
+    assert "accuracy.json" not in manifest.load(native_run).notes and summarise(native_run).numerical_accuracy is None
+
+
+@pytest.mark.usefixtures("no_measurement")
+def test_a_rerun_does_not_measure_again(exact_run: Path) -> None:
+    assert rerun(exact_run, Silent()).difference is None
+
+
+def test_a_resumed_run_keeps_what_is_recorded(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    config = small_config("ppo.iterations=2")
+    with suppress(KeyboardInterrupt):
+        run(config, tmp_path, Interrupted())
+    run_dir = run_folder(config, tmp_path)
+    before = (run_dir / accuracy.FILE_NAME).read_bytes()
+    request.getfixturevalue("no_measurement")
+    resume(run_dir, Silent())
+    assert (run_dir / accuracy.FILE_NAME).read_bytes() == before
+    assert verify(run_dir).status == "complete"
+
+
+def test_low_accuracy_is_said_once_and_names_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: grids of 12 bits for weights; the run repeats to the bit all the same."""
+    monkeypatch.setattr(contraction, "WEIGHT_BITS", 12)
+    watcher = Warned()
+    run_dir, _ = run(small_config("layout.backend=eager", "ppo.iterations=1"), tmp_path, watcher)
+    found = measured(run_dir)
+    assert found.is_low and found.worst_layer
+    assert watcher.texts == [accuracy.sentence(found)] and "\n" not in watcher.texts[0]
+    assert f"above 4: {found.worst_layer} lost most" in watcher.texts[0]
+    assert rerun(run_dir, watcher).difference is None and len(watcher.texts) == 1
+
+
+def test_the_merged_weights_of_an_adapter_are_measured(exact_run: Path, tmp_path: Path) -> None:
+    config = small_config("lora={rank: 2, alpha: 4}", "ppo.iterations=1")
+    # B is 0 at the start, so the merged weights are those of the model
+    assert measured(run(config, tmp_path, Silent())[0]) == measured(exact_run)
+
+
+def test_a_damaged_file_is_refused(exact_run: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(exact_run, tmp_path / "run"))
+    path = run_dir / accuracy.FILE_NAME
+    text = path.read_text()
+    path.write_text(text.replace('"tokens": 9', '"tokens": 8'))
+    with pytest.raises(UserError, match=r"accuracy\.json: is not what was noted"):
+        verify(run_dir)
+    with pytest.raises(UserError, match=r"accuracy\.json: is not what was noted when the run began"):
+        summarise(run_dir)
+    path.unlink()
+    for read in (verify, summarise):
+        with pytest.raises(UserError, match=r"accuracy\.json: cannot be read"):
+            read(run_dir)

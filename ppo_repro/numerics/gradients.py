@@ -59,16 +59,21 @@ def _normalise(high: Tensor, low: Tensor) -> None:
     low &= (1 << LIMB_BITS) - 1
 
 
-def _to_float32(integers: Tensor, high: Tensor | None, unit: float, out: Tensor) -> Tensor:
-    """out = fl32(fl64(high 2^LIMB_BITS + integers) unit), the sum rounded once; no `high` stands for zeros."""
+def _to_float32(integers: Tensor, high: Tensor | None, unit: float) -> Tensor:
+    """fl32(fl64(high 2^LIMB_BITS + integers) unit), the sum rounded once; no `high` stands for zeros.
+
+    The result lies in the memory of `integers`: another copy of all gradients would be a seventh of a run's memory.
+    """
+    out = integers.view(-1).view(torch.float32)[: integers.numel()].view(integers.shape)
     if backend.has_kernels(integers):
         upper = None if high is None else high.view(-1).numpy()
         to_float32(integers.view(-1).numpy(), upper, unit, out.view(-1).numpy())
         return out
     if high is None:
-        return out.copy_(integers.to(torch.float64) * unit)
+        return out.copy_((integers.to(torch.float64) * unit).to(torch.float32))
     above, below = high.to(torch.int64) + (integers >> LIMB_BITS), integers & ((1 << LIMB_BITS) - 1)
-    return out.copy_((above.to(torch.float64) * 2.0**LIMB_BITS + below.to(torch.float64)) * unit)
+    total = above.to(torch.float64) * 2.0**LIMB_BITS + below.to(torch.float64)
+    return out.copy_((total * unit).to(torch.float32))
 
 
 class GradientAccumulator:
@@ -80,7 +85,6 @@ class GradientAccumulator:
         self.grids: dict[str, int] = {}  # E of each tensor, kept from step to step
         # memory of earlier steps, overwritten by the next: the system would clear new memory first
         self._sums_memory: dict[str, Tensor] = {}
-        self._gradients: dict[str, Tensor] = {}
         self.begin()
 
     def begin(self, tokens: int = MAX_TOKENS) -> None:
@@ -224,8 +228,8 @@ class GradientAccumulator:
     def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor] | None:
         """The float32 gradients over all ranks, or None if a grid did not fit and the step must be redone.
 
-        dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 3 for every tensor. The next call
-        overwrites the memory of the result.
+        dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 3 for every tensor. They take
+        the place of the sums; the next step overwrites them.
         """
         self._observe_all(ranks)
         misfits = {
@@ -241,9 +245,7 @@ class GradientAccumulator:
         for name, parameter in self.parameters.items():
             if name in self.largest:
                 unit = 2.0 ** (self.grids[name] + HEADROOM - PRODUCT_BITS)
-                if name not in self._gradients:
-                    self._gradients[name] = torch.empty_like(parameter)
-                gradients[name] = _to_float32(self.sums[name], self.high.get(name), unit, self._gradients[name])
+                gradients[name] = _to_float32(self.sums.pop(name), self.high.get(name), unit)
             else:
                 gradients[name] = torch.zeros_like(parameter)
         self.grids = {**self.grids, **self.largest}

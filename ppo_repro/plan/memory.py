@@ -106,7 +106,7 @@ class Resident:
     name: str
     weights: int
     gradient_sums: int  # integers, in exact numerics only
-    gradients: int  # float32
+    gradients: int  # float32; in exact numerics they take the place of their sums
     moments: int
     operands: int  # weights prepared for the exact kernels
     trained_parameters: int
@@ -214,12 +214,12 @@ def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: W
     operands = sum(prepared_bytes(m, t, work) for m in matrices for t in (False, True))
     per_sum = SUM + (UPPER_SUM if work.long_steps else 0)
     if not lora_rank:
-        sums = per_sum * parameters if work.exact else 0
-        return Resident(name, 4 * parameters, sums, 4 * parameters, 8 * parameters, operands, parameters, 0)
+        sums, gradients = (per_sum * parameters, 0) if work.exact else (0, 4 * parameters)
+        return Resident(name, 4 * parameters, sums, gradients, 8 * parameters, operands, parameters, 0)
     # the base, and what is not adapted, are the reference's; gradients are those of the merged weights
     merged, factors = _adapted(shape), lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
     # in native numerics the factors have gradients too
-    sums, gradients = (per_sum * merged, 4 * merged) if work.exact else (0, 4 * (merged + factors))
+    sums, gradients = (per_sum * merged, 0) if work.exact else (0, 4 * (merged + factors))
     weights = 4 * (merged + factors)
     operands = sum(prepared_bytes(m, t, work) for m in matrices if m.adapted for t in (False, True))
     operands += sum(prepared_bytes(m, True, work) for m in matrices if not m.adapted)

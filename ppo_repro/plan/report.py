@@ -33,8 +33,9 @@ def lines(plan: Plan) -> list[str]:
     models, work = plan.residents, plan.work
     rows: list[tuple[str, list[int]]] = [
         ("weights, float32", [r.weights for r in models]),
-        *([("gradients, integer sums", [r.gradient_sums for r in models])] if work.exact else []),
-        ("gradients, float32", [r.gradients for r in models]),
+        ("gradients, integer sums", [r.gradient_sums for r in models])
+        if work.exact
+        else ("gradients, float32", [r.gradients for r in models]),
         ("AdamW moments, float32", [r.moments for r in models]),
         (f"operands of the kernels ({work.kernels})", [r.operands for r in models]),
         ("resident", [r.total for r in models]),

@@ -17,6 +17,7 @@ from ppo_repro.numerics.kernels.core.scalar import pow2_32
 from ppo_repro.numerics.kernels.token_statistics import Array
 
 _CHUNK = 1 << 10  # sums of this many squares of at most 2^52 fit into int64
+_AT_ONCE = 1 << 18  # numbers that are converted before their place is overwritten
 _SPLIT, _BELOW = 32, (1 << 32) - 1
 _LIMB_MASK, _LIMB_UNIT = (1 << LIMB_BITS) - 1, 2.0**LIMB_BITS
 # nanoseconds per element, measured roughly; they only decide how many threads are worth waking
@@ -107,13 +108,14 @@ def sum_of_squares(x: Array, shift: int) -> int:
 def to_float32(integers: Array, high: Array | None, unit: float, out: Array) -> None:
     """out = fl32(fl64(high 2^LIMB_BITS + integers) unit), the sum rounded once; integers flat int64, out float32.
 
-    `high` is int32 or int64, |high| < 2^53; None stands for zeros.
+    `out` may begin where `integers` does. `high` is int32 or int64, |high| < 2^53; None stands for zeros.
     """
-
-    def run(first: int, last: int) -> None:
+    scratch = np.empty(_AT_ONCE, np.float32)
+    for start in range(0, len(out), _AT_ONCE):
+        stop = min(start + _AT_ONCE, len(out))
+        part = scratch[: stop - start]
         if high is None:
-            _convert(integers[first:last], unit, out[first:last])
+            in_parts(lambda i, j: _convert(integers[start + i : start + j], unit, part[i:j]), stop - start, NS_CONVERT)  # noqa: B023
         else:
-            _convert_limbs(high[first:last], integers[first:last], unit, out[first:last])
-
-    in_parts(run, len(out), NS_CONVERT)
+            _convert_limbs(high[start:stop], integers[start:stop], unit, part)
+        out[start:stop] = part

@@ -53,8 +53,9 @@ def _with_outliers(x: Tensor) -> Tensor:
 
 
 def _sums(accumulator: GradientAccumulator) -> list[Tensor]:
-    """Integer gradients in the order of the parameters."""
-    return [accumulator.sums[name] for name in accumulator.parameters if name in accumulator.sums]
+    """Integer gradients in the order of the parameters, then the float32 ones that take their place."""
+    integers = [accumulator.sums[name].clone() for name in accumulator.parameters if name in accumulator.sums]
+    return [*integers, *(accumulator.finish() or {}).values()]
 
 
 def products() -> list[Tensor]:
@@ -81,9 +82,9 @@ def gradients() -> list[Tensor]:
         accumulator.begin()
         y = layers[2](layers[1](layers[0](x)))
         y.backward(_numbers(10, *y.shape))
-        accumulator.finish()
+        sums = _sums(accumulator)
     assert x.grad is not None
-    return [y.detach(), x.grad, *_sums(accumulator)]
+    return [y.detach(), x.grad, *sums]
 
 
 def statistics() -> list[Tensor]:
@@ -114,8 +115,8 @@ def decoder() -> list[Tensor]:
         accumulator.begin()
         hidden = TrunkForward(trunk).over_batch(ids, positions, first_key, torch.arange(90))
         hidden.backward(_numbers(6, *hidden.shape))
-        accumulator.finish()
-    results = [hidden.detach(), *_sums(accumulator)]
+        sums = _sums(accumulator)
+    results = [hidden.detach(), *sums]
     cache, forward = GridCache(trunk.config, 3, CONTEXT, torch.device("cpu")), TrunkForward(trunk)
     for begin, end in ((0, 27), (27, 28), (28, 29), (29, 30)):
         valid = torch.ones(3, end - begin, dtype=torch.bool)

@@ -84,6 +84,12 @@ def test_only_the_first_step_calibrates() -> None:
     assert run_policy(FROZEN, 3)[1] == [1, 0, 0]
 
 
+def gradients_of(optimizer: ExactOptimizer) -> list[torch.Tensor]:
+    """What the last step left in the memory of the sums: float32 gradients in the first half."""
+    memory = [optimizer.accumulator._sums_memory[name] for name in optimizer.accumulator.parameters]
+    return [sums.view(-1).view(torch.float32)[: sums.numel()] for sums in memory]
+
+
 @pytest.mark.parametrize("grid", [-60, -20, 90])
 @pytest.mark.parametrize("factor", [2.0**30, 2.0**-30])
 def test_a_spike_is_redone_with_the_same_result_as_from_any_other_grid(grid: int, factor: float) -> None:
@@ -96,9 +102,7 @@ def test_a_spike_is_redone_with_the_same_result_as_from_any_other_grid(grid: int
     other.accumulator.grids = {"weight": grid, "bias": grid}
     assert other.step(backward_of(direct, factor), 20).redos == 1
     assert other.accumulator.grids == optimizer.accumulator.grids
-    for after_spike, direct_sums in zip(
-        optimizer.accumulator.finish().values(), other.accumulator.finish().values(), strict=True
-    ):
+    for after_spike, direct_sums in zip(gradients_of(optimizer), gradients_of(other), strict=True):
         assert unequal(after_spike, direct_sums) == 0 and after_spike.abs().amax() > 0
 
 

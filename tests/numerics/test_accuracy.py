@@ -24,6 +24,7 @@ from tests.support.models import DISTINCT, source_model
 
 SEEDS, MORE_SEEDS = range(3), range(3, 11)
 PLAIN, OUTLIERS, GRADIENTS = 2.0, 4.0, 2.0  # largest ratios exact / stock
+RESOLVED = 1e-2  # relative error of stock gradients
 QUICK = {(a, c) for a in DISTINCT for c in cases_of(a) if c != "large vocabulary"}
 QUICK |= {("qwen2", "key bias 300"), ("gpt2", "large vocabulary")}
 SUBJECTS = [
@@ -58,7 +59,15 @@ def ratios(architecture: str, case: str, seeds: range) -> Ratios:
 
 
 def gradient_ratios(architecture: str, case: str, seeds: range) -> list[float]:
-    return [compare_gradients(outlier_model(architecture, case, s), text_of(s, case), CONTEXT).ratio() for s in seeds]
+    """Exact / stock of each model whose gradients float32 resolves.
+
+    With huge weights Gemma's softmax saturates, and the gradients of stock float32 itself may be off by their own size:
+    the ratio of two such errors says nothing.
+    """
+    found = [compare_gradients(outlier_model(architecture, case, s), text_of(s, case), CONTEXT) for s in seeds]
+    resolved = [c for c in found if max(c.stock.values()) < RESOLVED]
+    assert resolved
+    return [c.ratio() for c in resolved]
 
 
 def bound(case: str) -> float:

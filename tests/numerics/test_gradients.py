@@ -183,10 +183,10 @@ def test_a_linear_gradient_is_the_integer_sum_of_its_definition(t: int, seed: in
     assert accumulator.grids == {"w": grid}
     expected = torch.zeros(4, 6)
     for n in range(4):
-        units = {i: round(Fraction(float(grad[i, n])) * Fraction(2) ** (exponents[i] - grid - 4 + 27)) for i in live}
+        units = {i: round(Fraction(float(grad[i, n])) * Fraction(2) ** (exponents[i] - grid - 3 + 27)) for i in live}
         for k in range(6):
             total = sum(z * int(integers[i, k]) for i, z in units.items())
-            expected[n, k] = float(total) * 2.0 ** (grid + 4 - 49)
+            expected[n, k] = float(total) * 2.0 ** (grid + 3 - 49)
     assert unequal(got + 0.0, expected + 0.0) == 0
 
 
@@ -222,7 +222,7 @@ def test_row_gradients_ignore_order_and_splits_and_plain_sums_do_not(kind: str) 
     assert len(exact) == 1 and len(plain) > 1
 
 
-@pytest.mark.parametrize("shift", [-40, -5, -4, 0, 4, 5, 40])
+@pytest.mark.parametrize("shift", [-40, -5, -4, 0, 3, 4, 40])
 def test_a_grid_outside_the_window_is_replaced_and_the_step_redone(shift: int) -> None:
     x, grad = linear_case(50, 0, 3)
     calibrated, weight = accumulator_of((4, 6), None)
@@ -231,21 +231,21 @@ def test_a_grid_outside_the_window_is_replaced_and_the_step_redone(shift: int) -
     fitting = calibrated.grids["w"]
     preset, weight = accumulator_of((4, 6), fitting - shift)
     first = once(preset, weight, x, grad, 50)
-    assert (first is None) == (abs(shift) > 4)
+    assert (first is None) == (not -4 <= shift <= 3)
     assert preset.grids["w"] == fitting
     second = once(preset, weight, x, grad, 50)
     assert reference is not None and second is not None and unequal(second, reference) == 0
 
 
 def test_inside_the_window_nothing_saturates_or_wraps() -> None:
-    # the largest contribution allowed on a grid, 4 powers of two above it, in many equal tokens
+    # the largest contribution allowed on a grid, 3 powers of two above it, in many equal tokens
     accumulator, weight = accumulator_of((1, 1), 1)
     tokens = 4096
-    x, grad = torch.full((tokens, 1), 1.0 - 2.0**-20), torch.full((tokens, 1), 2.0**4 - 2.0**-19)
+    x, grad = torch.full((tokens, 1), 1.0 - 2.0**-20), torch.full((tokens, 1), 2.0**3 - 2.0**-20)
     got = once(accumulator, weight, x, grad, tokens)
     assert got is not None
     integers, scale = quantise(x[:1], 22)
-    exact = tokens * Fraction(float(integers[0, 0] * scale[0, 0])) * Fraction(2**4 - 2.0**-19)
+    exact = tokens * Fraction(float(integers[0, 0] * scale[0, 0])) * Fraction(2**3 - 2.0**-20)
     # the gradient itself is rounded to 27 bits, the result to 24
     assert abs(Fraction(float(got)) / exact - 1) < Fraction(1, 2**23)
 

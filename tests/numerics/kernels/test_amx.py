@@ -90,7 +90,13 @@ def test_a_weight_at_the_edge_of_the_digits_and_of_the_outliers() -> None:
     edge = float(operands._LEAST_OVER)
     below = float(np.nextafter(np.float32(edge), np.float32(0)))
     # as long as its rounded product with ROOM is below 1, a number is on the grid of 2^0
-    x = torch.tensor([[below, -below, 0.01], [edge, -edge, 0.01], [edge, 0.01, 0.03], [16 * edge, below, 0.5]])
+    rows = (
+        [below, -below, *[0.5] * 5],
+        [edge, -edge, *[0.5] * 5],
+        [edge, 0.01, *[0.03] * 5],
+        [16 * edge, *[below] * 6],
+    )
+    x = torch.tensor(rows)
     packed = operands.pack(array(x), True)
     check_operand(packed, 3, False, weight_operand(x, "w"), 0)
     assert packed.scales[:4].tolist() == [2.0**-23, 2.0**-22, 2.0 ** (-5 - 23), 2.0**-23]

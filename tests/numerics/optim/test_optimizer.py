@@ -106,7 +106,7 @@ def test_a_change_inside_the_window_is_not_redone() -> None:
     model = linear_model()
     optimizer = ExactOptimizer(model, FROZEN)
     optimizer.step(backward_of(model, 1.0), 20)
-    assert [optimizer.step(backward_of(model, f), 20).redos for f in (8.0, 1.0, 16.0, 16.0, 1.0)] == [0] * 5
+    assert [optimizer.step(backward_of(model, f), 20).redos for f in (8.0, 1.0, 8.0, 64.0, 4.0)] == [0] * 5
     assert optimizer.step(backward_of(model, 64.0), 20).redos == 1
 
 

@@ -155,6 +155,7 @@ def test_only_the_first_rank_records(together: Together) -> None:
     run_dir = next((together.folder / "two" / "equal").rglob("manifest.json")).parent
     assert manifest.load(run_dir).status == "complete"
     assert json.loads((run_dir / "environment.json").read_text())["processes"] == 2
+    assert (run_dir / "accuracy.json").is_file()
 
 
 @pytest.mark.slow

@@ -116,7 +116,8 @@ def _start(config: DPOConfig, recorded: Manifest, run_config: RunConfig, watcher
     digest = weights_digest(prepared.state.reference.named_parameters())
     expected = recorded.final["initial_policy_digest"]
     if digest != expected:
-        if load_recorded_config(config.run).numerics != config.numerics:
+        of_run, ours = load_recorded_config(config.run).numerics, config.numerics
+        if (of_run.mode, of_run.max_context) != (ours.mode, ours.max_context):
             raise UserError(
                 f"run = {config.run}: keeps no reference, and its warm start was in other numerics; "
                 "choose the numerics of the run, or record it with checkpoints.every > 0"

@@ -1,4 +1,4 @@
-"""Rows on grids: exponents, grid values for products by the BLAS, and exact sums of integers.
+"""Rows on grids: exponents, outliers, units of integer gradients, and exact sums of integers.
 
 Maxima are taken over the bits of magnitudes: this vectorises, and also detects NaN and infinity.
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 from ppo_repro.numerics.arithmetic.grid import DOT_BITS, MIN_EXPONENT
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
-from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
+from ppo_repro.numerics.kernels.core.pool import results_of_parts
 from ppo_repro.numerics.kernels.core.scalar import (
     INFINITY_BITS,
     MAGNITUDE32,
@@ -18,7 +18,6 @@ from ppo_repro.numerics.kernels.core.scalar import (
     magnitude_bits,
     pow2_32,
     pow2_64,
-    round_to_f32_plus_zero,
 )
 
 NOTHING = np.int32(-(1 << 30))  # the exponent of a row of zeros
@@ -108,16 +107,6 @@ def sum_of_squares(row, up):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _products(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
-    """sum rne(a a_up) rne(b b_up) of up to _CHUNK numbers, int64."""
-    total = np.int64(0)
-    for c in range(a.size):
-        x, y = np.int32(np.rint(a[c] * a_up)), np.int32(np.rint(b[c] * b_up))
-        total += np.int64(x) * np.int64(y)
-    return total
-
-
-@kernel
 def scaled_dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
     """fl64(sum rne(a a_up) rne(b b_up)) of float64 rows and integers up to 2^DOT_BITS, the sum exact."""
     if a.size <= _CHUNK:
@@ -127,6 +116,16 @@ def scaled_dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
         total = _products(a[start : start + _CHUNK], a_up, b[start : start + _CHUNK], b_up)
         high, low = high + (total >> DOT_BITS), low + (total & _BELOW)
     return round_limbs(high, low, DOT_BITS)
+
+
+@kernel
+def _products(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
+    """sum rne(a a_up) rne(b b_up) of up to _CHUNK numbers, int64."""
+    total = np.int64(0)
+    for c in range(a.size):
+        x, y = np.int32(np.rint(a[c] * a_up)), np.int32(np.rint(b[c] * b_up))
+        total += np.int64(x) * np.int64(y)
+    return total
 
 
 @kernel
@@ -166,78 +165,6 @@ def product_units(a, b, shift, bits, least, up, a_up):  # type: ignore[no-untype
         live = a[t] != NOTHING and b[t] != NOTHING
         up[t] = pow2_64(a[t] + shift if live else -1022)
         a_up[t] = pow2_64(bits - max(a[t], least))
-
-
-@kernel
-def _grid_values(x, bits, columns, p, exponents, out):  # type: ignore[no-untyped-def]
-    finite = True
-    for r in range(exponents.size):
-        start = r * columns
-        largest = largest_bits(bits[start : start + columns])
-        finite &= largest < INFINITY_BITS
-        e = exponent32(largest)
-        exponents[r] = NOTHING if largest == 0 else e
-        up, down = pow2_64(p - e), pow2_64(e - p)
-        row, target = x[start : start + columns], out[start : start + columns]
-        for c in range(columns):
-            target[c] = np.rint(np.float64(row[c]) * up) * down
-    return finite
-
-
-def grid_values(x: np.ndarray, p: int, exponents: np.ndarray, out: np.ndarray) -> bool:
-    """out = rne(x 2^(p - e)) 2^(e - p) of each row; x [M, K] float32, out float64. Returns whether x is finite.
-
-    Also sets `exponents`, int64 [M], as `row_exponents` returns them.
-    """
-    flat = x.reshape(-1)
-    return bool(_grid_values(flat, flat.view(np.int32), x.shape[1], p, exponents, out.reshape(-1)))
-
-
-@kernel
-def _scaled(x, columns, up, first, last, out):  # type: ignore[no-untyped-def]
-    for r in range(first, last):
-        row, target = x[r * columns : r * columns + columns], out[r * columns : r * columns + columns]
-        scale = up[r]
-        for c in range(columns):
-            target[c] = np.rint(np.float64(row[c]) * scale)
-
-
-def scaled(x: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """rne(x[t, :] up[t]) as float64 [T, K]; x float32, up float64."""
-    rows, columns = x.shape
-    out = np.empty((rows, columns))
-    flat, target = x.reshape(-1), out.reshape(-1)
-    in_parts(lambda i, j: _scaled(flat, columns, up, i, j, target), rows, 0.5 * columns)
-    return out
-
-
-@kernel
-def _round(total, bias, columns, first, last, out):  # type: ignore[no-untyped-def]
-    for r in range(first, last):
-        row, target = total[r * columns : r * columns + columns], out[r * columns : r * columns + columns]
-        if bias.size:
-            for c in range(columns):
-                target[c] = round_to_f32_plus_zero(row[c]) + bias[c]
-        else:
-            for c in range(columns):
-                target[c] = round_to_f32_plus_zero(row[c])
-
-
-def round_rows(total: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
-    """out = fl32(total) + 0 [+ bias]; total [M, N] float64, out float32, bias [N] float32 or empty."""
-    rows, columns = total.shape
-    _round(total.reshape(-1), bias, columns, 0, rows, out.reshape(-1))
-
-
-@kernel
-def _add_integers(total, sums):  # type: ignore[no-untyped-def]
-    for i in range(total.size):
-        sums[i] += np.int64(total[i])
-
-
-def add_integers(total: np.ndarray, sums: np.ndarray) -> None:
-    """sums += total: float64 integers below 2^53 to int64; both of the same shape."""
-    _add_integers(total.reshape(-1), sums.reshape(-1))
 
 
 @kernel

@@ -73,7 +73,7 @@ def candidates(size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
     model = make_model(size)
     compared = {PEER: stock(model, size, threads), "exact": engine(model, size, "exact", "auto", threads)}
     if backend.has_amx():
-        compared["exact, float64 BLAS"] = engine(model, size, "exact", "float64", threads)
+        compared["exact, float64"] = engine(model, size, "exact", "float64", threads)
     return {**compared, "native": engine(model, size, "native", "eager", threads)}
 
 

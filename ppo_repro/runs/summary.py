@@ -16,6 +16,8 @@ from ppo_repro.records.manifest import Manifest
 
 PHASES = ("rollout", "forward", "update")  # those that handle tokens
 
+SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -83,9 +85,11 @@ def agreement(counts: Counts, anchor: str, has_value_model: bool) -> list[str]:
 
 
 def speeds(counts: Counts, unit: str) -> list[str]:
-    """Seconds by phase, with tokens per second where a phase handles tokens."""
+    """Seconds by phase, with tokens per second where a phase handles tokens; without phases that would show 0.0 s."""
     lines = []
     for phase, seconds in counts.seconds.items():
+        if seconds < SHOWN and phase not in PHASES:
+            continue
         rate = f"  {counts.tokens / seconds:,.0f} {unit}/s" if phase in PHASES and seconds > 0 else ""
         lines.append(f"{phase:<12}{seconds:8.1f} s{rate}")
     return lines

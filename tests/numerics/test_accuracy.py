@@ -25,8 +25,8 @@ from tests.support.models import DISTINCT, source_model
 SEEDS, MORE_SEEDS = range(3), range(3, 11)
 PLAIN, OUTLIERS, GRADIENTS = 2.0, 4.0, 2.0  # largest ratios exact / stock
 RESOLVED = 1e-2  # relative error of stock gradients
-QUICK = {(a, c) for a in DISTINCT for c in cases_of(a) if c != "large vocabulary"}
-QUICK |= {("qwen2", "key bias 300"), ("gpt2", "large vocabulary")}
+QUICK = {(a, "plain") for a in DISTINCT} | {("qwen3", c) for c in cases_of("qwen3") if c != "large vocabulary"}
+QUICK |= {("gpt2", "residual channel 1e4"), ("qwen2", "key bias 300"), ("gpt2", "large vocabulary")}
 SUBJECTS = [
     pytest.param(a, c, id=f"{a}: {c}", marks=[] if (a, c) in QUICK else pytest.mark.slow)
     for a in CONFIGS

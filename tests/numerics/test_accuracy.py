@@ -93,7 +93,7 @@ def test_gradients_are_as_close_to_float64_as_those_of_stock_float32(architectur
     assert typical(found) <= GRADIENTS, found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("architecture", "case"), [(a, c) for a in CONFIGS for c in cases_of(a)])
 def test_more_models_are_as_accurate(architecture: str, case: str) -> None:
     found = ratios(architecture, case, MORE_SEEDS)

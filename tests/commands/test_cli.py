@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -198,7 +199,8 @@ def start(out: Path, *overrides: str) -> subprocess.Popen[str]:
     sets = [part for o in overrides for part in ("--set", o)]
     command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), *sets]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    listens = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # whatever the parent ignores
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=listens)
 
 
 def wait_for(found: object, seconds: float = 120.0) -> None:

@@ -23,7 +23,7 @@ from ppo_repro.testing.small_models import CONFIGS, CONTEXT
 from tests.support.models import DISTINCT, source_model
 
 SEEDS, MORE_SEEDS = range(3), range(3, 11)
-PLAIN, OUTLIERS, GRADIENTS = 2.0, 4.0, 2.0  # largest ratios exact / stock
+PLAIN, OUTLIERS = 2.0, 4.0  # largest ratios exact / stock
 RESOLVED = 1e-2  # relative error of stock gradients
 QUICK = {(a, "plain") for a in DISTINCT} | {("qwen3", c) for c in cases_of("qwen3") if c != "large vocabulary"}
 QUICK |= {("gpt2", "residual channel 1e4"), ("qwen2", "key bias 300"), ("gpt2", "large vocabulary")}
@@ -90,7 +90,7 @@ def test_greedy_tokens_are_those_of_float64_where_float32_can_tell(architecture:
 @subjects
 def test_gradients_are_as_close_to_float64_as_those_of_stock_float32(architecture: str, case: str) -> None:
     found = gradient_ratios(architecture, case, SEEDS)
-    assert typical(found) <= GRADIENTS, found
+    assert typical(found) <= bound(case), found
 
 
 @pytest.mark.long
@@ -99,7 +99,7 @@ def test_more_models_are_as_accurate(architecture: str, case: str) -> None:
     found = ratios(architecture, case, MORE_SEEDS)
     assert typical(found.rms) <= bound(case) and typical(found.largest) <= bound(case), found
     assert all(g.wrong == 0 for g in found.greedy)
-    assert typical(gradient_ratios(architecture, case, MORE_SEEDS)) <= GRADIENTS
+    assert typical(gradient_ratios(architecture, case, MORE_SEEDS)) <= bound(case)
 
 
 def rounded(model: PreTrainedModel, bits: int | None) -> PreTrainedModel:
@@ -121,7 +121,7 @@ def test_a_model_on_coarse_grids_fails_every_bound(architecture: str) -> None:
         found = compare(model, text, CONTEXT, rounded(model, None))
         wrong += found.greedy.wrong
         assert min(found.logprobs.ratio("rms"), found.logprobs.ratio("largest")) > 100 * OUTLIERS
-        assert compare_gradients(model, text, CONTEXT, rounded(model, None)).ratio() > 100 * GRADIENTS
+        assert compare_gradients(model, text, CONTEXT, rounded(model, None)).ratio() > 100 * OUTLIERS
     assert wrong > 0
 
 

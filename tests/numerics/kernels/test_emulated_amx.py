@@ -29,6 +29,7 @@ def run_tests(*selected: str) -> str:
 
 
 @without_amx
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kernels() -> None:
     assert "skipped" not in run_tests(*KERNELS)

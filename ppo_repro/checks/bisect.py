@@ -28,8 +28,8 @@ from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.rollout.engine import Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.checkpoints import final_folder
+from ppo_repro.runs.lifetime import Response, first_unequal, unequal_folder
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.runs.unequal import Response, first_unequal, unequal_folder
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.prompts import Task, choose_prompts
 from ppo_repro.stages.rollout import require_undisturbed, sampling_of

@@ -25,8 +25,7 @@ from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.lifetime import mark_ended, new_run
-from ppo_repro.runs.unequal import kept_if_unequal
+from ppo_repro.runs.lifetime import kept_if_unequal, mark_ended, new_run
 
 
 def run_folder(config: RunConfig | ControlConfig, out: Path) -> Path:

@@ -15,8 +15,9 @@ import pytest
 from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.runs.unequal import Response, first_unequal
+from ppo_repro.runs.lifetime import Response, first_unequal
 from ppo_repro.watcher import Silent
+from tests.support.interrupts import hearing_ctrl_c
 from tests.support.language import run
 from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.ranks import cli_ranks, end, start_ranks
@@ -221,7 +222,8 @@ def test_torchrun_passes_on_ctrl_c(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     arguments = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path), "--set", "ppo.iterations=2000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    with hearing_ctrl_c():
+        process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
     while not list(tmp_path.rglob("iterations/iteration=000001.parquet")):
         assert time.monotonic() < deadline and process.poll() is None

@@ -14,6 +14,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.advantages import compute_advantages
+from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.coefficients import next_coefficients
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import score_rollout
@@ -29,7 +30,8 @@ def ppo_iterations(
     """Run PPO from `state.iteration` on, training `state` in place; yields each iteration after its update.
 
     The processes of a run divide the sequences of generating, scoring and updating among them; afterwards every
-    process holds the whole stage. PromiseBroken where their weights differ after an update.
+    process holds the whole stage. PromiseBroken where their weights differ after an update, UnequalBits where bits
+    differ that exact numerics promise to be equal.
     """
     while state.iteration < config.ppo.iterations:
         index, coefficients, clock = state.iteration, state.coefficients, Clock()
@@ -45,6 +47,7 @@ def ppo_iterations(
 
         # score them with the networks as they are before the update
         forward = score_rollout(state, rollout, config, ranks)
+        require_sampler_agrees(config, index, rollout, forward)
         rewards = compute_rewards(config, task, rollout, forward, coefficients.kl_coef, ranks)
         advantages = compute_advantages(config, rollout, forward, rewards)
         clock.lap("forward")
@@ -53,6 +56,7 @@ def ppo_iterations(
         updates = tuple(update(state, rollout, forward, advantages, config, ranks, clock))
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("digests")
+        require_first_step_agrees(config, index, rollout, forward, updates[0])
 
         state.coefficients = next_coefficients(config, coefficients, forward, advantages, updates, len(rollout.lengths))
         state.iteration += 1

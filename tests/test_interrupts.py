@@ -14,6 +14,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from ppo_repro import interrupts
 from ppo_repro.errors import Terminated
+from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT
 
 # the signal comes inside of LLVM's callback into Python, in the middle of a kernel's compilation
@@ -53,7 +54,8 @@ def in_the_callback(handler: str, folder: Path) -> tuple[str, str]:
     (folder / "script.py").write_text(IN_THE_CALLBACK)
     command = [sys.executable, str(folder / "script.py"), handler]
     environment = {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(folder / "cache")}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    with hearing_ctrl_c():
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return found.stdout, found.stderr
 
 

@@ -15,7 +15,9 @@ import pytest
 from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
+from ppo_repro.runs.lifetime import Response, first_unequal
 from ppo_repro.watcher import Silent
+from tests.support.interrupts import hearing_ctrl_c
 from tests.support.language import run
 from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.ranks import cli_ranks, end, start_ranks
@@ -151,6 +153,20 @@ def test_a_reward_that_fails_later_ends_every_rank(tmp_path: Path) -> None:
     assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1
 
 
+@slow
+def test_unequal_bits_of_one_rank_end_every_rank(tmp_path: Path) -> None:
+    command = ["run", str(TINY), "--out", str(tmp_path), "--set", "model.warm_start_steps=4"]
+    ended = end(start_ranks(["-m", "ppo_repro", *command], ["-m", "tests.support.unequal", *command]))
+    assert [e.code for e in ended] == [1, 1] and ended[1].err == "", ended
+    assert len(ended[0].errors) == 1
+    # 15 responses: the first one of the second rank
+    assert ended[0].errors[0].startswith("promise broken: iteration 1, response 7, token 0: rollout_logprobs ")
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    recorded = manifest.load(run_dir)
+    assert recorded.status == "failed" and len(recorded.iterations) == 1
+    assert first_unequal(run_dir) == Response(1, 7)
+
+
 def started(tmp_path: Path, *overrides: str) -> list[subprocess.Popen[str]]:
     """Two processes that have recorded two iterations of a long run."""
     sets = [part for o in ("ppo.iterations=2000", *overrides) for part in ("--set", o)]
@@ -206,7 +222,8 @@ def test_torchrun_passes_on_ctrl_c(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     arguments = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path), "--set", "ppo.iterations=2000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    with hearing_ctrl_c():
+        process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
     while not list(tmp_path.rglob("iterations/iteration=000001.parquet")):
         assert time.monotonic() < deadline and process.poll() is None

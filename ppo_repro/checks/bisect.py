@@ -27,8 +27,11 @@ from ppo_repro.records.bisect import write
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.rollout.engine import Request
 from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.runs.checkpoints import final_folder
+from ppo_repro.runs.lifetime import Response, first_unequal, unequal_folder
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import sample_seed
+from ppo_repro.stages.prompts import Task, choose_prompts
 from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 
 SEQUENCES = 16  # the outputs of every module for all their tokens are in memory at once, for both paths
@@ -76,15 +79,31 @@ def _settings(config: RunConfig, mode: Literal["exact", "native"]) -> RunConfig:
     return config.model_copy(update={"model": model, "numerics": numerics, "layout": LayoutConfig()})
 
 
-def make_subject(config: RunConfig, mode: Literal["exact", "native"], start_folder: Path | None) -> Subject:
-    """The policy of a configuration, or of a folder where it was saved, with `SEQUENCES` responses."""
+def make_subject(
+    config: RunConfig, mode: Literal["exact", "native"], start_folder: Path | None, response: Response | None = None
+) -> Subject:
+    """The policy of a configuration, or of a folder where it was saved, with `SEQUENCES` responses.
+
+    With `response` it and others of its iteration, sampled as they were there.
+    """
     config = _settings(config, mode)
     prepared = prepare(config, lambda step, total, loss: None, start_folder)
-    keys = sorted(prepared.task.prompt_ids)[:SEQUENCES]
-    requests = tuple(Request(prepared.task.prompt_ids[k], sample_seed(config.seed, 0, k, 0)) for k in keys)
+    requests = _first_requests(config, prepared.task) if response is None else _around(config, prepared.task, response)
     policy, context, sampling = prepared.state.policy, config.numerics.max_context, sampling_of(config)
     engine = TorchEngine(policy, prepared.engine.stop_ids, mode, context, len(requests), 0, False)
     return Subject(freeze(policy), mode, context, requests, tuple(engine.generate(requests, sampling)), sampling)
+
+
+def _first_requests(config: RunConfig, task: Task) -> tuple[Request, ...]:
+    keys = sorted(task.prompt_ids)[:SEQUENCES]
+    return tuple(Request(task.prompt_ids[k], sample_seed(config.seed, 0, k, 0)) for k in keys)
+
+
+def _around(config: RunConfig, task: Task, response: Response) -> tuple[Request, ...]:
+    """The request of a response of a run, then those that follow it, from the beginning again after the last."""
+    prompts = choose_prompts(config, task, response.iteration)
+    requests = [Request(ids, seed) for ids, seed in zip(prompts.prompt_ids, prompts.seeds, strict=True)]
+    return tuple([*requests[response.sequence :], *requests[: response.sequence]][:SEQUENCES])
 
 
 def ulps(a: Tensor, b: Tensor) -> Tensor:
@@ -166,31 +185,35 @@ def first_divergent_op(ops: Sequence[Op]) -> str:
     return ""
 
 
-def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None]:
-    """The configuration, and the folder of the trained policy if `path` is a run."""
+def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None, Response | None]:
+    """The configuration; if `path` is a run, the folder of its policy, and the response that ended it, if one did."""
     if not path.is_dir():
-        return load_config(path, overrides), None
+        return load_config(path, overrides), None, None
     if overrides:
         raise UserError(f"--set {overrides[0]}: {path} is a recorded run; --set goes with a configuration only")
-    folder = path / "checkpoints" / "final"
-    if not folder.is_dir():
+    config, folder = load_recorded_config(path), final_folder(path)
+    if folder.is_dir():
+        return config, folder, None
+    response = first_unequal(path)
+    if response is None:
         raise UserError(f"{path}: has no checkpoints/final; finish it with `ppo-repro resume {path}`")
-    return load_recorded_config(path), folder
+    return config, unequal_folder(path), response
 
 
 def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
     """Compare both paths of a configuration's policy, or of a run's final one, in both modes, and write the tables.
 
+    Of a run that ended because bits were unequal it is the policy as it was then, with the responses beside that token.
     The tables go to OUT/<experiment>/<config digest> and replace those of an earlier call.
     """
-    config, folder = _source(path, overrides)
+    config, folder, response = _source(path, overrides)
     require_undisturbed(config)
     ops: list[Op] = []
     steps: list[Step] = []
     first: dict[str, str] = {}
     # one mode after the other: the backend is chosen for the whole process
     for mode in MODES:
-        subject = make_subject(config, mode, folder)
+        subject = make_subject(config, mode, folder, response)
         ops_of_mode = list(compare_ops(subject, subject.policy))
         first[mode] = first_divergent_op(ops_of_mode)
         ops += ops_of_mode

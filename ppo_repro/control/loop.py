@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.control.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.networks import Agent
@@ -41,7 +42,10 @@ def prepare(config: ControlConfig) -> ControlState:
 
 
 def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[ControlIteration]:
-    """Run PPO; yields after every update. `state` is trained in place."""
+    """Run PPO; yields after every update. `state` is trained in place.
+
+    UnequalBits where bits differ that exact numerics promise to be equal.
+    """
     while state.iteration < config.ppo.iterations:
         index, clock = state.iteration, Clock()
         due = index == 0 and config.evaluation.episodes > 0
@@ -50,9 +54,11 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
         rollout = roll_out(config, state.agent, state.environments, index)
         clock.lap("rollout")
         forward = forward_pass(config, state.agent, rollout)
+        require_sampler_agrees(config, index, rollout, forward)
         advantages = compute_advantages(config, rollout, forward)
         clock.lap("forward")
         updates = tuple(update(state, rollout, forward, advantages, config))
+        require_first_step_agrees(config, index, rollout, forward, updates[0])
         clock.lap("update")
         state.iteration += 1
         clock.lap(OTHER)

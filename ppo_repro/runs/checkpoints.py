@@ -106,6 +106,10 @@ class ModelStore:
         del saved
         gc.collect()  # see quick_collections
 
+    def put_policy(self, folder: Path) -> None:
+        self.prepared.state.policy.save_pretrained(folder)
+        self.prepared.task.tokenizer.save_pretrained(folder)
+
     def finish(self) -> None:
         """The trained policy, beside it its adapter in peft's format and a reward model that was made here."""
         prepared, folder = self.prepared, final_folder(self.run_dir)

@@ -48,6 +48,10 @@ class Store(Protocol):
         """Keep the state as it is now; `link` is the last one in the chain of recorded iterations."""
         ...
 
+    def put_policy(self, folder: Path) -> None:
+        """Put the policy as it is now into a folder, to be loaded from there."""
+        ...
+
     def finish(self) -> None:
         """Keep what was trained."""
         ...

@@ -1,23 +1,35 @@
-"""How a run begins and ends on disk, however and whenever its process ends."""
+"""How a run begins and ends on disk, however and whenever its process ends.
+
+Where bits end it that exact numerics promise to be equal, what there is to look at is kept: tokens and policy.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.disk.folder import only_writer, remove_folder
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ppo_repro.disk.folder import check_sums, only_writer, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.manifest import Status
+from ppo_repro.runs.kind import Store
+from ppo_repro.stages.agreement import Unequal, UnequalBits
+
+UNEQUAL_TOKENS = "unequal.parquet"
 
 
 @contextmanager
 def new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
     """Give the folder that `writer.lay_out_run` made its name; this process is its only writer until the block ends.
 
-    An exception that ends the block is noted in the manifest; a run without a complete iteration is removed.
+    An exception that ends the block is noted in the manifest; a run without a complete iteration is removed, unless
+    its bits were unequal, which is to be looked at.
     The exception may come at any instant, as Ctrl-C does: no folder is left that says "running". UserError as
     `writer.publish_run`.
     """
@@ -28,7 +40,7 @@ def new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
         except BaseException as error:
             if temporary.exists():  # it has not been renamed yet
                 shutil.rmtree(temporary, ignore_errors=True)
-            elif manifest.load_head(run_dir).num_iterations:
+            elif manifest.load_head(run_dir).num_iterations or isinstance(error, UnequalBits):
                 mark_ended(run_dir, error)
             else:
                 remove_folder(run_dir)
@@ -46,3 +58,58 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
         current = manifest.load_head(run_dir)
         if current.status != "complete":
             writer.mark(run_dir, current, ended)
+
+
+def unequal_folder(run_dir: Path) -> Path:
+    """A transformers folder of the policy as it was, and beside it `unequal.parquet`; of control runs the latter."""
+    return run_dir / "checkpoints" / "unequal"
+
+
+@contextmanager
+def kept_if_unequal(run_dir: Path, store: Store | None) -> Iterator[None]:
+    """Where bits are unequal in this block, keep what there is to look at, and let the error say where it is."""
+    try:
+        yield
+    except UnequalBits as error:
+        folder = unequal_folder(run_dir)
+        try:
+            with whole_folder(folder) as temporary:
+                pq.write_table(_table(error.found), temporary / UNEQUAL_TOKENS)
+                if store is not None:
+                    store.put_policy(temporary)
+                write_sums(temporary)
+        except UserError as failure:
+            hint = str(failure)
+        else:
+            hint = f"all of them: {folder / UNEQUAL_TOKENS}"
+            if store is not None:
+                hint = f"find the module with `ppo-repro bisect {run_dir}`; {hint}"
+        raise UnequalBits(f"{error}; {hint}", error.found) from error
+
+
+def _table(found: Unequal) -> pa.Table:
+    columns = (("sequence", found.sequence), ("position", found.position), found.left, found.right)
+    return pa.table(
+        {
+            "iteration": [found.iteration] * len(found.sequence),
+            **{name: values.numpy() for name, values in columns},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response of a run."""
+
+    iteration: int
+    sequence: int
+
+
+def first_unequal(run_dir: Path) -> Response | None:
+    """The first response with unequal bits, None where a run has none; UserError where the file is damaged."""
+    path = unequal_folder(run_dir) / UNEQUAL_TOKENS
+    if not path.is_file():
+        return None
+    check_sums(path.parent)
+    row = pq.read_table(path, columns=["iteration", "sequence"]).slice(0, 1).to_pylist()[0]
+    return Response(row["iteration"], row["sequence"])

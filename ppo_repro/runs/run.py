@@ -25,7 +25,7 @@ from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.lifetime import mark_ended, new_run
+from ppo_repro.runs.lifetime import kept_if_unequal, mark_ended, new_run
 
 
 def run_folder(config: RunConfig | ControlConfig, out: Path) -> Path:
@@ -82,9 +82,14 @@ def execute(
     """Record an execution in its run folder until it is complete; every second of it is in a phase of `clock`.
 
     An iteration that is recorded already is compared instead: PromiseBroken names the first cell that differs.
+    UnequalBits where an iteration does not keep what exact numerics promise; it is not recorded.
     """
     recorded, total, computed = manifest.load(run_dir), config.ppo.iterations, 0
-    with opened as execution, appending(run_dir, _noted(run_dir, recorded, execution.notes)) as appender:
+    with (
+        opened as execution,
+        appending(run_dir, _noted(run_dir, recorded, execution.notes)) as appender,
+        kept_if_unequal(run_dir, execution.store),
+    ):
         clock.lap("preparation")
         written: tuple[int, str] | None = None
         for item in execution.iterations():

@@ -20,6 +20,7 @@ from ppo_repro.records import schema
 from ppo_repro.records.arrow import WithNulls, to_arrow
 from ppo_repro.runs import profiling
 from ppo_repro.runs.profiling import Peak
+from ppo_repro.stages.agreement import differing
 from ppo_repro.stages.update import learning_rates
 
 Columns = dict[str, Any]
@@ -27,7 +28,7 @@ Columns = dict[str, Any]
 
 def unequal_bits(a: Tensor, b: Tensor) -> int:
     """How many elements of two float32 tensors differ in any bit."""
-    return int((a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)).sum())
+    return int(differing(a, b).sum())
 
 
 def iteration_tables(item: Iteration, config: RunConfig, peak: Peak | None = None) -> dict[str, pa.Table]:

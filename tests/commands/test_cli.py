@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.support.cli import PROMPTS, Cli, folder_config, one_line, write_prompts
+from tests.support.interrupts import hearing_ctrl_c
 from tests.support.models import CLASSES, CONFIGS, FAMILIES, fill
 from tests.support.paths import ROOT, SMALL
 from tests.support.runs import recorded_iterations
@@ -199,8 +199,8 @@ def start(out: Path, *overrides: str) -> subprocess.Popen[str]:
     sets = [part for o in overrides for part in ("--set", o)]
     command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), *sets]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    listens = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # whatever the parent ignores
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=listens)
+    with hearing_ctrl_c():
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(found: object, seconds: float = 120.0) -> None:

@@ -28,6 +28,7 @@ from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest
 from ppo_repro.runs.run import run_folder
+from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT, TINY
 from tests.support.runs import recorded_iterations
 
@@ -139,7 +140,8 @@ def test_a_cell_that_fails_stops_no_other_and_is_tried_again(
 def start_grid(path: Path, out: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "ppo_repro", "grid", str(path), "--out", str(out), "--workers", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    with hearing_ctrl_c():
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @slow

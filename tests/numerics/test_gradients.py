@@ -21,6 +21,7 @@ from ppo_repro.numerics.arithmetic.grid import quantise
 from ppo_repro.numerics.gradients import MAX_TOKENS, GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, exact_norm, make_optimizer, weights_digest
+from tests.support.in_order import sum_in_order
 from tests.support.models import (
     CONTEXT,
     FAMILIES,
@@ -211,12 +212,12 @@ def test_row_gradients_ignore_order_and_splits_and_plain_sums_do_not(kind: str) 
             result = accumulator.finish()
         exact.add(tuple(result["w"].flatten().tolist()))
         if kind == "rows":
-            stock = sum((values[piece].sum(0) for piece in order.split(split)), torch.zeros(5))
+            in_order = sum_in_order(values[order])
             reference = values.double().sum(0)
         else:
-            stock = torch.zeros(3, 5).index_add_(0, ids[order], values[order])
+            in_order = torch.stack([sum_in_order(values[order][ids[order] == row]) for row in range(3)])
             reference = torch.zeros(3, 5).double().index_add_(0, ids, values.double())
-        plain.add(tuple(stock.flatten().tolist()))
+        plain.add(tuple(in_order.flatten().tolist()))
         # contributions are rounded to 2^-45 of the largest, sums to float32
         assert torch.allclose(result["w"].double(), reference, rtol=2.0**-23, atol=300 * 2.0**-41)
     assert len(exact) == 1 and len(plain) > 1

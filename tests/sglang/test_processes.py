@@ -20,6 +20,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from tests.support.interrupts import hearing_ctrl_c
 from tests.support.models import source_model
 from tests.support.paths import ROOT, SMALL
 from tests.support.processes.fake_sglang import fake_python, serving
@@ -178,7 +179,8 @@ def test_no_server_outlives_the_run(number: signal.Signals, tmp_path: Path) -> N
     for field in ("kind=sglang", f"python={python}"):
         command += ["--set", f"rollout.engine.{field}"]
     command += ["--set", "model.warm_start_steps=0"]
-    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+    with hearing_ctrl_c():
+        run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         pids = [int(wait_for(tmp_path / name, 60)) for name in ("serving", "child")]
         time.sleep(0.5)

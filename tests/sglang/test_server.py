@@ -28,6 +28,7 @@ from ppo_repro.rollout.sglang.client import ServerSilent, post
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from ppo_repro.runs.prepare import Prepared
 from ppo_repro.watcher import Silent
+from tests.support.interrupts import hearing_ctrl_c
 from tests.support.language import rerun, run
 from tests.support.models import unequal
 from tests.support.paths import ROOT, SMALL
@@ -263,7 +264,8 @@ def test_a_port_that_is_taken_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     sets = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", "rollout.engine.numerics=stock"
     sets += "ppo.iterations=5000", "numerics.mode=native"
-    process = subprocess.Popen(command(tmp_path, *sets), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with hearing_ctrl_c():
+        process = subprocess.Popen(command(tmp_path, *sets), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     logs: list[Path] = []
     try:
         until = time.monotonic() + 300

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT
 
 
@@ -35,17 +36,18 @@ def free_port() -> int:
 def start_ranks(*commands: list[str]) -> list[subprocess.Popen[str]]:
     """One process per command (arguments of the interpreter), with the environment torchrun would give it."""
     shared = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, command in enumerate(commands)
-    ]
+    with hearing_ctrl_c():
+        return [
+            subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, command in enumerate(commands)
+        ]
 
 
 def end(processes: list[subprocess.Popen[str]], seconds: float = 280.0) -> list[Ended]:

@@ -126,12 +126,10 @@ def test_sqrt_takes_any_shape_and_both_precisions() -> None:
     assert elementwise.sqrt(x).tolist() == [math.sqrt(v) for v in x.tolist()]
 
 
-def test_the_square_root_of_torch_is_not_always_the_nearest() -> None:
+def test_a_square_root_that_is_not_always_the_nearest_is_seen() -> None:
+    """The negative control: rounded twice, as vector libraries do it that take the reciprocal square root."""
     x = positive_float32(100_000)
-    misrounded = int((torch.sqrt(x) != elementwise.sqrt(x)).sum())
-    if not misrounded:
-        pytest.skip("torch.sqrt of this machine happens to round correctly")
-    assert misrounded > 0
+    assert int((x * (1.0 / elementwise.sqrt(x)) != elementwise.sqrt(x)).sum()) > 0
 
 
 # name -> (function, smallest and largest argument, dtype)
@@ -192,12 +190,16 @@ def test_results_are_pinned() -> None:
     ]
 
 
-def test_library_functions_do_depend_on_the_position_of_their_argument() -> None:
+def test_a_function_that_depends_on_the_position_of_its_argument_is_seen() -> None:
+    """The negative control: two formulas, as libraries have one for packed vectors and one for single numbers."""
+
+    def by_place(x: Tensor) -> Tensor:
+        e = elementwise.exp(-x)
+        return x / (e + 1.0) if x.is_contiguous() else x * (1.0 / (e + 1.0))
+
     buffer = random(8192, -8, 8, torch.float32)
     strided, packed = buffer[::2], buffer[::2].contiguous()
-    functions: list[Function] = [torch.nn.functional.silu, torch.sigmoid]
-    if not any(bits(f(strided)) != bits(f(packed)) for f in functions):
-        pytest.skip("silu and sigmoid of this machine happen not to")
+    assert bits(by_place(strided)) != bits(by_place(packed))
     assert bits(SiLU.apply(strided)) == bits(SiLU.apply(packed))
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.logprobs import Scores, score, token_statistics
 from tests.support.cases.token_statistics import MASKS, TEMPERATURES, masked, statistics
+from tests.support.in_order import sum_in_order
 from tests.support.kernels import KINDS, both, outcome, seeds, threads, using, values
 from tests.support.models import unequal
 
@@ -62,14 +63,20 @@ def test_most_cases_are_computed_and_the_rest_refused() -> None:
     assert refused(1e-3) == {"low", "any"}
 
 
-def test_stock_statistics_differ() -> None:
+def test_sums_that_are_rounded_term_by_term_differ() -> None:
+    """The negative control."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.standard_normal((200, 300), np.float32) * 3)
     targets = torch.from_numpy(rng.integers(0, 300, 200))
     with using("float64"):
         exact = token_statistics(logits, targets, 0.7, None, "exact")
-        native = token_statistics(logits, targets, 0.7, None, "native")
-    assert all(unequal(a, b) > 10 for a, b in zip(exact, native, strict=True))
+    shifted = (logits - logits.amax(1, keepdim=True)) / 0.7
+    weights = torch.exp(shifted.double()).float()
+    total = sum_in_order(weights, 1)
+    logprobs = shifted.gather(1, targets[:, None])[:, 0] - torch.log(total)
+    entropies = torch.log(total) - sum_in_order(weights * shifted, 1) / total
+    assert all(unequal(a, b) > 10 for a, b in zip(exact, (logprobs, entropies), strict=True))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(exact, (logprobs, entropies), strict=True))
 
 
 @settings(max_examples=100)

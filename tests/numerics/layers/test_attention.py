@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.numerics.layers.attention import attend
+from tests.support.in_order import sum_in_order
 from tests.support.models import seeded, unequal
 
 SCALING = 0.35
@@ -65,10 +66,21 @@ def test_the_order_of_many_queries_changes_no_gradient_of_a_key() -> None:
         assert unequal(ek, dk) == 0 and unequal(ev, dv) == 0
 
 
-def test_stock_attention_changes_with_the_order_of_the_keys() -> None:
+def in_order(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Attention whose sums over the keys are rounded key by key."""
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = (q[:, :, :, None] * k[:, :, None]).double().sum(-1).float() * SCALING
+    weights = torch.exp(scores.double()).float() * visible
+    return sum_in_order(weights[..., None] * v[:, :, None], 3) / sum_in_order(weights, 3)[..., None]
+
+
+def test_attention_that_adds_in_order_changes_with_the_order_of_the_keys() -> None:
+    """The negative control; its results are those of attention."""
     q, k, v, visible = case(6, 200, 0)
     keys = torch.randperm(200, generator=seeded(0))
-    assert unequal(stock(q, k[:, :, keys], v[:, :, keys], visible[..., keys]), stock(q, k, v, visible)) > 0
+    plain = in_order(q, k, v, visible)
+    assert torch.allclose(plain, stock(q, k, v, visible), rtol=1e-4, atol=1e-4)  # sums of 200 float32 terms
+    assert unequal(in_order(q, k[:, :, keys], v[:, :, keys], visible[..., keys]), plain) > 0
 
 
 def test_keys_that_are_not_visible_change_no_bit() -> None:

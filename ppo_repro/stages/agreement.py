@@ -1,0 +1,105 @@
+"""What exact numerics promise of every iteration: sampler and trainer agree on every bit, and the trainer with itself.
+
+An iteration in which they do not is not recorded: the promise is kept, or the run ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_repro.buffers import ForwardPass, MinibatchUpdate, Rollout
+from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import PromiseBroken
+
+Column = tuple[str, Tensor]  # its name in the records, and its values, float32
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """The K tokens at which two columns differ that must have the same bits, in the order of the records."""
+
+    iteration: int
+    compared: int  # tokens, those with equal bits included
+    sequence: Tensor  # [K] int64, the response of each token
+    position: Tensor  # [K] int64, of the token in its response
+    left: Column  # [K]
+    right: Column  # [K]
+
+    def describe(self) -> str:
+        """One line: where, and both values, exact to the last bit."""
+        left, right = (f"{name} {_exactly(values[0])}" for name, values in (self.left, self.right))
+        where = f"iteration {self.iteration}, response {self.sequence[0]}, token {self.position[0]}"
+        return f"{where}: {left}, {right}; {len(self.sequence)} of {self.compared} tokens differ"
+
+
+class UnequalBits(PromiseBroken):
+    """Two columns of an iteration differ that exact numerics promise to be equal."""
+
+    def __init__(self, message: str, found: Unequal) -> None:
+        super().__init__(message)
+        self.found = found
+
+
+def _exactly(value: Tensor) -> str:
+    return f"{float(value)!r} (bits {int(value.view(torch.int32)) & 0xFFFFFFFF:08x})"
+
+
+def differing(a: Tensor, b: Tensor) -> Tensor:
+    """Where two float32 tensors differ in any bit, bool."""
+    return a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)
+
+
+def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Column, tokens: Tensor) -> None:
+    """Raise UnequalBits where two columns [M] differ in any bit.
+
+    `tokens` [M] int64: which of all tokens of the sequences, whose `lengths` are [B].
+    """
+    rows = differing(left[1], right[1]).nonzero()[:, 0]
+    if not len(rows):
+        return
+    rows = rows[tokens[rows].argsort()]  # minibatches shuffle
+    ends = torch.cumsum(lengths, 0)
+    sequence = torch.searchsorted(ends, tokens[rows], right=True)
+    position = tokens[rows] - (ends - lengths)[sequence]
+    columns = [(name, values[rows]) for name, values in (left, right)]
+    found = Unequal(iteration, len(tokens), sequence, position, *columns)
+    raise UnequalBits(found.describe(), found)
+
+
+def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, tokens: Tensor) -> None:
+    """Raise UnequalBits where a ratio before the first step is not exactly 1. `ratios` [M] of `tokens` [M]."""
+    require_same_bits(iteration, lengths, ("ratios", ratios), ("expected", torch.ones_like(ratios)), tokens)
+
+
+def sampler_is_exact(config: RunConfig) -> bool:
+    """Whether the sampler's log-probs are promised to be the trainer's; otherwise their difference is measured."""
+    engine = config.rollout.engine
+    is_stock = isinstance(engine, SGLangServers) and engine.numerics == "stock"
+    return config.numerics.mode == "exact" and config.rollout.mismatch_sigma is None and not is_stock
+
+
+def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:
+    """Raise UnequalBits where a token's log-prob is not the sampler's, if that is promised."""
+    if sampler_is_exact(config):
+        sampled, scored = ("rollout_logprobs", rollout.rollout_logprobs), ("old_logprobs", forward.old_logprobs)
+        require_same_bits(iteration, rollout.lengths, sampled, scored, torch.arange(len(rollout.response_ids)))
+
+
+def require_first_step_agrees(
+    config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass, first: MinibatchUpdate
+) -> None:
+    """Raise UnequalBits where the first minibatch has a ratio other than 1, or another value than the forward pass.
+
+    With the old anchor this is between two passes of the trainer, and promised whatever samples.
+    """
+    if config.numerics.mode != "exact":
+        return
+    if first.policy is not None and (config.ppo.ratio_anchor == "old" or sampler_is_exact(config)):
+        require_ratios_of_one(iteration, rollout.lengths, first.policy.ratios, first.tokens)
+    if first.value is not None and forward.values is not None:
+        before, again = ("values", forward.values[first.tokens]), ("new_values", first.value.new_values)
+        require_same_bits(iteration, rollout.lengths, before, again, first.tokens)

@@ -1,0 +1,85 @@
+"""Which columns are compared, and what the error says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_repro.stages.agreement import (
+    UnequalBits,
+    differing,
+    require_ratios_of_one,
+    require_same_bits,
+    sampler_is_exact,
+)
+from tests.support.runs import small_config
+
+LENGTHS = torch.tensor([2, 1, 3])
+
+
+def test_a_case_by_hand() -> None:
+    tokens = torch.tensor([4, 0, 5, 2])  # positions 1 of response 2, 0 of 0, 2 of 2, 0 of 1
+    left, right = torch.tensor([1.0, -0.5, 0.0, 2.0]), torch.tensor([1.0, -0.5, -0.0, 2.0000002384185791])
+    with pytest.raises(UnequalBits) as stop:
+        require_same_bits(7, LENGTHS, ("values", left), ("new_values", right), tokens)
+    assert str(stop.value) == (
+        "iteration 7, response 1, token 0: values 2.0 (bits 40000000), new_values 2.000000238418579 (bits 40000001); "
+        "2 of 4 tokens differ"
+    )
+    found = stop.value.found
+    assert found.sequence.tolist() == [1, 2] and found.position.tolist() == [0, 2]
+    assert found.left[1].tolist() == [2.0, 0.0] and found.right[1].tolist() == [2.000000238418579, -0.0]
+
+
+def test_equal_bits_pass_and_a_nan_equals_itself() -> None:
+    values = torch.tensor([float("nan"), -0.0, 1.0, 2.0])
+    tokens = torch.arange(4)
+    require_same_bits(0, LENGTHS, ("values", values), ("new_values", values.clone()), tokens)
+    require_ratios_of_one(0, LENGTHS, torch.ones(4), tokens)
+
+
+def test_a_ratio_that_is_nearly_one() -> None:
+    ratios = torch.tensor([1.0, 1.0 - 2.0**-24])
+    with pytest.raises(UnequalBits, match=r"response 1, token 0: ratios 0\.9999999403953552 \(bits 3f7fffff\), expec"):
+        require_ratios_of_one(0, LENGTHS, ratios, torch.tensor([0, 2]))
+
+
+@given(st.data())
+def test_the_first_token_in_the_order_of_the_records_is_named(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    total = sum(lengths)
+    tokens = data.draw(st.permutations(range(total)))[: data.draw(st.integers(1, total))]
+    flipped = data.draw(st.sets(st.integers(0, len(tokens) - 1), min_size=1))
+    left = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
+    bits = left.clone().view(torch.int32)
+    bits[list(flipped)] ^= 1
+    right = bits.view(torch.float32)
+    # by the definition: where each token of the records lies
+    places = [(sequence, position) for sequence, length in enumerate(lengths) for position in range(length)]
+    expected = sorted((places[tokens[row]], float(left[row])) for row in flipped)
+    with pytest.raises(UnequalBits) as stop:
+        require_same_bits(0, torch.tensor(lengths), ("left", left), ("right", right), torch.tensor(tokens))
+    found = stop.value.found
+    rows = zip(found.sequence.tolist(), found.position.tolist(), found.left[1].tolist(), strict=True)
+    assert [((sequence, position), value) for sequence, position, value in rows] == expected
+    assert int(differing(left, right).sum()) == len(flipped)
+
+
+SGLANG = "rollout.engine.kind=sglang"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "promised"),
+    [
+        ((), True),
+        ((SGLANG,), True),
+        ((SGLANG, "rollout.engine.numerics=stock"), False),
+        (("rollout.mismatch_sigma=0.1",), False),
+        (("numerics.mode=native",), False),
+        ((SGLANG, "rollout.engine.numerics=stock", "numerics.mode=native"), False),
+    ],
+)
+def test_where_the_sampler_is_measured_nothing_is_promised_of_it(overrides: tuple[str, ...], promised: bool) -> None:
+    assert sampler_is_exact(small_config(*overrides)) is promised

@@ -23,6 +23,12 @@ def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> 
         print("\n".join(lines))
 
 
+def printable(text: str) -> str:
+    """The text on one line, with escapes for what a terminal does not print but obeys."""
+    line = " ".join(text.splitlines())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
 def _finite(value: Any) -> Any:
     """The value with NaN and infinities as words: JSON has no numbers for them."""
     if isinstance(value, dict):

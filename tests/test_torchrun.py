@@ -139,9 +139,9 @@ def test_an_existing_run_is_left_alone_by_all(tiny_run: Path) -> None:
 
 @slow
 def test_a_reward_that_fails_later_ends_every_rank(tmp_path: Path) -> None:
-    # 7 held-out prompts and 15 responses are scored in the first iteration
+    # 8 calls show that it repeats itself, then 7 held-out prompts and 15 responses are scored in each iteration
     (tmp_path / "r.py").write_text(
-        "left = [30]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0)\n"
+        "left = [40]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0) and 1.0\n"
     )
     ended = cli_ranks(
         2, "run", TINY, "--out", tmp_path, "--set", f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]"

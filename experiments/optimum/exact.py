@@ -30,6 +30,7 @@ from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.runs.checkpoints import final_folder
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.tasks.tokenizer import decode
+from ppo_repro.tasks.user_functions import Texts, numbers
 
 Response = tuple[int, ...]
 
@@ -95,7 +96,7 @@ def distances(config: RunConfig, prepared: Prepared, policy: PreTrainedModel, be
     texts = [decode(task.tokenizer, y) for y in responses]
     results = []
     for problem in sorted(task.problems.train, key=lambda p: p.key):
-        rewards = [reward(problem.prompt, text, problem.answer) for text in texts]
+        rewards = numbers(reward, [Texts(problem.key, problem.prompt, text, problem.answer) for text in texts])
         ids = task.prompt_ids[problem.key]
         log_p, log_ref = (response_logprobs(m, ids, responses, config) for m in (policy, prepared.state.reference))
         results.append(

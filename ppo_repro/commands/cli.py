@@ -30,7 +30,7 @@ from ppo_repro.commands.runs import (
     verify_command,
 )
 from ppo_repro.errors import PromiseBroken, Terminated, UserError
-from ppo_repro.output import say
+from ppo_repro.output import printable, say
 
 
 class _Parser(argparse.ArgumentParser):
@@ -132,11 +132,6 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _one_line(error: Exception) -> str:
-    """The message on one line; it may quote several lines, of a user's own exception for example."""
-    return " ".join(str(error).splitlines())
-
-
 def _run(argv: Sequence[str]) -> int:
     try:
         arguments = build_parser().parse_args(argv)
@@ -144,7 +139,7 @@ def _run(argv: Sequence[str]) -> int:
             raise UserError("only run and rerun work in several processes; start this command without torchrun")
         return int(arguments.command(arguments))
     except UserError as error:
-        say(f"error: {_one_line(error)}")
+        say(f"error: {printable(str(error))}")
         return 2
     except (MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, BrokenPipeError):
@@ -153,10 +148,10 @@ def _run(argv: Sequence[str]) -> int:
             return 0
         if not is_out_of_memory(error):
             raise
-        say(f"error: {_one_line(out_of_memory())}")
+        say(f"error: {printable(str(out_of_memory()))}")
         return 2
     except PromiseBroken as error:
-        say(f"promise broken: {_one_line(error)}")
+        say(f"promise broken: {printable(str(error))}")
         return 1
     except Terminated:
         print("terminated; complete iterations are kept", file=sys.stderr)

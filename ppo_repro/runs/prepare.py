@@ -44,7 +44,7 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.prompts import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder, load_problems
-from ppo_repro.tasks.rewards import Judge, load_judge, reward_files
+from ppo_repro.tasks.rewards import Judge, check_functions, load_judge, reward_files
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
 
@@ -203,6 +203,7 @@ def prepare(
     disable_progress_bar()  # the run shows its own
     judge = load_judge(config.reward)  # before the minutes that a warm start takes
     problems = load_problems(config.task, config.seed)
+    check_functions(judge, problems.train)
     if start_folder is None:
         source, tokenizer = _source(config, problems, progress)
     else:

@@ -22,6 +22,7 @@ def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Eva
     requests = [Request(task.prompt_ids[p.key], 0) for p in problems]
     completions = generate(config, engine, requests, sampling_of(config, greedy=True), ranks)
     samples = Samples(
+        [p.key for p in problems],
         [p.prompt for p in problems],
         [decode(task.tokenizer, c.response_ids) for c in completions],
         [p.answer for p in problems],

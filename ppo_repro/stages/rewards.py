@@ -10,6 +10,7 @@ from torch import Tensor
 from ppo_repro.buffers import ForwardPass, Rewards, Rollout
 from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import whiten
@@ -17,6 +18,7 @@ from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_reward
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.prompts import Task
 from ppo_repro.tasks.rewards import Judgement, Samples, judge_samples, potentials
+from ppo_repro.tasks.user_functions import FLOAT32_MAX, Texts, shown
 
 
 def judge(
@@ -44,6 +46,7 @@ def compute_rewards(
     """Judge the responses, place the scores on tokens, charge the KL penalty, shape, whiten."""
     ids = [response.tolist() for response in torch.split(rollout.response_ids, rollout.lengths.tolist())]
     samples = Samples(
+        rollout.prompts.keys,
         rollout.prompts.texts,
         rollout.responses,
         rollout.prompts.answers,
@@ -56,6 +59,7 @@ def compute_rewards(
     placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
     if task.judge.potential is not None:
         placed = placed + _shaping(config, task, rollout, ranks)
+        _require_float32(placed, rollout)
     rewards = token_rewards(placed, penalties)
     if config.reward.whiten != "none":
         rewards = whiten(rewards, shift=config.reward.whiten == "full")
@@ -66,6 +70,17 @@ def compute_rewards(
         kl_penalties=penalties,
         rewards=rewards,
     )
+
+
+def _require_float32(placed: Tensor, rollout: Rollout) -> None:
+    """UserError where score and potential together give a reward that float32 does not have."""
+    beyond = torch.nonzero(placed.abs() > FLOAT32_MAX).flatten()
+    if len(beyond):
+        sequence = int(torch.searchsorted(rollout.lengths.cumsum(0), beyond[0], right=True))
+        raise UserError(
+            f"reward.potential: a reward of {float(placed[beyond[0]]):g} for prompt key "
+            f"'{shown(rollout.prompts.keys[sequence])}' is beyond float32 ({FLOAT32_MAX:.1e}); scale the potential down"
+        )
 
 
 def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float) -> Tensor:
@@ -80,14 +95,14 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
 
 
 def _shaping(config: RunConfig, task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
-    texts, answers = rollout.prompts.texts, rollout.prompts.answers
-    rows = zip(texts, rollout.responses, answers, rollout.spans, strict=True)
+    prompts = rollout.prompts
+    rows = zip(prompts.keys, prompts.texts, rollout.responses, prompts.answers, strict=True)
 
     def token_potentials() -> list[float]:
         return [
             phi
-            for prompt, response, answer, spans in rows
-            for phi in potentials(task.judge, prompt, response, answer, spans.char_start)
+            for row, spans in zip(rows, rollout.spans, strict=True)
+            for phi in potentials(task.judge, Texts(*row), spans.char_start)
         ]
 
     assert isinstance(config.advantages, GaeAdvantages)

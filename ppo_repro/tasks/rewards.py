@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppo_repro.config.reward import ExactMatch, FormatReward, FunctionReward, LengthReward, RewardConfig, RewardTerm
 from ppo_repro.errors import UserError
-
-UserReward = Callable[[str, str, str], float]
+from ppo_repro.tasks.problems import Problem
+from ppo_repro.tasks.user_functions import (
+    FLOAT32_MAX,
+    Texts,
+    UserFunction,
+    check_repeats,
+    load,
+    numbers,
+    parse,
+    shown,
+)
 
 # thoughts, then the answer, each in its own tags and nothing outside them. DeepSeek-AI, 2025, table 1.
 _FORMAT = re.compile(
@@ -26,6 +32,7 @@ _FORMAT = re.compile(
 class Samples:
     """Responses with everything needed to judge them, one entry each."""
 
+    keys: Sequence[str]  # of the prompts
     prompts: Sequence[str]
     responses: Sequence[str]
     answers: Sequence[str]
@@ -47,8 +54,8 @@ class Judge:
     """The reward of a configuration with its functions loaded."""
 
     config: RewardConfig
-    functions: tuple[UserReward | None, ...]  # one entry per term
-    potential: UserReward | None
+    functions: tuple[UserFunction | None, ...]  # one entry per term
+    potential: UserFunction | None
 
 
 def matches(response: str, answer: str) -> bool:
@@ -62,16 +69,6 @@ def formatted_answer(response: str) -> str | None:
     return None if match is None else match.group(1)
 
 
-def _parse(field: str, function: str) -> tuple[Path, str]:
-    """File and function of `FILE.py:FUNCTION`; UserError if it has another form or there is no such file."""
-    file, colon, name = function.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f"{field} = {function!r}: must be FILE.py:FUNCTION")
-    if not Path(file).is_file():
-        raise UserError(f"{field} = {function!r}: there is no file {file}")
-    return Path(file), name
-
-
 def _functions(config: RewardConfig) -> list[tuple[str, str]]:
     """(field, FILE.py:FUNCTION) of every function in a reward."""
     terms = [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, FunctionReward)]
@@ -80,49 +77,14 @@ def _functions(config: RewardConfig) -> list[tuple[str, str]]:
 
 def reward_files(config: RewardConfig) -> list[Path]:
     """The Python files of a reward; UserError as for `load_judge`."""
-    return [_parse(field, function)[0] for field, function in _functions(config)]
-
-
-def _load(field: str, function: str) -> UserReward:
-    file, name = _parse(field, function)
-    module_name = "ppo_repro_user_" + re.sub(r"\W", "_", field)
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{field} = {function!r}: {file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the user's file look up their module here
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # any error of the user's file is reported to the user
-        raise UserError(f"{field}: {file} fails to load ({type(error).__name__}: {error})") from error
-    loaded = getattr(module, name, None)
-    if not callable(loaded):
-        raise UserError(f"{field} = {function!r}: {file} has no function {name}")
-    return loaded
+    return [parse(field, function)[0] for field, function in _functions(config)]
 
 
 def load_judge(config: RewardConfig) -> Judge:
     """The reward with the user's functions loaded; UserError names what is wrong with them."""
-    loaded = {field: _load(field, function) for field, function in _functions(config)}
+    loaded = {field: load(field, function) for field, function in _functions(config)}
     functions = tuple(loaded.get(f"reward.terms.{i}.path") for i in range(len(config.terms)))
     return Judge(config, functions, loaded.get("reward.potential"))
-
-
-def _is_finite_number(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an int beyond the range of float
-        return False
-
-
-def _ask(field: str, function: UserReward, prompt: str, response: str, answer: str) -> float:
-    try:
-        value = function(prompt, response, answer)
-    except Exception as error:  # any error of the user's function is reported to the user
-        raise UserError(f"{field}: the function raised {type(error).__name__}: {error}; prompt {prompt!r}") from error
-    if not _is_finite_number(value):
-        raise UserError(f"{field}: the function returned {value!r} for prompt {prompt!r}; must be a finite number")
-    return float(value)
 
 
 def _format_value(config: FormatReward, response: str, answer: str) -> float:
@@ -141,8 +103,8 @@ def _values(index: int, term: RewardTerm, judge: Judge, samples: Samples, model_
     if isinstance(term, LengthReward):
         return [-abs(length - term.target) / term.target for length in samples.lengths]
     if function is not None:
-        rows_of_texts = zip(samples.prompts, samples.responses, samples.answers, strict=True)
-        return [_ask(f"reward.terms.{index}", function, *texts) for texts in rows_of_texts]
+        columns = (samples.keys, samples.prompts, samples.responses, samples.answers)
+        return numbers(function, [Texts(*row) for row in zip(*columns, strict=True)])
     return list(model_scores)
 
 
@@ -151,17 +113,25 @@ def _is_correct(config: RewardConfig, response: str, answer: str) -> bool:
     return matches(response if inner is None else inner, answer)
 
 
+def _weighted(config: RewardConfig, values: Sequence[float]) -> float:
+    """The weighted sum; infinite where float64 cannot hold it."""
+    try:
+        return math.fsum(term.weight * value for term, value in zip(config.terms, values, strict=True))
+    except (OverflowError, ValueError):
+        return math.inf
+
+
 def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float]) -> Judgement:
     """score = sum of weight times value over the reward terms; then the rules for responses without an end token.
 
     `model_scores` are the reward model's, one per response, or empty without one. A response is correct if it ended
     with an end token and equals the answer; where a format is rewarded, the text between its answer tags has to.
-    UserError if a user's function raises or returns anything but a finite number.
+    UserError if a user's function raises or returns anything but a number, or a score is beyond float32.
     """
     config = judge.config
     columns = [_values(i, term, judge, samples, model_scores) for i, term in enumerate(config.terms)]
     term_values = [list(row) for row in zip(*columns, strict=True)]
-    scores = [math.fsum(t.weight * v for t, v in zip(config.terms, row, strict=True)) for row in term_values]
+    scores = [_weighted(config, row) for row in term_values]
     rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
     correct = [done and _is_correct(config, response, answer) for response, answer, done in rows]
     for index, done in enumerate(samples.finished):
@@ -169,11 +139,24 @@ def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float])
             scores[index] = config.missing_eos_score
         elif not done:
             scores[index] -= config.missing_eos_penalty
+        if not abs(scores[index]) <= FLOAT32_MAX:
+            raise UserError(
+                f"reward: the score {scores[index]:g} for prompt key '{shown(samples.keys[index])}' is beyond float32 "
+                f"({FLOAT32_MAX:.1e}); choose smaller weights in reward.terms"
+            )
     return Judgement(scores, term_values, correct)
 
 
-def potentials(judge: Judge, prompt: str, response: str, answer: str, char_starts: Sequence[int]) -> list[float]:
+def potentials(judge: Judge, texts: Texts, char_starts: Sequence[int]) -> list[float]:
     """Phi before each token: the user's potential of the response text up to there; 0 without a potential."""
     if judge.potential is None:
         return [0.0] * len(char_starts)
-    return [_ask("reward.potential", judge.potential, prompt, response[:start], answer) for start in char_starts]
+    return numbers(judge.potential, [replace(texts, response=texts.response[:start]) for start in char_starts])
+
+
+def check_functions(judge: Judge, problems: Sequence[Problem]) -> None:
+    """UserError where a user's function gives two scores for one input: the answer, and nothing, to two prompts."""
+    rows = [Texts(p.key, p.prompt, response, p.answer) for p in problems[:2] for response in (p.answer, "")]
+    for function in (*judge.functions, judge.potential):
+        if function is not None:
+            check_repeats(function, rows)

@@ -159,9 +159,9 @@ def test_a_bad_reward_function(cli: Cli, tmp_path: Path, policy_folder: Path, bo
 
 
 def test_a_reward_that_fails_later_keeps_what_was_complete(cli: Cli, tmp_path: Path, policy_folder: Path) -> None:
-    # 2 held-out prompts and 8 responses are scored in the first iteration
+    # 8 calls show that it repeats itself, then 2 held-out prompts and 8 responses are scored in each iteration
     (tmp_path / "r.py").write_text(
-        "left = [12]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0)\n"
+        "left = [20]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0) and 1.0\n"
     )
     prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
     config = folder_config(tmp_path / "c.yaml", policy_folder, prompts, f"{tmp_path}/r.py:r")

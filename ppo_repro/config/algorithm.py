@@ -118,6 +118,16 @@ class GroupAdvantages(Section):
 AdvantagesConfig = Annotated[GaeAdvantages | GroupAdvantages, Field(discriminator="kind")]
 
 
+class LoraConfig(Section):
+    """Low-rank adapters instead of full weights; all forward passes use the merged weights. Hu et al., 2021."""
+
+    rank: Count = Field(description="Rank r of the update.")
+    alpha: Positive = Field(description="The update is scaled by alpha / r.")
+    target_modules: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="Last names of the linear layers that get one; [] for all of attention and MLP."
+    )
+
+
 class SeparateValue(Section):
     """A value model with a trunk and an optimizer of its own."""
 
@@ -130,6 +140,9 @@ class SeparateValue(Section):
     )
     normalize_returns: bool = Field(
         False, description="Predict returns in units of their running mean and standard deviation."
+    )
+    lora: LoraConfig | None = Field(
+        None, description="Train its head and low-rank adapters instead of all weights; null: all weights."
     )
 
 
@@ -246,13 +259,3 @@ class PPOConfig(Section):
     @classmethod
     def _usual_objective(cls, tree: Any) -> Any:
         return with_usual(tree, (("objective", "kind", "clip"),))
-
-
-class LoraConfig(Section):
-    """Low-rank adapters instead of full weights; all forward passes use the merged weights. Hu et al., 2021."""
-
-    rank: Count = Field(description="Rank r of the update.")
-    alpha: Positive = Field(description="The update is scaled by alpha / r.")
-    target_modules: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="Last names of the linear layers that get one; [] for all of attention and MLP."
-    )

@@ -3,13 +3,15 @@
 The model holds the merged weights W' = W + s B A (see `numerics.optim.low_rank`), and every forward pass uses them. A
 backward pass collects the gradient of W' as in full training. The optimizer turns it into the gradients of A and B,
 steps on A and B alone, and merges again. That saves optimizer moments and checkpoint size, but no gradient memory.
+
+A policy has nothing but adapters to train. A value model also has its head, which starts from nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,26 +20,19 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics.layers.linear import ExactConv1D, ExactLinear
-from ppo_repro.numerics.layers.lowering import attach, is_exact
+from ppo_repro.numerics.layers.lowering import is_exact
 from ppo_repro.numerics.optim import low_rank
-from ppo_repro.numerics.optim.adamw import (
-    AdamWSettings,
-    ExactAdamW,
-    NativeAdamW,
-    OptimizerState,
-    copy_named,
-    exact_norm,
-)
-from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, collect, collect_native
-from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.seeding import words
 
 _LINEAR = (nn.Linear, ExactLinear)
 _TRANSPOSED = (Conv1D, ExactConv1D)  # weight [K, N]
 _PREPARED = (ExactLinear, ExactConv1D)
 _UNIFORM_BITS = 24
+TRUNK = "trunk."  # where a value model has its trunk
+
+Adaptable = PreTrainedModel | ValueModel
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,7 @@ class Lora:
     target_modules: tuple[str, ...]  # ends of layer names
     layers: dict[str, AdaptedLayer]  # by the name of the layer
     exact: bool
+    whole: dict[str, nn.Parameter] = field(default_factory=dict)  # what is trained beside the factors, by name
 
     @property
     def scale(self) -> float:
@@ -73,6 +69,14 @@ class Lora:
             for name, layer in self.layers.items()
             for which, tensor in (("A", layer.a), ("B", layer.b))
         }
+
+    def merged_weights(self) -> dict[str, nn.Parameter]:
+        """W' of every layer as the model has it, by the name of the layer."""
+        return {name: layer.weight for name, layer in self.layers.items()}
+
+    def trained(self) -> dict[str, Tensor]:
+        """Everything that is trained: the factors, and the parameters trained whole."""
+        return {**self.factors(), **self.whole}
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -93,9 +97,9 @@ class Lora:
         return gradients
 
 
-def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear layers of attention and MLP by name: all but the output head, whose weight may be the embedding."""
-    head = model.get_output_embeddings()
+def linear_layers(model: Adaptable) -> dict[str, nn.Module]:
+    """The linear layers of attention and MLP by name: all but the head, whose weight may be the embedding."""
+    head = model.head if isinstance(model, ValueModel) else model.get_output_embeddings()
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -103,10 +107,10 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
 
 
-def choose_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict[str, nn.Module]:
+def choose_layers(model: Adaptable, target_modules: Sequence[str], section: str = "lora") -> dict[str, nn.Module]:
     """The linear layers whose name is a target or ends in `.target`; all if `target_modules` is empty.
 
-    UserError names a target that matches no layer.
+    UserError names a target that matches no layer, and the section of the configuration that has it.
     """
     layers = linear_layers(model)
     if not target_modules:
@@ -115,7 +119,7 @@ def choose_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict
         if not any(_ends_in(name, target) for name in layers):
             choices = ", ".join(_ends(layers))
             raise UserError(
-                f"lora.target_modules: {target!r} names no layer that can be adapted; choose from {choices}"
+                f"{section}.target_modules: {target!r} names no layer that can be adapted; choose from {choices}"
             )
     return {n: layer for n, layer in layers.items() if any(_ends_in(n, target) for target in target_modules)}
 
@@ -138,15 +142,19 @@ def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
     return torch.from_numpy(centred * (2.0**-_UNIFORM_BITS / math.sqrt(columns))).to(torch.float32).view(rank, columns)
 
 
-def add_lora(model: PreTrainedModel, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> Lora:
-    """Adapt linear layers of a model from `make_policy`, and freeze all its other parameters.
+def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> Lora:
+    """Adapt linear layers of a model from `make_policy` or of a value model, and freeze all its other parameters.
 
-    `target_modules` are ends of layer names, as in peft; empty for all linear layers of attention and MLP. A is
-    drawn by `initial_a` and B is zero, so no weight changes. UserError names a target that matches no layer.
+    The head of a value model stays trainable. `target_modules` are ends of layer names, as in peft; empty for all
+    linear layers of attention and MLP. A is drawn by `initial_a` and B is zero, so no weight changes. UserError names
+    a target that matches no layer.
     """
-    adapted = choose_layers(model, target_modules)
+    is_value = isinstance(model, ValueModel)
+    adapted = choose_layers(model, target_modules, "value.lora" if is_value else "lora")
+    whole = {f"head.{name}": p for name, p in model.head.named_parameters()} if isinstance(model, ValueModel) else {}
+    trained = {id(parameter) for parameter in whole.values()}
     for parameter in model.parameters():
-        parameter.requires_grad_(False)
+        parameter.requires_grad_(id(parameter) in trained)
     layers = {}
     for name, linear in adapted.items():
         weight, transposed = linear.get_parameter("weight"), isinstance(linear, _TRANSPOSED)
@@ -160,99 +168,50 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float, target_modules: Se
             b=torch.zeros(outputs, rank),
             transposed=transposed,
         )
-    lora = Lora(rank, alpha, tuple(target_modules) or _ends(adapted), layers, is_exact(model))
+    exact = is_exact(model.trunk if isinstance(model, ValueModel) else model)
+    lora = Lora(rank, alpha, tuple(target_modules) or _ends(adapted), layers, exact, whole)
     lora.merge()
     return lora
 
 
-def share_frozen(policy: PreTrainedModel, reference: PreTrainedModel, lora: Lora) -> Lora:
-    """Let an adapted policy use the weights of its reference where it does not train; returns the adapter that does.
+def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
+    """Let an adapted model use the weights of a frozen one where it does not train; returns the adapter that does.
 
-    The base of every adapted layer is then the reference's own weight, and every other parameter of the policy is that
-    of the reference, in exact numerics with what is prepared of it. Both models must be copies of one model, and
-    neither frozen parameter may be changed from here on.
+    The base of every adapted layer is then the frozen model's own weight, and every other parameter of the model but
+    those trained whole is that of the frozen one, in exact numerics with what is prepared of it. `base` is the
+    reference of a policy; of a value model it is the trunk that it started as. Nobody may change a frozen parameter
+    from here on. ValueError names a weight of which the two models have different bits.
     """
+    prefix = TRUNK if isinstance(model, ValueModel) else ""
+    own_trunk = model.trunk if isinstance(model, ValueModel) else model
     layers = {}
     for name, layer in lora.layers.items():
-        weight = reference.get_submodule(name).get_parameter("weight").detach()
-        layers[name] = replace(layer, base=weight.t() if layer.transposed else weight)
+        weight = base.get_submodule(name.removeprefix(prefix)).get_parameter("weight").detach()
+        shared = weight.t() if layer.transposed else weight
+        _require_same_bits(name, layer.base, shared)
+        layers[name] = replace(layer, base=shared)
     trained = {id(layer.weight) for layer in lora.layers.values()}
-    for name, module in policy.named_modules():
-        twin = reference.get_submodule(name)
+    for name, module in own_trunk.named_modules():
+        twin = base.get_submodule(name)
         for own, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in trained:
                 continue
+            _require_same_bits(f"{prefix}{name}", parameter, twin.get_parameter(own))
             setattr(module, own, twin.get_parameter(own))
             if own == "weight" and isinstance(module, _PREPARED) and isinstance(twin, _PREPARED):
                 module.prepared = twin.prepared
     return replace(lora, layers=layers)
 
 
+def _require_same_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
+    # as integers: zeros of two signs are different bits
+    if ours.shape != theirs.shape or not torch.equal(
+        ours.detach().view(torch.int32), theirs.detach().view(torch.int32)
+    ):
+        raise ValueError(f"{name}: the two models have different weights, so they cannot share them")
+
+
 def shape_of(layer: nn.Module) -> tuple[int, int]:
     """Outputs and inputs of a linear layer."""
     first, second = layer.get_parameter("weight").shape
     return (second, first) if isinstance(layer, _TRANSPOSED) else (first, second)
-
-
-class ExactLoraOptimizer:
-    """Integer gradients of the merged weights, exact products with the factors, and exact AdamW on the factors."""
-
-    def __init__(self, model: PreTrainedModel, lora: Lora, settings: AdamWSettings) -> None:
-        self.settings, self.lora = settings, lora
-        self.accumulator = GradientAccumulator((n, x.weight) for n, x in lora.layers.items())
-        attach(model, self.accumulator)
-        self.adamw = ExactAdamW(lora.factors())
-
-    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
-        merged, redos = collect(self.accumulator, backward, tokens, ranks)
-        gradients = self.lora.factor_gradients(merged.__getitem__)
-        norm = exact_norm(gradients.values())
-        self.adamw.apply(self.settings, gradients, norm)
-        self.lora.merge()
-        return StepReport(norm, redos)
-
-    def state(self) -> OptimizerState:
-        return replace(self.adamw.state(self.accumulator.grids), factors=self.lora.factors())
-
-    def load(self, state: OptimizerState) -> None:
-        if state.steps or not set(state.grids) <= set(self.lora.layers):
-            raise ValueError("the optimizer state is not that of this adapter in exact numerics")
-        copy_named(self.lora.factors(), state.factors)
-        self.adamw.load(state)
-        self.accumulator.grids = dict(state.grids)
-        self.lora.merge()
-
-
-class NativeLoraOptimizer:
-    """The same in stock torch: autograd's gradients of the merged weights, float32 products, torch's AdamW."""
-
-    def __init__(self, lora: Lora, settings: AdamWSettings) -> None:
-        self.settings, self.lora = settings, lora
-        self.adamw = NativeAdamW(lora.factors(), settings)
-
-    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
-        weights = {name: layer.weight for name, layer in self.lora.layers.items()}
-        collect_native(list(weights.values()), backward, ranks)
-        merged = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
-        for name, gradient in self.lora.factor_gradients(merged.__getitem__).items():
-            self.adamw.parameters[name].grad = gradient
-        norm = self.adamw.apply(self.settings)
-        self.lora.merge()
-        return StepReport(norm, 0)
-
-    def state(self) -> OptimizerState:
-        return replace(self.adamw.state(), factors=self.lora.factors())
-
-    def load(self, state: OptimizerState) -> None:
-        if set(state.factors) != set(self.adamw.parameters):
-            raise ValueError("the optimizer state is not that of this adapter")
-        copy_named(self.lora.factors(), state.factors)
-        self.adamw.load(state)
-        self.lora.merge()
-
-
-def make_lora_optimizer(model: PreTrainedModel, lora: Lora, settings: AdamWSettings) -> Optimizer:
-    """The optimizer of an adapter, in the numerics of its model."""
-    if lora.exact:
-        return ExactLoraOptimizer(model, lora, settings)
-    return NativeLoraOptimizer(lora, settings)

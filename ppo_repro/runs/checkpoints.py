@@ -14,10 +14,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_repro.config.algorithm import SeparateValue
+from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.disk.folder import file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
-from ppo_repro.models.adapter_folder import save_adapter
+from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint_format
@@ -111,21 +113,34 @@ class ModelStore:
         self.prepared.task.tokenizer.save_pretrained(folder)
 
     def finish(self) -> None:
-        """The trained policy, beside it its adapter in peft's format and a reward model that was made here."""
+        """The trained policy, beside it adapters in peft's format and a reward model that was made here."""
         prepared, folder = self.prepared, final_folder(self.run_dir)
         tokenizer = prepared.task.tokenizer
         save_model(prepared.state.policy, tokenizer, folder)
+        policy_base, value_base = self._bases()
+        made_here = not isinstance(self.config.model, ModelFolder)
+        adapted = [b for b, lora in ((policy_base, prepared.lora), (value_base, prepared.value_lora)) if lora]
+        if made_here and policy_base in adapted:
+            save_model(prepared.state.reference, tokenizer, policy_base)
         if prepared.lora is not None:
-            base = folder.with_name("base")
-            if isinstance(self.config.model, ModelFolder):
-                base = Path(self.config.model.path)
-            else:
-                save_model(prepared.state.reference, tokenizer, base)
             with whole_folder(folder.with_name("adapter")) as temporary:
-                save_adapter(prepared.lora, temporary, str(base))
+                save_adapter(prepared.lora, temporary, str(policy_base))
+                write_sums(temporary)
+        if prepared.value_lora is not None and prepared.state.value_model is not None:
+            with whole_folder(folder.with_name("value_adapter")) as temporary:
+                save_value_adapter(prepared.value_lora, prepared.state.value_model, temporary, str(value_base))
                 write_sums(temporary)
         if prepared.reward_training is not None and prepared.task.reward_model is not None:
             save_reward_model(prepared.task.reward_model, tokenizer, folder.with_name("reward_model"))
+
+    def _bases(self) -> tuple[Path, Path]:
+        """Folders of the models that policy and value model started as."""
+        model, value, term = self.config.model, self.config.value, self.config.reward.model
+        beside = checkpoints_folder(self.run_dir)
+        policy = Path(model.path) if isinstance(model, ModelFolder) else beside / "base"
+        if not isinstance(value, SeparateValue) or value.init == "policy":
+            return policy, policy
+        return policy, Path(term.path) if isinstance(term, RewardModelFolder) else beside / "reward_model"
 
 
 def open_store(run_dir: Path, config: RunConfig, prepared: Prepared, start: Checkpoint | None) -> ModelStore:

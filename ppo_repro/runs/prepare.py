@@ -11,12 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from ppo_repro.accuracy.measurement import measure, text_of
-from ppo_repro.config.algorithm import NoValue, SeparateValue, ValueHead
+from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, ValueHead
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import JsonlTask, ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files, load_folder, stop_ids
-from ppo_repro.models.lora import Lora, add_lora, make_lora_optimizer, share_frozen
+from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
+from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,
@@ -35,7 +36,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import warm_start
 from ppo_repro.numerics.layers.families import trunk_of
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.proof import proof
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
@@ -58,6 +59,7 @@ class Prepared:
     engine: TorchEngine
     reward_training: RewardTraining | None  # None unless a reward model was trained here
     lora: Lora | None  # None where all weights of the policy are trained
+    value_lora: Lora | None  # None without a value model of its own, and where all its weights are trained
 
 
 def run_inputs(config: RunConfig) -> list[Path]:
@@ -138,15 +140,29 @@ def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
     )
 
 
-def _state(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) -> tuple[TrainState, Lora | None]:
-    """Policy, value model and reference before the first step, their optimizers, and the policy's adapter if any.
+@dataclass(frozen=True)
+class _Adapters:
+    """The adapters of a run, None where all weights are trained."""
 
-    `share`: an adapted policy uses the reference's weights where it does not train.
+    policy: Lora | None
+    value: Lora | None
+
+
+def _state(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) -> tuple[TrainState, _Adapters]:
+    """Policy, value model and reference before the first step, their optimizers, and their adapters.
+
+    `share`: adapted models use the weights of frozen ones where they do not train.
     """
     mode, max_context = config.numerics.mode, config.numerics.max_context
     policy = make_policy(source, mode, max_context)
     reference = freeze(make_policy(source, mode, max_context))
+    lora = _adapted(policy, config.lora, config.seed, reference if share else None)
     value_model = _value_model(config, source, policy, task.reward_model)
+    value_lora = None
+    if isinstance(config.value, SeparateValue) and value_model is not None:
+        begun_as = task.reward_model if config.value.init == "reward_model" else reference
+        base = trunk_of(begun_as) if share and begun_as is not None else None
+        value_lora = _adapted(value_model, config.value.lora, config.seed, base)
     if config.layout.gradient_checkpointing:
         checkpoint_gradients(policy)
         if isinstance(config.value, SeparateValue) and value_model is not None:
@@ -156,23 +172,31 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) 
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
     value_optimizer = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
-        value_optimizer = make_optimizer(value_model, _adamw(config, config.value.learning_rate), mode)
-    lora, settings = None, _adamw(config, config.ppo.learning_rate)
-    if config.lora is not None:
-        lora = add_lora(policy, config.lora.rank, config.lora.alpha, config.lora.target_modules, config.seed)
-        if share:
-            lora = share_frozen(policy, reference, lora)
+        value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate)
     state = TrainState(
         policy=policy,
         value_model=value_model,
         reference=reference,
-        policy_optimizer=(
-            make_optimizer(trained, settings, mode) if lora is None else make_lora_optimizer(policy, lora, settings)
-        ),
+        policy_optimizer=_optimizer(config, trained, lora, config.ppo.learning_rate),
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
     )
-    return state, lora
+    return state, _Adapters(lora, value_lora)
+
+
+def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
+    """Adapters of a model where the configuration has some, over the weights of `base` where there is one."""
+    if config is None:
+        return None
+    lora = add_lora(model, config.rank, config.alpha, config.target_modules, seed)
+    return lora if base is None else share_frozen(model, base, lora)
+
+
+def _optimizer(config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float) -> Optimizer:
+    settings = _adamw(config, learning_rate)
+    if lora is None:
+        return make_optimizer(module, settings, config.numerics.mode)
+    return make_lora_optimizer(module, lora, settings)
 
 
 def _value_model(
@@ -194,8 +218,8 @@ def prepare(
 ) -> Prepared:
     """Load or make everything; UserError names whatever the user has to correct.
 
-    `share`: an adapted policy and its reference have one copy of the weights that are not trained. Not for a caller
-    that trains the policy otherwise than by the optimizer in the state.
+    `share`: adapted models have one copy of the weights that they do not train with the reference, or with the reward
+    model that the value model starts as. Not for a caller that trains otherwise than by the optimizers in the state.
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of
     this run left it; it replaces the model of the configuration and its warm start.
     """
@@ -212,7 +236,7 @@ def prepare(
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context
-    state, lora = _state(config, source, task, share)
+    state, adapters = _state(config, source, task, share)
     policy = state.policy
     engine = TorchEngine(
         policy,
@@ -223,7 +247,7 @@ def prepare(
         config.layout.prefill_chunk,
         config.layout.prefix_cache,
     )
-    return Prepared(task, state, engine, reward_training, lora)
+    return Prepared(task, state, engine, reward_training, adapters.policy, adapters.value)
 
 
 def policy_accuracy(config: RunConfig, prepared: Prepared) -> Accuracy | None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.adapter_folder import TENSORS_NAME, save_adapter
-from ppo_repro.models.lora import ExactLoraOptimizer, Lora, add_lora, make_lora_optimizer
+from ppo_repro.models.lora import Lora, add_lora
+from ppo_repro.models.lora_optimizer import ExactLoraOptimizer, make_lora_optimizer
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.logprobs import token_statistics
 from tests.support.lora import ALPHA, RANK, SETTINGS, adapted, learn

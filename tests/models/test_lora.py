@@ -13,7 +13,8 @@ from torch import Tensor
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers, make_lora_optimizer, share_frozen
+from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers, share_frozen
+from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import freeze, make_policy, make_value_model, policy_logits
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, Pretrained
 from ppo_repro.commands.cli import _run
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.lora import ExactLoraOptimizer, add_lora, make_lora_optimizer, share_frozen
+from ppo_repro.models.lora import add_lora, share_frozen
+from ppo_repro.models.lora_optimizer import ExactLoraOptimizer, make_lora_optimizer
 from ppo_repro.models.networks import (
     freeze,
     hidden_states,

@@ -7,7 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.batches import TokenBatch
-from ppo_repro.models.lora import Lora, add_lora, make_lora_optimizer
+from ppo_repro.models.lora import Lora, add_lora
+from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings

@@ -12,6 +12,8 @@ from torch import Tensor
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, contract, exact_product, quantise
 
 FACTOR_BITS = 24  # of the right operand; the left one has INPUT_BITS
+# numbers of a matrix at a time: whole matrices would need several copies in float64
+_AT_ONCE = 1 << 18
 
 
 def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -21,9 +23,18 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     the sign of zero. Raises NumericsError if a factor is not finite.
     """
     (rows, row_scale), (columns, column_scale) = quantise(b, INPUT_BITS), quantise(a.t(), FACTOR_BITS)
-    product = exact_product(rows, columns.t()).mul_(row_scale).mul_(column_scale.t())
-    merged = (base.to(torch.float64) + product * scale).to(torch.float32)
-    return torch.where(product == 0, base, merged)
+    result = torch.empty_like(base, memory_format=torch.contiguous_format)
+    for part in _blocks(*base.shape):
+        product = exact_product(rows[part], columns.t()).mul_(row_scale[part]).mul_(column_scale.t())
+        merged = (base[part].to(torch.float64) + product * scale).to(torch.float32)
+        result[part] = torch.where(product == 0, base[part], merged)
+    return result
+
+
+def _blocks(rows: int, columns: int) -> list[slice]:
+    """The rows of a matrix, as many at a time as hold _AT_ONCE numbers."""
+    size = max(1, _AT_ONCE // columns)
+    return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 def factor_gradients(gradient: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -31,10 +42,14 @@ def factor_gradients(gradient: Tensor, a: Tensor, b: Tensor, scale: float) -> tu
 
     They are functions of dW' alone, so they do not depend on how the work was split up.
     """
+    d_a, d_b = _by_rows(gradient.t(), quantise(b.t(), FACTOR_BITS)), _by_rows(gradient, quantise(a, FACTOR_BITS))
+    return d_a.t().contiguous() * scale, d_b * scale
+
+
+def _by_rows(gradient: Tensor, factor: tuple[Tensor, Tensor]) -> Tensor:
+    """The contraction of the rows of a gradient with those of a factor on its grid."""
     # the gradient gets the more bits: its rows and columns reach over more powers of two than a factor's
-    d_a = contract(quantise(gradient.t(), INPUT_BITS), quantise(b.t(), FACTOR_BITS)).t().contiguous()
-    d_b = contract(quantise(gradient, INPUT_BITS), quantise(a, FACTOR_BITS))
-    return d_a * scale, d_b * scale
+    return torch.cat([contract(quantise(gradient[part], INPUT_BITS), factor) for part in _blocks(*gradient.shape)])
 
 
 def merge_native(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -1,0 +1,92 @@
+"""Steps on low-rank adapters, and on the parameters beside them that are trained whole.
+
+A backward pass collects gradients of the merged weights, as in full training. They become gradients of the factors
+(see `numerics.optim.low_rank`), AdamW steps on the factors, and the weights are merged again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ppo_repro.models.lora import Lora
+from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.layers.lowering import attach
+from ppo_repro.numerics.optim.adamw import (
+    AdamWSettings,
+    ExactAdamW,
+    NativeAdamW,
+    OptimizerState,
+    copy_named,
+    exact_norm,
+)
+from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, collect, collect_native
+from ppo_repro.ranks import ALONE, Ranks
+
+
+class ExactLoraOptimizer:
+    """Integer gradients of the merged weights, exact products with the factors, and exact AdamW on the factors."""
+
+    def __init__(self, model: nn.Module, lora: Lora, settings: AdamWSettings) -> None:
+        self.settings, self.lora = settings, lora
+        self.accumulator = GradientAccumulator({**lora.merged_weights(), **lora.whole}.items())
+        attach(model, self.accumulator)
+        self.adamw = ExactAdamW(lora.trained())
+
+    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+        collected, redos = collect(self.accumulator, backward, tokens, ranks)
+        gradients = self.lora.factor_gradients(collected.__getitem__)
+        gradients |= {name: collected[name] for name in self.lora.whole}
+        norm = exact_norm(gradients.values())
+        self.adamw.apply(self.settings, gradients, norm)
+        self.lora.merge()
+        return StepReport(norm, redos)
+
+    def state(self) -> OptimizerState:
+        return replace(self.adamw.state(self.accumulator.grids), factors=self.lora.factors())
+
+    def load(self, state: OptimizerState) -> None:
+        if state.steps or not set(state.grids) <= set(self.accumulator.parameters):
+            raise ValueError("the optimizer state is not that of this adapter in exact numerics")
+        copy_named(self.lora.factors(), state.factors)
+        self.adamw.load(state)
+        self.accumulator.grids = dict(state.grids)
+        self.lora.merge()
+
+
+class NativeLoraOptimizer:
+    """The same in stock torch: autograd's gradients of the merged weights, float32 products, torch's AdamW."""
+
+    def __init__(self, lora: Lora, settings: AdamWSettings) -> None:
+        self.settings, self.lora = settings, lora
+        self.adamw = NativeAdamW(lora.trained(), settings)
+
+    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+        weights = self.lora.merged_weights()
+        collect_native([*weights.values(), *self.lora.whole.values()], backward, ranks)
+        merged = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
+        for name, gradient in self.lora.factor_gradients(merged.__getitem__).items():
+            self.adamw.parameters[name].grad = gradient
+        norm = self.adamw.apply(self.settings)
+        self.lora.merge()
+        return StepReport(norm, 0)
+
+    def state(self) -> OptimizerState:
+        return replace(self.adamw.state(), factors=self.lora.factors())
+
+    def load(self, state: OptimizerState) -> None:
+        if set(state.factors) != set(self.lora.factors()):
+            raise ValueError("the optimizer state is not that of this adapter")
+        copy_named(self.lora.factors(), state.factors)
+        self.adamw.load(state)
+        self.lora.merge()
+
+
+def make_lora_optimizer(model: nn.Module, lora: Lora, settings: AdamWSettings) -> Optimizer:
+    """The optimizer of an adapter, in the numerics of its model."""
+    if lora.exact:
+        return ExactLoraOptimizer(model, lora, settings)
+    return NativeLoraOptimizer(lora, settings)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ppo_repro.buffers import TensorGradient
 from ppo_repro.models.lora import Lora
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.lowering import attach
@@ -23,7 +24,13 @@ from ppo_repro.numerics.optim.adamw import (
     copy_named,
     exact_norm,
 )
-from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, collect, collect_native
+from ppo_repro.numerics.optim.optimizer import (
+    Optimizer,
+    StepReport,
+    collect,
+    collect_native,
+    tensor_gradients,
+)
 from ppo_repro.ranks import ALONE, Ranks
 
 
@@ -36,14 +43,17 @@ class ExactLoraOptimizer:
         attach(model, self.accumulator)
         self.adamw = ExactAdamW(lora.trained())
 
-    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+    def step(
+        self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
+    ) -> StepReport:
         collected, redos = collect(self.accumulator, backward, tokens, ranks)
         gradients = self.lora.factor_gradients(collected.__getitem__)
         gradients |= {name: collected[name] for name in self.lora.whole}
         norm = exact_norm(gradients.values())
+        measured = tensor_gradients(gradients) if by_tensor else ()
         self.adamw.apply(self.settings, gradients, norm)
         self.lora.merge()
-        return StepReport(norm, redos)
+        return StepReport(norm, redos, measured)
 
     def state(self) -> OptimizerState:
         return replace(self.adamw.state(self.accumulator.grids), factors=self.lora.factors())
@@ -64,15 +74,20 @@ class NativeLoraOptimizer:
         self.settings, self.lora = settings, lora
         self.adamw = NativeAdamW(lora.trained(), settings)
 
-    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+    def step(
+        self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
+    ) -> StepReport:
         weights = self.lora.merged_weights()
         collect_native([*weights.values(), *self.lora.whole.values()], backward, ranks)
         merged = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
         for name, gradient in self.lora.factor_gradients(merged.__getitem__).items():
             self.adamw.parameters[name].grad = gradient
+        measured: tuple[TensorGradient, ...] = ()
+        if by_tensor:
+            measured = tensor_gradients({n: p.grad for n, p in self.adamw.parameters.items() if p.grad is not None})
         norm = self.adamw.apply(self.settings)
         self.lora.merge()
-        return StepReport(norm, 0)
+        return StepReport(norm, 0, measured)
 
     def state(self) -> OptimizerState:
         return replace(self.adamw.state(), factors=self.lora.factors())

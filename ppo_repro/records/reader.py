@@ -45,13 +45,14 @@ def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: boo
 def read_recorded(run_dir: Path, recorded: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
     """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
     path = manifest.table_path(run_dir, table.name, iteration)
-    data = _to_plain(path, table.columns, _load_parquet(path, verify))
-    if not verify:
-        return data
-    entry = recorded.iterations[iteration].tables[table.name]
-    if data.num_rows != entry.rows or digests.table_digest(table, data) != entry.digest:
-        raise UserError(f"{path}: {_DAMAGED}")
-    return data
+    loaded = _load_parquet(path, verify)
+    written = schema.with_retired(table, loaded.column_names)
+    data = _to_plain(path, written.columns, loaded)
+    if verify:
+        entry = recorded.iterations[iteration].tables[table.name]
+        if data.num_rows != entry.rows or digests.table_digest(written, data) != entry.digest:
+            raise UserError(f"{path}: {_DAMAGED}")
+    return data.select([column.name for column in table.columns])
 
 
 def to_frame(columns: Sequence[schema.Column], tables: Sequence[pa.Table]) -> pd.DataFrame:
@@ -162,7 +163,7 @@ def _pages(
         layout = file.schema_arrow.empty_table()
     except _READ_ERRORS as error:
         raise _unreadable(path, error) from error
-    _to_plain(path, table.columns, layout)
+    _to_plain(path, schema.with_retired(table, layout.column_names).columns, layout)
     names = [column.name for column in columns if column.name in layout.column_names]
     with file:
         remaining = recorded.iterations[iteration].tables[table.name].rows
@@ -248,13 +249,14 @@ def _unreadable(path: Path, error: BaseException) -> UserError:
 
 
 def _to_plain(path: Path, columns: Sequence[schema.Column], data: pa.Table) -> pa.Table:
-    names = [column.name for column in columns]
-    for column in (c for c in columns if c.may_be_missing and c.name not in data.column_names):
-        data = data.append_column(column.name, pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind]))
-    if data.column_names != names:
+    there = set(data.column_names)
+    if data.column_names != [column.name for column in columns if column.name in there or not column.may_be_missing]:
         raise UserError(f"{path}: has columns {', '.join(data.column_names)}; {_DAMAGED}")
     arrays = []
     for column in columns:
+        if column.name not in there:
+            arrays.append(pa.chunked_array([pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])]))
+            continue
         try:
             array = digests.plain(column.kind, data.column(column.name))
         except ValueError as error:
@@ -262,4 +264,4 @@ def _to_plain(path: Path, columns: Sequence[schema.Column], data: pa.Table) -> p
         if array.null_count and not column.nullable:
             raise UserError(f"{path}: column {column.name} holds null; {_DAMAGED}")
         arrays.append(array)
-    return pa.Table.from_arrays(arrays, names=names)
+    return pa.Table.from_arrays(arrays, names=[column.name for column in columns])

@@ -89,7 +89,7 @@ class LanguageKind:
     ranks: Ranks = ALONE
     profile: bool = False
     name: ClassVar[Kind] = LANGUAGE
-    changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine")
+    changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine", "records")
 
     def load_config(self, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         return load_config(path, overrides)

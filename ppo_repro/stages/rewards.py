@@ -57,18 +57,22 @@ def compute_rewards(
     scores = torch.tensor(judged.scores, dtype=torch.float64)
     penalties = _kl_penalties(config, rollout, forward, kl_coef)
     placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
-    if task.judge.potential is not None:
-        placed = placed + _shaping(config, task, rollout, ranks)
-        _require_float32(placed, rollout)
-    rewards = token_rewards(placed, penalties)
-    if config.reward.whiten != "none":
-        rewards = whiten(rewards, shift=config.reward.whiten == "full")
+    phi = None if task.judge.potential is None else _potentials(task, rollout, ranks)
+    shaping = None if phi is None else _shaping(config, phi, rollout)
+    if shaping is not None:
+        _require_float32(placed + shaping, rollout)
+    raw = token_rewards(placed if shaping is None else placed + shaping, penalties)
+    whitening = config.reward.whiten
     return Rewards(
         scores=scores,
         score_parts=tuple(tuple(row) for row in judged.term_values),
         is_correct=torch.tensor(judged.correct),
         kl_penalties=penalties,
-        rewards=rewards,
+        placed_scores=placed,
+        potentials=phi,
+        shaping_rewards=shaping,
+        raw_rewards=raw,
+        rewards=raw if whitening == "none" else whiten(raw, shift=whitening == "full"),
     )
 
 
@@ -94,7 +98,7 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
     return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
 
 
-def _shaping(config: RunConfig, task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
+def _potentials(task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
     prompts = rollout.prompts
     rows = zip(prompts.keys, prompts.texts, rollout.responses, prompts.answers, strict=True)
 
@@ -105,6 +109,9 @@ def _shaping(config: RunConfig, task: Task, rollout: Rollout, ranks: Ranks) -> T
             for phi in potentials(task.judge, Texts(*row), spans.char_start)
         ]
 
+    return torch.tensor(ranks.first(token_potentials), dtype=torch.float64)
+
+
+def _shaping(config: RunConfig, phi: Tensor, rollout: Rollout) -> Tensor:
     assert isinstance(config.advantages, GaeAdvantages)
-    phi = torch.tensor(ranks.first(token_potentials), dtype=torch.float64)
     return shaping_rewards(phi, rollout.lengths, config.advantages.gamma)

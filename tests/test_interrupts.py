@@ -103,3 +103,19 @@ def test_a_process_that_is_to_ignore_ctrl_c_ignores_it() -> None:
     finally:
         signal.signal(signal.SIGINT, own)
         signal.signal(signal.SIGTERM, before)
+
+
+def test_children_of_tests_hear_ctrl_c_whatever_their_parent_ignores() -> None:
+    command = [sys.executable, "-c", "import signal; print(repr(signal.getsignal(signal.SIGINT)))"]
+
+    def disposition() -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    own = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with hearing_ctrl_c():
+            assert "default_int_handler" in disposition()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert "SIG_IGN" in disposition(), "the control: a child inherits what its parent ignores"
+    finally:
+        signal.signal(signal.SIGINT, own)

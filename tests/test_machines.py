@@ -36,6 +36,31 @@ def test_no_instruction_set_changes_the_fingerprint(exact_run: Path, tmp_path: P
     assert found == [expected] * len(CAPS)
 
 
+USED = """
+import json, numba, torch
+from numba.core import config
+from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+print(json.dumps([
+    torch.backends.cpu.get_cpu_capability(), config.CPU_NAME, config.CPU_FEATURES,
+    [name for name in __cpu_dispatch__ if __cpu_features__[name]],
+]))
+"""
+
+
+@pytest.mark.slow
+def test_a_cap_reaches_every_library() -> None:
+    """A command under each cap, as `make test-capped` starts the tests."""
+    found = []
+    for level in ("avx2", "sse4.2"):
+        command = [sys.executable, "-m", "tests.support.machines", level, sys.executable, "-W", "error", "-c", USED]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        found.append(json.loads(done.stdout))
+    avx2, sse = found
+    assert avx2[:3] == ["AVX2", "haswell", ""] and sse[:3] == ["DEFAULT", "nehalem", ""]
+    assert not any(name.startswith("AVX512") for name in avx2[3]) and "AVX2" in avx2[3]
+    assert not any(name.startswith(("AVX", "FMA", "F16C")) for name in sse[3])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_native_fingerprints_change_with_the_instruction_set(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from ppo_repro.checks.bisect import bisect
 from ppo_repro.control import loop
 from ppo_repro.control.buffers import MinibatchUpdate, Rollout
+from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.runs.lifetime import Response, first_unequal
 from ppo_repro.runs.run import Resumed, run_folder
@@ -37,6 +39,8 @@ def test_an_action_whose_log_prob_is_another_one_ends_the_run(tmp_path: Path, mo
     recorded = manifest.load(run_dir)
     assert recorded.status == "failed" and len(recorded.iterations) == 1
     assert verify(run_dir).model_folders == 1 and first_unequal(run_dir) == Response(1, 0)
+    with pytest.raises(UserError):  # there is no language model in it
+        bisect(run_dir, (), tmp_path)
     run(small_control("numerics.mode=native", "ppo.iterations=2"), tmp_path / "native", Silent())
     monkeypatch.undo()
     assert resume(run_dir, Silent()) == Resumed(0, 1)

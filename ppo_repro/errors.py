@@ -1,8 +1,8 @@
-"""The errors a user can see, one class per exit code."""
+"""The errors a user can see, by exit code."""
 
 
 class UserError(Exception):
-    """Wrong input or files of the user; one line, nothing was changed. Exit code 2."""
+    """Wrong input or files of the user; one line, what is complete stays. Exit code 2."""
 
 
 class PromiseBroken(Exception):

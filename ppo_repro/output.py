@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+_SHOWN = 100  # characters of a text in a message
+
 
 def print_json(value: dict[str, Any]) -> None:
     """One object on one line; NaN and infinities as words."""
@@ -27,6 +29,11 @@ def printable(text: str) -> str:
     """The text on one line, with escapes for what a terminal does not print but obeys."""
     line = " ".join(text.splitlines())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def shown(text: str) -> str:
+    """A text of the user's for a message: on one line, cut where it is long."""
+    return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)")
 
 
 def _finite(value: Any) -> Any:

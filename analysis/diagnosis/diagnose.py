@@ -2,6 +2,8 @@
 
 Most causes predict `delta`; a cause is named if its prediction leaves at most 1 % of the sum of delta^2. Causes without
 a prediction (precision, stale weights, dropout) are told apart by optional columns; without those, all are named.
+
+It was checked on faults made in this project's own tiny models only, never on a dump of another training stack.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ ULP means less.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -23,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from analysis.pairs.runs import ROWS, whole_sequences
+from ppo_repro.disk.json_lines import Line, read_lines
 from ppo_repro.errors import UserError
 
 # responses read at once: a response may be long
@@ -261,30 +261,23 @@ def _parquet(path: Path, wanted: dict[str, str], rows: int) -> Iterator[pa.Table
 
 
 def _json_lines(path: Path, wanted: dict[str, str], rows: int) -> Iterator[pa.Table]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            first, size = 0, 1
-            while lines := list(islice(file, size)):
-                parsed = [_parsed(path, first + index, line, wanted) for index, line in enumerate(lines)]
-                # the first row decides whether rows are responses or tokens
-                size = _RESPONSES if isinstance(parsed[0][0], list) else rows
-                values = zip(wanted, zip(*parsed, strict=True), strict=True)
-                yield pa.table({name: pa.array(list(column)) for name, column in values})
-                first += len(lines)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); give a text file in UTF-8") from error
-    except pa.ArrowException as error:
-        raise UserError(f"{path}: near row {first}: {' '.join(str(error).split())}") from error
+    lines, size = read_lines("the dump", path, constants=True), 1
+    while batch := list(islice(lines, size)):
+        parsed = [_values(line, wanted) for line in batch]
+        # the first row decides whether rows are responses or tokens
+        size = _RESPONSES if isinstance(parsed[0][0], list) else rows
+        columns = dict(zip(wanted, zip(*parsed, strict=True), strict=True))
+        try:
+            table = pa.table({name: pa.array(list(column)) for name, column in columns.items()})
+        except (pa.ArrowException, OverflowError, TypeError, UnicodeError) as error:
+            where = f"{batch[0].where} to {batch[-1].number}"
+            raise UserError(f"{where}: values of different types ({' '.join(str(error).split())})") from error
+        yield table
 
 
-def _parsed(path: Path, row: int, line: str, wanted: dict[str, str]) -> list[Any]:
-    try:
-        tree = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{path}: row {row}: is not JSON ({error})") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: row {row}: is a {type(tree).__name__}, expected an object")
+def _values(line: Line, wanted: dict[str, str]) -> list[Any]:
     for column in wanted.values():
-        if column not in tree:
-            raise UserError(f"{path}: row {row}: no column {column!r}; there are {', '.join(tree)}; {_ADVICE}")
-    return [tree[column] for column in wanted.values()]
+        if column not in line.fields:
+            there = ", ".join(line.fields)
+            raise UserError(f"{line.where}: no column {column!r}; there are {there}; {_ADVICE}")
+    return [line.fields[column] for column in wanted.values()]

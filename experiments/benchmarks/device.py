@@ -1,7 +1,8 @@
 """Does another device give the same bits? Runs the eager specification on the CPU and on CUDA, side by side.
 
 `python -m experiments.benchmarks.device [--device cuda]` prints digests of every stage on the CPU and on the device,
-for exact and for native numerics; exit status 1 if an exact digest differs, 2 if there is no device.
+for exact and for native numerics; exit status 1 if an exact digest differs, 2 if there is no device. It was never run
+on a GPU.
 """
 
 from __future__ import annotations

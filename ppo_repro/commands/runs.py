@@ -140,7 +140,7 @@ def rerun_command(arguments: argparse.Namespace) -> int:
 
 
 def verify_command(arguments: argparse.Namespace) -> int:
-    """Compare every file of a run folder with its recorded digest, without computing anything again."""
+    """Compare every recorded file of a run folder with its digest, without computing anything again."""
     from ppo_repro.runs.verify import verify
 
     whole = verify(arguments.run)

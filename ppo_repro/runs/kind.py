@@ -113,7 +113,7 @@ class RunKind(Protocol[Config, Item]):
         ...
 
     def input_files(self, config: Config) -> Sequence[Path]:
-        """Every file outside the run folder that decides the results."""
+        """The files outside the run folder that the configuration names, with all of a model folder that is read."""
         ...
 
     def environment(self, config: Config) -> dict[str, Any]:

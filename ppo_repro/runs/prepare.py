@@ -63,7 +63,7 @@ class Prepared:
 
 
 def run_inputs(config: RunConfig) -> list[Path]:
-    """Every file outside the run folder that decides its results."""
+    """The files outside the run folder that the configuration names; not what a reward's file imports or opens."""
     files = input_files(Path(config.model.path)) if isinstance(config.model, ModelFolder) else []
     return [*files, *task_inputs(config)]
 

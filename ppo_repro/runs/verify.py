@@ -1,4 +1,4 @@
-"""Whether every file of a run folder is what was written."""
+"""Whether every recorded file of a run folder is what was written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Verified:
 
 
 def verify(run_dir: Path) -> Verified:
-    """Compare every file of a run folder with its recorded digests; UserError names the first damaged one.
+    """Compare every recorded file of a run folder with its digest; UserError names the first damaged one.
 
     Nothing is computed again; `rerun` does that.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.config.run import ArithmeticTask, JsonlTask, RunConfig
+from ppo_repro.disk.json_lines import Line, read_lines, text_field
 from ppo_repro.errors import UserError
+from ppo_repro.output import shown
 from ppo_repro.rollout.engine import Request, Sampling, check_request
 from ppo_repro.seeding import permutation
 
@@ -39,38 +40,34 @@ def arithmetic(max_operand: int) -> list[Problem]:
     ]
 
 
-def _parse_line(line: str, where: str) -> Problem:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}); write one object per line") from error
-    if not isinstance(entry, dict):
-        raise UserError(f"{where}: must be an object with prompt and answer, is {type(entry).__name__}")
-    for field in ("prompt", "answer"):
-        if not isinstance(entry.get(field), str):
-            raise UserError(f"{where}: field '{field}' = {entry.get(field)!r}; must be a text")
-    if not entry["prompt"]:
-        raise UserError(f"{where}: field 'prompt' is empty; a prompt needs at least one character")
-    key = entry.get("key", entry["prompt"])
-    if not isinstance(key, str) or not key:
-        raise UserError(f"{where}: field 'key' = {key!r}; must be a text that names the prompt")
-    return Problem(key, entry["prompt"], entry["answer"])
+def _problem(line: Line) -> Problem:
+    prompt, answer = (text_field(line.where, name, line.fields.get(name)) for name in ("prompt", "answer"))
+    if not prompt:
+        raise UserError(f"{line.where}: field 'prompt' is empty; a prompt needs at least one character")
+    key = text_field(line.where, "key", line.fields.get("key", prompt))
+    if not key:
+        raise UserError(f"{line.where}: field 'key' is empty; it names the prompt, leave it out or give a text")
+    return Problem(key, prompt, answer)
 
 
 def read_jsonl(path: Path) -> list[Problem]:
-    """Read one problem per line; UserError names file and line of the first mistake."""
-    try:
-        # not splitlines(): it also cuts at U+2028 and others, which JSON allows inside a text
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"task.path = {path}: cannot be read ({reason})") from error
-    problems = [_parse_line(line, f"{path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.key in seen:
-            raise UserError(f"{path}: key {problem.key!r} appears twice; give each prompt its own key")
-        seen.add(problem.key)
+    """Read one problem per line; UserError names file and line of the first mistake.
+
+    No key and no prompt may appear twice: a prompt could be trained on and held out.
+    """
+    problems: list[Problem] = []
+    keys: dict[str, int] = {}
+    prompts: dict[str, int] = {}
+    for line in read_lines("task.path", path):
+        problem = _problem(line)
+        for what, text, first in (("key", problem.key, keys), ("prompt", problem.prompt, prompts)):
+            if text in first:
+                raise UserError(
+                    f"{line.where}: {what} '{shown(text)}' is also that of line {first[text]}; "
+                    f"give each prompt once, with its own key"
+                )
+            first[text] = line.number
+        problems.append(problem)
     return problems
 
 

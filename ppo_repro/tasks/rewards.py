@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ppo_repro.config.reward import ExactMatch, FormatReward, FunctionReward, LengthReward, RewardConfig, RewardTerm
 from ppo_repro.errors import UserError
+from ppo_repro.output import shown
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.user_functions import (
     FLOAT32_MAX,
@@ -19,7 +20,6 @@ from ppo_repro.tasks.user_functions import (
     load,
     numbers,
     parse,
-    shown,
 )
 
 # thoughts, then the answer, each in its own tags and nothing outside them. DeepSeek-AI, 2025, table 1.

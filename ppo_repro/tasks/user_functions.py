@@ -18,13 +18,12 @@ import numpy as np
 import torch
 
 from ppo_repro.errors import UserError
-from ppo_repro.output import printable
+from ppo_repro.output import shown
 from ppo_repro.tasks import process_state
 from ppo_repro.tasks.containment import Contained, contained
 from ppo_repro.tasks.process_state import ProcessState
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-_SHOWN = 100  # characters of a text in a message
 
 
 @dataclass(frozen=True)
@@ -128,11 +127,6 @@ def _described(error: BaseException) -> str:
         message = ""
     name = type(error).__name__
     return f"{name}: {shown(message)}" if message else name
-
-
-def shown(text: str) -> str:
-    """A text on one line, cut where it is long."""
-    return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)")
 
 
 def _of_prompt(texts: Texts) -> str:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ppo_repro.disk.json_lines import read_lines
 from ppo_repro.errors import UserError
+from ppo_repro.output import shown
 
 
 @dataclass(frozen=True)
@@ -164,34 +165,27 @@ def run_pairs(run_dir: Path | str) -> Iterator[Pairs]:
 def file_pairs(path: Path, names: Names | None = None) -> Iterator[Pairs]:
     """Read one response per line: lists of log-probs and of the mask, with the names of a known stack or `names`.
 
-    The sequence is the line, from 0; the iteration is the field `step`, 0 without it; null is NaN. UserError names line
-    and field.
+    The sequence is the line, from 0; the iteration is the field `step`, 0 without it; null is NaN, and a log-prob may
+    be written NaN or Infinity. UserError names line and field.
     """
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file):
-                yield _response(f"{path}, line {number + 1}", number, line, names)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); give a run folder or a JSONL file") from error
+    for line in read_lines("the dump", path, constants=True):
+        yield _response(line.where, line.number - 1, line.fields, names)
 
 
-def _response(where: str, number: int, line: str, names: Names | None) -> Pairs:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: is not JSON ({error}); give a run folder or a JSONL file") from error
-    if not isinstance(entry, dict):
-        raise UserError(f"{where}: is not a JSON object; one line is one response")
+def _response(where: str, number: int, entry: Mapping[str, Any], names: Names | None) -> Pairs:
     used = names or _known(where, entry)
     columns = [_numbers(where, entry, name) for name in (used.sampler, used.trainer, used.mask)]
     lengths = {len(column) for column in columns}
     if len(lengths) > 1:
         raise UserError(f"{where}: {used.sampler}, {used.trainer} and {used.mask} have lengths {sorted(lengths)}")
+    if not np.isin(columns[2], (0, 1)).all():
+        raise UserError(f"{where}: {used.mask}: must hold 0 and 1, or false and true")
     positions = np.flatnonzero(columns[2])
     step = entry.get("step", 0)
-    if not isinstance(step, int):
-        raise UserError(f"{where}: step = {step!r}: must be an integer")
-    a, b = (column[positions].astype(np.float32) for column in columns[:2])
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
+        raise UserError(f"{where}: step = {shown(repr(step))}: must be a whole number from 0")
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, which is counted
+        a, b = (column[positions].astype(np.float32) for column in columns[:2])
     return Pairs(np.full(len(positions), step), np.full(len(positions), number), positions, a, b)
 
 
@@ -210,4 +204,7 @@ def _numbers(where: str, entry: Mapping[str, Any], name: str) -> npt.NDArray[np.
     values = entry[name]
     if not isinstance(values, list) or not all(v is None or isinstance(v, int | float) for v in values):
         raise UserError(f"{where}: {name}: must be a list of numbers")
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    try:
+        return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    except OverflowError as error:
+        raise UserError(f"{where}: {name}: holds a whole number beyond float64") from error

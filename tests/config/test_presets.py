@@ -32,7 +32,9 @@ STATED: dict[str, dict[str, object]] = {
         "ppo.objective.clip_range": 0.2, "ppo.max_grad_norm": 1.0,
     },
     "book_trl": {
-        "ppo.learning_rate": 1.5e-6, "sequences_per_iteration": 128, "ppo.minibatch_size": 16, "ppo.epochs": 4,
+        "ppo.learning_rate": 1.5e-6, "sequences_per_iteration": 128, "ppo.epochs": 4,
+        "ppo.minibatch_size": 16 * 4,  # mini_batch_size times gradient_accumulation_steps
+        "layout.update_micro_batch": 16,
         "advantages.gamma": 1.0, "advantages.gae_lambda": 0.95, "ppo.objective.clip_range": 0.2,
         "value.clip_range": 0.2, "value.value_coef": 0.1, "kl.kl_coef": 0.05, "kl.controller.target_kl": 6.0,
         "reward.whiten": "scale",

@@ -111,14 +111,18 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("not json", "line 1: is not JSON"),
-        ("[1]", "line 1: is not a JSON object"),
+        ("not json", ":1: not valid JSON"),
+        ("[1]", ":1: must be an object, is list"),
         ('{"logprobs": [1]}', "has not the log-probs of one known stack: .*verl.*prime-rl.*TRL"),
         ('{"rollout_log_probs": [1], "old_log_probs": [1]}', "has no field 'response_mask'"),
         ('{"rollout_log_probs": [1], "old_log_probs": ["x"], "response_mask": [1]}', "old_log_probs: must be a list"),
         ('{"rollout_log_probs": [1, 2], "old_log_probs": [1], "response_mask": [1]}', r"have lengths \[1, 2\]"),
         ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [0]}', "has no token that counts"),
         ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [1], "step": "a"}', "step = 'a'"),
+        ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [1], "step": true}', "step = True"),
+        ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [null]}', "must hold 0 and 1"),
+        (f'{{"rollout_log_probs": [1{"0" * 400}], "old_log_probs": [1], "response_mask": [1]}}', "beyond float64"),
+        ("", "is empty"),
     ],
 )
 def test_a_file_that_is_no_dump_is_refused(tmp_path: Path, line: str, message: str) -> None:

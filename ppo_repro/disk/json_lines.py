@@ -1,0 +1,92 @@
+"""JSON Lines of the user's: one object per line, every line checked, mistakes named as FILE:LINE."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppo_repro.errors import UserError
+from ppo_repro.output import shown
+
+_BOM = b"\xef\xbb\xbf"
+_NOT_CARRIED = re.compile("[\0\ud800-\udfff]")  # no UTF-8 exists for the one, C ends a text at the other
+_CONSTANTS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a file; `where` is FILE:LINE for messages."""
+
+    where: str
+    number: int  # from 1
+    fields: dict[str, Any]
+
+
+def read_lines(name: str, path: Path, constants: bool = False) -> Iterator[Line]:
+    """The lines of a file in UTF-8 that are not blank; a byte-order mark is skipped.
+
+    constants: whether NaN, Infinity and -Infinity are numbers, as some programs write them; JSON has none.
+    UserError for a file that cannot be read (as `name`), is empty, or has a line that is no JSON object.
+    """
+    any_line = False
+    try:
+        with path.open("rb") as file:
+            # in bytes: only \n ends a line, while JSON allows U+2028 and others inside a text
+            for number, content in enumerate(file, 1):
+                whole = content.removeprefix(_BOM) if number == 1 else content
+                if whole.strip():
+                    any_line = True
+                    yield Line(f"{path}:{number}", number, _parsed(f"{path}:{number}", whole, constants))
+    except OSError as error:
+        raise UserError(f"{name} = {path}: cannot be read ({error.strerror or error}); give a JSONL file") from error
+    if not any_line:
+        raise UserError(f"{name} = {path}: is empty; give one JSON object per line")
+
+
+def _parsed(where: str, content: bytes, constants: bool) -> dict[str, Any]:
+    def constant(literal: str) -> float:
+        if not constants:
+            raise UserError(f"{where}: {literal} is no JSON; write a number or null")
+        return _CONSTANTS[literal]
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"{where}: field '{shown(twice)}' appears twice; keep one")
+        return fields
+
+    try:
+        text = content.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 text (byte {error.start + 1} of the line); save the file in it") from error
+    try:
+        fields = json.loads(text, parse_constant=constant, object_pairs_hook=checked)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg}, column {error.colno}); write one object") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: nested too deeply to read; write a flat object") from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise UserError(f"{where}: not a JSON that can be read ({error})") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{where}: must be an object, is {type(fields).__name__}")
+    return fields
+
+
+def text_field(where: str, name: str, value: object) -> str:
+    """A text that every part of a run can carry; UserError for other types, lone surrogates and NUL."""
+    if not isinstance(value, str):
+        found = "is missing or null" if value is None else f"= {shown(repr(value))}"
+        raise UserError(f"{where}: field '{name}' {found}; must be a text")
+    bad = _NOT_CARRIED.search(value)
+    if bad is not None:
+        what = "the character NUL" if bad[0] == "\0" else "half of a surrogate pair"
+        raise UserError(
+            f"{where}: field '{name}' has {what} (\\u{ord(bad[0]):04x}) at character {bad.start() + 1}; remove it"
+        )
+    return value

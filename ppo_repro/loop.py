@@ -51,6 +51,7 @@ def ppo_iterations(
 
         # take the optimizer steps
         updates = tuple(update(state, rollout, forward, advantages, config, ranks, clock))
+        state.rest()
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("digests")
 

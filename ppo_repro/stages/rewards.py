@@ -11,6 +11,7 @@ from ppo_repro.buffers import ForwardPass, Rewards, Rollout
 from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.reward_model import reward_scores
+from ppo_repro.numerics.layers.lowering import forget_operands
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import whiten
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards, token_rewards
@@ -34,6 +35,7 @@ def judge(
         sequences = [(*prompts[i], *responses[i]) for i in mine]
         layout = config.layout
         my_scores = reward_scores(task.reward_model, sequences, layout.padding, layout.forward_micro_batch)
+        forget_operands(task.reward_model)
         scores = ranks.gather(my_scores.tolist())
     return ranks.first(judge_samples, task.judge, samples, scores)
 

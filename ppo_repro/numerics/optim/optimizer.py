@@ -36,6 +36,10 @@ class Optimizer(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Free the memory that only steps need, until the next one."""
+        ...
+
     def state(self) -> OptimizerState:
         """The state that `load` needs to continue from here; its tensors are the live ones, not copies."""
         ...
@@ -86,6 +90,9 @@ class ExactOptimizer:
         self.adamw.apply(self.settings, gradients, norm)
         return StepReport(norm, redos)
 
+    def rest(self) -> None:
+        self.accumulator.release()
+
     def state(self) -> OptimizerState:
         return self.adamw.state(self.accumulator.grids)
 
@@ -118,6 +125,10 @@ class NativeOptimizer:
     def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
         collect_native(list(self.adamw.parameters.values()), backward, ranks)
         return StepReport(self.adamw.apply(self.settings), 0)
+
+    def rest(self) -> None:
+        for parameter in self.adamw.parameters.values():
+            parameter.grad = None
 
     def state(self) -> OptimizerState:
         return self.adamw.state()

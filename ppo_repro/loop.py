@@ -54,6 +54,7 @@ def ppo_iterations(
 
         # take the optimizer steps
         updates = tuple(update(state, rollout, forward, advantages, config, ranks, clock))
+        state.rest()
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("digests")
         require_first_step_agrees(config, index, rollout, forward, updates[0])

@@ -71,8 +71,8 @@ def _swap() -> int:
 def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
     """A run of `config` in `processes` processes on this machine.
 
-    UserError at once where what stays allocated through the whole run is more than there is, and where an allocation
-    in the block fails. Where only the estimate for the largest phase is more, a warning.
+    UserError at once where what is certainly needed at once is more than there is, and where an allocation in the
+    block fails. Where only the estimate for the largest phase is more, a warning.
     """
     from ppo_repro.plan.parts import in_words
     from ppo_repro.plan.report import size
@@ -80,7 +80,7 @@ def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
     plan = _plan(config)
     limit = memory_limit()
     if plan is not None and limit is not None:
-        if processes * plan.resident > limit:
+        if processes * plan.certain > limit:
             each = f" in each of {processes} processes" if processes > 1 else ""
             raise UserError(f"not enough memory: {size(limit)} at most, and {in_words(plan, config.value)}{each}")
         if processes * plan.peak > limit:

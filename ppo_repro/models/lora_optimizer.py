@@ -55,6 +55,9 @@ class ExactLoraOptimizer:
         self.lora.merge()
         return StepReport(norm, redos, measured)
 
+    def rest(self) -> None:
+        self.accumulator.release()
+
     def state(self) -> OptimizerState:
         return replace(self.adamw.state(self.accumulator.grids), factors=self.lora.factors())
 
@@ -88,6 +91,10 @@ class NativeLoraOptimizer:
         norm = self.adamw.apply(self.settings)
         self.lora.merge()
         return StepReport(norm, 0, measured)
+
+    def rest(self) -> None:
+        for parameter in (*self.lora.merged_weights().values(), *self.adamw.parameters.values()):
+            parameter.grad = None
 
     def state(self) -> OptimizerState:
         return replace(self.adamw.state(), factors=self.lora.factors())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
+from ppo_repro.numerics.layers.lowering import forget_operands
 from ppo_repro.numerics.optim.optimizer import Optimizer
 
 
@@ -23,6 +24,19 @@ class TrainState:
     value_optimizer: Optimizer | None  # None without a separate value model
     coefficients: Coefficients
     iteration: int = 0
+
+    def forget(self, module: nn.Module | None) -> None:
+        """Free the operands of one of the networks, which rests now, but not those of weights shared with another."""
+        if module is not None:
+            others = (self.policy, self.value_model, self.reference)
+            forget_operands(module, [m for m in others if m is not None and m is not module])
+
+    def rest(self) -> None:
+        """Free what only optimizer steps need, until the next ones."""
+        self.policy_optimizer.rest()
+        if self.value_optimizer is not None:
+            self.value_optimizer.rest()
+        self.forget(self.reference)  # a KL loss over the whole vocabulary needs it in each step
 
     def value_parameters(self) -> dict[str, Tensor]:
         """Parameters of the value model that are not the policy's: all, or those of a head on the policy's trunk."""

@@ -95,6 +95,11 @@ class GradientAccumulator:
         self._bounds: dict[str, int] = {}  # of the lower limbs that may have to be emptied
         self._long = needs_two_limbs(tokens)
 
+    def release(self) -> None:
+        """Free the memory of the sums, at the cost that the next step gets new memory; the grids stay."""
+        self._sums_memory = {}
+        self.begin()
+
     def observe(self, name: str, largest: int) -> None:
         """Update the exponent of the largest contribution to a parameter."""
         self.largest[name] = max(self.largest.get(name, largest), largest)

@@ -81,38 +81,50 @@ def _operand(x: np.ndarray, kind: str) -> Operand:
     return Operand(x, prepared, found)
 
 
+# models that share frozen weights may take their steps side by side
+_changing = threading.Lock()
+
+
 class PreparedWeight:
     """A weight matrix prepared for contractions; prepared again when the weight or the backend changes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._source: tuple[int, int, str] = (0, -1, "")
-        self._prepared: dict[int, Any] = {}  # by dimension of the contraction
-        self._outliers: dict[int, Outliers] = {}
+        self._prepared: dict[int, tuple[Any, Outliers]] = {}  # by dimension of the contraction
         self._outdated: dict[int, Any] = {}  # to be overwritten: the system clears new memory first
 
-    def _get(self, weight: Tensor, dim: int, kind: str) -> Any:
+    def forget(self) -> None:
+        """Free what is prepared."""
+        with _changing:
+            self._source, self._prepared, self._outdated = (0, -1, ""), {}, {}
+
+    def _get(self, weight: Tensor, dim: int, kind: str) -> tuple[Any, Outliers]:
         # in-place changes increase the version; new storage under the same parameter has another address
         source = (weight.data_ptr(), weight._version, kind)
-        if source != self._source:
-            self._outdated |= self._prepared
-            self._prepared, self._outliers, self._source = {}, {}, source
-        if dim not in self._prepared:
-            self._prepared[dim] = self._prepare(weight.detach(), dim, kind)
-        return self._prepared[dim]
+        with _changing:
+            if source != self._source:
+                self._outdated |= {d: prepared for d, (prepared, _) in self._prepared.items()}
+                self._prepared, self._source = {}, source
+            found = self._prepared.get(dim)
+            outdated = self._outdated.pop(dim, None) if found is None else None
+        if found is None:
+            found = self._prepare(weight.detach(), dim, kind, outdated)
+            with _changing:
+                if self._source == source:
+                    self._prepared[dim] = found
+        return found
 
-    def _prepare(self, weight: Tensor, dim: int, kind: str) -> Any:
-        outdated = self._outdated.pop(dim, None)
+    def _prepare(self, weight: Tensor, dim: int, kind: str, outdated: Any) -> tuple[Any, Outliers]:
         if kind == "eager":
-            return weight_operand(weight if dim == 1 else weight.t(), self._where)
+            return weight_operand(weight if dim == 1 else weight.t(), self._where), outliers.NONE
         values = array(weight)
         if kind == "amx":
             prepared: Any = amx.pack(values, dim == 1, outdated if isinstance(outdated, amx.PackedWeight) else None)
         else:
             prepared = float64.pack_weight(values) if dim == 1 else float64.column_grids(values)
         most = most_outliers(weight.shape[dim])
-        self._outliers[dim] = outliers.find(values, dim == 1, prepared.outliers, ROOM, WEIGHT_GAP, most)
-        return prepared
+        return prepared, outliers.find(values, dim == 1, prepared.outliers, ROOM, WEIGHT_GAP, most)
 
     @property
     def _where(self) -> str:
@@ -125,23 +137,23 @@ class PreparedWeight:
         the weight is not finite.
         """
         if not backend.has_kernels(x):
-            return linear(input_operand(x, self._where), self._get(weight, dim, "eager"), bias)
+            return linear(input_operand(x, self._where), self._get(weight, dim, "eager")[0], bias)
         kind = _kernels(weight.shape[dim])
         operand = _operands.of(x, (kind,), lambda: _operand(array(x), kind))
         return torch.from_numpy(self.product(operand, weight, dim, NO_BIAS if bias is None else array(bias)))
 
     def packed(self, weight: Tensor) -> tuple[amx.PackedWeight, Outliers]:
         """The weight packed for contractions on AMX along its rows, and its outliers; NumericsError if not finite."""
-        packed: amx.PackedWeight = self._get(weight, 1, "amx")
+        packed, found = self._get(weight, 1, "amx")
         if not packed.finite:
             raise NumericsError(f"{self._where} is not finite")
-        return packed, self._outliers[1]
+        return packed, found
 
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
         """`contract` with an input already on its grids, a result of `operand`; the bias may be empty."""
         x = operand.prepared
         kind = "float64" if isinstance(x, float64.Inputs) else "amx"
-        prepared, w = self._get(weight, dim, kind), array(weight)
+        (prepared, w_outliers), w = self._get(weight, dim, kind), array(weight)
         y = np.empty((len(operand.values), weight.shape[1 - dim]), np.float32)
         if isinstance(x, float64.Inputs):
             finite = float64_product.contract(x, prepared, w, bias, y)
@@ -149,7 +161,7 @@ class PreparedWeight:
             finite = amx_product.contract(x, prepared, amx_product.padded_bias(bias), y)
         if not finite:
             raise NumericsError(f"{self._where} is not finite")
-        outliers.add_products(operand.values, operand.outliers, w, self._outliers[dim], y, dim)
+        outliers.add_products(operand.values, operand.outliers, w, w_outliers, y, dim)
         return y
 
 

@@ -1,11 +1,13 @@
-"""How much memory a run needs, by arithmetic alone: no torch, no weights. `plan.shapes` reads the shapes.
+"""How much memory the parts of a run need, by arithmetic alone: no torch, no weights. `plan.shapes` reads the shapes.
 
-Everything is in bytes. What stays allocated from the first step on is counted exactly. What a phase needs in addition
-is an estimate for prompts and responses of the longest allowed length; the allocator may keep more.
+Everything is in bytes. Weights, moments, gradient sums and operands are counted exactly; `plan.phases` says which of
+them are there at the same time. What else a phase needs is an estimate for prompts and responses of the longest
+allowed length; the allocator may keep more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -20,7 +22,7 @@ AMX_MAX_TERMS, AMX_WEIGHT, AMX_INPUT = 1 << 14, 3, 4
 # sums of gradients: a lower limb, and an upper one in steps of more tokens than this, prompts included
 SUM, UPPER_SUM, LONG_STEP = 8, 4, 1 << 12
 # the interpreter with torch and transformers, and compiled kernels
-PROCESS = 650_000_000
+PROCESS = 700_000_000
 
 # what mixed-precision Adam keeps for each parameter: weight and gradient in 16 bits, and a master weight and two
 # moments in 32 bits; a frozen model has its weight in 16 bits. Rajbhandari et al., 2020, section 3.1
@@ -88,6 +90,8 @@ class Work:
     lora_rank: int  # 0: all weights of the policy are trained
     side_by_side: bool  # policy and value model step at the same time
     step_sequences: int = 0  # per optimizer step, all micro-batches together
+    value_lora_rank: int = 0  # 0: all weights of a value model of its own are trained
+    reference_in_steps: bool = False  # whether the loss of the policy needs the reference's logits
 
     @property
     def exact(self) -> bool:
@@ -101,24 +105,28 @@ class Work:
 
 @dataclass(frozen=True)
 class Resident:
-    """The memory of one model from the first step to the end of the run."""
+    """One model: what stays from the first step to the end of the run, and what it needs while it works."""
 
     name: str
     weights: int
-    gradient_sums: int  # integers, in exact numerics only
-    gradients: int  # float32; in exact numerics they take the place of their sums
     moments: int
-    operands: int  # weights prepared for the exact kernels
+    gradient_sums: int  # in the update: integers, in exact numerics only
+    gradients: int  # in the update: float32; in exact numerics they take the place of their sums
+    operands: int  # while the model is at work: its own weights prepared for the exact kernels
     trained_parameters: int
     frozen_parameters: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradient_sums + self.gradients + self.moments + self.operands
+        """What stays."""
+        return self.weights + self.moments
 
     @property
     def mixed_precision(self) -> int:
         return mixed_precision_bytes(self.trained_parameters, self.frozen_parameters)
+
+
+COUNTED = ("operands", "gradient sums", "gradients")  # purposes of a phase that are no estimates
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,13 @@ class Plan:
 
     @property
     def resident(self) -> int:
+        """What stays from the first step to the end of the run."""
         return sum(r.total for r in self.residents)
+
+    @property
+    def certain(self) -> int:
+        """What is needed at once in any case: all of the largest phase that is no estimate."""
+        return self.resident + max(sum(amounts.get(name, 0) for name in COUNTED) for amounts in self.phases.values())
 
     @property
     def peak(self) -> int:
@@ -202,33 +216,43 @@ def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
     return rows * shape.head.outputs * (8 + operand)
 
 
-def _adapted(shape: ModelShape) -> int:
+def adapted_size(shape: ModelShape) -> int:
+    """Numbers of all matrices with an adapter."""
     return sum(m.size for m in shape.linears if m.adapted)
 
 
+def operand_bytes(matrices: Iterable[Linear], work: Work, trained: bool) -> int:
+    """Prepared matrices: for forward passes, and where the pass is `trained` for backward passes too."""
+    return sum(prepared_bytes(m, t, work) for m in matrices for t in ((False, True) if trained else (False,)))
+
+
 def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: Work, lora_rank: int) -> Resident:
-    """A model in training whose last matrix is `head`, with `bias` additional numbers."""
+    """A model in training whose last matrix is `head`, with `bias` additional numbers.
+
+    With adapters its base, and what is not adapted, are those of a frozen model; a head of its own is trained whole.
+    """
     body = shape.parameters - shape.head_parameters
     parameters = body + (shape.head_parameters if head == shape.head else head.size) + bias
-    matrices = [*shape.linears, head]
-    operands = sum(prepared_bytes(m, t, work) for m in matrices for t in (False, True))
     per_sum = SUM + (UPPER_SUM if work.long_steps else 0)
     if not lora_rank:
         sums, gradients = (per_sum * parameters, 0) if work.exact else (0, 4 * parameters)
-        return Resident(name, 4 * parameters, sums, gradients, 8 * parameters, operands, parameters, 0)
-    # the base, and what is not adapted, are the reference's; gradients are those of the merged weights
-    merged, factors = _adapted(shape), lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
-    # in native numerics the factors have gradients too
-    sums, gradients = (per_sum * merged, 0) if work.exact else (0, 4 * (merged + factors))
-    weights = 4 * (merged + factors)
-    operands = sum(prepared_bytes(m, t, work) for m in matrices if m.adapted for t in (False, True))
-    operands += sum(prepared_bytes(m, True, work) for m in matrices if not m.adapted)
-    return Resident(name, weights, sums, gradients, 8 * factors, operands, factors, parameters)
+        operands = operand_bytes([*shape.linears, head], work, True)
+        return Resident(name, 4 * parameters, 8 * parameters, sums, gradients, operands, parameters, 0)
+    own_head = 0 if head == shape.head else head.size + bias
+    merged = adapted_size(shape)
+    factors = lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
+    # gradients are those of the merged weights; in native numerics the factors have some too
+    collected = merged + own_head
+    sums, gradients = (per_sum * collected, 0) if work.exact else (0, 4 * (collected + factors))
+    matrices = [*(m for m in shape.linears if m.adapted), *([head] if own_head else [])]
+    trained = factors + own_head
+    weights, operands = 4 * (merged + trained), operand_bytes(matrices, work, True)
+    return Resident(name, weights, 8 * trained, sums, gradients, operands, trained, parameters - own_head)
 
 
 def frozen_model(name: str, shape: ModelShape, work: Work) -> Resident:
     """A model without training."""
-    operands = sum(prepared_bytes(m, False, work) for m in (*shape.linears, shape.head))
+    operands = operand_bytes((*shape.linears, shape.head), work, False)
     return Resident(name, 4 * shape.parameters, 0, 0, 0, operands, 0, shape.parameters)
 
 
@@ -237,56 +261,3 @@ def as_classifier(shape: ModelShape, labels: int) -> ModelShape:
     head = Linear(labels, shape.hidden)
     parameters = shape.parameters - shape.head_parameters + head.size
     return replace(shape, parameters=parameters, head=head, head_parameters=head.size)
-
-
-def make_plan(policy: ModelShape, value: ModelShape | None, reward: ModelShape | None, work: Work) -> Plan:
-    """The memory of policy, reference and, where the run has them, value model and reward model.
-
-    `value` is the shape of the causal model whose trunk the value model copies. A value head on the policy's trunk
-    is not counted: it is as small as a row of the embedding.
-    """
-    trained = [trained_model("policy", policy, policy.head, 0, work, work.lora_rank)]
-    if value is not None:
-        trained.append(trained_model("value model", value, Linear(1, value.hidden), 1, work, 0))
-    frozen = [frozen_model("reference", policy, work)]
-    if reward is not None:
-        frozen.append(frozen_model("reward model", reward, work))
-    phases = {
-        "rollout": _rollout(policy, work),
-        "scoring": _scoring(policy, work),
-        "update": _update(policy, trained, work),
-    }
-    return Plan(work, (*trained, *frozen), phases)
-
-
-def _rollout(shape: ModelShape, work: Work) -> dict[str, int]:
-    prompts = work.slots * (work.max_context - work.max_response_tokens)
-    return {
-        "key/value cache": cache_bytes(shape, work),
-        "one layer": layer_workspace_bytes(shape, prompts, work) + 8 * prompts * shape.hidden,
-        # logits, a masked copy, and float64 noise
-        "logits": work.slots * shape.vocab_size * 16,
-    }
-
-
-def _scoring(shape: ModelShape, work: Work) -> dict[str, int]:
-    tokens = work.forward_sequences * (work.max_context - 1)
-    rows = min(work.forward_sequences * work.max_response_tokens, max(1, LOGITS_AT_ONCE // shape.vocab_size))
-    return {
-        "hidden states": 2 * 4 * tokens * shape.hidden,
-        "one layer": layer_workspace_bytes(shape, tokens, work),
-        # of policy and reference; without a backward pass exact numerics need nothing else as wide as they are
-        "logits": 2 * (4 * rows * shape.vocab_size if work.exact else logits_bytes(shape, rows, work)),
-    }
-
-
-def _update(shape: ModelShape, trained: list[Resident], work: Work) -> dict[str, int]:
-    """The update of the policy, which needs logits; that of a value model is the same without them."""
-    row = work.max_context - 1
-    tokens = work.update_sequences * row
-    steps = len(trained) if work.side_by_side else 1
-    return {
-        "activations": steps * activation_bytes(shape, tokens, tokens if work.packed else row, work),
-        "logits": logits_bytes(shape, work.update_sequences * work.max_response_tokens, work),
-        "one layer": steps * layer_workspace_bytes(shape, tokens, work),
-    }

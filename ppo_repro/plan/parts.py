@@ -13,9 +13,14 @@ _LORA = "set lora, or take a smaller model"
 _ADVICE = {
     "weights": _MODEL,
     "optimizer moments": _LORA,
-    "gradient sums": _LORA,
-    "gradients": _LORA,
-    "prepared weights": _MODEL,
+    "model as it is read of the loading": _MODEL,
+    "copies before sharing of the loading": _MODEL,
+    "operands of the rollout": _MODEL,
+    "operands of the scoring": _MODEL,
+    "operands of the update": _MODEL,
+    "gradient sums of the update": _LORA,
+    "gradients of the update": _LORA,
+    "merging of the update": _MODEL,
     "key/value cache of the rollout": "lower layout.rollout_slots or numerics.max_context",
     "one layer of the rollout": "lower layout.rollout_slots",
     "logits of the rollout": "lower layout.rollout_slots",
@@ -50,9 +55,6 @@ def parts(plan: Plan, value: _Settings | None = None) -> list[Part]:
     residents = {
         "weights": sum(r.weights for r in plan.residents),
         "optimizer moments": sum(r.moments for r in plan.residents),
-        "gradient sums": sum(r.gradient_sums for r in plan.residents),
-        "gradients": sum(r.gradients for r in plan.residents),
-        "prepared weights": sum(r.operands for r in plan.residents),
     }
     phase = max(plan.phases, key=lambda name: sum(plan.phases[name].values()))
     found = [Part(name, amount, _advice(name, value)) for name, amount in residents.items()]

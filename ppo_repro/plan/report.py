@@ -14,6 +14,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "models": [{**asdict(r), "total": r.total, "mixed_precision": r.mixed_precision} for r in plan.residents],
         "phases": plan.phases,
         "resident": plan.resident,
+        "certain": plan.certain,
         "process": PROCESS,
         "peak": plan.peak,
         "mixed_precision": sum(r.mixed_precision for r in plan.residents),
@@ -33,12 +34,12 @@ def lines(plan: Plan) -> list[str]:
     models, work = plan.residents, plan.work
     rows: list[tuple[str, list[int]]] = [
         ("weights, float32", [r.weights for r in models]),
-        ("gradients, integer sums", [r.gradient_sums for r in models])
-        if work.exact
-        else ("gradients, float32", [r.gradients for r in models]),
         ("AdamW moments, float32", [r.moments for r in models]),
-        (f"operands of the kernels ({work.kernels})", [r.operands for r in models]),
         ("resident", [r.total for r in models]),
+        ("in the update: integer sums", [r.gradient_sums for r in models])
+        if work.exact
+        else ("in the update: gradients, float32", [r.gradients for r in models]),
+        (f"at work: operands ({work.kernels})", [r.operands for r in models]),
         ("mixed-precision Adam on a GPU", [r.mixed_precision for r in models]),
     ]
     out = [_line("", [*(r.name for r in models), "together"])]
@@ -48,7 +49,7 @@ def lines(plan: Plan) -> list[str]:
     out += [_line(label, [size(n) for n in (*counts, sum(counts))]) for label, counts in rows]
     out.append("")
     for phase, amounts in plan.phases.items():
-        purposes = ", ".join(f"{name} {size(count)}" for name, count in amounts.items())
+        purposes = ", ".join(f"{name} {size(count)}" for name, count in amounts.items() if count)
         out.append(f"{phase + ', up to about':<34}{size(sum(amounts.values())):>16}  {purposes}")
     out.append(f"{'process, about':<34}{size(PROCESS):>16}  interpreter, torch, compiled kernels")
     out.append(f"{'peak, up to about':<34}{size(plan.peak):>16}  process, resident, the largest of these")

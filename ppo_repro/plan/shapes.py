@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.config.algorithm import SeparateValue
+from ppo_repro.config.algorithm import KLInLoss, LoraConfig, SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.errors import UserError
@@ -27,7 +27,8 @@ from ppo_repro.numerics.layers.families import (
     key_value_heads,
 )
 from ppo_repro.numerics.layers.lowering import check_config
-from ppo_repro.plan.memory import Linear, ModelShape, Plan, Saved, Work, as_classifier, make_plan
+from ppo_repro.plan.memory import Linear, ModelShape, Plan, Saved, Work, as_classifier
+from ppo_repro.plan.phases import make_plan
 
 # what a backward pass keeps in one layer of each family, checked by a test: multiples of the widths of residual
 # stream, queries, keys and MLP, then norms with exponents of rows, norms of every head, mask rows
@@ -53,10 +54,12 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
-def model_shape(config: PretrainedConfig, exact: bool, lora_targets: Sequence[str] | None = None) -> ModelShape:
+def model_shape(
+    config: PretrainedConfig, exact: bool, lora_targets: Sequence[str] | None = None, section: str = "lora"
+) -> ModelShape:
     """The shape of a causal model, with adapters on `lora_targets` (None: without; see `choose_layers`)."""
     model = without_weights(config)
-    adapted = set() if lora_targets is None else set(choose_layers(model, lora_targets))
+    adapted = set() if lora_targets is None else set(choose_layers(model, lora_targets, section))
     head = head_of(model)
     tied = config.tie_word_embeddings
     linears = linear_layers(model)
@@ -83,7 +86,7 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def work_of(config: RunConfig, lora_rank: int = 0) -> Work:
+def work_of(config: RunConfig) -> Work:
     """How a run of a configuration computes on this machine. UserError for layout.backend = eager."""
     layout, sequences = config.layout, config.sequences_per_iteration
     exact = config.numerics.mode == "exact"
@@ -100,10 +103,16 @@ def work_of(config: RunConfig, lora_rank: int = 0) -> Work:
         update_sequences=min(layout.update_micro_batch or config.ppo.minibatch_size, config.ppo.minibatch_size),
         packed=layout.padding == "none",
         recompute=layout.gradient_checkpointing,
-        lora_rank=lora_rank,
+        lora_rank=0 if config.lora is None else config.lora.rank,
         step_sequences=config.ppo.minibatch_size,
         side_by_side=exact and layout.threads > 1 and isinstance(config.value, SeparateValue),
+        value_lora_rank=0 if (lora := _value_lora(config)) is None else lora.rank,
+        reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",
     )
+
+
+def _value_lora(config: RunConfig) -> LoraConfig | None:
+    return config.value.lora if isinstance(config.value, SeparateValue) else None
 
 
 def plan_run(config: RunConfig) -> Plan:
@@ -116,15 +125,20 @@ def plan_run(config: RunConfig) -> Plan:
         source = tiny_config(config.model, config.model.vocab_size, max_context, None)
     (check_config if exact else check_visibility)(source, max_context)
     shape, term = model_shape(source, exact), config.reward.model
-    lora = config.lora
-    policy = shape if lora is None else model_shape(source, exact, lora.target_modules)
-    reward: ModelShape | None = None
+    policy = shape if config.lora is None else model_shape(source, exact, config.lora.target_modules)
+    classifier: PretrainedConfig | None = None
     if isinstance(term, RewardModelFolder):
         classifier = read_model_config(Path(term.path), CLASSIFIERS, f"reward model {term.path}")
-        reward = as_classifier(model_shape(classifier, exact), classifier.num_labels)
-    elif term is not None:
-        reward = as_classifier(shape, 1)
+    reward: ModelShape | None = None
+    if term is not None:
+        labels = 1 if classifier is None else classifier.num_labels
+        reward = as_classifier(shape if classifier is None else model_shape(classifier, exact), labels)
     value: ModelShape | None = None
+    from_reward = isinstance(config.value, SeparateValue) and config.value.init == "reward_model"
     if isinstance(config.value, SeparateValue):
-        value = reward if config.value.init == "reward_model" else shape
-    return make_plan(policy, value, reward, work_of(config, 0 if lora is None else lora.rank))
+        begun_as = classifier if from_reward and classifier is not None else source
+        lora = config.value.lora
+        value = model_shape(begun_as, exact, None if lora is None else lora.target_modules, "value.lora")
+        if from_reward:
+            value = as_classifier(value, 1)
+    return make_plan(policy, value, reward, work_of(config), from_reward)

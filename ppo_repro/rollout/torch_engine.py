@@ -95,6 +95,7 @@ class TorchEngine:
                     free.append(item.slot)
                     prefixes.hold(item.slot, (*item.request.prompt_ids, *item.tokens[:-1]))
             active = [item for item in active if item.index not in done]
+        self._trunk = TrunkForward(trunk_of(self.policy))  # the old one may hold operands
         return [done[index] for index in range(len(requests))]
 
     def _admit(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:

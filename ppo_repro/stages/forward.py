@@ -22,7 +22,8 @@ LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once
 def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks: Ranks) -> ForwardPass:
     """Policy, reference and value model on every response token, `forward_micro_batch` sequences at a time.
 
-    Each rank scores its own sequences and gets all scores.
+    Each rank scores its own sequences and gets all scores. A value model of its own comes after the reference, and
+    operands are freed in between and at the end: those of all three together would be the most that a run needs.
     """
     mine = torch.tensor(ranks.mine(len(rollout.lengths), config.layout.rank_shares), dtype=torch.int64)
     work = micro_batches(rollout, mine, config.layout.forward_micro_batch, config.layout.padding)
@@ -31,6 +32,12 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         torch.cat(column) for column in zip(*scored, strict=True)
     )
     top_ids, largest, ref_top_ids, ref_largest = top
+    state.forget(state.reference)
+    if state.value_optimizer is not None:
+        values = torch.cat(ranks.gather([_separate_values(state, m) for m in work]))
+    final_values = _final_values(state, rollout, mine, config, ranks)
+    if state.value_optimizer is not None:
+        state.forget(state.value_model)
     return ForwardPass(
         old_logprobs=old,
         ref_logprobs=ref,
@@ -43,7 +50,7 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         ref_top_ids=ref_top_ids,
         ref_top_logits=ref_largest,
         values=None if state.value_model is None else values,
-        final_values=_final_values(state, rollout, mine, config, ranks),
+        final_values=final_values,
     )
 
 
@@ -62,13 +69,17 @@ def _values(value_model: ValueModel, hidden: Tensor, state: TrainState) -> Tenso
 
 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
-    trunk, value_model = trunk_of(state.policy), state.value_model
-    hidden = hidden_states(trunk, m.batch)
+    """The results of `_distributions`, and the values of a head on the policy's trunk; empty without one."""
+    hidden = hidden_states(trunk_of(state.policy), m.batch)
     statistics = _distributions(state, m.batch, hidden, rollout.kept_tokens[m.tokens], config)
-    if value_model is None:
+    if state.value_model is None or state.value_optimizer is not None:
         return *statistics, torch.empty(0)
-    own = hidden if value_model.trunk is trunk else hidden_states(value_model.trunk, m.batch)
-    return *statistics, _values(value_model, own, state)
+    return *statistics, _values(state.value_model, hidden, state)
+
+
+def _separate_values(state: TrainState, m: MicroBatch) -> Tensor:
+    assert state.value_model is not None
+    return _values(state.value_model, hidden_states(state.value_model.trunk, m.batch), state)
 
 
 def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: RunConfig, ranks: Ranks) -> Tensor:

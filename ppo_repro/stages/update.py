@@ -169,12 +169,15 @@ def _digests(state: TrainState, ranks: Ranks) -> tuple[str, str | None]:
 
 def _policy_step(state: TrainState, work: _Work, objective: Objective) -> PolicyUpdate:
     report, columns = _step(state.policy_optimizer, work, objective.policy.of)
+    if state.value_optimizer is not None:
+        state.forget(state.policy)  # before the value model's step: the operands are those of the old weights
     return _policy_update(report, columns, work, objective.policy)
 
 
 def _value_step(state: TrainState, work: _Work, objective: Objective) -> ValueUpdate:
     assert state.value_optimizer is not None and objective.value is not None
     report, columns = _step(state.value_optimizer, work, objective.value.of)
+    state.forget(state.value_model)
     return _value_update(report, columns, work, objective.value)
 
 

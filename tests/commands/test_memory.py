@@ -92,7 +92,7 @@ def test_what_cannot_fit_is_refused_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_run(small_config())
-    monkeypatch.setattr(memory, "memory_limit", lambda: plan.resident - 1)
+    monkeypatch.setattr(memory, "memory_limit", lambda: plan.certain - 1)
     assert _run(["run", str(SMALL), "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err.strip()
     assert "\n" not in said and said.startswith("error: not enough memory: ")
@@ -106,7 +106,7 @@ def test_what_cannot_fit_is_refused_before_it_begins(
         pass
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match="in each of 2 processes"):
-        monkeypatch.setattr(memory, "memory_limit", lambda: plan.resident)
+        monkeypatch.setattr(memory, "memory_limit", lambda: plan.certain)
         with within_memory(small_config(), 2):
             pass
 

@@ -52,7 +52,7 @@ def test_the_trees_hold_every_variant_and_every_field() -> None:
         reached.setdefault(there.holder, set()).add(type(there.section).__name__)
     assert reached == variants(RunConfig)
     assert {"AdaptiveController", "FixedController"} == reached["KLInLoss", "controller"]
-    assert {"LoraConfig", "NoneType"} == reached["RunConfig", "lora"]
+    assert {"LoraConfig", "NoneType"} == reached["RunConfig", "lora"] == reached["SeparateValue", "lora"]
     assert {leaf.key for config in configs for leaf in leaves(config)} == set(FIELDS)
 
 

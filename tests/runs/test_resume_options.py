@@ -16,6 +16,10 @@ from tests.support.paths import TINY
 
 STATES = {
     "adapter": ("lora={rank: 2, alpha: 4.0}",),
+    "adapters of both": (
+        "lora={rank: 2, alpha: 4.0}",
+        "value={learning_rate: 1e-3, lora: {rank: 2, alpha: 4.0, target_modules: [q_proj]}}",
+    ),
     "coefficients": (
         "kl.controller={kind: adaptive, target_kl: 0.01, horizon: 15}",
         "ppo.objective={kind: kl_penalty, target_kl: 1e-9}",
@@ -27,6 +31,7 @@ STATES = {
     ),
     "no value model": ("value={kind: none}", "advantages={kind: group}", "kl={placement: loss}"),
 }
+FAST = ("adapters of both", "head and returns")
 
 
 class Interrupting(Silent):
@@ -37,7 +42,7 @@ class Interrupting(Silent):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(STATES[n], id=n, marks=[] if n == "head and returns" else pytest.mark.slow) for n in STATES],
+    [pytest.param(STATES[n], id=n, marks=[] if n in FAST else pytest.mark.slow) for n in STATES],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(options: tuple[str, ...], tmp_path: Path) -> None:
     config = load_config(TINY, [*options, "ppo.iterations=3", "checkpoints.every=1"])

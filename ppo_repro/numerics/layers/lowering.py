@@ -6,6 +6,7 @@ compute anything, so it is refused when the model is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,7 @@ from ppo_repro.numerics.layers.embedding import ExactEmbedding, ExactScaledEmbed
 from ppo_repro.numerics.layers.linear import ExactConv1D, ExactLinear, ExactModule
 from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm, ExactRMSNorm
 from ppo_repro.numerics.layers.rotary import ExactRotary, inverse_frequencies
+from ppo_repro.numerics.products import PreparedWeight
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
 
@@ -144,6 +146,21 @@ def lower(model: PreTrainedModel, max_context: int) -> PreTrainedModel:
 def is_exact(model: PreTrainedModel) -> bool:
     """Whether `model` has been lowered."""
     return model.config._attn_implementation == IMPLEMENTATION
+
+
+def forget_operands(module: nn.Module, but_of: Iterable[nn.Module] = ()) -> None:
+    """Free what exact products have prepared of the weights of a module, but not what other modules have in common.
+
+    For a module that rests: its operands are as large as its weights. They are prepared again when they are needed.
+    """
+    kept = {id(prepared) for other in but_of for prepared in _prepared(other)}
+    for prepared in _prepared(module):
+        if id(prepared) not in kept:
+            prepared.forget()
+
+
+def _prepared(module: nn.Module) -> list[PreparedWeight]:
+    return [layer.prepared for layer in module.modules() if isinstance(layer, ExactLinear | ExactConv1D)]
 
 
 def attach(module: nn.Module, accumulator: GradientAccumulator) -> None:

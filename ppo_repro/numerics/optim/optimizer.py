@@ -41,6 +41,10 @@ class Optimizer(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Free the memory that only steps need, until the next one."""
+        ...
+
     def state(self) -> OptimizerState:
         """The state that `load` needs to continue from here; its tensors are the live ones, not copies."""
         ...
@@ -105,6 +109,9 @@ class ExactOptimizer:
         self.adamw.apply(self.settings, gradients, norm)
         return StepReport(norm, redos, measured)
 
+    def rest(self) -> None:
+        self.accumulator.release()
+
     def state(self) -> OptimizerState:
         return self.adamw.state(self.accumulator.grids)
 
@@ -143,6 +150,10 @@ class NativeOptimizer:
         if by_tensor:
             measured = tensor_gradients({n: p.grad for n, p in parameters.items() if p.grad is not None})
         return StepReport(self.adamw.apply(self.settings), 0, measured)
+
+    def rest(self) -> None:
+        for parameter in self.adamw.parameters.values():
+            parameter.grad = None
 
     def state(self) -> OptimizerState:
         return self.adamw.state()

@@ -30,6 +30,7 @@ FACTORS: dict[str, list[tuple[str, ...]]] = {
         ("value={kind: none}", "advantages={kind: group}"),
         ("value={kind: none}", "advantages={kind: group, scale: false}"),
         (f"reward.terms=[{REWARD_MODEL}]", "value={init: reward_model, learning_rate: 1e-3}"),
+        ("value={learning_rate: 1e-3, lora: {rank: 2, alpha: 4.0}}",),
     ],
     "advantages": [
         (),

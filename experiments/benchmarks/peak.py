@@ -1,0 +1,145 @@
+"""How much memory does a run of a large model need, and what does `ppo-repro plan` say?
+
+`python -m experiments.benchmarks.peak --folder DIR` makes a Qwen3 of random weights of the shape of Qwen3-0.6B in DIR,
+runs PPO on it in a process of its own for each case, and prints the largest resident set beside the plan.
+`--layers` and `--vocab-size` make it smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+CONFIG = Path(__file__).with_name("peak.yaml")
+INTERVAL = 0.02  # seconds between two looks; the largest phases last longer
+LORA = "{rank: 8, alpha: 16.0}"
+SEPARATE = ("advantages={kind: gae}", "kl={placement: loss}")
+CASES: dict[str, tuple[str, ...]] = {
+    "lora, group advantages": (f"lora={LORA}",),
+    "lora, lora value model": (
+        *SEPARATE,
+        f"lora={LORA}",
+        f"value={{kind: separate, learning_rate: 1e-5, lora: {LORA}}}",
+    ),
+    "lora value model": (*SEPARATE, f"value={{kind: separate, learning_rate: 1e-5, lora: {LORA}}}"),
+    "lora, value model": (*SEPARATE, f"lora={LORA}", "value={kind: separate, learning_rate: 1e-5}"),
+    "value head": (*SEPARATE, "value={kind: head}"),
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One case: bytes, and the time of the whole run."""
+
+    case: str
+    measured: int  # the largest resident set
+    anonymous: int  # the largest of it without mapped files, which the system takes back when memory is short
+    planned: int
+    seconds: float
+
+
+def make_folder(folder: Path, layers: int, vocab_size: int, hidden: int) -> None:
+    """A model folder of random weights; `hidden` 1024, 28 layers and 151,936 tokens are the shape of Qwen3-0.6B."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from ppo_repro.config.files import load_config
+    from ppo_repro.models.tiny import make_tokenizer
+    from ppo_repro.tasks.problems import load_problems
+
+    tokenizer = make_tokenizer(load_problems(load_config(CONFIG).task, 7).train, 64)
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def planned(overrides: list[str]) -> int:
+    """The peak of the plan, bytes."""
+    from ppo_repro.config.files import load_config
+    from ppo_repro.plan.shapes import plan_run
+
+    return plan_run(load_config(CONFIG, overrides)).peak
+
+
+def _anonymous(process: int) -> int:
+    """Resident memory of a process without mapped files, bytes; 0 of one that has ended."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def measure(case: str, folder: Path, overrides: list[str]) -> Peak:
+    """Run a case in a process of its own; raises CalledProcessError where it fails."""
+    sets = [*CASES[case], f"model.path={folder}", *overrides]
+    with tempfile.TemporaryDirectory(dir=folder.parent) as out:
+        arguments = [part for override in sets for part in ("--set", override)]
+        command = [sys.executable, "-m", "ppo_repro", "run", str(CONFIG), "--out", out, *arguments]
+        start = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        anonymous, ended = 0, 0
+        while not ended:
+            anonymous = max(anonymous, _anonymous(process.pid))
+            time.sleep(INTERVAL)
+            ended, status, used = os.wait4(process.pid, os.WNOHANG)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+    return Peak(case, 1024 * used.ru_maxrss, anonymous, planned(sets), time.perf_counter() - start)
+
+
+def markdown(peaks: list[Peak]) -> str:
+    """One row per case, decimal gigabytes."""
+    lines = [
+        "| case | measured GB | without files GB | planned GB | planned / measured | s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for p in peaks:
+        ratio = f"{p.planned / p.measured:.3f}"
+        sizes = " | ".join(f"{count / 1e9:.2f}" for count in (p.measured, p.anonymous, p.planned))
+        lines.append(f"| {p.case} | {sizes} | {ratio} | {p.seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Largest resident set of a run beside the plan.")
+    parser.add_argument("--folder", type=Path, required=True, help="where the model is made, and runs are written")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--vocab-size", type=int, default=151_936)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--case", action="append", choices=list(CASES), help="all where none is given")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as of `ppo-repro run`")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    arguments = parser.parse_args()
+    model = arguments.folder / f"qwen3-{arguments.hidden}-{arguments.layers}-{arguments.vocab_size}"
+    if not (model / "config.json").is_file():
+        make_folder(model, arguments.layers, arguments.vocab_size, arguments.hidden)
+    peaks = []
+    for case in arguments.case or CASES:
+        peaks.append(measure(case, model, arguments.set))
+        print(markdown(peaks[-1:]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(peak) for peak in peaks], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

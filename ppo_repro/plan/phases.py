@@ -1,0 +1,149 @@
+"""What each phase of a run needs beside the models that stay: which operands and sums are there at the same time.
+
+The stages free the operands of a model that rests, and after the update the sums of gradients. So a phase has the
+operands of the models at work in it. Those of a frozen weight that several models share are there once, and stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppo_repro.plan.memory import (
+    LOGITS_AT_ONCE,
+    Linear,
+    ModelShape,
+    Plan,
+    Resident,
+    Work,
+    activation_bytes,
+    cache_bytes,
+    frozen_model,
+    layer_workspace_bytes,
+    logits_bytes,
+    operand_bytes,
+    trained_model,
+)
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """The matrices of a run by the models that have operands of them."""
+
+    policy: tuple[Linear, ...]  # those that it trains
+    value: tuple[Linear, ...]  # those that it trains, or shares with no one at work at the same time
+    reference: tuple[Linear, ...]  # those that no other model uses
+    shared: tuple[Linear, ...]  # frozen, of the reference and of a model in training
+    reward: tuple[Linear, ...]
+
+
+def make_plan(
+    policy: ModelShape, value: ModelShape | None, reward: ModelShape | None, work: Work, value_is_reward: bool = False
+) -> Plan:
+    """The memory of policy, reference and, where the run has them, value model and reward model.
+
+    `value` is the shape of the causal model or classifier whose trunk the value model copies, with its adapters;
+    `value_is_reward`: it is the reward model's. A value head on the policy's trunk is not counted: it is as small as a
+    row of the embedding.
+    """
+    trained = [trained_model("policy", policy, policy.head, 0, work, work.lora_rank)]
+    if value is not None:
+        head = Linear(1, value.hidden)
+        trained.append(trained_model("value model", value, head, 1, work, work.value_lora_rank))
+    frozen = [frozen_model("reference", policy, work)]
+    if reward is not None:
+        frozen.append(frozen_model("reward model", reward, work))
+    matrices = _divided(policy, value, reward, work, value_is_reward)
+    phases = {
+        "loading": _loading(policy, value, work),
+        "rollout": {"operands": _rollout_operands(matrices, work), **_rollout(policy, work)},
+        "scoring": {"operands": _scoring_operands(matrices, work), **_scoring(policy, work)},
+        "update": {
+            "operands": _update_operands(matrices, work),
+            "gradient sums": sum(r.gradient_sums for r in trained),
+            "gradients": sum(r.gradients for r in trained),
+            **_update(policy, trained, work),
+        },
+    }
+    return Plan(work, (*trained, *frozen), phases)
+
+
+def _divided(
+    policy: ModelShape, value: ModelShape | None, reward: ModelShape | None, work: Work, value_is_reward: bool
+) -> _Matrices:
+    everything = (*policy.linears, policy.head)
+    by_policy = [not work.lora_rank or m.adapted for m in policy.linears] + [not work.lora_rank]
+    lends_to_value = [False] * len(everything)
+    of_value: tuple[Linear, ...] = ()
+    if value is not None:
+        own = tuple(m for m in value.linears if not work.value_lora_rank or m.adapted or value_is_reward)
+        of_value = (*own, Linear(1, value.hidden))
+        if work.value_lora_rank and not value_is_reward:
+            lends_to_value = [not m.adapted for m in value.linears] + [False]
+    is_shared = [lends or not trains for lends, trains in zip(lends_to_value, by_policy, strict=True)]
+    return _Matrices(
+        policy=tuple(m for m, trains in zip(everything, by_policy, strict=True) if trains),
+        value=of_value,
+        reference=tuple(m for m, shared in zip(everything, is_shared, strict=True) if not shared),
+        shared=tuple(m for m, shared in zip(everything, is_shared, strict=True) if shared),
+        reward=() if reward is None else (*reward.linears, reward.head),
+    )
+
+
+def _rollout_operands(m: _Matrices, work: Work) -> int:
+    return operand_bytes(m.policy, work, False) + operand_bytes(m.shared, work, True)
+
+
+def _scoring_operands(m: _Matrices, work: Work) -> int:
+    """Beside the policy's those of the reference, then of the value model, then of the reward model."""
+    one_by_one = (operand_bytes(others, work, False) for others in (m.reference, m.value, m.reward))
+    return _rollout_operands(m, work) + max(one_by_one)
+
+
+def _update_operands(m: _Matrices, work: Work) -> int:
+    stepping = [operand_bytes(matrices, work, True) for matrices in (m.policy, m.value)]
+    stays = operand_bytes(m.shared, work, True)
+    if work.reference_in_steps:
+        stays += operand_bytes(m.reference, work, False)
+    return stays + (sum(stepping) if work.side_by_side else max(stepping))
+
+
+def _loading(policy: ModelShape, value: ModelShape | None, work: Work) -> dict[str, int]:
+    """Models are copied whole before they share what they do not train; one after the other."""
+    adapted = [shape for shape, rank in ((policy, work.lora_rank), (value, work.value_lora_rank)) if shape and rank]
+    copies = max((4 * shape.parameters for shape in adapted), default=0)
+    return {"model as it is read": 4 * policy.parameters, "copies before sharing": copies}
+
+
+def _rollout(shape: ModelShape, work: Work) -> dict[str, int]:
+    prompts = work.slots * (work.max_context - work.max_response_tokens)
+    return {
+        "key/value cache": cache_bytes(shape, work),
+        "one layer": layer_workspace_bytes(shape, prompts, work) + 8 * prompts * shape.hidden,
+        # logits, a masked copy, and float64 noise
+        "logits": work.slots * shape.vocab_size * 16,
+    }
+
+
+def _scoring(shape: ModelShape, work: Work) -> dict[str, int]:
+    tokens = work.forward_sequences * (work.max_context - 1)
+    rows = min(work.forward_sequences * work.max_response_tokens, max(1, LOGITS_AT_ONCE // shape.vocab_size))
+    return {
+        "hidden states": 2 * 4 * tokens * shape.hidden,
+        "one layer": layer_workspace_bytes(shape, tokens, work),
+        # of policy and reference; without a backward pass exact numerics need nothing else as wide as they are
+        "logits": 2 * (4 * rows * shape.vocab_size if work.exact else logits_bytes(shape, rows, work)),
+    }
+
+
+def _update(shape: ModelShape, trained: list[Resident], work: Work) -> dict[str, int]:
+    """The update of the policy, which needs logits; that of a value model is the same without them."""
+    row = work.max_context - 1
+    tokens = work.update_sequences * row
+    steps = len(trained) if work.side_by_side else 1
+    return {
+        "activations": steps * activation_bytes(shape, tokens, tokens if work.packed else row, work),
+        "logits": logits_bytes(shape, work.update_sequences * work.max_response_tokens, work),
+        "one layer": steps * layer_workspace_bytes(shape, tokens, work),
+        # the merged weights of one matrix, on their way into the model
+        "merging": 4 * max((m.size for m in shape.linears if m.adapted), default=0),
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,42 @@ def head_at(whole: manifest.Manifest, iterations: int, status: manifest.Status) 
         "fingerprint": kept[-1].chain if kept else digests.FINGERPRINT_SEED,
     }
     return manifest.head_of(whole).model_copy(update=then)
+
+
+def cut_back(run_dir: Path, iterations: int, status: manifest.Status) -> None:
+    """Make a complete run what it was after so many iterations."""
+    whole = manifest.load(run_dir)
+    for entry in whole.iterations[iterations:]:
+        for table in entry.tables:
+            manifest.table_path(run_dir, table, entry.iteration).unlink()
+    manifest.save(head_at(whole, iterations, status), run_dir)
+
+
+def save_tree(run_dir: Path, tree: Mapping[str, Any]) -> None:
+    """Write any manifest with the digest that belongs to it, as somebody would on purpose."""
+    content = {name: value for name, value in tree.items() if name != "sha256"}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (run_dir / manifest.FILE_NAME).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def as_version_2(run_dir: Path) -> None:
+    """What manifest version 2 wrote: no digest of the manifest itself and none of the bytes of tables."""
+    tree = json.loads((run_dir / manifest.FILE_NAME).read_text())
+    for name in ("files", "log_digest", "sha256"):
+        del tree[name]
+    log = run_dir / iteration_log.FILE_NAME
+    lines = []
+    for line in log.read_text().splitlines():
+        entry = json.loads(line)
+        del entry["sha256"]
+        for table in entry["tables"].values():
+            del table["file_digest"]
+        content = json.dumps(entry, separators=(",", ":")).encode()
+        lines.append(content[:-1] + f',"sha256":"{hashlib.sha256(content).hexdigest()}"}}\n'.encode())
+    log.write_bytes(b"".join(lines))
+    tree.update(manifest_version=2, log_bytes=log.stat().st_size)
+    (run_dir / manifest.FILE_NAME).write_text(json.dumps(tree))
 
 
 def bits(values: Any) -> list[Any]:

@@ -119,6 +119,8 @@ def _is_of_checkpoint(name: PurePath) -> bool:
 
 def _may_be_unfinished(name: Path, recorded: Head) -> bool:
     """Whether a process writes such a file before the manifest lists it."""
+    if PurePath(*name.parts[:2], SUMS_NAME).as_posix() in recorded.files:
+        return False  # in a folder that is finished
     if any(PurePath(part).suffix in _UNFINISHED for part in name.parts):
         return True
     if name.parts[0] == CHECKPOINTS_NAME:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,11 @@ from analysis.mismatch.parity import Parity
 from analysis.report.drawing.markup import number, share
 from analysis.report.figures.clipping import ClipBounds
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
-from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader
 from ppo_repro.records.accuracy import Accuracy
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_recorded_config, read_note
 from ppo_repro.records.manifest import Manifest, has_responses
 
 
@@ -48,12 +47,9 @@ def read_facts(run_dir: Path) -> RunFacts:
     manifest = reader.open_manifest(run_dir)
     if not has_responses(manifest):
         raise UserError(f"{run_dir}: is a {manifest.kind} run; reports are for language runs, use ppo-repro show")
-    try:
-        environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
-        text = (run_dir / "config.yaml").read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir}: config.yaml or environment.json cannot be read ({error})") from error
-    config = load_config(run_dir / "config.yaml")
+    environment = read_note(run_dir, manifest, ENVIRONMENT_NAME)
+    config = load_recorded_config(run_dir)
+    text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
     name, measured = f"{config.experiment}/{run_dir.resolve().name}", accuracy.read(run_dir, manifest)
     return RunFacts(run_dir, name, manifest, config, text, environment, measured)
 

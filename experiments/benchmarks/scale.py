@@ -146,7 +146,7 @@ class Committing:
 
 def committing(iterations: int) -> Committing:
     """Commit one more iteration to a run with this many; tables are not written."""
-    tables = {table.name: TableEntry(rows=1, digest="0" * 64) for table in schema.TABLES}
+    tables = {table.name: TableEntry(rows=1, digest="0" * 64, file_digest="0" * 64) for table in schema.TABLES}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         writer.publish_run(writer.lay_out_run(run_dir, "{}\n", {}, "", {}, LANGUAGE), run_dir)
@@ -154,7 +154,8 @@ def committing(iterations: int) -> Committing:
         for index in range(iterations):
             entry = IterationEntry(index, tables, iteration_log.next_link(head.fingerprint, tables))
             lines.append(iteration_log.to_line(entry))
-            head = head.model_copy(update={"fingerprint": entry.chain})
+            digest = iteration_log.extended(head.log_digest, lines[-1])
+            head = head.model_copy(update={"fingerprint": entry.chain, "log_digest": digest})
         durable.write_at(run_dir / iteration_log.FILE_NAME, 0, b"".join(lines))
         totals = {"num_iterations": iterations, "log_bytes": sum(map(len, lines))}
         manifest.save(head.model_copy(update=totals), run_dir)

@@ -100,10 +100,10 @@ def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
 @contextmanager
 def within_recorded(run_dir: Path, overrides: Sequence[str], processes: int = 1) -> Iterator[None]:
     """`within_memory` for a recorded run; without a plan where its configuration is not one of a language run."""
-    from ppo_repro.config.files import load_config
+    from ppo_repro.records.config_file import load_recorded_config
 
     try:
-        config = load_config(run_dir / "config.yaml", overrides)
+        config = load_recorded_config(run_dir, overrides)
     except UserError:  # of another kind, or something that the command itself refuses with a better message
         yield
         return

@@ -144,11 +144,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.runs.verify import verify
 
     whole = verify(arguments.run)
-    line = (
-        f"whole: {whole.status}, {whole.iterations} iterations in {whole.tables} tables, "
-        f"{whole.checkpoints} checkpoints, {whole.model_folders} model folders, fingerprint {whole.fingerprint}"
-    )
-    print_result(arguments.json, dataclasses.asdict(whole), [line])
+    print_result(arguments.json, dataclasses.asdict(whole), whole.lines())
     return 0
 
 

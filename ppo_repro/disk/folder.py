@@ -86,11 +86,14 @@ def write_sums(folder: Path) -> None:
     (folder / SUMS_NAME).write_text("".join(lines), encoding="utf-8")
 
 
-def check_sums(folder: Path) -> None:
-    """Raise UserError for the first file that SHA256SUMS does not match or list. Without it nothing is checked."""
+def check_sums(folder: Path) -> set[str]:
+    """The names that SHA256SUMS lists, its own too; UserError for the first file that it does not match or list.
+
+    Without SHA256SUMS nothing is checked, and no name returned.
+    """
     path = folder / SUMS_NAME
     if not path.exists():
-        return
+        return set()
     listed = {SUMS_NAME}
     for line in path.read_bytes().splitlines():
         digest, _, name = line.decode("utf-8", "replace").partition("  ")
@@ -107,6 +110,7 @@ def check_sums(folder: Path) -> None:
     # an additional file could change what is loaded, and a truncated SHA256SUMS would list too few
     for name in sorted({entry.name for entry in folder.iterdir() if entry.is_file()} - listed):
         raise UserError(f"{path}: does not list {name}; {_RESTORE}")
+    return listed
 
 
 def remove_folder(folder: Path) -> None:

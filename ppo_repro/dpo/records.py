@@ -92,8 +92,10 @@ def write(
     entries = {}
     for table in TABLES:
         data = arrow.to_arrow(table, columns[table.name])
-        entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
-        durable.atomic_write(table_path(folder, table.name), arrow.to_parquet(table, data))
+        content = arrow.to_parquet(table, data)
+        values, file_digest = digests.table_digest(table, data), manifest.content_digest(content)
+        entries[table.name] = TableEntry(rows=data.num_rows, digest=values, file_digest=file_digest)
+        durable.atomic_write(table_path(folder, table.name), content)
     made = DPOManifest(
         format=FORMAT,
         config_digest=config_digest,
@@ -124,6 +126,7 @@ def read_table(folder: Path, name: str) -> pd.DataFrame:
     """`dpo_pairs` or `dpo_steps`, checked against the manifest; UserError where it is missing or damaged."""
     table = next(t for t in TABLES if t.name == name)
     entry, path = load(folder).tables[name], table_path(folder, name)
+    reader.check_file(path, entry.file_digest)
     try:
         data = pq.read_table(BytesIO(path.read_bytes()))
         same = digests.table_digest(table, data) == entry.digest and data.num_rows == entry.rows

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import read_environment
+from ppo_repro.records.config_file import read_environments
 
 RESULT = "result.json"
 LOG = "log.txt"
@@ -70,9 +70,9 @@ def environment_of(folder: Path) -> dict[str, Any]:
     run_dir = run_of(folder)
     if run_dir is None:
         return {}
-    first = read_environment(run_dir / "environment.json")
-    resumed = [read_environment(path)["environment"] for path in sorted(run_dir.glob("resumed-*.json"))]
-    return {"code_digest": [first["code_digest"], *(later["code_digest"] for later in resumed)], **without_code(first)}
+    environments = read_environments(run_dir, manifest.load_head(run_dir))
+    codes = [environment["code_digest"] for environment in environments]
+    return {"code_digest": codes, **without_code(environments[0])}
 
 
 def without_code(environment: dict[str, Any]) -> dict[str, Any]:

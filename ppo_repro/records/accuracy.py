@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ppo_repro.errors import UserError
-from ppo_repro.records import manifest
-from ppo_repro.records.config_file import read_environment
+from ppo_repro.records.config_file import read_note
 from ppo_repro.records.manifest import Head
 
 FILE_NAME = "accuracy.json"
@@ -41,11 +39,7 @@ def read(run_dir: Path, recorded: Head) -> Accuracy | None:
     """What a run measured at its start, None if nothing; UserError where the file is damaged."""
     if FILE_NAME not in recorded.notes:
         return None
-    path = run_dir / FILE_NAME
-    tree = read_environment(path)
-    if manifest.note_digest(path.read_bytes()) != recorded.notes[FILE_NAME]:
-        raise UserError(f"{path}: is not what was noted when the run began; restore it")
-    return Accuracy(**tree)
+    return Accuracy(**read_note(run_dir, recorded, FILE_NAME))
 
 
 def sentence(found: Accuracy) -> str:

@@ -1,4 +1,4 @@
-"""The configuration and the environment in a run folder, checked against the manifest."""
+"""The configuration and the notes in a run folder, checked against the manifest."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
 
+CONFIG_NAME = "config.yaml"
+ENVIRONMENT_NAME = "environment.json"
+RESUMED = "resumed-*.json"
+
 
 def check_config(run_dir: Path, recorded: Head) -> None:
-    """Raise UserError unless config.yaml says what it said when the run was started.
+    """Raise UserError unless config.yaml is what was written when the run was started.
 
-    The text is compared, not the loaded configuration: fields added later are in no old digest. `records` is in no
-    digest: it decides how much is written down, of the same results.
+    Its tree is compared, not the loaded configuration: fields added later are in no old digest, and `records` is in
+    none, because it decides how much is written down of the same results. Runs of earlier versions have no digest of
+    the text.
     """
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG_NAME
+    read_checked(run_dir, CONFIG_NAME, recorded.files.get(CONFIG_NAME))
     if tree_digest(read_tree(path)) != recorded.config_digest:
         raise UserError(f"{path}: is not the configuration the run was started with; restore it")
 
@@ -30,28 +36,50 @@ def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> 
     """The configuration a language run was started with; UserError where it or the manifest is missing or damaged."""
     folder = Path(run_dir)
     check_config(folder, manifest.load_head(folder))
-    return load_config(folder / "config.yaml", overrides)
+    return load_config(folder / CONFIG_NAME, overrides)
 
 
-def read_environment(path: Path) -> dict[str, Any]:
-    """environment.json or resumed-NNN.json of a run folder; UserError where it is missing or no JSON object."""
+def read_checked(run_dir: Path, name: str, digest: str | None) -> bytes:
+    """The content of a file that the manifest lists; UserError where it is missing or not what was written.
+
+    `digest` is None where an earlier version noted none.
+    """
+    path = run_dir / name
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
+    if digest is not None and manifest.content_digest(content) != digest:
+        raise UserError(f"{path}: has another SHA-256 than the manifest says; restore it")
+    return content
+
+
+def read_note(run_dir: Path, recorded: Head, name: str) -> dict[str, Any]:
+    """A JSON file of a run folder, checked against the manifest; UserError where it is missing or damaged.
+
+    A note that the manifest does not list, because an earlier version wrote it, is only parsed.
+    """
+    path = run_dir / name
+    try:
+        tree = json.loads(read_checked(run_dir, name, recorded.notes.get(name)))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); restore it") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold one JSON object; restore it")
     return tree
 
 
-def check_notes(run_dir: Path, recorded: Head) -> None:
-    """Raise UserError where environment.json or a resumed-NNN.json is damaged, or missing though the manifest lists it.
+def read_environments(run_dir: Path, recorded: Head) -> list[dict[str, Any]]:
+    """environment.json, then those of every time the run was resumed; UserError where one is missing or damaged."""
+    names = {name for name in recorded.notes if Path(name).match(RESUMED)}
+    if not manifest.is_covered(recorded):
+        names |= {path.name for path in run_dir.glob(RESUMED)}
+    trees = [read_note(run_dir, recorded, name)["environment"] for name in sorted(names)]
+    return [read_note(run_dir, recorded, ENVIRONMENT_NAME), *trees]
 
-    A note that the manifest does not list, because of a kill or an older version, is only parsed.
-    """
-    resumed = {path.name for path in run_dir.glob("resumed-*.json")}
-    for name in sorted({"environment.json", *resumed, *recorded.notes}):
-        read_environment(run_dir / name)
-        digest = manifest.note_digest((run_dir / name).read_bytes())
-        if digest != recorded.notes.get(name, digest):
-            raise UserError(f"{run_dir / name}: is not what was noted when the run was started or resumed; restore it")
+
+def check_notes(run_dir: Path, recorded: Head) -> None:
+    """Raise UserError where environment.json or another note is damaged, or missing though the manifest lists it."""
+    read_environments(run_dir, recorded)
+    for name in sorted(recorded.notes):
+        read_note(run_dir, recorded, name)

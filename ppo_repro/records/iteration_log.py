@@ -7,6 +7,7 @@ that was killed; it is ignored and overwritten.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +26,11 @@ _CONFIG = ConfigDict(extra="forbid", strict=True)
 # slots: readers keep one entry per table and iteration in memory, and a pydantic model takes 4 times the space
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class TableEntry:
-    """One recorded file."""
+    """One recorded file. Entries are equal where the results are: the bytes of a file depend on timings too."""
 
     rows: Annotated[int, Field(ge=0)]
-    digest: str
+    digest: str  # of the values
+    file_digest: str | None = field(default=None, compare=False)  # of the bytes; None before manifest version 3
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
@@ -65,18 +67,26 @@ def from_line(line: bytes) -> IterationEntry:
     return _ENTRY.validate_json(content)
 
 
-def append(run_dir: Path, size: int, entry: IterationEntry) -> int:
-    """Write an iteration after the first `size` bytes and flush it; returns the new size, for the manifest.
+def extended(digest: str, line: bytes) -> str:
+    """The digest of the log with one more line: SHA-256 over the digest before and the line; empty for no line."""
+    return hashlib.sha256(digest.encode() + line).hexdigest()
+
+
+def append(run_dir: Path, size: int, digest: str, entry: IterationEntry) -> tuple[int, str]:
+    """Write an iteration after the first `size` bytes and flush it; returns size and digest, for the manifest.
 
     UserError where writing fails.
     """
     line = to_line(entry)
     durable.write_at(run_dir / FILE_NAME, size, line)
-    return size + len(line)
+    return size + len(line), extended(digest, line)
 
 
-def read(run_dir: Path, count: int, size: int) -> tuple[IterationEntry, ...]:
-    """The `count` iterations in the first `size` bytes; UserError where they are missing or damaged."""
+def read(run_dir: Path, count: int, size: int, digest: str | None) -> tuple[IterationEntry, ...]:
+    """The `count` iterations in the first `size` bytes; UserError where they are missing or damaged.
+
+    `digest`: of those bytes, None where an earlier version noted none.
+    """
     path = run_dir / FILE_NAME
     try:
         with path.open("rb") as file:
@@ -88,7 +98,13 @@ def read(run_dir: Path, count: int, size: int) -> tuple[IterationEntry, ...]:
     if len(content) != size or lines.pop() or len(lines) != count:
         content_counts = f"{len(lines)} iterations in {len(content)} bytes"
         raise UserError(f"{path}: holds {content_counts}, the manifest says {count} in {size}; {DAMAGED}")
-    return tuple(_entry(path, number, line) for number, line in enumerate(lines))
+    entries = tuple(_entry(path, number, line) for number, line in enumerate(lines))
+    found = ""
+    for line in lines:
+        found = extended(found, line + b"\n")
+    if digest is not None and found != digest:
+        raise UserError(f"{path}: has another digest than the manifest says; {DAMAGED}")
+    return entries
 
 
 def _entry(path: Path, number: int, line: bytes) -> IterationEntry:

@@ -23,26 +23,32 @@ FILE_NAME = "manifest.json"
 _DAMAGED = "the manifest was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
 _TABLES: dict[Kind, tuple[schema.Table, ...]] = {LANGUAGE: schema.TABLES, CONTROL: control_schema.TABLES}
-VERSION: Literal[2] = 2  # of this file; 1 held the iterations itself
+# of this file: 1 held the iterations itself; 2 had no digest of its own, and none of the bytes of the tables
+VERSION: Literal[3] = 3
+_VERSIONS = (1, 2, VERSION)
+_OWN_DIGEST = "sha256"
+_LATER = {"files", "log_digest"}  # fields that earlier versions did not write
 
 
 class Head(BaseModel):
-    """The content of manifest.json; all that a running process keeps in memory, however long the run.
+    """The content of manifest.json without its own digest; all that a process keeps in memory, however long the run.
 
     `fingerprint` is the last link of the chain; of a complete run the link over `final` that follows it.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants", frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     schema_version: int
-    manifest_version: Literal[1, 2] = VERSION
+    manifest_version: Literal[1, 2, 3] = VERSION
     kind: Kind = LANGUAGE  # which tables there are: of responses and tokens, or of episodes and their steps
     status: Status
     config_digest: str
     inputs: dict[str, str]
     notes: dict[str, str] = Field(default_factory=dict)  # SHA-256 of environment.json and the other notes
+    files: dict[str, str] = Field(default_factory=dict)  # SHA-256 of config.yaml and of the SHA256SUMS of models
     num_iterations: Annotated[int, Field(ge=0)]
     log_bytes: Annotated[int, Field(ge=0)]  # of iterations.jsonl; what follows them does not count
+    log_digest: str = ""  # of these bytes, see `iteration_log.extended`
     final: dict[str, float | int | str]
     fingerprint: str
 
@@ -58,8 +64,8 @@ def note_content(tree: Mapping[str, Any]) -> bytes:
     return (json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def note_digest(content: bytes) -> str:
-    """SHA-256 of such a file, as `Manifest.notes` has it."""
+def content_digest(content: bytes | memoryview) -> str:
+    """SHA-256 of the bytes of a file, as the manifest has it."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -96,7 +102,21 @@ def expected_fingerprint(manifest: Manifest) -> str:
 
 def to_json(head: Head) -> str:
     """The text of the file; final results keep their type, floats their bits (a NaN stays a NaN)."""
-    return head_of(head).model_dump_json(indent=1) + "\n"
+    return _sealed(head_of(head).model_dump())
+
+
+def _sealed(tree: Mapping[str, Any]) -> str:
+    """JSON with the SHA-256 of the JSON without it as its last field: a function of the content, to the byte."""
+
+    def text(content: Mapping[str, Any]) -> str:
+        return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+    return text({**tree, _OWN_DIGEST: hashlib.sha256(text(tree).encode()).hexdigest()})
+
+
+def is_covered(head: Head) -> bool:
+    """Whether the digests cover every byte of the run; in earlier versions they cover values and some files."""
+    return head.manifest_version == VERSION
 
 
 def save(head: Head, run_dir: Path) -> None:
@@ -111,19 +131,20 @@ def load_head(run_dir: Path) -> Head:
     """
     path = run_dir / FILE_NAME
     tree = _tree(run_dir, path)
-    if tree["manifest_version"] == VERSION:
-        return _checked(Head, path, tree)
-    return head_of(_of_version_1(path, tree))
+    if tree["manifest_version"] == 1:
+        return head_of(_of_version_1(path, tree))
+    return _checked(Head, path, tree)
 
 
 def load(run_dir: Path) -> Manifest:
     """Read and check manifest and iterations; UserError where they are missing, damaged or of another version."""
     path = run_dir / FILE_NAME
     tree = _tree(run_dir, path)
-    if tree["manifest_version"] != VERSION:
+    if tree["manifest_version"] == 1:
         return _of_version_1(path, tree)
     head = _checked(Head, path, tree)
-    iterations = iteration_log.read(run_dir, head.num_iterations, head.log_bytes)
+    digest = head.log_digest if is_covered(head) else None
+    iterations = iteration_log.read(run_dir, head.num_iterations, head.log_bytes, digest)
     manifest = Manifest(**dict(head), iterations=iterations)
     _require_consistent(run_dir / iteration_log.FILE_NAME, path, manifest)
     return manifest
@@ -152,14 +173,17 @@ def _checked(model: type[_Model], path: Path, tree: dict[str, Any]) -> _Model:
 
 def _tree(run_dir: Path, path: Path) -> dict[str, Any]:
     tree = _read_json(run_dir, path)
-    if not isinstance(tree, dict) or "schema_version" not in tree:
+    if not isinstance(tree, dict) or not {"schema_version", _OWN_DIGEST} & tree.keys():
         raise UserError(f"{path}: is not the manifest of a run; give the folder of a run")
+    is_sealed = tree.pop(_OWN_DIGEST, None) is not None
     tree.setdefault("manifest_version", 1)
-    for name, known in (("schema_version", (schema.SCHEMA_VERSION,)), ("manifest_version", (1, VERSION))):
-        if tree[name] not in known:
+    for name, known in (("schema_version", (schema.SCHEMA_VERSION,)), ("manifest_version", _VERSIONS)):
+        if tree.get(name) not in known:
             allowed = " and ".join(map(str, known))
             advice = "read the run with the version that wrote it"
-            raise UserError(f"{path}: {name} = {tree[name]!r}: this ppo_repro reads {allowed}; {advice}")
+            raise UserError(f"{path}: {name} = {tree.get(name)!r}: this ppo_repro reads {allowed}; {advice}")
+    if not is_sealed and (tree["manifest_version"] == VERSION or _LATER & tree.keys()):
+        raise UserError(f"{path}: has no digest of its own; {_DAMAGED}")
     return tree
 
 
@@ -167,7 +191,9 @@ def _read_json(run_dir: Path, path: Path) -> Any:
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such folder; give the folder of a run")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes().decode()
+        tree = json.loads(text)
+        is_whole = not (isinstance(tree, dict) and _OWN_DIGEST in tree) or _resealed(tree) == text
     except FileNotFoundError as error:
         raise UserError(f"{run_dir}: holds no {FILE_NAME}; give the folder of a run") from error
     except OSError as error:
@@ -175,6 +201,13 @@ def _read_json(run_dir: Path, path: Path) -> Any:
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: is not valid JSON ({reason}); {_DAMAGED}") from error
+    if not is_whole:
+        raise UserError(f"{path}: does not match its own SHA-256; {_DAMAGED}")
+    return tree
+
+
+def _resealed(tree: Mapping[str, Any]) -> str:
+    return _sealed({name: value for name, value in tree.items() if name != _OWN_DIGEST})
 
 
 def _require_consistent(log: Path, path: Path, manifest: Manifest) -> None:
@@ -199,6 +232,8 @@ def _log_inconsistency(manifest: Manifest) -> str:
             return f"iterations.{index} is iteration {entry.iteration}, expected {index}"
         if set(entry.tables) != names:
             return f"iteration {index} lists tables {sorted(entry.tables)}, expected {sorted(names)}"
+        if is_covered(manifest) and any(table.file_digest is None for table in entry.tables.values()):
+            return f"iteration {index} lists a file without the digest of its bytes"
         if entry.chain != next_link(previous, entry.tables):
             return f"chain of iteration {index} = {entry.chain!r} does not follow from its digests"
         previous = entry.chain

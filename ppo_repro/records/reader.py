@@ -12,11 +12,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ppo_repro.disk.folder import file_digest
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, schema
 from ppo_repro.records.manifest import Manifest
 
 _DAMAGED = "does not match the manifest; the file was changed or damaged"
+_OTHER_BYTES = "has another SHA-256 than when it was written; the file was changed or damaged"
 # what Arrow raises on damage depends on where the damage lies
 _READ_ERRORS = (OSError, ValueError, MemoryError, pa.ArrowException)
 Verification = Literal["contents", "pages"]
@@ -43,15 +45,17 @@ def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: boo
 
 
 def read_recorded(run_dir: Path, recorded: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
-    """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
+    """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does.
+
+    `verify`: first the bytes of the file, then its values, against their digests.
+    """
     path = manifest.table_path(run_dir, table.name, iteration)
-    loaded = _load_parquet(path, verify)
+    entry = recorded.iterations[iteration].tables[table.name]
+    loaded = _load_parquet(path, verify, entry.file_digest)
     written = schema.with_retired(table, loaded.column_names)
     data = _to_plain(path, written.columns, loaded)
-    if verify:
-        entry = recorded.iterations[iteration].tables[table.name]
-        if data.num_rows != entry.rows or digests.table_digest(written, data) != entry.digest:
-            raise UserError(f"{path}: {_DAMAGED}")
+    if verify and (data.num_rows != entry.rows or digests.table_digest(written, data) != entry.digest):
+        raise UserError(f"{path}: {_DAMAGED}")
     return data.select([column.name for column in table.columns])
 
 
@@ -110,10 +114,10 @@ def stream(
     `verify` chooses what is promised before a row is handed out, and what that costs:
 
     - "contents": the digest of the manifest. All columns are read for it, and one iteration is held in memory.
-    - "pages": the checksum of every page that is read, the column types, the row count and the nulls. Only `columns`
-      are read from the disk, and memory is bounded by one batch however large the file is. Another valid file in its
-      place goes unnoticed, and so may damage outside the pages (the footer has no checksum). Damage further down is
-      reported when it is reached, after earlier rows were handed out.
+    - "pages": the digest of the bytes of a file, which is read once for it, in pieces. Then only `columns` are read,
+      and memory is bounded by one batch however large the file is. Runs of manifest version 2 and older have no such
+      digest: there it is the checksum of every page that is read, the column types, the row count and the nulls;
+      another valid file in its place goes unnoticed, and so may damage outside the pages.
 
     Raises UserError on anything missing, unknown or damaged. What needs no row is checked before the first one.
     """
@@ -157,6 +161,7 @@ def _pages(
     rows: int,
 ) -> Iterator[pa.Table]:
     path = manifest.table_path(run_dir, table.name, iteration)
+    check_file(path, recorded.iterations[iteration].tables[table.name].file_digest)
     try:
         # a buffer makes Arrow read page by page; without one it reads the column of a whole row group
         file = pq.ParquetFile(path, page_checksum_verification=True, buffer_size=1 << 16)
@@ -228,12 +233,24 @@ def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[
     return tuple(int(iteration) for iteration in iterations)
 
 
-def _load_parquet(path: Path, verify: bool) -> pa.Table:
+def check_file(path: Path, digest: str | None) -> None:
+    """Raise UserError unless the bytes of a recorded file have this SHA-256; None: an earlier version noted none."""
+    try:
+        if digest is not None and file_digest(path) != digest:
+            raise UserError(f"{path}: {_OTHER_BYTES}")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _load_parquet(path: Path, verify: bool, digest: str | None) -> pa.Table:
     try:
         # as a file: a data set would make columns of folder names such as seed=1
         with open(path, "rb") as file:
-            source = pa.py_buffer(file.read(os.fstat(file.fileno()).st_size))
-        # checksums cover the timings too, which no digest does
+            content = file.read(os.fstat(file.fileno()).st_size)
+        if verify and digest is not None and manifest.content_digest(content) != digest:
+            raise UserError(f"{path}: {_OTHER_BYTES}")
+        source = pa.py_buffer(content)
+        # without a digest of the bytes, checksums are all there is for the timings
         data = pq.ParquetFile(pa.BufferReader(source), page_checksum_verification=verify).read()
         data.validate(full=True)
     except _READ_ERRORS as error:

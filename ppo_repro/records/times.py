@@ -9,9 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.disk import durable
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import read_environment
+from ppo_repro.records.config_file import read_note
 from ppo_repro.records.manifest import Head
 
 FILE_NAME = "times.json"
@@ -29,17 +28,14 @@ def write(run_dir: Path, times: Times) -> dict[str, str]:
     """Write times.json; returns its digest by file name, for the manifest. UserError where writing fails."""
     content = manifest.note_content({"iterations": times.iterations, "seconds": times.seconds})
     durable.atomic_write(run_dir / FILE_NAME, content)
-    return {FILE_NAME: manifest.note_digest(content)}
+    return {FILE_NAME: manifest.content_digest(content)}
 
 
 def read(run_dir: Path, recorded: Head) -> Times | None:
     """The times of a run; None for one that is not complete, or of an earlier version. UserError where damaged."""
     if FILE_NAME not in recorded.notes:
         return None
-    path = run_dir / FILE_NAME
-    tree = read_environment(path)
-    if manifest.note_digest(path.read_bytes()) != recorded.notes[FILE_NAME]:
-        raise UserError(f"{path}: is not what was noted when the run ended; restore it")
+    tree = read_note(run_dir, recorded, FILE_NAME)
     return Times(int(tree["iterations"]), {str(phase): float(spent) for phase, spent in tree["seconds"].items()})
 
 

@@ -15,6 +15,7 @@ from ppo_repro.config.kinds import Kind
 from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
 from ppo_repro.records import arrow, digests, iteration_log, manifest, schema
+from ppo_repro.records.config_file import CONFIG_NAME
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
 from ppo_repro.records.manifest import Head, Status
 
@@ -38,7 +39,8 @@ def lay_out_run(
         status="running",
         config_digest=config_digest,
         inputs=dict(sorted(inputs.items())),
-        notes={"environment.json": manifest.note_digest(note)},
+        notes={"environment.json": manifest.content_digest(note)},
+        files={CONFIG_NAME: manifest.content_digest(config_yaml.encode())},
         num_iterations=0,
         log_bytes=0,
         final={},
@@ -49,7 +51,7 @@ def lay_out_run(
         for table in manifest.tables_of(start):
             (temporary / "records" / table.name).mkdir(parents=True)
         durable.sync_folder(temporary / "records")
-        durable.atomic_write(temporary / "config.yaml", config_yaml.encode())
+        durable.atomic_write(temporary / CONFIG_NAME, config_yaml.encode())
         durable.atomic_write(temporary / "environment.json", note)
         durable.atomic_write(temporary / iteration_log.FILE_NAME, b"")
         manifest.save(start, temporary)
@@ -91,8 +93,10 @@ def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mappi
     entries = {}
     for table in built:
         data = tables[table.name]
-        entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
-        durable.atomic_write(manifest.table_path(run_dir, table.name, iteration), arrow.to_parquet(table, data))
+        content = arrow.to_parquet(table, data)
+        values, file_digest = digests.table_digest(table, data), manifest.content_digest(content)
+        entries[table.name] = TableEntry(rows=data.num_rows, digest=values, file_digest=file_digest)
+        durable.atomic_write(manifest.table_path(run_dir, table.name, iteration), content)
     # while a run is not complete its fingerprint is the last link
     entry = IterationEntry(iteration=iteration, tables=entries, chain=next_link(current.fingerprint, entries))
     return commit(run_dir, current, entry)
@@ -103,15 +107,19 @@ def commit(run_dir: Path, current: Head, entry: IterationEntry) -> Head:
 
     Both are on disk when this returns. UserError where writing fails.
     """
-    size = iteration_log.append(run_dir, current.log_bytes, entry)
-    changes = {"num_iterations": entry.iteration + 1, "log_bytes": size, "fingerprint": entry.chain}
-    return _save(run_dir, current, changes)
+    size, digest = iteration_log.append(run_dir, current.log_bytes, current.log_digest, entry)
+    counted = {"num_iterations": entry.iteration + 1, "log_bytes": size, "log_digest": digest}
+    return _save(run_dir, current, {**counted, "fingerprint": entry.chain})
 
 
 def finish(
-    run_dir: Path, current: Head, final: Mapping[str, float | int | str], notes: Mapping[str, str] | None = None
+    run_dir: Path,
+    current: Head,
+    final: Mapping[str, float | int | str],
+    notes: Mapping[str, str] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Head:
-    """Close the run with its final results and the digests of new notes.
+    """Close the run with its final results, digests of new notes, and digests of files in place of those before.
 
     ValueError on results of other types, UserError where writing fails.
     """
@@ -123,17 +131,26 @@ def finish(
         if type(value) not in (float, int, str):
             raise ValueError(f"final result {name} is a {type(value).__name__}, expected float, int or str")
     fingerprint = manifest.finished_fingerprint(current.fingerprint, final)
-    all_notes = {**current.notes, **(notes or {})}
-    changes = {"status": "complete", "final": dict(final), "fingerprint": fingerprint, "notes": all_notes}
-    return _save(run_dir, current, changes)
+    changes = {"status": "complete", "final": dict(final), "fingerprint": fingerprint}
+    return _save(run_dir, current, {**changes, **_noted(current, notes, files)})
 
 
-def mark(run_dir: Path, current: Head, status: Status, notes: Mapping[str, str] | None = None) -> Head:
-    """Note that the run is running, interrupted or failed, and digests of new notes; UserError where writing fails."""
+def mark(
+    run_dir: Path,
+    current: Head,
+    status: Status,
+    notes: Mapping[str, str] | None = None,
+    files: Mapping[str, str] | None = None,
+) -> Head:
+    """Note that the run is running, interrupted or failed; digests as in `finish`. UserError where writing fails."""
     _require_open(run_dir, current)
     if status == "complete":
         raise ValueError("a run becomes complete by finish(), which needs its final results")
-    return _save(run_dir, current, {"status": status, "notes": {**current.notes, **(notes or {})}})
+    return _save(run_dir, current, {"status": status, **_noted(current, notes, files)})
+
+
+def _noted(current: Head, notes: Mapping[str, str] | None, files: Mapping[str, str] | None) -> dict[str, Any]:
+    return {"notes": {**current.notes, **(notes or {})}, "files": dict(current.files if files is None else files)}
 
 
 def _make_folder(run_dir: Path) -> Path:

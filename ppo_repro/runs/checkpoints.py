@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,21 +16,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.disk.folder import file_digest, remove_folder, whole_folder, write_sums
+from ppo_repro.disk.folder import SUMS_NAME, file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs import checkpoint_format
+from ppo_repro.runs import checkpoint_format, checkpoint_index
 from ppo_repro.runs.checkpoint_format import Checkpoint, Origin
+from ppo_repro.runs.checkpoint_index import Outline
+from ppo_repro.runs.contents import CHECKPOINT, CHECKPOINTS_NAME
 from ppo_repro.runs.prepare import Prepared
-
-_NAME = re.compile(r"iteration-(\d{6,})")
 
 
 def checkpoints_folder(run_dir: Path) -> Path:
     """The folder of the checkpoints, the reference and at the end the trained models."""
-    return run_dir / "checkpoints"
+    return run_dir / CHECKPOINTS_NAME
 
 
 def reference_folder(run_dir: Path) -> Path:
@@ -80,6 +79,12 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         write_sums(temporary)
 
 
+def sums_digest(run_dir: Path, folder: Path) -> dict[str, str]:
+    """SHA-256 of the SHA256SUMS of a model folder by its path below the run folder, as the manifest lists it."""
+    path = folder / SUMS_NAME
+    return {path.relative_to(run_dir).as_posix(): file_digest(path)}
+
+
 def save_reference(run_dir: Path, prepared: Prepared) -> dict[str, str]:
     """Save the reference, which no step changes, once for all checkpoints; returns SHA-256 by file name."""
     folder = reference_folder(run_dir)
@@ -95,6 +100,10 @@ class ModelStore:
     config: RunConfig
     prepared: Prepared
     origin: Origin
+
+    @property
+    def files(self) -> dict[str, str]:
+        return sums_digest(self.run_dir, reference_folder(self.run_dir)) if self.origin.reference else {}
 
     def is_due(self, iteration: int) -> bool:
         every = self.config.checkpoints.every
@@ -112,9 +121,13 @@ class ModelStore:
         self.prepared.state.policy.save_pretrained(folder)
         self.prepared.task.tokenizer.save_pretrained(folder)
 
-    def finish(self) -> None:
-        """The trained policy, beside it adapters in peft's format and a reward model that was made here."""
+    def finish(self) -> dict[str, str]:
+        """The trained policy, beside it adapters in peft's format and a reward model that was made here.
+
+        Returns the digest of the SHA256SUMS of each folder.
+        """
         prepared, folder = self.prepared, final_folder(self.run_dir)
+        made = [folder]
         tokenizer = prepared.task.tokenizer
         save_model(prepared.state.policy, tokenizer, folder)
         policy_base, value_base = self._bases()
@@ -122,16 +135,21 @@ class ModelStore:
         adapted = [b for b, lora in ((policy_base, prepared.lora), (value_base, prepared.value_lora)) if lora]
         if made_here and policy_base in adapted:
             save_model(prepared.state.reference, tokenizer, policy_base)
+            made.append(policy_base)
         if prepared.lora is not None:
-            with whole_folder(folder.with_name("adapter")) as temporary:
+            made.append(folder.with_name("adapter"))
+            with whole_folder(made[-1]) as temporary:
                 save_adapter(prepared.lora, temporary, str(policy_base))
                 write_sums(temporary)
         if prepared.value_lora is not None and prepared.state.value_model is not None:
-            with whole_folder(folder.with_name("value_adapter")) as temporary:
+            made.append(folder.with_name("value_adapter"))
+            with whole_folder(made[-1]) as temporary:
                 save_value_adapter(prepared.value_lora, prepared.state.value_model, temporary, str(value_base))
                 write_sums(temporary)
         if prepared.reward_training is not None and prepared.task.reward_model is not None:
-            save_reward_model(prepared.task.reward_model, tokenizer, folder.with_name("reward_model"))
+            made.append(folder.with_name("reward_model"))
+            save_reward_model(prepared.task.reward_model, tokenizer, made[-1])
+        return {name: digest for model in made for name, digest in sums_digest(self.run_dir, model).items()}
 
     def _bases(self) -> tuple[Path, Path]:
         """Folders of the models that policy and value model started as."""
@@ -174,7 +192,7 @@ def _remove_old(run_dir: Path, keep: int) -> None:
 
 
 def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
-    """The newest checkpoint, verified against the records, or None; UserError where it or the reference is damaged.
+    """The newest checkpoint, verified against the records, or None; UserError where any or the reference is damaged.
 
     An older one is not taken instead: the user decides that, by removing what the message names.
     """
@@ -188,6 +206,11 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
     except UserError as error:
         otherwise = f"resume from iteration {folders[-2][0]}" if len(folders) > 1 else "start from the beginning"
         raise UserError(f"{error}; remove {folder} to {otherwise}") from error
+    for number, older in folders[:-1]:
+        try:
+            _require_of_run(checkpoint_index.check(older), number, older, recorded)
+        except UserError as error:
+            raise UserError(f"{error}; remove {older} to resume from iteration {saved.iteration} without it") from error
     try:
         _require_reference(reference_folder(run_dir), saved.origin.reference)
     except UserError as error:
@@ -199,9 +222,9 @@ def check_all(run_dir: Path, recorded: Manifest) -> int:
     """Verify every checkpoint and the reference; returns their number. UserError names the damaged file."""
     folders = _checkpoints(run_dir)
     for number, folder in folders:
-        saved = checkpoint_format.load(folder)
+        saved = checkpoint_index.check(folder)
         _require_of_run(saved, number, folder, recorded)
-        _require_reference(reference_folder(run_dir), saved.origin.reference)
+        _require_reference(reference_folder(run_dir), saved.reference)
     return len(folders)
 
 
@@ -209,7 +232,7 @@ def _checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """Number and folder of every checkpoint, oldest first."""
     folder = checkpoints_folder(run_dir)
     entries = folder.iterdir() if folder.is_dir() else ()
-    named = [(_NAME.fullmatch(path.name), path) for path in entries]
+    named = [(CHECKPOINT.fullmatch(path.name), path) for path in entries]
     return sorted((int(name[1]), path) for name, path in named if name)
 
 
@@ -218,7 +241,7 @@ def _files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
 
 
-def _require_of_run(saved: Checkpoint, number: int, folder: Path, recorded: Manifest) -> None:
+def _require_of_run(saved: Checkpoint | Outline, number: int, folder: Path, recorded: Manifest) -> None:
     if saved.iteration != number:
         raise UserError(f"{folder}: holds iteration {saved.iteration}; the folder was renamed")
     count = len(recorded.iterations)
@@ -233,4 +256,4 @@ def _require_reference(folder: Path, expected: Mapping[str, str]) -> None:
     for name in sorted(set(_files(folder)) - set(expected)):
         raise UserError(f"{folder / name}: was not there when the run started; the reference was changed")
     for name, digest in expected.items():
-        checkpoint_format.verified_bytes(folder / name, digest)
+        checkpoint_index.check_file(folder / name, digest)

@@ -69,8 +69,7 @@ class Difference:
 def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference | None:
     """Compare two runs, complete or not, in the order in which the data was computed.
 
-    Digests are not verified, so that a changed cell is named; raises UserError where a file is missing
-    or unreadable.
+    UserError where a file is missing or damaged: what it holds is not what either run computed.
     """
     left_root, right_root = Path(left_dir), Path(right_dir)
     left, right = manifest.load(left_root), manifest.load(right_root)
@@ -81,8 +80,8 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
         for table in manifest.tables_of(left):
             difference = first_table_difference(
                 table,
-                reader.read_recorded(left_root, left, table, iteration, verify=False),
-                reader.read_recorded(right_root, right, table, iteration, verify=False),
+                reader.read_recorded(left_root, left, table, iteration, verify=True),
+                reader.read_recorded(right_root, right, table, iteration, verify=True),
                 iteration,
             )
             if difference is not None:

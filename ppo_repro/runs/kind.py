@@ -40,6 +40,11 @@ Item = TypeVar("Item", bound=Computed)
 class Store(Protocol):
     """What an execution keeps in its run folder beside the records."""
 
+    @property
+    def files(self) -> dict[str, str]:
+        """What was kept before the first iteration: SHA-256 of lists of files, by path below the run folder."""
+        ...
+
     def is_due(self, iteration: int) -> bool:
         """Whether `save` is to be called after `iteration` iterations."""
         ...
@@ -52,8 +57,8 @@ class Store(Protocol):
         """Put the policy as it is now into a folder, to be loaded from there."""
         ...
 
-    def finish(self) -> None:
-        """Keep what was trained."""
+    def finish(self) -> dict[str, str]:
+        """Keep what was trained; returns SHA-256 of lists of files, as `files` has them."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pyarrow as pa
@@ -18,10 +18,11 @@ from ppo_repro.disk import durable
 from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.ranks import Ranks
-from ppo_repro.records import digests, manifest, reader, schema, times, writer
+from ppo_repro.records import digests, manifest, reader, times, writer
 from ppo_repro.records.background import appending
-from ppo_repro.records.config_file import check_config
+from ppo_repro.records.config_file import RESUMED, check_config
 from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.runs.contents import check_contents, is_model_file, remove_unfinished
 from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
@@ -87,7 +88,7 @@ def execute(
     recorded, total, computed = manifest.load(run_dir), config.ppo.iterations, 0
     with (
         opened as execution,
-        appending(run_dir, _noted(run_dir, recorded, execution.notes)) as appender,
+        appending(run_dir, _noted(run_dir, recorded, execution)) as appender,
         kept_if_unequal(run_dir, execution.store),
     ):
         clock.lap("preparation")
@@ -121,33 +122,36 @@ def execute(
             kind.watcher.iteration(written[0], total, written[1])
             clock.lap("progress")
         final = execution.final_results(clock)
+        files = dict(current.files)
         if execution.store is not None:
             clock.lap(OTHER)
-            execution.store.finish()
+            files |= execution.store.finish()
             clock.lap("models")
     clock.lap("closing")
-    writer.finish(run_dir, current, final, times.write(run_dir, times.Times(computed, clock.seconds)))
+    writer.finish(run_dir, current, final, times.write(run_dir, times.Times(computed, clock.seconds)), files)
     clock.lap("records")
 
 
-def _noted(run_dir: Path, recorded: Manifest, notes: Mapping[str, Mapping[str, Any]]) -> Head:
-    """The manifest without its iterations, with the digests of some notes, which are written first."""
-    if not notes:
-        return manifest.head_of(recorded)
+def _noted(run_dir: Path, recorded: Manifest, execution: Execution[Item]) -> Head:
+    """The manifest without its iterations, with the digests of the notes, which are written first, and of the store."""
     noted = {}
-    for name, tree in notes.items():
+    for name, tree in execution.notes.items():
         content = manifest.note_content(tree)
         durable.atomic_write(run_dir / name, content)
-        noted[name] = manifest.note_digest(content)
-    return writer.mark(run_dir, recorded, "running", noted)
+        noted[name] = manifest.content_digest(content)
+    kept = {} if execution.store is None else execution.store.files
+    files = {**recorded.files, **kept}
+    if noted or files != recorded.files:
+        return writer.mark(run_dir, recorded, "running", noted, files)
+    return manifest.head_of(recorded)
 
 
 def _iteration_difference(
     run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]
 ) -> Difference | None:
-    """The first cell of an iteration that differs between the files as they are and `tables`."""
+    """The first cell of an iteration that differs between the records and `tables`; UserError for damaged records."""
     for table in manifest.tables_of(recorded):
-        old = reader.read_recorded(run_dir, recorded, table, iteration, verify=False)
+        old = reader.read_recorded(run_dir, recorded, table, iteration, verify=True)
         difference = first_table_difference(table, old, tables[table.name], iteration)
         if difference is not None:
             return difference
@@ -159,16 +163,6 @@ def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Map
     difference = _iteration_difference(run_dir, recorded, iteration, tables)
     if difference is not None:
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
-    for table in manifest.tables_of(recorded):
-        entry = recorded.iterations[iteration].tables[table.name]
-        if _digest(table, tables[table.name]) != entry.digest:
-            # the cells are the same, so the file differs from its digest, or an earlier version had more columns
-            reader.read_recorded(run_dir, recorded, table, iteration, verify=True)
-
-
-def _digest(table: schema.Table, computed: pa.Table) -> str:
-    """The digest of a table that was computed, at whatever level."""
-    return digests.table_digest(schema.at_level(table, schema.level_of(table, computed.column_names)), computed)
 
 
 def _recorded_config(
@@ -198,7 +192,7 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
     """Continue a run from where its kind can, or from the beginning, until it is complete.
 
     `overrides` may change what must not change a bit. UserError if another process writes the run, it is finished,
-    its checkpoint is damaged, its inputs have changed or an override could change a result; then nothing has changed.
+    a file of it is damaged, its inputs have changed or an override could change a result; then nothing has changed.
     PromiseBroken if an iteration computed again differs from its record.
     """
     clock = Clock()
@@ -211,11 +205,15 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
         writer.require_current_format(run_dir, recorded)
         config = _recorded_config(kind, run_dir, recorded, overrides)
         resumption = kind.resume(config, run_dir, recorded)
+        # a run that begins again makes its models again
+        kept = {name: d for name, d in recorded.files.items() if resumption.start or not is_model_file(name)}
+        contents = check_contents(run_dir, recorded.model_copy(update={"files": kept}))
         clock.lap("inputs")
         tree = {"iteration": resumption.start, "overrides": list(overrides), "environment": kind.environment(config)}
-        notes = _write_note(run_dir, manifest.note_content(tree))
         try:
-            writer.mark(run_dir, recorded, "running", notes)
+            writer.mark(run_dir, recorded, "running", files=kept)
+            remove_unfinished(run_dir, contents)
+            writer.mark(run_dir, manifest.load_head(run_dir), "running", _write_note(run_dir, recorded, tree))
             clock.lap("records")
             execute(kind, config, run_dir, resumption.execution, clock)
         except BaseException as error:
@@ -224,11 +222,12 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
     return Resumed(resumption.start, recorded.num_iterations)
 
 
-def _write_note(run_dir: Path, content: bytes) -> dict[str, str]:
+def _write_note(run_dir: Path, recorded: Manifest, tree: Mapping[str, Any]) -> dict[str, str]:
     """Write the next resumed-NNN.json; returns its digest by file name."""
-    name = f"resumed-{len(list(run_dir.glob('resumed-*.json'))) + 1:03d}.json"
+    content = manifest.note_content(tree)
+    name = f"resumed-{sum(PurePath(note).match(RESUMED) for note in recorded.notes) + 1:03d}.json"
     durable.atomic_write(run_dir / name, content)
-    return {name: manifest.note_digest(content)}
+    return {name: manifest.content_digest(content)}
 
 
 @dataclass(frozen=True)
@@ -241,10 +240,11 @@ class Rerun:
 
 
 def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = ()) -> Rerun:
-    """Execute a recorded configuration again, in memory, and compare every buffer with the files as they are.
+    """Execute a recorded configuration again, in memory, and compare every buffer with the files.
 
     `overrides` may change what must not change a bit. Stops at the first difference. UserError if the run is
-    incomplete, its configuration or inputs have changed or an override could change a result. Of several ranks the
+    incomplete or damaged, its configuration or inputs have changed or an override could change a result. Of several
+    ranks the
     first one compares; all return the same.
     """
     recorded = reader.open_manifest(run_dir)

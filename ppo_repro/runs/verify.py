@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.disk.folder import SUMS_NAME, check_links, check_sums
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader
-from ppo_repro.records.config_file import check_config, check_notes
+from ppo_repro.records import iteration_log, manifest, reader
 from ppo_repro.runs import checkpoints
+from ppo_repro.runs.contents import check_contents
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a run folder holds, all of it undamaged."""
+    """What a run folder holds, all of it undamaged. Paths below the run folder."""
 
     status: str
     fingerprint: str
@@ -22,6 +21,30 @@ class Verified:
     tables: int  # Parquet files
     checkpoints: int
     model_folders: int
+    manifest_version: int
+    unfinished: tuple[str, ...]  # what a process that was ended had begun to write; `resume` removes it
+    unfinished_line: int  # bytes at the end of iterations.jsonl, for the same reason
+    uncovered: tuple[str, ...]  # under no digest: no part of the run, or of an earlier version
+
+    def lines(self) -> list[str]:
+        """In words, one sentence per line."""
+        found = [
+            f"whole: {self.status}, {self.iterations} iterations in {self.tables} tables, "
+            f"{self.checkpoints} checkpoints, {self.model_folders} model folders, fingerprint {self.fingerprint}"
+        ]
+        if self.manifest_version < manifest.VERSION:
+            found.append(
+                f"manifest version {self.manifest_version}: the values of tables, the configuration, the notes and "
+                "the models were compared; the manifest itself and other bytes of the files have no digest"
+            )
+        begun = list(self.unfinished)
+        if self.unfinished_line:
+            begun.append(f"the last {self.unfinished_line} bytes of {iteration_log.FILE_NAME}")
+        if begun:
+            found.append(f"begun by a process that was ended, and no part of the run: {', '.join(begun)}")
+        if self.uncovered:
+            found.append(f"under no digest: {', '.join(self.uncovered)}")
+        return found
 
 
 def verify(run_dir: Path) -> Verified:
@@ -30,35 +53,25 @@ def verify(run_dir: Path) -> Verified:
     Nothing is computed again; `rerun` does that.
     """
     recorded = manifest.load(run_dir)
-    check_links(run_dir)
-    check_config(run_dir, recorded)
-    check_notes(run_dir, recorded)
+    contents = check_contents(run_dir, recorded)
     tables = manifest.tables_of(recorded)
     for entry in recorded.iterations:
         for table in tables:
             reader.read_recorded(run_dir, recorded, table, entry.iteration, verify=True)
-    folder = checkpoints.checkpoints_folder(run_dir)
-    models = sorted(path for path in folder.iterdir() if _is_model(path)) if folder.is_dir() else []
-    for model in models:
-        if not (model / SUMS_NAME).is_file():
-            raise UserError(f"{model / SUMS_NAME}: is missing; restore it")
-        check_sums(model)
     whole = checkpoints.check_all(run_dir, recorded)
-    if (
-        recorded.status == "complete"
-        and manifest.has_responses(recorded)
-        and not checkpoints.final_folder(run_dir).is_dir()
-    ):
-        raise UserError(f"{checkpoints.final_folder(run_dir)}: is missing; restore it")
+    if recorded.status == "complete" and manifest.has_responses(recorded):
+        final = checkpoints.final_folder(run_dir)
+        if not final.is_dir():
+            raise UserError(f"{final}: is missing; restore it")
     return Verified(
         recorded.status,
         recorded.fingerprint,
         len(recorded.iterations),
         len(tables) * len(recorded.iterations),
         whole,
-        len(models),
+        contents.models,
+        recorded.manifest_version,
+        contents.unfinished,
+        contents.unfinished_line,
+        contents.uncovered,
     )
-
-
-def _is_model(path: Path) -> bool:
-    return path.is_dir() and not path.suffix and not path.name.startswith("iteration-")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,19 +32,18 @@ class Golden(BaseModel):
 def golden_of(run_dir: Path) -> Golden:
     """Digests of a complete run, checked against its files; UserError where the files have changed."""
     from ppo_repro.records import manifest, reader
+    from ppo_repro.records.config_file import ENVIRONMENT_NAME, read_note
 
     recorded = reader.open_manifest(run_dir)
     for index in range(len(recorded.iterations)):
         for table in manifest.tables_of(recorded):
             reader.read_recorded(run_dir, recorded, table, index, verify=True)
     tables = [{name: entry.digest for name, entry in item.tables.items()} for item in recorded.iterations]
-    return Golden(format=1, fingerprint=recorded.fingerprint, tables=tables, environment=_environment(run_dir))
+    environment = _environment(read_note(run_dir, recorded, ENVIRONMENT_NAME))
+    return Golden(format=1, fingerprint=recorded.fingerprint, tables=tables, environment=environment)
 
 
-def _environment(run_dir: Path) -> dict[str, str]:
-    from ppo_repro.records.config_file import read_environment
-
-    recorded = read_environment(run_dir / "environment.json")
+def _environment(recorded: Mapping[str, Any]) -> dict[str, str]:
     packages = {f"packages.{name}": str(version) for name, version in recorded.get("packages", {}).items()}
     return {**{name: str(recorded.get(name)) for name in _ENVIRONMENT}, **packages}
 

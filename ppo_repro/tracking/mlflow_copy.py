@@ -23,7 +23,7 @@ from ppo_repro.config.files import read_tree
 from ppo_repro.config.kinds import load_config_of
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, iteration_log, manifest, reader, times
-from ppo_repro.records.config_file import check_config, read_environment
+from ppo_repro.records.config_file import ENVIRONMENT_NAME, check_config, read_note
 from ppo_repro.records.manifest import Head
 
 METRICS_PER_CALL = 1000  # MLflow's limits for one log_batch
@@ -31,7 +31,7 @@ PARAMS_PER_CALL = 100
 VALUE_CHARACTERS = 6000
 KEYS = {"iteration", "epoch", "minibatch"}
 FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
-NOTES = ("environment.json", accuracy.FILE_NAME, times.FILE_NAME)
+NOTES = (ENVIRONMENT_NAME, accuracy.FILE_NAME, times.FILE_NAME)
 ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, "config.yaml", *NOTES, "report.html")
 GRID_ARTIFACTS = ("grid.yaml", "cells.parquet", "results.parquet", "report.html")
 POLL_SECONDS = 1.0
@@ -97,7 +97,7 @@ def _begin(
 def _begin_run(client: MlflowClient, run_dir: Path, recorded: Head, parent: str | None) -> Copied:
     check_config(run_dir, recorded)
     config = load_config_of(recorded.kind, run_dir / "config.yaml")
-    environment: dict[str, Any] = read_environment(run_dir / "environment.json")
+    environment: dict[str, Any] = read_note(run_dir, recorded, ENVIRONMENT_NAME)
     tags = {name: str(environment[name]) for name in ("code_digest", "git_commit", "git_dirty", "python", "platform")}
     tags |= {"config_digest": recorded.config_digest, "numerics": str(environment["numerics_backend"])}
     tags |= {f"package.{name}": version for name, version in environment["packages"].items()}

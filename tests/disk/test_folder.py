@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -140,17 +141,28 @@ def test_half_files_are_not_accepted(copy: Path) -> None:
     assert len(reader.read_tokens(copy)) == 36
     for size in (0, 4, 100, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:size])
-        refused(r"tokens/iteration=000001\.parquet: cannot be read", reader.read_tokens, copy)
+        refused(r"tokens/iteration=000001\.parquet: has another SHA-256", reader.read_tokens, copy)
     path.unlink()
     refused(r"tokens/iteration=000001\.parquet: is missing", reader.read_tokens, copy)
     path.mkdir()
     refused("cannot be read", reader.read_tokens, copy)
 
 
+@pytest.fixture(scope="module")
+def earlier(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run as manifest version 2 had it, which knows the digests of the values only."""
+    copy = Path(shutil.copytree(run, tmp_path_factory.mktemp("earlier") / "run"))
+    synthetic_run.as_version_2(copy)
+    return copy
+
+
 @settings(deadline=None, max_examples=300)
 @given(st.sampled_from([table.name for table in schema.TABLES]), st.data())
-def test_a_flipped_bit_is_refused_or_changes_nothing(run: Path, table_name: str, data: st.DataObject) -> None:
+def test_a_flipped_bit_in_an_earlier_run_is_refused_or_changes_nothing(
+    earlier: Path, table_name: str, data: st.DataObject
+) -> None:
     # parts of a Parquet file say nothing about the values: the writer's name, unused metadata
+    run = earlier
     path = manifest.table_path(run, table_name, 1)
     whole = path.read_bytes()
     expected = synthetic_run.random_tables(1, 12)[table_name]
@@ -173,6 +185,15 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(run: Path, table_name: str,
 
 
 def test_another_table_in_its_place(copy: Path) -> None:
+    other = manifest.table_path(copy, "steps", 2)
+    content = other.read_bytes()
+    shutil.copy(manifest.table_path(copy, "steps", 1), other)
+    refused("steps/iteration=000002.parquet: has another SHA-256", reader.read_steps, copy)
+    other.write_bytes(content)
+
+
+def test_another_table_in_its_place_in_an_earlier_run(copy: Path) -> None:
+    synthetic_run.as_version_2(copy)
     path = manifest.table_path(copy, "tokens", 1)
     shutil.copy(manifest.table_path(copy, "tokens", 0), path)
     refused("does not match the manifest; the file was changed or damaged", reader.read_tokens, copy)
@@ -188,7 +209,7 @@ def edit(run_dir: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = run_dir / manifest.FILE_NAME
     tree = json.loads(path.read_text())
     change(tree)
-    path.write_text(json.dumps(tree))
+    synthetic_run.save_tree(run_dir, tree)
 
 
 def edit_log(run_dir: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
@@ -199,7 +220,7 @@ def edit_log(run_dir: Path, change: Callable[[list[dict[str, Any]]], Any]) -> No
     entries = [IterationEntry(t["iteration"], {k: TableEntry(**v) for k, v in t["tables"].items()}, t["chain"])
                for t in trees]  # fmt: skip
     path.write_bytes(b"".join(map(iteration_log.to_line, entries)))
-    edit(run_dir, lambda t: t.update(num_iterations=len(entries), log_bytes=path.stat().st_size))
+    edit(run_dir, lambda t: t.update(synthetic_run.log_fields(entries)))
 
 
 EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
@@ -209,10 +230,11 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda t: t.update(fingerprint="00"), "fingerprint = '00' does not follow"),
     (lambda t: t.update(more=1), "more: Extra inputs"),
     (lambda t: t.pop("inputs"), "inputs: Field required"),
-    (lambda t: t.pop("schema_version"), "is not the manifest of a run"),
+    (lambda t: t.pop("schema_version"), "schema_version = None: this ppo_repro reads 2"),
     (lambda t: t.update(schema_version=1), "schema_version = 1: this ppo_repro reads 2"),
     (lambda t: t.update(schema_version=7), "schema_version = 7: this ppo_repro reads 2"),
-    (lambda t: t.update(manifest_version=3), "manifest_version = 3: this ppo_repro reads 1 and 2"),
+    (lambda t: t.update(manifest_version=4), "manifest_version = 4: this ppo_repro reads 1 and 2 and 3"),
+    (lambda t: t.update(log_digest="0" * 64), "iterations.jsonl: has another digest than the manifest says"),
     (lambda t: t.pop("manifest_version"), "iterations: Field required"),
     (lambda t: t.update(num_iterations=2), "holds 3 iterations in .* bytes, the manifest says 2"),
     (lambda t: t.update(num_iterations=-1), "num_iterations: Input should be"),
@@ -231,6 +253,28 @@ LOG_EDITS: list[tuple[Callable[[list[dict[str, Any]]], Any], str]] = [
 def test_a_changed_manifest_is_refused(copy: Path, change: Callable[[dict[str, Any]], Any], message: str) -> None:
     edit(copy, change)
     refused(message, manifest.load, copy)
+
+
+def test_every_other_byte_of_the_manifest_is_refused(copy: Path) -> None:
+    path = copy / manifest.FILE_NAME
+    content = path.read_bytes()
+    assert manifest.to_json(manifest.load_head(copy)).encode() == content
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        refused("manifest.json: (does not match its own|has no digest of its own|is not )", manifest.load_head, copy)
+    for other in (content[:-1], content + b"\n", content.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + content):
+        path.write_bytes(other)
+        refused("manifest.json: (does not match its own|is not valid JSON)", manifest.load, copy)
+
+
+def test_a_manifest_cannot_pass_for_an_earlier_one(copy: Path) -> None:
+    tree = json.loads((copy / manifest.FILE_NAME).read_text())
+    del tree["sha256"]
+    for version in (2, 3):
+        (copy / manifest.FILE_NAME).write_text(json.dumps({**tree, "manifest_version": version}))
+        refused("manifest.json: has no digest of its own", manifest.load, copy)
 
 
 @pytest.mark.parametrize(("change", "message"), LOG_EDITS, ids=[message for _, message in LOG_EDITS])
@@ -271,7 +315,9 @@ def test_final_results_survive_json(final: dict[str, Any]) -> None:
         final=final,
         fingerprint="",
     )
-    found = manifest.Head.model_validate_json(manifest.to_json(blank))
+    with TemporaryDirectory() as folder:
+        manifest.save(blank, Path(folder))
+        found = manifest.load_head(Path(folder))
     assert [(k, type(v), digests.scalar_digest(v)) for k, v in found.final.items()] == [
         (k, type(v), digests.scalar_digest(v)) for k, v in final.items()
     ]

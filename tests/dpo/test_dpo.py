@@ -167,7 +167,7 @@ def test_changed_records_are_refused(trained: DPOResult, tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"dpo_steps\.parquet"):
         records.read_table(folder, "dpo_steps")
     steps.unlink()
-    with pytest.raises(UserError, match=r"dpo_steps\.parquet: cannot be read"):
+    with pytest.raises(UserError, match=r"dpo_steps\.parquet: is missing"):
         records.read_table(folder, "dpo_steps")
     manifest_path.unlink()
     with pytest.raises(UserError, match="is not the manifest of a DPO training"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -44,7 +45,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 ENTRIES = st.builds(
     IterationEntry,
     st.integers(0, 2**40),
-    st.dictionaries(TEXT, st.builds(TableEntry, st.integers(0, 2**40), TEXT), max_size=3),
+    st.dictionaries(TEXT, st.builds(TableEntry, st.integers(0, 2**40), TEXT, TEXT), max_size=3),
     TEXT,
 )
 
@@ -56,7 +57,7 @@ def test_a_line_is_read_as_it_was_written_and_refused_with_any_other_bit(
     line = iteration_log.to_line(entry)
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert iteration_log.from_line(line[:-1]) == entry
-    assert json.loads(line)["tables"] == {k: {"rows": v.rows, "digest": v.digest} for k, v in entry.tables.items()}
+    assert json.loads(line)["tables"] == {k: dataclasses.asdict(v) for k, v in entry.tables.items()}
     damaged = bytearray(line[:-1])
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(ValueError):
@@ -64,11 +65,12 @@ def test_a_line_is_read_as_it_was_written_and_refused_with_any_other_bit(
 
 
 def test_a_line_by_hand() -> None:
-    content = b'{"iteration":3,"tables":{"tokens":{"rows":7,"digest":"ab"}},"chain":"cd"}'
-    sha256 = "8287404ce68e801366a9eb4ce0c7757b572e83ba74f2e962c4d60fd2ff0e9208"  # of `printf '%s' CONTENT | sha256sum`
+    content = b'{"iteration":3,"tables":{"tokens":{"rows":7,"digest":"ab","file_digest":"ef"}},"chain":"cd"}'
+    sha256 = "9128f60843db37e93bfec2784fb2a6264f52d79fca8d157a989aa63c708a2516"  # of `printf '%s' CONTENT | sha256sum`
     line = content[:-1] + b',"sha256":"' + sha256.encode() + b'"}'
-    entry = IterationEntry(3, {"tokens": TableEntry(7, "ab")}, "cd")
+    entry = IterationEntry(3, {"tokens": TableEntry(7, "ab", "ef")}, "cd")
     assert iteration_log.to_line(entry) == line + b"\n" and iteration_log.from_line(line) == entry
+    assert iteration_log.from_line(line).tables["tokens"].file_digest == "ef"
 
 
 @pytest.mark.parametrize("left", [1, 100, None])
@@ -194,8 +196,9 @@ def as_version_1(run_dir: Path) -> None:
     """What earlier versions wrote: the iterations inside manifest.json."""
     whole = manifest.load(run_dir)
     tree: dict[str, Any] = json.loads(manifest.to_json(whole))
-    for name in ("manifest_version", "num_iterations", "log_bytes"):
+    for name in ("manifest_version", "num_iterations", "log_bytes", "files", "log_digest", "sha256"):
         del tree[name]
+    synthetic_run.as_version_2(run_dir)
     lines = log_of(run_dir).read_text().splitlines()
     tree["iterations"] = [{k: v for k, v in json.loads(line).items() if k != "sha256"} for line in lines]
     (run_dir / manifest.FILE_NAME).write_text(json.dumps(tree))
@@ -210,7 +213,7 @@ def test_a_run_of_an_earlier_version_is_read_and_not_gone_on_with(run_dir: Path,
     assert (found.iterations, found.fingerprint) == (expected.iterations, expected.fingerprint)
     assert manifest.load_head(old).num_iterations == 2
     assert reader.read_tokens(old, allow_incomplete=True).equals(reader.read_tokens(run_dir, allow_incomplete=True))
-    said = "manifest_version = 1: this ppo_repro writes 2; finish the run with the version that began it"
+    said = "manifest_version = 1: this ppo_repro writes 3; finish the run with the version that began it"
     with pytest.raises(UserError, match=said):
         append(old, 2)
     with pytest.raises(UserError, match=said):

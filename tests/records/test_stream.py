@@ -121,9 +121,14 @@ def _fewer_rows(path: Path) -> None:
         (_fewer_rows, "does not match the manifest"),
     ],
 )
+@pytest.mark.parametrize("version", [2, 3])
 def test_damage_is_refused(
-    copy: Path, verify: reader.Verification, damage: Callable[[Path], None], message: str
+    copy: Path, verify: reader.Verification, damage: Callable[[Path], None], message: str, version: int
 ) -> None:
+    if version == 2:
+        synthetic_run.as_version_2(copy)
+    elif damage is not _remove:
+        message = r"tokens/iteration=000001\.parquet: has another SHA-256 than when it was written"
     damage(manifest.table_path(copy, "tokens", 1))
     with pytest.raises(UserError, match=message) as caught:
         drain(copy, verify=verify)
@@ -131,9 +136,34 @@ def test_damage_is_refused(
     assert len(drain(copy, iterations=[0, 2], verify=verify)) == 24
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_flipped_bit_is_refused(run: Path, data: st.DataObject) -> None:
+    path = manifest.table_path(run, "tokens", 1)
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        path.write_bytes(damaged)
+        for verify in MODES:
+            with pytest.raises(UserError, match="has another SHA-256 than when it was written"):
+                drain(run, verify=verify, rows=5)
+    finally:
+        path.write_bytes(whole)
+
+
+@pytest.fixture(scope="module")
+def earlier(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run as manifest version 2 had it."""
+    copy = Path(shutil.copytree(run, tmp_path_factory.mktemp("earlier") / "run"))
+    synthetic_run.as_version_2(copy)
+    return copy
+
+
 @settings(deadline=None, max_examples=120)
 @given(st.data())
-def test_a_flipped_bit_is_refused_or_changes_nothing(run: Path, data: st.DataObject) -> None:
+def test_a_flipped_bit_in_an_earlier_run_is_refused_or_changes_nothing(earlier: Path, data: st.DataObject) -> None:
+    run = earlier
     path = manifest.table_path(run, "tokens", 1)
     whole = path.read_bytes()
     expected = drain(run)
@@ -156,7 +186,13 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(run: Path, data: st.DataObj
         path.write_bytes(whole)
 
 
-def test_contents_notice_another_valid_file_and_pages_say_they_do_not(copy: Path) -> None:
+def test_another_valid_file_is_noticed_but_by_pages_of_an_earlier_run(run: Path, copy: Path) -> None:
+    shutil.copy(manifest.table_path(copy, "tokens", 0), manifest.table_path(copy, "tokens", 1))
+    for verify in MODES:
+        with pytest.raises(UserError, match="has another SHA-256 than when it was written"):
+            drain(copy, verify=verify)
+    shutil.copy(manifest.table_path(run, "tokens", 1), manifest.table_path(copy, "tokens", 1))
+    synthetic_run.as_version_2(copy)
     shutil.copy(manifest.table_path(copy, "tokens", 0), manifest.table_path(copy, "tokens", 1))
     with pytest.raises(UserError, match="does not match the manifest"):
         drain(copy)

@@ -142,11 +142,11 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda t: t.update(format=1), "format = 1, this ppo_repro has 3; resume with the version that wrote it"),
-    (lambda t: t.update(format=4), "format = 4, this ppo_repro has 3; resume with the version that wrote it"),
+    (lambda t: t.update(format=1), "format = 1, this ppo_repro has 3; read it with the version that wrote it"),
+    (lambda t: t.update(format=4), "format = 4, this ppo_repro has 3; read it with the version that wrote it"),
     (lambda t: t.update(ppo_repro="0.0.1"), "ppo_repro = '0.0.1', this ppo_repro has"),
     (lambda t: t.update(numbers="operands of 21 bits"), "numbers = 'operands of 21 bits', this ppo_repro has"),
-    (lambda t: t.pop("format"), "is not the index of a checkpoint"),
+    (lambda t: t.pop("format"), "format = None, this ppo_repro has 3"),
     (lambda t: t.update(iteration=0), "iteration = 0"),
     (lambda t: t.update(more=1), "more: unknown field"),
     (lambda t: t.pop("chain"), "chain: missing"),

@@ -10,8 +10,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,33 +23,12 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.run import run_folder
 from ppo_repro.runs.verify import verify
+from tests.support.killing import Worker, working
 from tests.support.paths import TINY
 from tests.support.resume import launch, require_as_uninterrupted
 
 KILLS = int(os.environ.get("KILLS", "200"))
 COLD = 20  # every so many kills one of a process that still has to start Python and import everything
-
-
-@dataclass
-class Worker:
-    """`kill_worker` with its imports done; what it forks lives for a second or less."""
-
-    process: subprocess.Popen[str]
-
-    def say(self, *words: str | Path) -> None:
-        assert self.process.stdin is not None
-        print(*words, file=self.process.stdin, flush=True)
-
-    def hear(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def killed(self, after: float, *command: str | Path) -> bool:
-        """Fork a child for the command and kill it after so many seconds; whether it was still alive."""
-        self.say(str(after), *command)
-        code = int(self.hear())
-        assert code in (0, -signal.SIGKILL), f"{command} ended with {code}"
-        return code != 0
 
 
 @dataclass
@@ -100,18 +77,14 @@ def worker(tmp_path: Path) -> Iterator[tuple[Worker, Expected]]:
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(config))
     folder = run_folder(config, tmp_path / "whole")
-    command = [sys.executable, "-m", "tests.support.processes.kill_worker", f"run {path} {tmp_path / 'whole'}"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        made = Worker(process)
-        assert made.hear() == "ready" and manifest.load(folder).status == "complete"
+    with working(f"run {path} {tmp_path / 'whole'}") as made:
+        assert manifest.load(folder).status == "complete"
         started = time.perf_counter()
         assert not made.killed(math.inf, "run", path, tmp_path / "timed")
         seconds = time.perf_counter() - started
         name = folder.relative_to(tmp_path / "whole")
         require_as_uninterrupted(tmp_path / "timed" / name, folder)
         yield made, Expected(path, folder, name, seconds)
-        assert process.stdin is not None
-        process.stdin.close()
 
 
 def cold_kill(run_dir: Path, out: Path, expected: Expected, generator: random.Random) -> bool:

@@ -101,7 +101,7 @@ def test_times_are_shown_checked_and_in_no_fingerprint(tmp_path: Path, capsys: p
     assert all(f"\n{phase} " in shown for phase in (*always, *long))
     path = run_dir / times.FILE_NAME
     path.write_text(path.read_text().replace('"iterations": 3', '"iterations": 2'))
-    with pytest.raises(UserError, match=r"times\.json: is not what was noted"):
+    with pytest.raises(UserError, match=r"times\.json: has another SHA-256 than the manifest says"):
         times.read(run_dir, manifest.load(run_dir))
     with pytest.raises(UserError, match=r"times\.json"):
         verify(run_dir)

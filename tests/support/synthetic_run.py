@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
 from ppo_repro.records import arrow, control_schema, digests, iteration_log, manifest, schema, writer
+from ppo_repro.records.iteration_log import IterationEntry, TableEntry
 
 TABLES = {LANGUAGE: schema.TABLES, CONTROL: control_schema.TABLES}
 PYTHON = {"python": "3"}
@@ -159,17 +162,60 @@ def make_run(run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0, 
     return run_dir
 
 
+def log_fields(entries: Sequence[IterationEntry]) -> dict[str, Any]:
+    """What the manifest says of a log with these iterations."""
+    size, digest = 0, ""
+    for line in map(iteration_log.to_line, entries):
+        size, digest = size + len(line), iteration_log.extended(digest, line)
+    return {"num_iterations": len(entries), "log_bytes": size, "log_digest": digest}
+
+
 def head_at(whole: manifest.Manifest, iterations: int, status: manifest.Status) -> manifest.Head:
     """What manifest.json said when so many iterations of the run were committed."""
     kept = whole.iterations[:iterations]
     then = {
         "status": status,
-        "num_iterations": len(kept),
-        "log_bytes": sum(len(iteration_log.to_line(entry)) for entry in kept),
+        **log_fields(kept),
         "final": {},
         "fingerprint": kept[-1].chain if kept else digests.FINGERPRINT_SEED,
     }
     return manifest.head_of(whole).model_copy(update=then)
+
+
+def cut_back(run_dir: Path, iterations: int, status: manifest.Status) -> None:
+    """Make a complete run what it was after so many iterations."""
+    whole = manifest.load(run_dir)
+    for entry in whole.iterations[iterations:]:
+        for table in entry.tables:
+            manifest.table_path(run_dir, table, entry.iteration).unlink()
+    manifest.save(head_at(whole, iterations, status), run_dir)
+
+
+def save_tree(run_dir: Path, tree: Mapping[str, Any]) -> None:
+    """Write any manifest with the digest that belongs to it, as somebody would on purpose."""
+    content = {name: value for name, value in tree.items() if name != "sha256"}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (run_dir / manifest.FILE_NAME).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def as_version_2(run_dir: Path) -> None:
+    """What manifest version 2 wrote: no digest of the manifest itself and none of the bytes of tables."""
+    tree = json.loads((run_dir / manifest.FILE_NAME).read_text())
+    for name in ("files", "log_digest", "sha256"):
+        del tree[name]
+    log = run_dir / iteration_log.FILE_NAME
+    lines = []
+    for line in log.read_text().splitlines():
+        entry = json.loads(line)
+        del entry["sha256"]
+        for table in entry["tables"].values():
+            del table["file_digest"]
+        content = json.dumps(entry, separators=(",", ":")).encode()
+        lines.append(content[:-1] + f',"sha256":"{hashlib.sha256(content).hexdigest()}"}}\n'.encode())
+    log.write_bytes(b"".join(lines))
+    tree.update(manifest_version=2, log_bytes=log.stat().st_size)
+    (run_dir / manifest.FILE_NAME).write_text(json.dumps(tree))
 
 
 def bits(values: Any) -> list[Any]:
@@ -195,6 +241,30 @@ def list_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
 
 
 def rewrite_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:
+    """Make the run one that computed another column: the file is written again, and every digest follows from it."""
+    damage_cell(run_dir, table, iteration, column, change)
+    accept(run_dir, table, iteration)
+
+
+def accept(run_dir: Path, table: str, iteration: int) -> None:
+    """Let log and manifest list a file as it is now."""
+    recorded, path = manifest.load(run_dir), manifest.table_path(run_dir, table, iteration)
+    definition = next(t for t in manifest.tables_of(recorded) if t.name == table)
+    data = pq.ParquetFile(path).read()
+    listed = TableEntry(
+        data.num_rows, digests.table_digest(definition, data), manifest.content_digest(path.read_bytes())
+    )
+    entries, link = [], digests.FINGERPRINT_SEED
+    for entry in recorded.iterations:
+        tables = {**entry.tables, table: listed} if entry.iteration == iteration else entry.tables
+        link = iteration_log.next_link(link, tables)
+        entries.append(IterationEntry(entry.iteration, tables, link))
+    (run_dir / iteration_log.FILE_NAME).write_bytes(b"".join(map(iteration_log.to_line, entries)))
+    changed = recorded.model_copy(update={"iterations": tuple(entries), **log_fields(entries)})
+    manifest.save(changed.model_copy(update={"fingerprint": manifest.expected_fingerprint(changed)}), run_dir)
+
+
+def damage_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:
     """Change one column of one recorded file and write it back with other Parquet settings."""
     path = manifest.table_path(run_dir, table, iteration)
     data = pq.ParquetFile(path).read()

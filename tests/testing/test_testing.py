@@ -19,7 +19,7 @@ from ppo_repro.testing import (
     mismatch,
 )
 from tests.support.paths import ROOT
-from tests.support.synthetic_run import rewrite_cell
+from tests.support.synthetic_run import damage_cell, rewrite_cell
 
 pytest_plugins = "pytester"
 EXAMPLE = ROOT / "experiments" / "guard_your_stack"
@@ -64,7 +64,7 @@ def test_a_run_is_the_same_as_its_copy_and_not_as_a_damaged_one(
 
 def test_damaged_records_are_refused(exact_run: Path, tmp_path: Path) -> None:
     copy = copied(exact_run, tmp_path / "copy")
-    rewrite_cell(copy, "tokens", 0, "old_logprobs", one_bit_more)
+    damage_cell(copy, "tokens", 0, "old_logprobs", one_bit_more)
     for check in (assert_on_policy, lambda run: assert_mismatch_below(run, max_abs=1.0), golden.golden_of):
         with pytest.raises(UserError, match="changed or damaged"):
             check(copy)

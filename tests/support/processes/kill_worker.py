@@ -1,12 +1,14 @@
 """A process that has imported and compiled everything, and forks children which run or resume, to be killed.
 
 Reads lines `SECONDS run CONFIG OUT` and `SECONDS resume RUN`, kills the child after so many seconds (inf: never), and
-says with which code it ended.
+says with which code it ended. With `writes.c` preloaded, `at:N` in place of the seconds kills it instead of the N-th
+change below OUT or RUN, and `count` says first how many changes there were.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import signal
@@ -38,17 +40,28 @@ def work(line: str) -> int:
     return 0
 
 
+def observed(when: str, command: str) -> int:
+    """The exit code of a command that is killed at a change, or whose changes are counted."""
+    library, folder = ctypes.CDLL(None), command.split()[-1]
+    library.writes_watch(folder.encode(), ctypes.c_long(int(when.removeprefix("at:")) if when != "count" else -1))
+    code = work(command)
+    if when == "count":
+        print(library.writes_count(), flush=True)
+    return code
+
+
 def main() -> None:
     """Until stdin ends."""
     for line in sys.stdin:
-        seconds, command = line.split(maxsplit=1)
+        when, command = line.split(maxsplit=1)
+        is_timed = not when.startswith(("at:", "count"))
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                os._exit(work(command))
+                os._exit(work(command) if is_timed else observed(when, command))
             os._exit(1)
-        if math.isfinite(float(seconds)):
-            time.sleep(float(seconds))
+        if is_timed and math.isfinite(float(when)):
+            time.sleep(float(when))
             os.kill(child, signal.SIGKILL)  # not reaped yet, so the number is still this child's
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)

@@ -165,6 +165,11 @@ def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Map
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
 
 
+def _digest(table: schema.Table, computed: pa.Table) -> str:
+    """The digest of a table that was computed, at whatever level."""
+    return digests.table_digest(schema.at_level(table, schema.level_of(table, computed.column_names)), computed)
+
+
 def _recorded_config(
     kind: RunKind[Config, Item], run_dir: Path, recorded: Manifest, overrides: Sequence[str]
 ) -> Config:

@@ -26,9 +26,10 @@ from tests.support.language import run
 from tests.support.paths import ROOT, TINY
 
 SOURCES = [path for top in ("ppo_repro", "analysis", "experiments") for path in sorted((ROOT / top).rglob("*.py"))]
-# the values that the processes of one run send each other, and the weights in the form SGLang takes them; nothing of
-# it is ever in a file
-MAY_PICKLE = {"ppo_repro/ranks.py", "ppo_repro/rollout/sglang/weights.py"}
+# the values that the processes of one run send each other, and the weights in the form SGLang takes them, never in a
+# file; compiled kernels, in files that nobody else may write to
+CACHE = "ppo_repro/numerics/kernels/core/cache.py"
+MAY_PICKLE = {"ppo_repro/ranks.py", "ppo_repro/rollout/sglang/weights.py", CACHE}
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # of the base class SafeLoader
 MAY_CALL = {("ppo_repro/config/files.py", "yaml.load")}

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
-import llvmlite.binding as llvm
 import torch
-from numba.core import config as numba_config
 from torch import Tensor
 
-from ppo_repro.disk.durable import atomic_write
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.kernels.core import entries
 from ppo_repro.numerics.kernels.core.cache import NUMERICS, cache_folder
 from ppo_repro.output import say
 
@@ -51,37 +47,25 @@ def failure(name: str) -> str:
 
     It is computed once and kept with the compiled kernels, until they or the specification change.
     """
-    key, path = f"{name} {machine()}", Path(cache_folder()) / "proofs.json"
-    known = _read(path)
-    if key not in known:
-        known[key] = first_difference(name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, json.dumps(known, indent=1).encode())
-        except (OSError, UserError):
-            pass  # it is computed again by the next process
-    return known[key]
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    folder, key = cache_folder(), hashlib.sha256(f"{name} {machine()}".encode()).hexdigest()
+    entry = f"proof.{name}.{key[:32]}"
+    kept = entries.read(folder, entry)
+    if kept is not None:
+        return kept.decode()
+    found = first_difference(name)
+    entries.write(folder, entry, found.encode())
+    return found
 
 
 @cache
 def machine() -> str:
-    """What a proof depends on beside the kernels: the processor, torch, and the sources of the specification."""
+    """What a proof depends on beside kernels and processor: torch, and the sources of the specification."""
     digest = hashlib.sha256()
     for source in sorted(NUMERICS.rglob("*.py")):
         digest.update(f"{source.relative_to(NUMERICS).as_posix()} {source.stat().st_size}\n".encode())
         digest.update(source.read_bytes())
-    cpu = numba_config.CPU_NAME or llvm.get_host_cpu_name()
-    features = numba_config.CPU_FEATURES or "host"
     capped = " ".join(os.environ.get(name, "") for name in ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"))
-    return f"{cpu} {features} torch {torch.__version__} {capped} {digest.hexdigest()[:16]}"
+    return f"torch {torch.__version__} {capped} {digest.hexdigest()[:16]}"
 
 
 def first_difference(name: str) -> str:

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.numerics.kernels.core.cache import sources_digest
+from ppo_repro.numerics.kernels.core import cache
+from ppo_repro.numerics.kernels.core.cache import compiler_digest, sources_digest
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "ppo_repro"
 NUMERICS = PACKAGE / "numerics"
 HASHED = ("ppo_repro.numerics.arithmetic", "ppo_repro.numerics.kernels")
-# Compiled kernels refer to the exceptions of this module by name and take no number from it.
-WITHOUT_EFFECT = ("ppo_repro.errors",)
+# Compiled kernels refer to the exceptions of the first by name; the cache says by the second what is wrong.
+WITHOUT_EFFECT = ("ppo_repro.errors", "ppo_repro.output")
 
 
 @pytest.fixture
@@ -82,6 +83,25 @@ def test_an_unchanged_tree_keeps_its_digest(numerics: Path) -> None:
     assert sources_digest(numerics) == before
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (cache.numba, "__version__", "0"),
+        (cache.llvmlite, "__version__", "0"),
+        (cache.platform, "python_version", lambda: "0"),
+        (cache.numba_config, "CPU_NAME", "generic"),
+        (cache.numba_config, "OPT", "0"),
+    ],
+)
+def test_another_compiler_or_processor_has_another_digest(
+    module: object, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = compiler_digest()
+    assert compiler_digest() == before
+    monkeypatch.setattr(module, name, value)
+    assert compiler_digest() != before
+
+
 def imports(source: Path) -> Iterator[str]:
     """The modules, or names in modules, that a file imports, wherever in the file."""
     for node in ast.walk(ast.parse(source.read_text())):
@@ -116,9 +136,9 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), layer_pa
 """
 
 
-def loaded_and_compiled(checkout: Path, cache: Path) -> tuple[int, int]:
+def loaded_and_compiled(checkout: Path, folder: Path) -> tuple[int, int]:
     """How many times a process of this checkout loads a kernel from the cache, and compiles it."""
-    environment = {"PYTHONPATH": str(checkout), "XDG_CACHE_HOME": str(cache), "PATH": os.environ["PATH"]}
+    environment = {"PYTHONPATH": str(checkout), "XDG_CACHE_HOME": str(folder), "PATH": os.environ["PATH"]}
     command = [sys.executable, "-c", COMPILED_OR_LOADED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=checkout)
     hits, misses, file = done.stdout.split()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,9 @@ KERNELS = [name for name in backend.BACKENDS if name != "eager" and (name != "am
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(proof, "cache_folder", lambda: str(tmp_path))
-    return tmp_path
+    folder = tmp_path / "cache" / "ppo_repro" / "kernels"
+    monkeypatch.setattr(proof, "cache_folder", lambda: folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -111,12 +111,28 @@ def test_a_proof_is_kept_until_something_changes(own_cache: Path, monkeypatch: p
     computed: list[str] = []
     monkeypatch.setattr(proof, "first_difference", lambda name: computed.append(name) or proof.PASSED)
     assert proof.failure("float64") == proof.failure("float64") == proof.PASSED
-    assert computed == ["float64"] and len(json.loads((own_cache / "proofs.json").read_text())) == 1
-    monkeypatch.setattr(proof, "machine", lambda: "another processor")
+    assert computed == ["float64"] and len(list(own_cache.iterdir())) == 1
+    monkeypatch.setattr(proof, "machine", lambda: "another torch")
     proof.failure("float64")
-    (own_cache / "proofs.json").write_text("{ damaged")
-    proof.failure("float64")
-    assert computed == ["float64"] * 3
+    assert computed == ["float64"] * 2 and len(list(own_cache.iterdir())) == 2
+
+
+def test_a_damaged_proof_is_none(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(proof, "first_difference", lambda name: "products")
+    assert proof.failure("float64") == "products"
+    (entry,) = own_cache.iterdir()
+    entry.write_bytes(entry.read_bytes()[: -len("products")])  # it would say that nothing differs
+    assert proof.failure("float64") == "products"
+    assert f"{entry} is damaged" in capsys.readouterr().err
+
+
+def test_a_cache_that_others_may_write_to_is_an_error_and_no_failed_proof(own_cache: Path) -> None:
+    own_cache.mkdir(parents=True)
+    own_cache.chmod(0o777)
+    with pytest.raises(UserError, match="others could exchange"):
+        proof.use("auto", 1)
 
 
 def test_a_proof_leaves_backend_and_threads_as_they_were() -> None:

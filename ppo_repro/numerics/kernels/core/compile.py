@@ -1,4 +1,4 @@
-"""How kernels are compiled: every operation rounded as written, the GIL released, machine code cached on disk.
+"""How kernels are compiled: every operation rounded as written, the GIL released, machine code kept on disk.
 
 Fast-math flags are used only for sums that are exact in every order.
 """
@@ -11,22 +11,16 @@ from typing import Any, TypeVar
 import numba
 from numba.core import config as numba_config
 
-from ppo_repro.numerics.kernels.core.cache import KernelCacheLocator, cache_folder
+from ppo_repro.numerics.kernels.core.cache import KernelCache
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-_FOLDER = cache_folder()
-_LOCATOR = f"{KernelCacheLocator.__module__}.{KernelCacheLocator.__name__}"
-
-
 def _compile(function: F, fastmath: set[str] | bool) -> F:
-    before = numba_config.CACHE_DIR, numba_config.CACHE_LOCATOR_CLASSES
-    numba_config.CACHE_DIR, numba_config.CACHE_LOCATOR_CLASSES = _FOLDER, _LOCATOR
-    try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True, fastmath=fastmath)(function)
-    finally:
-        numba_config.CACHE_DIR, numba_config.CACHE_LOCATOR_CLASSES = before
+    compiled = numba.njit(nogil=True, error_model="numpy", fastmath=fastmath)(function)
+    if not numba_config.DISABLE_JIT:
+        compiled._cache = KernelCache(function)  # Numba has no public way to name another cache
+    return compiled
 
 
 def kernel(function: F) -> F:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, schema
+from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.manifest import Manifest
 
 _DAMAGED = "does not match the manifest; the file was changed or damaged"
@@ -44,11 +45,15 @@ def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: boo
 
 def read_recorded(run_dir: Path, recorded: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
     """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
-    path = manifest.table_path(run_dir, table.name, iteration)
+    entry = recorded.iterations[iteration].tables[table.name]
+    return read_file(manifest.table_path(run_dir, table.name, iteration), table, entry, verify)
+
+
+def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) -> pa.Table:
+    """One file of any table; `verify` compares it with its entry. UserError where it is missing or damaged."""
     data = _to_plain(path, table.columns, _load_parquet(path, verify))
     if not verify:
         return data
-    entry = recorded.iterations[iteration].tables[table.name]
     if data.num_rows != entry.rows or digests.table_digest(table, data) != entry.digest:
         raise UserError(f"{path}: {_DAMAGED}")
     return data
@@ -80,7 +85,7 @@ class TableReader:
         folder = Path(run_dir)
         recorded = open_manifest(folder, allow_incomplete)
         table = _table(folder, recorded, self.table_name)
-        chosen_columns = _checked_columns(folder, table, columns)
+        chosen_columns = checked_columns(folder, table, columns)
         chosen = _checked_iterations(folder, recorded, iterations)
         names = [column.name for column in chosen_columns]
         tables = [read_recorded(folder, recorded, table, iteration, verify).select(names) for iteration in chosen]
@@ -121,7 +126,7 @@ def stream(
         raise UserError(f"{run_dir}: rows = {rows}, verify = {verify!r}: rows is at least 1, verify contents or pages")
     recorded = open_manifest(folder, allow_incomplete)
     table = _table(folder, recorded, table_name)
-    chosen = _checked_columns(folder, table, columns)
+    chosen = checked_columns(folder, table, columns)
     wanted = _checked_iterations(folder, recorded, iterations)
     return _batches(folder, recorded, table, chosen, wanted, rows, verify)
 
@@ -199,7 +204,8 @@ def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:
     return joined.to_numpy()
 
 
-def _checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] | None) -> tuple[schema.Column, ...]:
+def checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] | None) -> tuple[schema.Column, ...]:
+    """The columns with these names, all by default; raises UserError on an unknown name."""
     if columns is None:
         return table.columns
     by_name = {column.name: column for column in table.columns}

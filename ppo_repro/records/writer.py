@@ -74,9 +74,19 @@ def _cannot_write(run_dir: Path, error: OSError) -> UserError:
     return UserError(f"{run_dir}: cannot be written ({error.strerror}); choose another --out")
 
 
+def record_preparation(run_dir: Path, current: Head, tables: Mapping[str, pa.Table]) -> Head:
+    """Write the side tables of what came before the first iteration, then the manifest that lists them.
+
+    Raises as `append_iteration`.
+    """
+    _require_open(run_dir, current)
+    return _save(run_dir, current, {"preparation": _write_side_tables(run_dir, current, None, tables)})
+
+
 def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mapping[str, pa.Table]) -> Head:
     """Write all tables of the next iteration, then its line of the log, then the manifest that accepts them.
 
+    Side tables may be among `tables` or not.
     Raises ValueError on tables or an iteration that do not belong here, UserError where writing fails.
     """
     _require_open(run_dir, current)
@@ -85,7 +95,9 @@ def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mappi
     if iteration != current.num_iterations:
         raise ValueError(f"iteration {iteration} cannot follow {current.num_iterations} recorded iterations")
     expected = manifest.tables_of(current)
-    if set(tables) != {table.name for table in expected}:
+    side_names = {table.name for table in manifest.side_tables_of(current)}
+    beside = {name: data for name, data in tables.items() if name in side_names}
+    if tables.keys() - beside.keys() != {table.name for table in expected}:
         raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in expected)}")
     for table in expected:
         _check_table(table, tables[table.name], iteration)
@@ -94,9 +106,31 @@ def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mappi
         data = tables[table.name]
         entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
         durable.atomic_write(manifest.table_path(run_dir, table.name, iteration), arrow.to_parquet(table, data))
+    side_entries = _write_side_tables(run_dir, current, iteration, beside)
     # while a run is not complete its fingerprint is the last link
-    entry = IterationEntry(iteration=iteration, tables=entries, chain=next_link(current.fingerprint, entries))
+    entry = IterationEntry(iteration, entries, next_link(current.fingerprint, entries), side_entries)
     return commit(run_dir, current, entry)
+
+
+def _write_side_tables(
+    run_dir: Path, current: Head, iteration: int | None, tables: Mapping[str, pa.Table]
+) -> dict[str, TableEntry]:
+    """Write files of side tables; returns their entries. ValueError on a table that this kind of run has not."""
+    by_name = {table.name: table for table in manifest.side_tables_of(current)}
+    entries = {}
+    for name, data in tables.items():
+        if name not in by_name:
+            raise ValueError(f"has table {name}, expected only {', '.join(by_name)}")
+        table = by_name[name]
+        _check_table(table, data, iteration)
+        path = manifest.side_path(run_dir, name, iteration)
+        try:
+            path.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path.parent}: cannot be made ({error.strerror}); make room there") from error
+        durable.atomic_write(path, arrow.to_parquet(table, data))
+        entries[name] = TableEntry(data.num_rows, digests.table_digest(table, data))
+    return entries
 
 
 def commit(run_dir: Path, current: Head, entry: IterationEntry) -> Head:
@@ -110,9 +144,13 @@ def commit(run_dir: Path, current: Head, entry: IterationEntry) -> Head:
 
 
 def finish(
-    run_dir: Path, current: Head, final: Mapping[str, float | int | str], notes: Mapping[str, str] | None = None
+    run_dir: Path,
+    current: Head,
+    final: Mapping[str, float | int | str],
+    notes: Mapping[str, str] | None = None,
+    tables: Mapping[str, pa.Table] | None = None,
 ) -> Head:
-    """Close the run with its final results and the digests of new notes.
+    """Close the run with its final results, the digests of new notes and the side tables after the last iteration.
 
     ValueError on results of other types, UserError where writing fails.
     """
@@ -125,8 +163,9 @@ def finish(
             raise ValueError(f"final result {name} is a {type(value).__name__}, expected float, int or str")
     fingerprint = manifest.finished_fingerprint(current.fingerprint, final)
     all_notes = {**current.notes, **(notes or {})}
-    changes = {"status": "complete", "final": dict(final), "fingerprint": fingerprint, "notes": all_notes}
-    return _save(run_dir, current, changes)
+    ending = _write_side_tables(run_dir, current, current.num_iterations, tables or {})
+    changes = {"final": dict(final), "fingerprint": fingerprint, "notes": all_notes, "ending": ending}
+    return _save(run_dir, current, {"status": "complete", **changes})
 
 
 def mark(run_dir: Path, current: Head, status: Status, notes: Mapping[str, str] | None = None) -> Head:
@@ -183,9 +222,11 @@ def _save(run_dir: Path, current: Head, changes: dict[str, Any]) -> Head:
     return changed
 
 
-def _check_table(table: schema.Table, data: pa.Table, iteration: int) -> None:
+def _check_table(table: schema.Table, data: pa.Table, iteration: int | None) -> None:
     if data.schema != arrow.arrow_schema(table):
         raise ValueError(f"table {table.name}: has another schema; build it with to_arrow")
+    if iteration is None:
+        return
     strangers = np.flatnonzero(data.column("iteration").to_numpy() != iteration)
     if strangers.size:
         raise ValueError(f"table {table.name}: row {strangers[0]} is not of iteration {iteration}")

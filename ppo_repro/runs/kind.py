@@ -37,6 +37,14 @@ class Computed(Protocol):
 Item = TypeVar("Item", bound=Computed)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What a run ends with."""
+
+    results: Final
+    tables: dict[str, pa.Table]  # side tables after the last iteration, by name
+
+
 class Store(Protocol):
     """What an execution keeps in its run folder beside the records."""
 
@@ -66,15 +74,19 @@ class Execution(Protocol[Item]):
 
     def iterations(self) -> Iterator[Item]: ...
 
+    def preparation_tables(self) -> dict[str, pa.Table]:
+        """The side tables of what came before the first iteration, by name; none where that was not done again."""
+        ...
+
     def tables(self, item: Item) -> dict[str, pa.Table]:
-        """All tables of an iteration by name."""
+        """All tables of an iteration by name, side tables included."""
         ...
 
     def progress(self, item: Item) -> str:
         """The figures of an iteration that a person sees while the run works."""
         ...
 
-    def final_results(self, clock: Clock) -> Final:
+    def ending(self, clock: Clock) -> Ending:
         """What the run ends with; `clock` gets the phases it takes."""
         ...
 

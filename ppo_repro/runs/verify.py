@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ppo_repro.disk.folder import SUMS_NAME, check_links, check_sums
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest, reader, side_reader
 from ppo_repro.records.config_file import check_config, check_notes
 from ppo_repro.runs import checkpoints
 
@@ -37,6 +37,9 @@ def verify(run_dir: Path) -> Verified:
     for entry in recorded.iterations:
         for table in tables:
             reader.read_recorded(run_dir, recorded, table, entry.iteration, verify=True)
+    side_files = list(manifest.side_files(recorded))
+    for file in side_files:
+        side_reader.read_side_file(run_dir, file, verify=True)
     folder = checkpoints.checkpoints_folder(run_dir)
     models = sorted(path for path in folder.iterdir() if _is_model(path)) if folder.is_dir() else []
     for model in models:
@@ -54,7 +57,7 @@ def verify(run_dir: Path) -> Verified:
         recorded.status,
         recorded.fingerprint,
         len(recorded.iterations),
-        len(tables) * len(recorded.iterations),
+        len(tables) * len(recorded.iterations) + len(side_files),
         whole,
         len(models),
     )

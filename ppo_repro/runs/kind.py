@@ -56,8 +56,8 @@ class Store(Protocol):
         """Keep the state as it is now; `link` is the last one in the chain of recorded iterations."""
         ...
 
-    def finish(self) -> None:
-        """Keep what was trained."""
+    def finish(self, link: str) -> None:
+        """Keep what was trained; `link` is the last one in the chain."""
         ...
 
 

@@ -123,7 +123,7 @@ def execute(
         ending = execution.ending(clock)
         if execution.store is not None:
             clock.lap(OTHER)
-            execution.store.finish()
+            execution.store.finish(current.fingerprint)  # of a run that is not complete: the last link
             clock.lap("models")
     clock.lap("closing")
     notes = times.write(run_dir, times.Times(computed, clock.seconds))

@@ -64,4 +64,5 @@ def verify(run_dir: Path) -> Verified:
 
 
 def _is_model(path: Path) -> bool:
-    return path.is_dir() and not path.suffix and not path.name.startswith("iteration-")
+    is_checkpoint = path.name.startswith("iteration-") or path.name == checkpoints.FINAL_STATE
+    return path.is_dir() and not path.suffix and not is_checkpoint

@@ -1,7 +1,7 @@
 """One frozen type per stage of an iteration. A value of a type exists only once its stage has run.
 
-Letters: B sequences (responses), N response tokens of all sequences one after the other without
-padding, V vocabulary. Log-probabilities and entropies are in nats. The comment of a field says when it is None.
+Letters: B sequences (responses), N response tokens of all sequences one after the other without padding, V vocabulary,
+K largest logits. Log-probabilities and entropies are in nats. The comment of a field says when it is None.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ class Rollout:
     rollout_logprobs: Tensor  # [N] float32, temperature and top-k/top-p included
     log_kept_mass: Tensor  # [N] float32, log of the probability mass that top-k/top-p keep; 0 without them
     kept_tokens: Tensor  # [N, ceil(V/8)] uint8 bit set of eligible tokens; [N, 0] without top-k and top-p
-    is_forced: Tensor  # [N] bool, written by the engine instead of sampled
+    top_ids: Tensor  # [N, K] int32, tokens of the K largest logits, which fall; [N, 0] below level deep and for SGLang
+    top_logits: Tensor  # [N, K] float32, these logits over the temperature, before top-k and top-p
     finish_reasons: tuple[str, ...]  # [B] "stop" or "length"
+    servers: tuple[str | None, ...]  # [B] URL of the SGLang server; None for the built-in engine
+    latencies: tuple[float | None, ...]  # [B] seconds from the server's receipt of the request to its last token
     responses: tuple[str, ...]  # [B] decoded text without special tokens
     spans: tuple[Spans, ...]  # [B]
 
@@ -81,6 +84,10 @@ class ForwardPass:
     reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy) likewise; None unless the reward charges it
     entropies: Tensor  # [N] float32
     prob_sq_sums: Tensor  # [N] float32, sum over the vocabulary of the squared probabilities
+    top_ids: Tensor  # [N, K] int32, of the policy, as in Rollout; [N, 0] below level deep
+    top_logits: Tensor  # [N, K] float32
+    ref_top_ids: Tensor  # [N, K] int32, of the reference
+    ref_top_logits: Tensor  # [N, K] float32
     values: Tensor | None  # [N] float32, expected return before the token; None without a value model
     final_values: Tensor  # [B] float32, value after the last token of a response that is bootstrapped, else 0
 
@@ -93,7 +100,11 @@ class Rewards:
     score_parts: tuple[tuple[float, ...], ...]  # [B] unweighted value of every reward term
     is_correct: Tensor  # [B] bool, the response equals the expected answer and ended with an end token
     kl_penalties: Tensor  # [N] float32, kl_coef times the KL estimate on the charged token; 0 if no reward has it
-    rewards: Tensor  # [N] float32, the input of the advantages
+    placed_scores: Tensor  # [N] float64, the scores on their tokens
+    potentials: Tensor | None  # [N] float64, before each token; None without shaping
+    shaping_rewards: Tensor | None  # [N] float64, gamma times the next potential minus this one; None likewise
+    raw_rewards: Tensor  # [N] float32, placed_scores + shaping_rewards - kl_penalties
+    rewards: Tensor  # [N] float32, whitened if configured: the input of the advantages
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,16 @@ class Advantages:
 
 
 @dataclass(frozen=True)
+class TensorGradient:
+    """The gradient of one parameter tensor in one optimizer step, before clipping."""
+
+    name: str
+    norm: float
+    max_abs: float
+    zeros: float  # share of elements that are zero
+
+
+@dataclass(frozen=True)
 class PolicyUpdate:
     """One optimizer step of the policy, and its losses before the step. M tokens in the minibatch."""
 
@@ -113,12 +134,22 @@ class PolicyUpdate:
     ratios: Tensor  # [M] float32, exp(new_logprobs - anchor)
     clip_flags: Tensor  # [M] uint8, a ppo.losses.ClipFlag each
     new_entropies: Tensor  # [M] float32
+    losses: Tensor  # [M] float32, all terms
+    surrogates: Tensor  # [M] float32, the objective's term in ratio and advantage
+    penalty_terms: Tensor | None  # [M] float32, of PPO-Penalty; None for other objectives
+    importance_weights: Tensor | None  # [M] float32, factor on the two terms above; None unless configured
+    kl_terms: Tensor | None  # [M] float32, kl_coef times the KL to the reference; None unless the loss has it
     loss: float  # all terms, weighted as configured
+    surrogate_loss: float  # of the terms by themselves, weighted likewise; importance weights included
+    penalty_loss: float | None
+    entropy_loss: float
+    kl_loss: float | None
     entropy: float  # token mean
     approx_kl: float  # KL(anchor || new), k3, token mean
     clip_fraction: float  # share of tokens whose policy gradient the clip removed
     grad_norm: float
     gradient_redos: int
+    gradients: tuple[TensorGradient, ...]  # of every trained tensor; empty below level deep
 
 
 @dataclass(frozen=True)
@@ -127,10 +158,12 @@ class ValueUpdate:
 
     new_values: Tensor  # [M] float32
     clipped: Tensor  # [M] bool, the clipped branch decided the value loss
+    losses: Tensor  # [M] float32, before value_coef
     loss: float
     clip_fraction: float
     grad_norm: float | None  # None where the value head shares the policy's step
     gradient_redos: int
+    gradients: tuple[TensorGradient, ...]  # empty below level deep, and where the head shares the policy's step
 
 
 @dataclass(frozen=True)
@@ -140,6 +173,7 @@ class MinibatchUpdate:
     epoch: int
     minibatch: int
     tokens: Tensor  # [M] int64 index into the [N] fields
+    loss_weights: Tensor  # [M] float32, of each token's losses in those of the step
     policy: PolicyUpdate | None  # None where its epochs are over, or after an early stop
     value: ValueUpdate | None  # None where its epochs are over or there is no value model
     policy_digest: str  # weights after the step

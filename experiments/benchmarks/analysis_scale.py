@@ -33,6 +33,7 @@ from ppo_repro.output import print_json
 from ppo_repro.records import arrow, manifest, schema, writer
 
 ROOT = Path(__file__).resolve().parents[2]
+TOKENS = schema.at_level(schema.TOKENS, "lean")
 ROWS = (1_000_000, 10_000_000)
 # one iteration: 4,000 responses of 250 tokens
 LENGTH, ITERATION_ROWS = 250, 1_000_000
@@ -72,8 +73,8 @@ def token_columns(iteration: int, rows: int, seed: int) -> dict[str, Any]:
         return generator.standard_normal(rows, dtype=np.float32)
 
     nothing = np.zeros(rows, np.float32)
-    columns: dict[str, Any] = {column.name: nothing for column in schema.TOKENS.columns if column.kind == "float32"}
-    columns |= {c.name: np.zeros(rows, np.int32) for c in schema.TOKENS.columns if c.kind == "int32"}
+    columns: dict[str, Any] = {column.name: nothing for column in TOKENS.columns if column.kind == "float32"}
+    columns |= {c.name: np.zeros(rows, np.int32) for c in TOKENS.columns if c.kind == "int32"}
     columns |= {
         "iteration": np.full(rows, iteration, np.int32),
         "sequence": (np.arange(rows) // LENGTH).astype(np.int32),
@@ -86,7 +87,6 @@ def token_columns(iteration: int, rows: int, seed: int) -> dict[str, Any]:
         "prob_sq_sums": np.abs(normal()),
         "raw_advantages": normal(),
         "advantages": normal(),
-        "is_forced": np.zeros(rows, bool),
     }
     values = normal()
     present = np.ones(rows, dtype=bool)
@@ -103,9 +103,9 @@ def write_run(run_dir: Path, rows: int, seed: int = 0) -> None:
             size = min(ITERATION_ROWS, rows - iteration * ITERATION_ROWS)
             tables = {
                 table.name: arrow.to_arrow(table, {column.name: [] for column in table.columns})
-                for table in schema.TABLES
+                for table in (schema.at_level(table, "lean") for table in schema.TABLES)
             }
-            tables["tokens"] = arrow.to_arrow(schema.TOKENS, token_columns(iteration, size, seed))
+            tables["tokens"] = arrow.to_arrow(TOKENS, token_columns(iteration, size, seed))
             current = writer.append_iteration(run_dir, current, iteration, tables)
     writer.finish(run_dir, current, {})
 

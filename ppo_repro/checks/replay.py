@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.numerics.logprobs import expand_kept, token_statistics
+from ppo_repro.numerics.logprobs import expand_kept, token_statistics, top_logits
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.torch_engine import Cache, Drawn, TorchEngine, _Active
@@ -49,7 +49,8 @@ class Replay(TorchEngine):
         eligible = expand_kept(kept_tokens, logits.shape[-1])
         logprobs, _ = token_statistics(logits, tokens, sampling.temperature, eligible, self.mode)
         mass = torch.stack([c.log_kept_mass[position] for c, position in next_tokens])
-        drawn = Drawn(logprobs.numpy(), mass.numpy(), kept_tokens.numpy())
+        ids, logits = top_logits(logits, sampling.temperature, sampling.top_logits)
+        drawn = Drawn(logprobs.numpy(), mass.numpy(), kept_tokens.numpy(), ids.numpy(), logits.numpy())
         for row, (item, token) in enumerate(zip(turn, tokens.tolist(), strict=True)):
             item.tokens.append(token)
             item.samples.append((drawn, row))

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from ppo_repro.config.files import read_tree, validated
+from ppo_repro.config.records import RecordsConfig
 from ppo_repro.config.section import Count, Experiment, Fraction, Index, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -99,6 +100,7 @@ class ControlConfig(Experiment):
     evaluation: ControlEvaluationConfig = ControlEvaluationConfig()
     numerics: ControlNumericsConfig = ControlNumericsConfig()
     layout: ControlLayoutConfig = ControlLayoutConfig()
+    records: RecordsConfig = RecordsConfig()
 
     @property
     def steps_per_iteration(self) -> int:

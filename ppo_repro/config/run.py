@@ -19,6 +19,7 @@ from ppo_repro.config.algorithm import (
     ValueConfig,
 )
 from ppo_repro.config.engine import BuiltInEngine, SGLangServers
+from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import Count, Experiment, Fraction, Index, Positive, Section, with_usual
 
@@ -199,6 +200,7 @@ class RunConfig(Experiment):
     numerics: RunNumericsConfig
     layout: LayoutConfig = LayoutConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
+    records: RunRecordsConfig = RunRecordsConfig()
 
     @property
     def sequences_per_iteration(self) -> int:

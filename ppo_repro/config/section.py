@@ -25,7 +25,7 @@ class Section(BaseModel):
 
 
 class Experiment(Section):
-    """A whole configuration: what it is called, its seed, and a digest of all its fields."""
+    """A whole configuration: what it is called, its seed, and a digest of all its fields but `records`."""
 
     experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
         description="Name of the experiment; the folder its results share."
@@ -33,7 +33,7 @@ class Experiment(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
 
     def canonical_json(self) -> str:
-        """Sorted, compact JSON: equal configurations give equal text."""
+        """Sorted, compact JSON without `records`: configurations of the same run give equal text."""
         return canonical_json(self.model_dump(mode="json"))
 
     def digest(self) -> str:
@@ -42,7 +42,9 @@ class Experiment(Section):
 
 
 def canonical_json(tree: Any) -> str:
-    """Sorted, compact JSON of a parsed configuration; what JSON does not know becomes text."""
+    """Sorted, compact JSON of a parsed configuration without `records`; what JSON does not know becomes text."""
+    if isinstance(tree, dict):
+        tree = {name: value for name, value in tree.items() if name != "records"}
     return json.dumps(tree, sort_keys=True, separators=(",", ":"), default=str)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ppo_repro.buffers import TensorGradient
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -64,12 +66,18 @@ class MinibatchUpdate:
     new_values: Tensor  # [M] float32
     value_clipped: Tensor  # [M] bool, the clipped branch decided the value loss
     new_entropies: Tensor  # [M] float32
-    policy_loss: float  # surrogate minus the entropy bonus
+    policy_losses: Tensor  # [M] float32, surrogate minus the entropy bonus
+    surrogates: Tensor  # [M] float32
+    value_losses: Tensor  # [M] float32, before value_coef
+    policy_loss: float  # mean of policy_losses
+    surrogate_loss: float  # mean of surrogates
+    entropy_loss: float  # minus entropy_coef times the mean entropy
     value_loss: float
     approx_kl: float  # KL(anchor || new), k3, mean
     learning_rate: float
     clip_range: float
     joint_grad_norm: float  # over both networks, before clipping
     gradient_redos: int
+    gradients: tuple[TensorGradient, ...]  # of every trained tensor; empty below level deep
     policy_digest: str  # weights after the step
     value_digest: str

@@ -53,7 +53,7 @@ class ControlExecution:
         return {}
 
     def tables(self, item: ControlIteration) -> dict[str, pa.Table]:
-        return iteration_tables(item)
+        return iteration_tables(item, self.config.records.level)
 
     def progress(self, item: ControlIteration) -> str:
         return f"return {self._last_mean():.2f}  KL {item.updates[-1].approx_kl:.4f}"
@@ -96,7 +96,7 @@ class ControlKind:
     watcher: Watcher
     ranks: ClassVar[Ranks] = ALONE
     name: ClassVar[Kind] = CONTROL
-    changeable: ClassVar[Sequence[str]] = ("layout",)
+    changeable: ClassVar[Sequence[str]] = ("layout", "records")
 
     def load_config(self, path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
         return load_control_config(path, overrides)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from ppo_repro.config.records import Level
 from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
@@ -18,12 +19,15 @@ from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import flag_names, removes_gradient
 from ppo_repro.records import control_schema
 from ppo_repro.records.arrow import to_arrow
+from ppo_repro.records.schema import at_level
+from ppo_repro.runs.level_columns import gradient_columns
 from ppo_repro.runs.tables import unequal_bits
 
 Columns = dict[str, Any]
+FULL_STEPS = ("surrogate_loss", "entropy_loss")
 
 
-def iteration_tables(item: ControlIteration) -> dict[str, pa.Table]:
+def iteration_tables(item: ControlIteration, level: Level) -> dict[str, pa.Table]:
     """All five tables of one iteration."""
     columns = {
         "sequences": _sequences(item),
@@ -32,7 +36,12 @@ def iteration_tables(item: ControlIteration) -> dict[str, pa.Table]:
         "steps": _steps(item),
         "iterations": _iteration(item),
     }
-    return {table.name: to_arrow(table, columns[table.name]) for table in control_schema.TABLES}
+    if level != "lean":
+        columns["updates"] |= _full_updates(item)
+        columns["steps"] |= {name: [getattr(u, name) for u in item.updates] for name in FULL_STEPS}
+    if level == "deep":
+        columns["steps"] |= gradient_columns("", [u.gradients for u in item.updates])
+    return {table.name: to_arrow(at_level(table, level), columns[table.name]) for table in control_schema.TABLES}
 
 
 def finished_returns(item: ControlIteration) -> list[float]:
@@ -115,6 +124,11 @@ def _updates(item: ControlIteration) -> Columns:
         "value_clipped": cat(lambda u: u.value_clipped),
         "new_entropies": cat(lambda u: u.new_entropies),
     }
+
+
+def _full_updates(item: ControlIteration) -> Columns:
+    names = ("policy_losses", "surrogates", "value_losses")
+    return {name: torch.cat([getattr(u, name) for u in item.updates]).numpy() for name in names}
 
 
 def _steps(item: ControlIteration) -> Columns:

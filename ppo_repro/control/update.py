@@ -73,6 +73,7 @@ class _Evaluated:
     ratios: Tensor
     new_entropies: Tensor
     new_values: Tensor
+    surrogates: Tensor
 
 
 def update(
@@ -120,10 +121,10 @@ def _optimizer_step(
             # autograd never reduces: each step begins with its share of the mean as its gradient
             share = torch.full_like(values, 1.0 / total)
             torch.autograd.backward([policy_loss, value_loss], [share, share * ppo.value_coef])
-            columns = (policy_loss, value_loss, logprobs, ratios, entropies, values)
+            columns = (policy_loss, value_loss, logprobs, ratios, entropies, values, surrogate)
             micro_batches.append(tuple(column.detach() for column in columns))
 
-    report = state.optimizer.step(backward, total)
+    report = state.optimizer.step(backward, total, by_tensor=config.records.level == "deep")
     return report, _Evaluated(*(torch.cat(column) for column in zip(*micro_batches, strict=True)))
 
 
@@ -160,13 +161,19 @@ def _record(
         new_values=evaluated.new_values,
         value_clipped=value_clipped,
         new_entropies=evaluated.new_entropies,
+        policy_losses=evaluated.policy_losses,
+        surrogates=evaluated.surrogates,
+        value_losses=evaluated.value_losses,
         policy_loss=exact_mean(evaluated.policy_losses),
+        surrogate_loss=exact_mean(evaluated.surrogates),
+        entropy_loss=0.0 - ppo.entropy_coef * exact_mean(evaluated.new_entropies),
         value_loss=exact_mean(evaluated.value_losses),
         approx_kl=exact_mean(kl.k3(batch.anchor_logprobs - evaluated.new_logprobs)),
         learning_rate=current.learning_rate,
         clip_range=current.clip_range,
         joint_grad_norm=report.grad_norm,
         gradient_redos=report.redos,
+        gradients=report.gradients,
         policy_digest=weights_digest(state.agent.policy_parameters()),
         value_digest=weights_digest(state.agent.value_parameters()),
     )

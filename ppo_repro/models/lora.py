@@ -30,7 +30,13 @@ from ppo_repro.numerics.optim.adamw import (
     copy_named,
     exact_norm,
 )
-from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, collect, collect_native
+from ppo_repro.numerics.optim.optimizer import (
+    Optimizer,
+    StepReport,
+    collect,
+    collect_native,
+    tensor_gradients,
+)
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.seeding import words
 
@@ -203,13 +209,16 @@ class ExactLoraOptimizer:
         attach(model, self.accumulator)
         self.adamw = ExactAdamW(lora.factors())
 
-    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+    def step(
+        self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
+    ) -> StepReport:
         merged, redos = collect(self.accumulator, backward, tokens, ranks)
         gradients = self.lora.factor_gradients(merged.__getitem__)
         norm = exact_norm(gradients.values())
+        measured = tensor_gradients(gradients) if by_tensor else ()
         self.adamw.apply(self.settings, gradients, norm)
         self.lora.merge()
-        return StepReport(norm, redos)
+        return StepReport(norm, redos, measured)
 
     def state(self) -> OptimizerState:
         return replace(self.adamw.state(self.accumulator.grids), factors=self.lora.factors())
@@ -230,15 +239,19 @@ class NativeLoraOptimizer:
         self.settings, self.lora = settings, lora
         self.adamw = NativeAdamW(lora.factors(), settings)
 
-    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+    def step(
+        self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
+    ) -> StepReport:
         weights = {name: layer.weight for name, layer in self.lora.layers.items()}
         collect_native(list(weights.values()), backward, ranks)
         merged = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
-        for name, gradient in self.lora.factor_gradients(merged.__getitem__).items():
+        gradients = self.lora.factor_gradients(merged.__getitem__)
+        measured = tensor_gradients(gradients) if by_tensor else ()
+        for name, gradient in gradients.items():
             self.adamw.parameters[name].grad = gradient
         norm = self.adamw.apply(self.settings)
         self.lora.merge()
-        return StepReport(norm, 0)
+        return StepReport(norm, 0, measured)
 
     def state(self) -> OptimizerState:
         return replace(self.adamw.state(), factors=self.lora.factors())

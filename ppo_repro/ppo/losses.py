@@ -93,14 +93,14 @@ def unclipped_surrogate(ratios: Tensor, advantages: Tensor) -> Tensor:
     return -(ratios * advantages)
 
 
-def penalised_surrogate(ratios: Tensor, log_ratios: Tensor, advantages: Tensor, penalty_coef: float) -> Tensor:
-    """-r A + beta (r - 1 - log r) per token, [n] float32. Schulman et al., 2017, equation 8.
+def anchor_penalty(log_ratios: Tensor, penalty_coef: float) -> Tensor:
+    """beta (r - 1 - log r) per token, [n] float32: what PPO-Penalty adds to -r A. Schulman et al., 2017, equation 8.
 
     The penalty (k3) is an unbiased estimate of KL(anchor || new) from tokens drawn from the anchor. Its gradient
     in log pi_new, beta (r - 1), is in expectation that of the divergence, and zero before the first step.
     """
-    assert ratios.shape == log_ratios.shape == advantages.shape == (ratios.numel(),)
-    return unclipped_surrogate(ratios, advantages) + k3_loss(-log_ratios) * penalty_coef
+    assert log_ratios.shape == (log_ratios.numel(),)
+    return k3_loss(-log_ratios) * penalty_coef
 
 
 def policy_gradient(new_logprobs: Tensor, advantages: Tensor) -> Tensor:

@@ -32,6 +32,21 @@ class WithNulls:
     present: npt.NDArray[np.bool_]
 
 
+@dataclass(frozen=True)
+class Lists:
+    """A list column in two arrays: the elements of all lists one after the other, and the length of each list."""
+
+    elements: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class AllNull:
+    """A nullable column without a value."""
+
+    rows: int
+
+
 def arrow_schema(table: schema.Table) -> pa.Schema:
     """The Arrow schema of a table, units and descriptions in the field metadata."""
     fields = [
@@ -52,7 +67,9 @@ def arrow_schema(table: schema.Table) -> pa.Schema:
     return pa.schema(fields, metadata=about)
 
 
-def to_arrow(table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | WithNulls]) -> pa.Table:
+def to_arrow(
+    table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | WithNulls | Lists | AllNull]
+) -> pa.Table:
     """Build the table from a copy of exactly its columns; raises ValueError naming table and column."""
     names = [column.name for column in table.columns]
     for name in [*names, *columns]:
@@ -91,6 +108,10 @@ def to_parquet(table: schema.Table, data: pa.Table) -> memoryview:
 
 
 def _to_array(column: schema.Column, values: Any) -> pa.Array | pa.ChunkedArray:
+    if isinstance(values, AllNull):
+        if not column.nullable:
+            raise ValueError("is not nullable")
+        return pa.nulls(values.rows, digests.ARROW_TYPES[column.kind])
     if column.kind in _SCALARS:
         if isinstance(values, WithNulls):
             return _with_nulls(column, values)
@@ -100,9 +121,7 @@ def _to_array(column: schema.Column, values: Any) -> pa.Array | pa.ChunkedArray:
     if column.kind == "string":
         _require_items(values, (str, NoneType) if column.nullable else (str,), column)
         return pa.array(values, pa.string())
-    if column.nullable:
-        raise ValueError(f"a nullable {column.kind} cannot be recorded")
-    return _from_lists(column, values)
+    return _from_two_arrays(column, values) if isinstance(values, Lists) else _from_lists(column, values)
 
 
 def _from_numpy(column: schema.Column, values: npt.NDArray[Any]) -> pa.Array:
@@ -137,20 +156,43 @@ def _from_scalars(column: schema.Column, values: Any) -> pa.Array:
 
 
 def _from_lists(column: schema.Column, values: Any) -> pa.Array:
-    _require_items(values, (np.ndarray, list, tuple), column)
+    allowed = (np.ndarray, list, tuple)
+    _require_items(values, (*allowed, NoneType) if column.nullable else allowed, column)
     element = digests.ELEMENTS[column.kind]
     rows = []
     for value in values:
+        if value is None:
+            value = np.empty(0, dtype=element)
         if not isinstance(value, np.ndarray):
             _require_items(value, _SCALARS[element], column)
             value = np.array(value, dtype=element)
         if type(value) is not np.ndarray or value.dtype != element or value.ndim != 1:
             raise ValueError(f"holds {value.dtype} of shape {value.shape} where {element} lists belong")
         rows.append(value)
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
     flat = np.concatenate([np.empty(0, dtype=element), *rows])
-    return pa.LargeListArray.from_arrays(offsets, flat).cast(digests.ARROW_TYPES[column.kind])
+    is_null = np.array([value is None for value in values], dtype=bool)
+    return _list_array(column, flat, np.array([len(row) for row in rows], dtype=np.int64), is_null)
+
+
+def _from_two_arrays(column: schema.Column, values: Lists) -> pa.Array:
+    if values.elements.dtype != digests.ELEMENTS[column.kind] or values.elements.shape != (values.lengths.sum(),):
+        raise ValueError(
+            f"holds {values.elements.dtype} of shape {values.elements.shape} in lists of {values.lengths.sum()} "
+            f"{digests.ELEMENTS[column.kind]} elements"
+        )
+    # Arrow would share the memory, and later writes to the array would change the record
+    return _list_array(column, values.elements.copy(), values.lengths, np.zeros(len(values.lengths), dtype=bool))
+
+
+def _list_array(
+    column: schema.Column,
+    elements: npt.NDArray[Any],
+    lengths: npt.NDArray[np.int64],
+    is_null: npt.NDArray[np.bool_],
+) -> pa.Array:
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    mask = pa.array(is_null) if column.nullable else None
+    return pa.LargeListArray.from_arrays(offsets, elements, mask=mask).cast(digests.ARROW_TYPES[column.kind])
 
 
 def _require_items(values: Any, allowed: tuple[type, ...], column: schema.Column) -> None:

@@ -18,7 +18,8 @@ from ppo_repro.records.manifest import Head
 def check_config(run_dir: Path, recorded: Head) -> None:
     """Raise UserError unless config.yaml says what it said when the run was started.
 
-    The text is compared, not the loaded configuration: fields added later are in no old digest.
+    The text is compared, not the loaded configuration: fields added later are in no old digest. `records` is in no
+    digest: it decides how much is written down, of the same results.
     """
     path = run_dir / "config.yaml"
     if tree_digest(read_tree(path)) != recorded.config_digest:

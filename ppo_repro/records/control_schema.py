@@ -5,7 +5,7 @@ A sequence is a fragment: the part of one episode that lies in one iteration. A 
 
 from __future__ import annotations
 
-from ppo_repro.records.schema import EPOCH, ITERATION, MINIBATCH, Column, Table
+from ppo_repro.records.schema import EPOCH, ITERATION, MINIBATCH, Column, Table, deep, full
 
 _SEQUENCE = Column("sequence", "int32", "index", "Fragment within the iteration, from 0, by environment and time.")
 _POSITION = Column("position", "int32", "index", "Step within the fragment, from 0.")
@@ -68,6 +68,9 @@ UPDATES = Table(
         Column("new_values", "float32", "reward", "Critic before this optimizer step."),
         Column("value_clipped", "bool", "", "The clipped branch decided the value loss."),
         Column("new_entropies", "float32", "nats", "Entropy of the policy before this optimizer step."),
+        full("policy_losses", "float32", "", "Policy loss of the step: surrogates minus entropy_coef times new_entropies."),
+        full("surrogates", "float32", "", "The clipped surrogate."),
+        full("value_losses", "float32", "", "Value loss of the step, before value_coef."),
     ),
 )
 
@@ -92,6 +95,12 @@ STEPS = Table(
         Column("gradient_redos", "int32", "count", "Backward passes repeated because a gradient left its grid (exact numerics)."),
         Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
         Column("value_digest", "string", "", "Digest of the critic weights after the step."),
+        full("surrogate_loss", "float64", "", "Mean of surrogates."),
+        full("entropy_loss", "float64", "", "Minus entropy_coef times the mean of new_entropies."),
+        deep("tensors", "string", "", "Names of the trained tensors of both networks, separated by spaces."),
+        deep("tensor_grad_norms", "list<float64>", "", "Gradient norm of each of them before clipping."),
+        deep("tensor_grad_max_abs", "list<float64>", "", "Largest magnitude in its gradient."),
+        deep("tensor_grad_zeros", "list<float64>", "", "Share of its gradient's elements that are zero."),
     ),
 )
 

@@ -51,12 +51,12 @@ def read_recorded(run_dir: Path, recorded: Manifest, table: schema.Table, iterat
 
 def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) -> pa.Table:
     """One file of any table; `verify` compares it with its entry. UserError where it is missing or damaged."""
-    data = _to_plain(path, table.columns, _load_parquet(path, verify))
-    if not verify:
-        return data
-    if data.num_rows != entry.rows or digests.table_digest(table, data) != entry.digest:
+    loaded = _load_parquet(path, verify)
+    written = schema.with_retired(table, loaded.column_names)
+    data = _to_plain(path, written.columns, loaded)
+    if verify and (data.num_rows != entry.rows or digests.table_digest(written, data) != entry.digest):
         raise UserError(f"{path}: {_DAMAGED}")
-    return data
+    return data.select([column.name for column in table.columns])
 
 
 def to_frame(columns: Sequence[schema.Column], tables: Sequence[pa.Table]) -> pd.DataFrame:
@@ -167,7 +167,7 @@ def _pages(
         layout = file.schema_arrow.empty_table()
     except _READ_ERRORS as error:
         raise _unreadable(path, error) from error
-    _to_plain(path, table.columns, layout)
+    _to_plain(path, schema.with_retired(table, layout.column_names).columns, layout)
     names = [column.name for column in columns if column.name in layout.column_names]
     with file:
         remaining = recorded.iterations[iteration].tables[table.name].rows
@@ -254,13 +254,14 @@ def _unreadable(path: Path, error: BaseException) -> UserError:
 
 
 def _to_plain(path: Path, columns: Sequence[schema.Column], data: pa.Table) -> pa.Table:
-    names = [column.name for column in columns]
-    for column in (c for c in columns if c.may_be_missing and c.name not in data.column_names):
-        data = data.append_column(column.name, pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind]))
-    if data.column_names != names:
+    there = set(data.column_names)
+    if data.column_names != [column.name for column in columns if column.name in there or not column.may_be_missing]:
         raise UserError(f"{path}: has columns {', '.join(data.column_names)}; {_DAMAGED}")
     arrays = []
     for column in columns:
+        if column.name not in there:
+            arrays.append(pa.chunked_array([pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])]))
+            continue
         try:
             array = digests.plain(column.kind, data.column(column.name))
         except ValueError as error:
@@ -268,4 +269,4 @@ def _to_plain(path: Path, columns: Sequence[schema.Column], data: pa.Table) -> p
         if array.null_count and not column.nullable:
             raise UserError(f"{path}: column {column.name} holds null; {_DAMAGED}")
         arrays.append(array)
-    return pa.Table.from_arrays(arrays, names=names)
+    return pa.Table.from_arrays(arrays, names=[column.name for column in columns])

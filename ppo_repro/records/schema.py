@@ -1,18 +1,26 @@
 """The five tables: their columns, types, units and meaning. Ragged: one row per real token.
 
-Standard library only; the writer turns this into Arrow schemas, the reader into pandas dtypes.
+No Arrow and no pandas here: the writer turns this into Arrow schemas, the reader into pandas dtypes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ppo_repro.config.records import Level
 
 SCHEMA_VERSION = 2
+
+LEVELS: tuple[Level, ...] = ("lean", "full", "deep")  # each has the columns of those before it
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: int32, int64, float32, float64, bool, string or a list<> of int32, float32 or float64."""
+    """One column: int32, int64, float32, float64, bool, string or a list<> of int32, float32 or float64.
+
+    A column above level `lean` is outside the fingerprint, which therefore is the same at every level.
+    """
 
     name: str
     kind: str
@@ -20,11 +28,28 @@ class Column:
     description: str
     nullable: bool = False
     in_fingerprint: bool = True
+    level: Level = "lean"  # the lowest that records it
+    also_compared: bool = False  # a result though outside the fingerprint: compared where both runs have it
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether files of an earlier version may lack it: it is no result, and null stands for a missing value."""
+        """Whether files may lack it, of a lower level or an earlier version; null then stands for its values."""
         return self.nullable and not self.in_fingerprint
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether `diff` and `rerun` compare it."""
+        return self.in_fingerprint or self.also_compared
+
+
+def full(name: str, kind: str, unit: str, description: str) -> Column:
+    """A result that `full` and `deep` record."""
+    return Column(name, kind, unit, description, nullable=True, in_fingerprint=False, level="full", also_compared=True)
+
+
+def deep(name: str, kind: str, unit: str, description: str) -> Column:
+    """A result that only `deep` records."""
+    return replace(full(name, kind, unit, description), level="deep")
 
 
 @dataclass(frozen=True)
@@ -35,6 +60,24 @@ class Table:
     grain: str
     key: tuple[str, ...]
     columns: tuple[Column, ...]
+    retired: tuple[Column, ...] = ()  # last columns in the files of earlier versions, and in their digests
+
+
+def at_level(table: Table, level: Level) -> Table:
+    """The table with the columns that are recorded at a level."""
+    included = LEVELS[: LEVELS.index(level) + 1]
+    return replace(table, columns=tuple(column for column in table.columns if column.level in included))
+
+
+def level_of(table: Table, names: Collection[str]) -> Level:
+    """The level at which data with the columns `names` was built; the lowest, where a table is alike at several."""
+    highest = max((LEVELS.index(column.level) for column in table.columns if column.name in names), default=0)
+    return LEVELS[highest]
+
+
+def with_retired(table: Table, names: Collection[str]) -> Table:
+    """The table with those of its retired columns that are among the `names` of a file's columns."""
+    return replace(table, columns=(*table.columns, *(column for column in table.retired if column.name in names)))
 
 
 ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
@@ -66,6 +109,9 @@ SEQUENCES = Table(
         Column("is_correct", "bool", "", "Response equals the answer and ended by itself."),
         Column("kl_penalty_sum", "float64", "reward", "Sum of kl_penalties over the response."),
         Column("reward_sum", "float64", "", "Sum of rewards over the response."),
+        full("final_values", "float32", "reward", "Value after the last token of a response that is bootstrapped, else 0; null without a value model."),
+        Column("server", "string", "", "SGLang server that sampled the response; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),
+        Column("latency", "float64", "s", "From the server's receipt of the request to its last token; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),
     ),
 )
 
@@ -97,8 +143,20 @@ TOKENS = Table(
         Column("raw_advantages", "float32", "reward", "Generalized advantage estimate, or the group-relative score."),
         Column("advantages", "float32", "", "Advantage used in the loss."),
         Column("returns", "float32", "reward", "Value target, raw_advantages + values; null without a value model.", nullable=True),
-        Column("is_forced", "bool", "", "Put there by the engine instead of sampled."),
+        full("kept_tokens", "list<int32>", "token id", "Tokens that top-k/top-p keep, by id, over which every log-prob of this token is normalised; null without them."),
+        full("reverse_ref_kl", "float32", "nats", "KL(reference || policy) over the whole distribution; null unless the reward charges it."),
+        full("placed_scores", "float64", "reward", "The score where its placement puts it, before shaping."),
+        full("potentials", "float64", "reward", "Shaping potential of the state before the token; null without shaping."),
+        full("shaping_rewards", "float64", "reward", "gamma times the next potential minus this one; null without shaping."),
+        full("raw_rewards", "float32", "reward", "placed_scores plus shaping_rewards minus kl_penalties, before whitening."),
+        deep("rollout_top_ids", "list<int32>", "token id", "The likeliest tokens under the sampler, by falling logit, then by rising id; null where an SGLang server sampled, which returns no logits."),
+        deep("rollout_top_logits", "list<float32>", "nats", "Their logits over the temperature, before top-k and top-p; null likewise."),
+        deep("policy_top_ids", "list<int32>", "token id", "The same under the policy in the training forward before any update."),
+        deep("policy_top_logits", "list<float32>", "nats", "Their logits over the temperature."),
+        deep("ref_top_ids", "list<int32>", "token id", "The same under the frozen reference."),
+        deep("ref_top_logits", "list<float32>", "nats", "Their logits over the temperature."),
     ),
+    retired=(Column("is_forced", "bool", "", "Put there by the engine instead of sampled; always false."),),
 )
 
 UPDATES = Table(
@@ -117,6 +175,13 @@ UPDATES = Table(
         Column("new_values", "float32", "reward", "Value model before this step; null where it takes none.", nullable=True),
         Column("value_clipped", "bool", "", "The clipped branch decided the value loss."),
         Column("new_entropies", "float32", "nats", "Entropy of the policy before this step; null where it takes none.", nullable=True),
+        full("loss_weights", "float32", "", "Weight of the token's losses in those of the step, by the aggregation."),
+        full("importance_weights", "float32", "", "Factor on surrogates and penalty_terms, from old_logprobs - rollout_logprobs; null unless configured."),
+        full("policy_losses", "float32", "", "Policy loss of the token, all terms: surrogates plus penalty_terms, times importance_weights, minus entropy_coef times new_entropies, plus kl_terms; null where the policy takes no step."),
+        full("surrogates", "float32", "", "The objective's term in ratio and advantage; null likewise."),
+        full("penalty_terms", "float32", "", "penalty_coef times KL(anchor || new), k3; null for other objectives than PPO-Penalty."),
+        full("kl_terms", "float32", "", "kl_coef times the KL estimate to the reference; null unless the loss has it."),
+        full("value_losses", "float32", "", "Value loss of the token, before value_coef; null where the value model takes no step."),
     ),
 )
 
@@ -143,6 +208,18 @@ STEPS = Table(
         Column("value_gradient_redos", "int32", "count", "The same of the value model."),
         Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
         Column("value_digest", "string", "", "Digest of the value weights, or of the value head, after the step; null without one.", nullable=True),
+        full("surrogate_loss", "float64", "", "Sum of surrogates, times importance_weights, with their loss_weights; null without a step."),
+        full("penalty_loss", "float64", "", "The same of penalty_terms; null for other objectives than PPO-Penalty."),
+        full("entropy_loss", "float64", "", "Minus entropy_coef times new_entropies, aggregated likewise; null without a step."),
+        full("kl_loss", "float64", "", "The same of kl_terms; null unless the loss has them."),
+        deep("policy_tensors", "string", "", "Names of the policy's trained tensors, and of a value head's on its trunk, separated by spaces; null without a step."),
+        deep("policy_tensor_grad_norms", "list<float64>", "", "Gradient norm of each of these tensors before clipping."),
+        deep("policy_tensor_grad_max_abs", "list<float64>", "", "Largest magnitude in its gradient."),
+        deep("policy_tensor_grad_zeros", "list<float64>", "", "Share of its gradient's elements that are zero."),
+        deep("value_tensors", "string", "", "Names of the trained tensors of a value model of its own, separated by spaces; null without a step of it."),
+        deep("value_tensor_grad_norms", "list<float64>", "", "As for the policy."),
+        deep("value_tensor_grad_max_abs", "list<float64>", "", "As for the policy."),
+        deep("value_tensor_grad_zeros", "list<float64>", "", "As for the policy."),
     ),
 )
 

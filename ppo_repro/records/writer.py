@@ -99,10 +99,9 @@ def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mappi
     beside = {name: data for name, data in tables.items() if name in side_names}
     if tables.keys() - beside.keys() != {table.name for table in expected}:
         raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in expected)}")
-    for table in expected:
-        _check_table(table, tables[table.name], iteration)
+    built = [_as_built(table, tables[table.name], iteration) for table in expected]
     entries = {}
-    for table in expected:
+    for table in built:
         data = tables[table.name]
         entries[table.name] = TableEntry(rows=data.num_rows, digest=digests.table_digest(table, data))
         durable.atomic_write(manifest.table_path(run_dir, table.name, iteration), arrow.to_parquet(table, data))
@@ -122,7 +121,7 @@ def _write_side_tables(
         if name not in by_name:
             raise ValueError(f"has table {name}, expected only {', '.join(by_name)}")
         table = by_name[name]
-        _check_table(table, data, iteration)
+        _as_built(table, data, iteration)
         path = manifest.side_path(run_dir, name, iteration)
         try:
             path.parent.mkdir(exist_ok=True)
@@ -222,11 +221,14 @@ def _save(run_dir: Path, current: Head, changes: dict[str, Any]) -> Head:
     return changed
 
 
-def _check_table(table: schema.Table, data: pa.Table, iteration: int | None) -> None:
-    if data.schema != arrow.arrow_schema(table):
+def _as_built(table: schema.Table, data: pa.Table, iteration: int | None) -> schema.Table:
+    """The table at the level of its data; ValueError where the data does not belong here."""
+    built = schema.at_level(table, schema.level_of(table, data.column_names))
+    if data.schema != arrow.arrow_schema(built):
         raise ValueError(f"table {table.name}: has another schema; build it with to_arrow")
     if iteration is None:
-        return
+        return built
     strangers = np.flatnonzero(data.column("iteration").to_numpy() != iteration)
     if strangers.size:
         raise ValueError(f"table {table.name}: row {strangers[0]} is not of iteration {iteration}")
+    return built

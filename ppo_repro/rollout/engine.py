@@ -21,6 +21,7 @@ class Sampling:
     max_response_tokens: int
     greedy: bool = False  # take the likeliest token; its log-prob still follows from the other fields
     mismatch_sigma: float = 0.0  # standard deviation of noise added to logits / temperature
+    top_logits: int = 0  # how many of the largest logits the built-in engine returns; changes no token
 
     @property
     def cuts(self) -> bool:
@@ -43,7 +44,11 @@ class Completion:
     logprobs: Tensor  # [T] float32
     log_kept_mass: Tensor  # [T] float32
     kept_tokens: Tensor  # [T, ceil(V/8)] uint8, or [T, 0]
+    top_ids: Tensor  # [T, K] int32
+    top_logits: Tensor  # [T, K] float32
     finish_reason: str  # "stop" or "length"
+    server: str | None
+    latency: float | None
 
 
 class Engine(Protocol):

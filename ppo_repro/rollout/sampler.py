@@ -16,7 +16,7 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.distribution import distribution, require_finite
 from ppo_repro.numerics.arithmetic.elementwise import cos_sin, log, sqrt
 from ppo_repro.numerics.kernels import gumbel as noise
-from ppo_repro.numerics.logprobs import pack_bits, token_statistics
+from ppo_repro.numerics.logprobs import pack_bits, token_statistics, top_logits
 from ppo_repro.rollout.engine import Sampling
 
 _MASK = 0xFFFFFFFF
@@ -33,6 +33,8 @@ class Sample:
     logprobs: Tensor  # [n] float32, under the distribution sampled from
     log_kept_mass: Tensor  # [n] float32
     kept_tokens: Tensor  # [n, ceil(V/8)] uint8 or [n, 0]
+    top_ids: Tensor  # [n, K] int32
+    top_logits: Tensor  # [n, K] float32
 
 
 def _rotate(x: Tensor, bits: int) -> Tensor:
@@ -125,10 +127,11 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     """
     if sampling.mismatch_sigma:
         logits = disturbed(logits, seeds, positions, sampling.temperature, sampling.mismatch_sigma)
+    top = top_logits(logits, sampling.temperature, sampling.top_logits)
     fused = backend.has_kernels(logits) and not sampling.greedy
     if fused and mode == "exact" and not sampling.cuts:
         tokens, logprobs = _sample_fused(logits, seeds, positions, sampling.temperature, None)
-        return Sample(tokens, logprobs, torch.zeros(len(logits)), torch.empty(len(logits), 0, dtype=torch.uint8))
+        return Sample(tokens, logprobs, torch.zeros(len(logits)), torch.empty(len(logits), 0, dtype=torch.uint8), *top)
     require_finite(logits)
     scaled = logits / sampling.temperature
     kept, log_kept_mass = None, torch.zeros(len(logits))
@@ -143,7 +146,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     else:
         tokens = _sample_eager(scaled, seeds, positions, kept)
     logprobs, _ = token_statistics(logits, tokens, sampling.temperature, kept and kept[0], mode)
-    return Sample(tokens, logprobs, log_kept_mass, packed)
+    return Sample(tokens, logprobs, log_kept_mass, packed, *top)
 
 
 def _sample_eager(scaled: Tensor, seeds: Tensor, positions: Tensor, kept: tuple[Tensor, Tensor] | None) -> Tensor:

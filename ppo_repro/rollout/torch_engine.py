@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ class Drawn:
     logprobs: np.ndarray
     log_kept_mass: np.ndarray
     kept_tokens: np.ndarray
+    top_ids: np.ndarray
+    top_logits: np.ndarray
 
 
 @dataclass
@@ -165,7 +167,8 @@ class TorchEngine:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
         samples = sample(logits, seeds, positions, sampling, self.mode)
-        drawn = Drawn(*(x.numpy() for x in (samples.logprobs, samples.log_kept_mass, samples.kept_tokens)))
+        names = (field.name for field in fields(Drawn))
+        drawn = Drawn(*(getattr(samples, name).numpy() for name in names))
         for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
             item.tokens.append(token)
             item.samples.append((drawn, row))
@@ -181,6 +184,17 @@ def _completion(item: _Active, reason: str) -> Completion:
         response_ids=tuple(item.tokens),
         logprobs=torch.from_numpy(np.array([drawn.logprobs[row] for drawn, row in item.samples])),
         log_kept_mass=torch.from_numpy(np.array([drawn.log_kept_mass[row] for drawn, row in item.samples])),
-        kept_tokens=torch.from_numpy(np.array([drawn.kept_tokens[row] for drawn, row in item.samples])),
+        kept_tokens=_stacked([drawn.kept_tokens for drawn, _ in item.samples], item),
+        top_ids=_stacked([drawn.top_ids for drawn, _ in item.samples], item),
+        top_logits=_stacked([drawn.top_logits for drawn, _ in item.samples], item),
         finish_reason=reason,
+        server=None,
+        latency=None,
     )
+
+
+def _stacked(columns: list[np.ndarray], item: _Active) -> Tensor:
+    """The item's rows of arrays [n, W], one array for each token: [T, W]."""
+    if columns[0].shape[1] == 0:  # as usual; the rows need not be gathered
+        return torch.from_numpy(np.empty((len(columns), 0), columns[0].dtype))
+    return torch.from_numpy(np.array([column[row] for column, (_, row) in zip(columns, item.samples, strict=True)]))

@@ -132,11 +132,14 @@ def first_side_difference(
 
 
 def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table, iteration: int) -> Difference | None:
-    """The lowest row of the first column whose bits differ; raises ValueError on values of another type."""
+    """The lowest row of the first column whose bits differ, of the columns that both sides have.
+
+    Raises ValueError on values of another type.
+    """
     if left.num_rows != right.num_rows:
         return _count_difference(table.name, iteration, ROWS, (left.num_rows, right.num_rows))
     for column in table.columns:
-        if not column.in_fingerprint:
+        if not column.is_compared or not (_has(left, column) and _has(right, column)):
             continue
         left_column = digests.plain(column.kind, left.column(column.name))
         right_column = digests.plain(column.kind, right.column(column.name))
@@ -158,6 +161,13 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
             rows=left.num_rows,
         )
     return None
+
+
+def _has(data: pa.Table, column: schema.Column) -> bool:
+    """Whether a run recorded a column. What lies outside the fingerprint may be missing, or null in every row."""
+    if column.in_fingerprint:
+        return True
+    return column.name in data.column_names and data.column(column.name).null_count < data.num_rows
 
 
 def _count_difference(table: str, iteration: int, column: str, counts: tuple[int, int]) -> Difference:

@@ -58,13 +58,21 @@ class LanguageExecution:
     def iterations(self) -> Iterator[Iteration]:
         return ppo_iterations(self.config, self.prepared.task, self.prepared.state, self.engine, self.ranks)
 
+    @property
+    def _records_side_tables(self) -> bool:
+        return self.config.records.level != "lean"
+
     def preparation_tables(self) -> dict[str, pa.Table]:
+        if not self._records_side_tables:
+            return {}
         prepared = self.prepared
         return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
 
     def tables(self, item: Iteration) -> dict[str, pa.Table]:
         tables = iteration_tables(item, self.config, self.peak)
-        return tables if item.evaluation is None else {**tables, **evaluation_table(item.evaluation, item.index)}
+        if item.evaluation is None or not self._records_side_tables:
+            return tables
+        return {**tables, **evaluation_table(item.evaluation, item.index)}
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = exact_mean(item.rewards.scores), exact_mean(item.rewards.is_correct)
@@ -83,7 +91,8 @@ class LanguageExecution:
         }
         clock.lap("digests")
         results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
-        return Ending(results, evaluation_table(evaluation, state.iteration))
+        tables = evaluation_table(evaluation, state.iteration) if self._records_side_tables else {}
+        return Ending(results, tables)
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class LanguageKind:
     ranks: Ranks = ALONE
     profile: bool = False
     name: ClassVar[Kind] = LANGUAGE
-    changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine")
+    changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine", "records")
 
     def load_config(self, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         return load_config(path, overrides)

@@ -17,7 +17,7 @@ from ppo_repro.disk import durable
 from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.ranks import Ranks
-from ppo_repro.records import digests, manifest, reader, times, writer
+from ppo_repro.records import digests, manifest, reader, schema, times, writer
 from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import check_config
 from ppo_repro.records.manifest import Head, Manifest
@@ -183,19 +183,25 @@ def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Map
     _require_none(_iteration_difference(run_dir, recorded, iteration, tables))
     for table in manifest.tables_of(recorded):
         entry = recorded.iterations[iteration].tables[table.name]
-        if digests.table_digest(table, tables[table.name]) != entry.digest:
-            path = manifest.table_path(run_dir, table.name, iteration)
-            raise UserError(f"{path}: does not match the manifest; the file was changed or damaged")
+        if _digest(table, tables[table.name]) != entry.digest:
+            # the cells are the same, so the file differs from its digest, or an earlier version had more columns
+            reader.read_recorded(run_dir, recorded, table, iteration, verify=True)
+
+
+def _digest(table: schema.Table, computed: pa.Table) -> str:
+    """The digest of a table that was computed, at whatever level."""
+    return digests.table_digest(schema.at_level(table, schema.level_of(table, computed.column_names)), computed)
 
 
 def _recorded_config(
     kind: RunKind[Config, Item], run_dir: Path, recorded: Manifest, overrides: Sequence[str]
 ) -> Config:
     """The configuration of a recorded run with `overrides`; UserError for one that could change a result."""
+    groups = f"{', '.join(kind.changeable[:-1])} and {kind.changeable[-1]}"
     for override in overrides:
         if not override.startswith(tuple(f"{group}{end}" for group in kind.changeable for end in ".=")):
             raise UserError(
-                f"--set {override}: a recorded run may change fields of {' and '.join(kind.changeable)} only; "
+                f"--set {override}: a recorded run may change fields of {groups} only; "
                 "for another field start a run of its own"
             )
     check_config(run_dir, recorded)
@@ -290,5 +296,5 @@ def _compare(
     run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table], fingerprint: str
 ) -> tuple[str, Difference | None]:
     """The fingerprint with this iteration added, and the first difference from the recorded one."""
-    links = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
+    links = {t.name: _digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
     return digests.chain(fingerprint, links), _iteration_difference(run_dir, recorded, iteration, tables)

@@ -1,4 +1,4 @@
-"""From an iteration's stages to the columns of its five tables."""
+"""From an iteration's stages to the columns of its five tables, at the level that the configuration asks for."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import Iteration, MinibatchUpdate
+from ppo_repro.buffers import Iteration
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import flag_names
 from ppo_repro.records import schema
-from ppo_repro.records.arrow import WithNulls, to_arrow
+from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs import profiling
+from ppo_repro.runs.level_columns import Columns, columns_above_lean, of_step, or_null, per_token
 from ppo_repro.runs.profiling import Peak
 from ppo_repro.stages.update import learning_rates
-
-Columns = dict[str, Any]
 
 
 def unequal_bits(a: Tensor, b: Tensor) -> int:
@@ -32,6 +31,7 @@ def unequal_bits(a: Tensor, b: Tensor) -> int:
 
 def iteration_tables(item: Iteration, config: RunConfig, peak: Peak | None = None) -> dict[str, pa.Table]:
     """All five tables of one iteration; without `peak` its fractions are null."""
+    level = config.records.level
     columns = {
         "sequences": _sequences(item),
         "tokens": _tokens(item),
@@ -39,7 +39,9 @@ def iteration_tables(item: Iteration, config: RunConfig, peak: Peak | None = Non
         "steps": _steps(item, config),
         "iterations": _iteration(item, config, peak),
     }
-    return {table.name: to_arrow(table, columns[table.name]) for table in schema.TABLES}
+    for name, more in columns_above_lean(item, level).items():
+        columns[name] |= more
+    return {table.name: to_arrow(schema.at_level(table, level), columns[table.name]) for table in schema.TABLES}
 
 
 def _int32(values: Any) -> np.ndarray:
@@ -48,11 +50,6 @@ def _int32(values: Any) -> np.ndarray:
 
 def _positions(lengths: Tensor) -> Tensor:
     return torch.cat([torch.arange(int(n)) for n in lengths])
-
-
-def _or_null(values: Tensor | None, count: int) -> WithNulls:
-    present = np.full(count, values is not None)
-    return WithNulls(torch.zeros(count).numpy() if values is None else values.numpy(), present)
 
 
 def _sequences(item: Iteration) -> Columns:
@@ -90,9 +87,8 @@ def _tokens(item: Iteration) -> Columns:
         "sequence": _int32(rollout.sequence_of_token()),
         "position": _int32(_positions(rollout.lengths)),
         "token_id": _int32(rollout.response_ids),
-        "is_forced": rollout.is_forced.numpy(),
-        "values": _or_null(forward.values, count),
-        "returns": _or_null(advantages.returns, count),
+        "values": or_null(forward.values, count),
+        "returns": or_null(advantages.returns, count),
     }
     for name in text_columns:
         columns[name] = _int32([value for spans in rollout.spans for value in getattr(spans, name)])
@@ -114,13 +110,6 @@ def _updates(item: Iteration) -> Columns:
     def of_minibatch(name: str) -> np.ndarray:
         return np.concatenate([np.full(len(u.tokens), getattr(u, name), np.int32) for u in item.updates])
 
-    def per_token(model: str, name: str) -> WithNulls:
-        """A per-token column of the policy's or the value model's steps; null where there was none."""
-        columns = [_of_step(u, model, name) for u in item.updates]
-        values = [torch.zeros(len(u.tokens)) if c is None else c for u, c in zip(item.updates, columns, strict=True)]
-        present = [np.full(len(u.tokens), c is not None) for u, c in zip(item.updates, columns, strict=True)]
-        return WithNulls(torch.cat(values).numpy(), np.concatenate(present))
-
     flags: list[str | None] = []
     for u in item.updates:
         flags += [None] * len(u.tokens) if u.policy is None else flag_names(u.policy.clip_flags)
@@ -133,24 +122,18 @@ def _updates(item: Iteration) -> Columns:
         "minibatch": of_minibatch("minibatch"),
         "sequence": _int32(sequence[tokens]),
         "position": _int32(position[tokens]),
-        "new_logprobs": per_token("policy", "new_logprobs"),
-        "ratios": per_token("policy", "ratios"),
+        "new_logprobs": per_token(item, "policy", "new_logprobs"),
+        "ratios": per_token(item, "policy", "ratios"),
         "clip_flag": flags,
-        "new_values": per_token("value", "new_values"),
+        "new_values": per_token(item, "value", "new_values"),
         "value_clipped": torch.cat(clipped).numpy(),
-        "new_entropies": per_token("policy", "new_entropies"),
+        "new_entropies": per_token(item, "policy", "new_entropies"),
     }
-
-
-def _of_step(update: MinibatchUpdate, model: str, name: str) -> Any:
-    """A field of the policy's or the value model's step; None without a step."""
-    step = getattr(update, model)
-    return None if step is None else getattr(step, name)
 
 
 def _steps(item: Iteration, config: RunConfig) -> Columns:
     def of(model: str, name: str) -> list[Any]:
-        return [_of_step(u, model, name) for u in item.updates]
+        return [of_step(u, model, name) for u in item.updates]
 
     count = len(item.updates)
     learning_rate, value_learning_rate = learning_rates(config, item.index)

@@ -12,7 +12,7 @@ from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batc
 from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import expand_kept, kl_divergence, score
+from ppo_repro.numerics.logprobs import expand_kept, kl_divergence, score, top_logits
 from ppo_repro.ranks import Ranks
 
 LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once
@@ -27,9 +27,10 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     mine = torch.tensor(ranks.mine(len(rollout.lengths), config.layout.rank_shares), dtype=torch.int64)
     work = micro_batches(rollout, mine, config.layout.forward_micro_batch, config.layout.padding)
     scored = ranks.gather([_score(state, m, rollout, config) for m in work])
-    old, ref, ref_kl, entropies, prob_sq_sums, reverse, values = (
+    old, ref, ref_kl, entropies, prob_sq_sums, reverse, *top, values = (
         torch.cat(column) for column in zip(*scored, strict=True)
     )
+    top_ids, largest, ref_top_ids, ref_largest = top
     return ForwardPass(
         old_logprobs=old,
         ref_logprobs=ref,
@@ -37,6 +38,10 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         reverse_ref_kl=reverse if _charges_reverse(config) else None,
         entropies=entropies,
         prob_sq_sums=prob_sq_sums,
+        top_ids=top_ids,
+        top_logits=largest,
+        ref_top_ids=ref_top_ids,
+        ref_top_logits=ref_largest,
         values=None if state.value_model is None else values,
         final_values=_final_values(state, rollout, mine, config, ranks),
     )
@@ -90,9 +95,10 @@ def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: Run
 def _distributions(
     state: TrainState, batch: TokenBatch, hidden: Tensor, kept_tokens: Tensor, config: RunConfig
 ) -> tuple[Tensor, ...]:
-    """(old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy)), [n] each.
+    """Old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n] each.
 
-    The last one is empty unless the reward charges it. Logits are computed for LOGITS_AT_ONCE elements at a time.
+    The last one is empty unless the reward charges it. Then `top_logits` of the policy and of the reference. Logits
+    are computed for LOGITS_AT_ONCE elements at a time.
     """
     mode, temperature = config.numerics.mode, config.rollout.temperature
     policy, reference = state.policy, state.reference
@@ -107,5 +113,6 @@ def _distributions(
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(ref_logits, logits, temperature, eligible)
-        chunks.append((s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse))
+        top = [top_logits(x, temperature, config.records.logits_per_token) for x in (logits, ref_logits)]
+        chunks.append((s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]))
     return tuple(torch.cat(column) for column in zip(*chunks, strict=True))

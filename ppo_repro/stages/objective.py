@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,21 @@ from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.weights import importance_weights
 from ppo_repro.stages.forward import in_reward_units
 
-Columns = tuple[Tensor, ...]  # per-token tensors to record, [m] each
+Columns = tuple[Tensor, ...]  # per-token tensors to record, [m] each, or empty where there is no such thing
 LossAndColumns = tuple[Tensor, Columns]  # per-token loss [m]
+_NOTHING = torch.empty(0)
+
+
+class PolicyColumns(NamedTuple):
+    """The columns of `PolicyLoss`, in their order."""
+
+    losses: Tensor
+    new_logprobs: Tensor
+    ratios: Tensor
+    new_entropies: Tensor
+    surrogates: Tensor
+    penalty_terms: Tensor
+    kl_terms: Tensor
 
 
 def band_of(config: RunConfig, clip_range: float) -> losses.Band | None:
@@ -41,7 +55,7 @@ def band_of(config: RunConfig, clip_range: float) -> losses.Band | None:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Surrogate minus entropy bonus plus KL term, per token."""
+    """Surrogate plus penalty, minus entropy bonus, plus KL term, per token."""
 
     state: TrainState
     rollout: Rollout
@@ -53,7 +67,7 @@ class PolicyLoss:
     config: RunConfig
 
     def of(self, m: MicroBatch) -> LossAndColumns:
-        """(loss, (loss, new log-probs, ratios, entropies)) from a forward pass of the policy."""
+        """(loss, `PolicyColumns`) from a forward pass of the policy."""
         return self.of_logits(m, policy_logits(self.state.policy, m.batch))
 
     def of_logits(self, m: MicroBatch, logits: Tensor) -> LossAndColumns:
@@ -63,24 +77,30 @@ class PolicyLoss:
         eligible = expand_kept(self.rollout.kept_tokens[tokens], logits.shape[-1])
         logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
         ratios = losses.probability_ratios(logprobs, self.anchor[tokens])
-        loss = self._surrogate(logprobs, ratios, tokens)
+        surrogates, penalties = self._surrogates(logprobs, ratios, tokens), self._penalties(logprobs, tokens)
+        loss = surrogates if penalties is None else surrogates + penalties
         if self.weights is not None:
             loss = loss * self.weights[tokens]
         loss = loss - entropies * config.ppo.entropy_coef
+        kl_terms = None
         if isinstance(config.kl, KLInLoss):
-            loss = loss + self._divergence(m, logits, logprobs, eligible) * self.state.coefficients.kl_coef
-        return loss, (loss, logprobs, ratios, entropies)
+            kl_terms = self._divergence(m, logits, logprobs, eligible) * self.state.coefficients.kl_coef
+            loss = loss + kl_terms
+        parts = (_NOTHING if part is None else part for part in (penalties, kl_terms))
+        return loss, (loss, logprobs, ratios, entropies, surrogates, *parts)
 
-    def _surrogate(self, logprobs: Tensor, ratios: Tensor, tokens: Tensor) -> Tensor:
+    def _surrogates(self, logprobs: Tensor, ratios: Tensor, tokens: Tensor) -> Tensor:
         advantages, objective = self.advantages[tokens], self.config.ppo.objective
         if self.band is not None:
             return losses.clipped_surrogate(ratios, advantages, self.band)
         if isinstance(objective, PolicyGradientObjective):
             return losses.policy_gradient(logprobs, advantages)
-        if isinstance(objective, PenaltyObjective):
-            log_ratios = logprobs - self.anchor[tokens]
-            return losses.penalised_surrogate(ratios, log_ratios, advantages, self.state.coefficients.penalty_coef)
         return losses.unclipped_surrogate(ratios, advantages)
+
+    def _penalties(self, logprobs: Tensor, tokens: Tensor) -> Tensor | None:
+        if not isinstance(self.config.ppo.objective, PenaltyObjective):
+            return None
+        return losses.anchor_penalty(logprobs - self.anchor[tokens], self.state.coefficients.penalty_coef)
 
     def _divergence(self, m: MicroBatch, logits: Tensor, logprobs: Tensor, eligible: Tensor | None) -> Tensor:
         """KL(policy || reference) per token, differentiable."""

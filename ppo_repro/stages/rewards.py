@@ -54,17 +54,20 @@ def compute_rewards(
     scores = torch.tensor(judged.scores, dtype=torch.float64)
     penalties = _kl_penalties(config, rollout, forward, kl_coef)
     placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
-    if task.judge.potential is not None:
-        placed = placed + _shaping(config, task, rollout, ranks)
-    rewards = token_rewards(placed, penalties)
-    if config.reward.whiten != "none":
-        rewards = whiten(rewards, shift=config.reward.whiten == "full")
+    phi = None if task.judge.potential is None else _potentials(task, rollout, ranks)
+    shaping = None if phi is None else _shaping(config, phi, rollout)
+    raw = token_rewards(placed if shaping is None else placed + shaping, penalties)
+    whitening = config.reward.whiten
     return Rewards(
         scores=scores,
         score_parts=tuple(tuple(row) for row in judged.term_values),
         is_correct=torch.tensor(judged.correct),
         kl_penalties=penalties,
-        rewards=rewards,
+        placed_scores=placed,
+        potentials=phi,
+        shaping_rewards=shaping,
+        raw_rewards=raw,
+        rewards=raw if whitening == "none" else whiten(raw, shift=whitening == "full"),
     )
 
 
@@ -79,7 +82,7 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
     return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
 
 
-def _shaping(config: RunConfig, task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
+def _potentials(task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
     texts, answers = rollout.prompts.texts, rollout.prompts.answers
     rows = zip(texts, rollout.responses, answers, rollout.spans, strict=True)
 
@@ -90,6 +93,9 @@ def _shaping(config: RunConfig, task: Task, rollout: Rollout, ranks: Ranks) -> T
             for phi in potentials(task.judge, prompt, response, answer, spans.char_start)
         ]
 
+    return torch.tensor(ranks.first(token_potentials), dtype=torch.float64)
+
+
+def _shaping(config: RunConfig, phi: Tensor, rollout: Rollout) -> Tensor:
     assert isinstance(config.advantages, GaeAdvantages)
-    phi = torch.tensor(ranks.first(token_potentials), dtype=torch.float64)
     return shaping_rewards(phi, rollout.lengths, config.advantages.gamma)

@@ -26,6 +26,7 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
         rollout.top_p,
         rollout.max_response_tokens,
         mismatch_sigma=rollout.mismatch_sigma or 0.0,
+        top_logits=config.records.logits_per_token,
     )
 
 
@@ -59,8 +60,11 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
         rollout_logprobs=torch.cat([c.logprobs for c in completions]),
         log_kept_mass=torch.cat([c.log_kept_mass for c in completions]),
         kept_tokens=torch.cat([c.kept_tokens for c in completions]),
-        is_forced=torch.zeros(len(ids), dtype=torch.bool),
+        top_ids=torch.cat([c.top_ids for c in completions]),
+        top_logits=torch.cat([c.top_logits for c in completions]),
         finish_reasons=tuple(c.finish_reason for c in completions),
+        servers=tuple(c.server for c in completions),
+        latencies=tuple(c.latency for c in completions),
         responses=responses,
         spans=tuple(
             spans(task.tokenizer, c.response_ids, text) for c, text in zip(completions, responses, strict=True)

@@ -24,7 +24,15 @@ from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.ranks import Ranks
 from ppo_repro.seeding import permutation
-from ppo_repro.stages.objective import Columns, LossAndColumns, Objective, PolicyLoss, ValueLoss, make_objective
+from ppo_repro.stages.objective import (
+    Columns,
+    LossAndColumns,
+    Objective,
+    PolicyColumns,
+    PolicyLoss,
+    ValueLoss,
+    make_objective,
+)
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -45,6 +53,7 @@ class _Work:
     weights: Tensor  # [N] float32, weight of each token's loss; 0 outside the minibatch
     input_tokens: int  # of all ranks, prompts included
     ranks: Ranks
+    by_tensor: bool  # whether the gradient of each tensor is measured
 
 
 def _share_out(rollout: Rollout, sequences: Tensor, config: RunConfig, ranks: Ranks) -> _Work:
@@ -54,7 +63,8 @@ def _share_out(rollout: Rollout, sequences: Tensor, config: RunConfig, ranks: Ra
     tokens = rollout.tokens_of(sequences)
     weights = torch.zeros(len(rollout.response_ids))
     weights[tokens] = loss_weights(config.ppo.aggregation, rollout.lengths[sequences])
-    return _Work(work, tokens, weights, input_tokens(rollout, sequences), ranks)
+    deep = config.records.level == "deep"
+    return _Work(work, tokens, weights, input_tokens(rollout, sequences), ranks, deep)
 
 
 def _step(
@@ -73,7 +83,7 @@ def _step(
             torch.autograd.backward(loss, work.weights[m.tokens])
             by_micro_batch.append(tuple(c.detach() for c in columns))
 
-    report = optimizer.step(backward, work.input_tokens, work.ranks)
+    report = optimizer.step(backward, work.input_tokens, work.ranks, work.by_tensor)
     return report, [torch.cat(column) for column in zip(*work.ranks.gather(by_micro_batch), strict=True)]
 
 
@@ -125,7 +135,8 @@ def update(
             clock.lap("update")
             digests = _digests(state, ranks)
             clock.lap("digests")
-            yield MinibatchUpdate(epoch, index, work.tokens, policy, value_update, *digests)
+            loss_weights = work.weights[work.tokens]
+            yield MinibatchUpdate(epoch, index, work.tokens, loss_weights, policy, value_update, *digests)
 
 
 def _together(first: Callable[[], A], second: Callable[[], B], ranks: Ranks) -> tuple[A, B]:
@@ -164,7 +175,7 @@ def _policy_step(state: TrainState, work: _Work, objective: Objective) -> Policy
 def _value_step(state: TrainState, work: _Work, objective: Objective) -> ValueUpdate:
     assert state.value_optimizer is not None and objective.value is not None
     report, columns = _step(state.value_optimizer, work, objective.value.of)
-    return _value_update(report.grad_norm, report.redos, columns, work, objective.value)
+    return _value_update(report, columns, work, objective.value)
 
 
 def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[PolicyUpdate, ValueUpdate]:
@@ -172,37 +183,53 @@ def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[P
     assert objective.value is not None
     report, columns = _step(state.policy_optimizer, work, objective.joint)
     policy = _policy_update(report, columns[:-2], work, objective.policy)
-    return policy, _value_update(None, 0, columns[-2:], work, objective.value)
+    return policy, _value_update(None, columns[-2:], work, objective.value)
 
 
 def _policy_update(report: StepReport, columns: list[Tensor], work: _Work, policy: PolicyLoss) -> PolicyUpdate:
-    token_losses, new_logprobs, ratios, entropies = columns
-    tokens = work.tokens
-    flags = policy.flags(ratios, tokens)
+    of, tokens = PolicyColumns(*columns), work.tokens
+    flags = policy.flags(of.ratios, tokens)
+    factors = None if policy.weights is None else policy.weights[tokens]
+    penalties, kl_terms = (part if len(part) else None for part in (of.penalty_terms, of.kl_terms))
+
+    def weighted(part: Tensor) -> float:
+        return _total(part if factors is None else part * factors, work)
+
     return PolicyUpdate(
-        new_logprobs=new_logprobs,
-        ratios=ratios,
+        new_logprobs=of.new_logprobs,
+        ratios=of.ratios,
         clip_flags=flags,
-        new_entropies=entropies,
-        loss=_total(token_losses, work),
-        entropy=exact_mean(entropies),
-        approx_kl=exact_mean(kl.k3(policy.anchor[tokens] - new_logprobs)),
+        new_entropies=of.new_entropies,
+        losses=of.losses,
+        surrogates=of.surrogates,
+        penalty_terms=penalties,
+        importance_weights=factors,
+        kl_terms=kl_terms,
+        loss=_total(of.losses, work),
+        surrogate_loss=weighted(of.surrogates),
+        penalty_loss=None if penalties is None else weighted(penalties),
+        entropy_loss=0.0 - _total(of.new_entropies * policy.config.ppo.entropy_coef, work),
+        kl_loss=None if kl_terms is None else _total(kl_terms, work),
+        entropy=exact_mean(of.new_entropies),
+        approx_kl=exact_mean(kl.k3(policy.anchor[tokens] - of.new_logprobs)),
         clip_fraction=exact_mean(losses.removes_gradient(flags)),
         grad_norm=report.grad_norm,
         gradient_redos=report.redos,
+        gradients=report.gradients,
     )
 
 
-def _value_update(
-    grad_norm: float | None, redos: int, columns: list[Tensor], work: _Work, value: ValueLoss
-) -> ValueUpdate:
+def _value_update(report: StepReport | None, columns: list[Tensor], work: _Work, value: ValueLoss) -> ValueUpdate:
+    """`report`: of the value model's own step; None where the head shares the policy's."""
     token_losses, new_values = columns
     clipped = value.clips(new_values, work.tokens)
     return ValueUpdate(
         new_values=new_values,
         clipped=clipped,
+        losses=token_losses,
         loss=_total(token_losses, work),
         clip_fraction=exact_mean(clipped),
-        grad_norm=grad_norm,
-        gradient_redos=redos,
+        grad_norm=None if report is None else report.grad_norm,
+        gradient_redos=0 if report is None else report.redos,
+        gradients=() if report is None else report.gradients,
     )

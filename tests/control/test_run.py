@@ -307,7 +307,7 @@ def test_commands(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("control", SMALL_CONTROL, "--set", "ppo.iterations=2", "--out", tmp_path)
     assert code == 2 and "exists already" in one_line(err)
     code, _, err = cli("rerun", run_dir, "--set", "seed=3")
-    assert code == 2 and "may change fields of layout only" in one_line(err)
+    assert code == 2 and "may change fields of layout and records only" in one_line(err)
     code, _, err = cli("resume", run_dir)
     assert code == 2 and "the run is finished" in one_line(err)
     code, _, err = cli("control", SMALL_CONTROL, "--set", "environment.id=Nothing-v0", "--out", tmp_path)

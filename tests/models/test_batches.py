@@ -111,8 +111,11 @@ def rollout_of(sequences: list[tuple[list[int], list[int]]]) -> Rollout:
         rollout_logprobs=nothing,
         log_kept_mass=nothing,
         kept_tokens=torch.zeros(len(ids), 0, dtype=torch.uint8),
-        is_forced=nothing.bool(),
+        top_ids=torch.zeros(len(ids), 0, dtype=torch.int32),
+        top_logits=torch.zeros(len(ids), 0),
         finish_reasons=words,
+        servers=words,
+        latencies=(None,) * count,
         responses=words,
         spans=(),
     )

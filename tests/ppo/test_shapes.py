@@ -20,7 +20,7 @@ ELEMENTWISE: dict[str, tuple[Callable[..., object], int]] = {
     "clip_flags": (lambda r, a: losses.clip_flags(r, a, BAND), 2),
     "clipped_surrogate": (lambda r, a: losses.clipped_surrogate(r, a, BAND), 2),
     "unclipped_surrogate": (losses.unclipped_surrogate, 2),
-    "penalised_surrogate": (lambda r, x, a: losses.penalised_surrogate(r, x, a, 0.1), 3),
+    "anchor_penalty": (lambda x: losses.anchor_penalty(x, 0.1), 1),
     "policy_gradient": (losses.policy_gradient, 2),
     "value_loss": (losses.value_loss, 2),
     "clipped_value_loss": (lambda v, old, r: losses.clipped_value_loss(v, old, r, 0.2), 3),

@@ -24,7 +24,7 @@ from tests.support.synthetic_run import bits, one_column, values_of, with_nulls
 KINDS = list(digests.ARROW_TYPES)
 FIXED = [kind for kind in KINDS if kind not in ("string", *digests.ELEMENTS)]
 # those that pandas has a null for
-NULLABLE = ["float32", "float64", "string"]
+NULLABLE = ["float32", "float64", "string", "list<int32>", "list<float32>", "list<float64>"]
 READERS: dict[str, Callable[..., Any]] = {
     "sequences": reader.read_sequences,
     "tokens": reader.read_tokens,
@@ -73,9 +73,9 @@ def test_runs_come_back(tmp_path: Path, rows: int) -> None:
                 assert found.isna().to_numpy().tolist() == missing.tolist()
                 assert found[~missing].tolist() == [text for text in recorded.to_pylist() if text is not None]
             else:
-                assert bits(found) == bits(recorded.to_pylist())
+                assert bits(found) == bits(synthetic_run.list_values(recorded))
                 dtype = np.dtype(column.kind.removeprefix("list<").removesuffix(">"))
-                assert all(item.dtype == dtype for item in found)
+                assert all(item.dtype == dtype for item in found if item is not None)
 
 
 def test_only_what_pandas_has_a_null_for_is_nullable() -> None:
@@ -101,13 +101,29 @@ def test_nulls_are_kept_and_hide_what_is_under_them(kind: str, data: st.DataObje
         column = reader.to_frame(table.columns, [recorded])["c"]
         assert column[~present].isna().all()
         shown = [value for value, there in zip(values, present, strict=True) if there]
-        assert bits(column.to_numpy()[present]) == (shown if kind == "string" else bits(values[present]))
+        assert bits(column.to_numpy()[present]) == bits(shown if isinstance(values, list) else values[present])
     listed = [value if there else None for value, there in zip(values, present, strict=True)]
     others = [arrow.to_arrow(table, {"c": listed})]
-    if kind != "string":
+    if kind in FIXED:
         others.append(arrow.to_arrow(table, {"c": arrow.WithNulls(np.where(present, values, 7), present)}))
     for same in (found, *others):
         assert digests.table_digest(table, same) == digests.table_digest(table, built)
+
+
+@pytest.mark.parametrize("nullable", [False, True])
+def test_lists_in_two_arrays_are_the_same_lists(nullable: bool) -> None:
+    table, elements = one_column("list<int32>", nullable), np.arange(5, dtype=np.int32)
+    built = arrow.to_arrow(table, {"c": arrow.Lists(elements, np.array([2, 0, 3]))})
+    elements[:] = 9
+    assert built.column("c").to_pylist() == [[0, 1], [], [2, 3, 4]]
+    assert built.equals(arrow.to_arrow(table, {"c": [[0, 1], [], [2, 3, 4]]}))
+
+
+@pytest.mark.parametrize("kind", NULLABLE)
+def test_a_column_of_nulls_is_nulls(kind: str) -> None:
+    table = one_column(kind, nullable=True)
+    built = arrow.to_arrow(table, {"c": arrow.AllNull(2)})
+    assert built.equals(arrow.to_arrow(table, {"c": [None, None]}))
 
 
 def test_units_and_descriptions_are_in_the_file(run: Path) -> None:
@@ -147,6 +163,10 @@ BAD_COLUMNS: list[tuple[str, Any, str]] = [
     ("list<float64>", [[0.5], [None]], "NoneType"),
     ("list<float64>", [[0.5], None], "NoneType"),
     ("list<float64>", np.zeros((2, 1)), "is a ndarray"),
+    ("list<int32>", arrow.Lists(np.zeros(3, np.int64), np.array([1, 2])), "int64 of shape"),
+    ("list<int32>", arrow.Lists(np.zeros(2, np.int32), np.array([1, 2])), r"shape \(2,\) in lists of 3"),
+    ("list<int32>", arrow.AllNull(2), "is not nullable"),
+    ("float32", arrow.AllNull(2), "is not nullable"),
     ("float32", arrow.WithNulls(np.zeros(2, dtype=np.float32), np.ones(2, dtype=bool)), "is not nullable"),
 ]
 THERE = np.array([True, False])
@@ -159,8 +179,8 @@ BAD_NULLABLE_COLUMNS: list[tuple[str, Any, str]] = [
     ("float32", [None, 0.5], "holds float where float32"),
     ("string", [None, 3], "holds int"),
     ("string", [None, float("nan")], "holds float"),
-    ("list<int32>", [None, [1]], "nullable list<int32> cannot be recorded"),
-    ("list<float64>", [[0.5]], "nullable list<float64> cannot be recorded"),
+    ("list<int32>", [None, [2.5]], "holds float"),
+    ("list<float64>", [None, [1]], "holds int"),
 ]
 
 

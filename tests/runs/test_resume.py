@@ -251,7 +251,10 @@ def test_what_cannot_be_resumed_is_one_line_and_changes_nothing(cli: Cli, exact:
         ([tmp_path / "edited"], "config.yaml: is not the configuration the run was started with"),
         ([tmp_path / "nowhere"], "no such folder"),
         ([tmp_path / "empty"], "holds no manifest.json"),
-        ([run_dir, "--set", "ppo.objective.clip_range=0.1"], "may change fields of layout and rollout.engine only"),
+        (
+            [run_dir, "--set", "ppo.objective.clip_range=0.1"],
+            "may change fields of layout, rollout.engine and records only",
+        ),
         ([run_dir, "--set", "layout.threads=none"], "layout.threads = 'none'"),
         (
             [run_dir, "--set", "rollout.engine={kind: sglang, numerics: stock}"],

@@ -90,7 +90,7 @@ def test_a_native_rerun_under_another_layout_is_not(native_run: Path) -> None:
 
 
 def test_a_rerun_refuses_to_change_anything_but_the_layout(exact_run: Path) -> None:
-    with pytest.raises(UserError, match=r"may change fields of layout and rollout\.engine only"):
+    with pytest.raises(UserError, match=r"may change fields of layout, rollout\.engine and records only"):
         rerun(exact_run, Silent(), ["ppo.objective.clip_range=0.1"])
 
 

@@ -71,6 +71,7 @@ def item(tokens: list[int], logprobs: list[float], reason: str, prompt: int = 3,
             "finish_reason": {"type": reason},
             "prompt_tokens": prompt,
             "weight_version": version,
+            "e2e_latency": 0.25,
             "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
             "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, tokens, strict=True)],
         },
@@ -88,6 +89,8 @@ def test_an_answer_by_hand() -> None:
     assert first.response_ids == (9, 7) and first.finish_reason == "stop"
     assert first.logprobs.tolist() == [-0.5, -1.25] and first.logprobs.dtype == torch.float32
     assert first.log_kept_mass.tolist() == [0.0, 0.0] and first.kept_tokens.shape == (2, 0)
+    assert first.top_ids.shape == first.top_logits.shape == (2, 0), "a server returns no logits"
+    assert (first.server, first.latency) == (URL, 0.25)
     assert second.finish_reason == "length"
 
 
@@ -140,6 +143,8 @@ def broken() -> dict[str, tuple[dict[str, Any], str]]:
         "other prompt": (item([9, 7], [-0.5] * 2, "stop", prompt=4), "a prompt of 3 tokens as 4"),
         "other weights": (item([9, 7], [-0.5] * 2, "stop", version="v"), "sampled with weights 'v', must be 'w'"),
         "weights changed": (changed((*meta, "weight_versions", 0, "version"), "v"), "sampled with weights 'v'"),
+        "no latency": (changed((*meta, "e2e_latency"), None), "has no e2e_latency"),
+        "latency nan": (changed((*meta, "e2e_latency"), math.nan), "returned nan as e2e_latency"),
         "no weights": (changed((*meta, "weight_version"), None), "sampled with weights 'None'"),
     }
 

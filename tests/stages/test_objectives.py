@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ppo_repro.ppo.losses import (
     Band,
+    anchor_penalty,
     clip_flags,
     clipped_surrogate,
     flag_names,
-    penalised_surrogate,
     policy_gradient,
     probability_ratios,
     removes_gradient,
@@ -108,7 +108,7 @@ def test_all_objectives_have_one_gradient_before_the_first_step(rows: list[tuple
     expected = gradient(lambda new, r: policy_gradient(new, advantages))
     assert gradient(lambda new, r: clipped_surrogate(r, advantages, BAND)) == expected
     assert gradient(lambda new, r: unclipped_surrogate(r, advantages)) == expected
-    penalised = gradient(lambda new, r: penalised_surrogate(r, new - old, advantages, 5.0))
+    penalised = gradient(lambda new, r: unclipped_surrogate(r, advantages) + anchor_penalty(new - old, 5.0))
     # adding beta (1 - 1) turns -0.0 into 0.0
     assert [0 if b == -(2**31) else b for b in penalised] == [0 if b == -(2**31) else b for b in expected]
 
@@ -116,7 +116,7 @@ def test_all_objectives_have_one_gradient_before_the_first_step(rows: list[tuple
 @given(finite(-1.0, 1.0), finite(-2.0, 2.0), st.sampled_from([0.5, 4.0]))
 def test_the_penalty_pulls_the_ratio_back(log_ratio: float, advantage: float, coef: float) -> None:
     new, old, a = tensor([log_ratio]).requires_grad_(), tensor([0.0]), tensor([advantage])
-    loss = penalised_surrogate(probability_ratios(new, old), new - old, a, coef)
+    loss = unclipped_surrogate(probability_ratios(new, old), a) + anchor_penalty(new - old, coef)
     r = math.exp(float(tensor([log_ratio])))
     # float32: the exponential and each operation are rounded by 2^-24, and r - 1 - log r cancels
     assert loss.item() == pytest.approx(-r * a.item() + coef * (r - 1 - math.log(r)), abs=1e-5)

@@ -100,7 +100,7 @@ def values_of(kind: str) -> st.SearchStrategy[Any]:
 
 def with_nulls(kind: str, values: Any, present: npt.NDArray[np.bool_]) -> Any:
     """Values of a nullable column, where `present` says so, as `to_arrow` takes them."""
-    if kind == "string":
+    if kind == "string" or kind in digests.ELEMENTS:
         return [value if there else None for value, there in zip(values, present, strict=True)]
     return arrow.WithNulls(values, present)
 
@@ -187,6 +187,13 @@ def _bits(value: Any) -> Any:
     return value
 
 
+def list_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """The values of a column; a list of floats as an array, which keeps the bits of a signalling NaN."""
+    if not (pa.types.is_list(column.type) and pa.types.is_floating(column.type.value_type)):
+        return list(column.to_pylist())
+    return [item.values.to_numpy() if item.is_valid else None for item in column]
+
+
 def rewrite_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:
     """Change one column of one recorded file and write it back with other Parquet settings."""
     rewrite_file(manifest.table_path(run_dir, table, iteration), column, change)
@@ -198,7 +205,7 @@ def rewrite_file(path: Path, column: str, change: Callable[[Any], Any]) -> None:
     index = data.column_names.index(column)
     found = data.column(index).combine_chunks()
     plain = pa.types.is_floating(found.type) or pa.types.is_integer(found.type)
-    values = found.to_numpy(zero_copy_only=False).copy() if plain else found.to_pylist()
+    values = found.to_numpy(zero_copy_only=False).copy() if plain else list_values(found)
     mask = found.is_null().to_numpy(zero_copy_only=False) if plain else None
     changed = pa.array(change(values), found.type, mask=mask, from_pandas=False)
     pq.write_table(data.set_column(index, data.schema.field(index), changed), path, use_dictionary=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ppo_repro.buffers import TensorGradient
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.layers.lowering import attach
@@ -23,16 +24,20 @@ MAX_REDOS = 8  # the grid fits after one redo, unless the backward pass is not r
 class StepReport:
     grad_norm: float  # before clipping
     redos: int
+    gradients: tuple[TensorGradient, ...]  # of each tensor, where they were asked for
 
 
 class Optimizer(Protocol):
     settings: AdamWSettings  # may be replaced between steps, but only a new learning rate has an effect
 
-    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+    def step(
+        self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
+    ) -> StepReport:
         """Run `backward` over a minibatch of `tokens` tokens (prompts included) and apply one step.
 
         `backward` may be called several times and must be a pure function of the weights. With several ranks it covers
         the sequences of this rank, `tokens` counts those of all ranks, and every rank takes the same step.
+        `by_tensor`: report the gradient of each tensor, which changes no bit of the step.
         """
         ...
 
@@ -52,6 +57,17 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().view(-1).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def tensor_gradients(gradients: Mapping[str, Tensor]) -> tuple[TensorGradient, ...]:
+    """Norm, largest magnitude and share of zeros of each gradient, the norm as `exact_norm` has it.
+
+    NumericsError where one is not finite.
+    """
+    return tuple(
+        TensorGradient(name, exact_norm([g]), float(g.abs().amax()), int((g == 0).sum()) / g.numel())
+        for name, g in gradients.items()
+    )
 
 
 def collect(
@@ -80,11 +96,14 @@ class ExactOptimizer:
         self.accumulator = GradientAccumulator(self.adamw.parameters.items())
         attach(module, self.accumulator)
 
-    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
+    def step(
+        self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
+    ) -> StepReport:
         gradients, redos = collect(self.accumulator, backward, tokens, ranks)
         norm = exact_norm(gradients.values())
+        measured = tensor_gradients(gradients) if by_tensor else ()
         self.adamw.apply(self.settings, gradients, norm)
-        return StepReport(norm, redos)
+        return StepReport(norm, redos, measured)
 
     def state(self) -> OptimizerState:
         return self.adamw.state(self.accumulator.grids)
@@ -115,9 +134,15 @@ class NativeOptimizer:
         self.settings = settings
         self.adamw = NativeAdamW(dict(module.named_parameters()), settings)
 
-    def step(self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE) -> StepReport:
-        collect_native(list(self.adamw.parameters.values()), backward, ranks)
-        return StepReport(self.adamw.apply(self.settings), 0)
+    def step(
+        self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
+    ) -> StepReport:
+        parameters = self.adamw.parameters
+        collect_native(list(parameters.values()), backward, ranks)
+        measured: tuple[TensorGradient, ...] = ()
+        if by_tensor:
+            measured = tensor_gradients({n: p.grad for n, p in parameters.items() if p.grad is not None})
+        return StepReport(self.adamw.apply(self.settings), 0, measured)
 
     def state(self) -> OptimizerState:
         return self.adamw.state()

@@ -71,14 +71,14 @@ def read_completions(
     completions = []
     for item, request in zip(answer, requests, strict=True):
         try:
-            completions.append(_completion(item, request, sampling, stop_ids, vocab_size, version))
+            completions.append(_completion(item, request, sampling, stop_ids, vocab_size, version, url))
         except ValueError as error:
             raise UserError(f"{url}: {error}") from error
     return completions
 
 
 def _completion(
-    item: Any, request: Request, sampling: Sampling, stop_ids: frozenset[int], vocab_size: int, version: str
+    item: Any, request: Request, sampling: Sampling, stop_ids: frozenset[int], vocab_size: int, version: str, url: str
 ) -> Completion:
     meta = _field(item, "meta_info", dict)
     _check_version(meta, version)
@@ -94,8 +94,18 @@ def _completion(
         logprobs=torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32),
         log_kept_mass=torch.zeros(len(tokens)),
         kept_tokens=torch.empty(len(tokens), 0, dtype=torch.uint8),
+        top_ids=torch.empty(len(tokens), 0, dtype=torch.int32),
+        top_logits=torch.empty(len(tokens), 0),
         finish_reason=reason,
+        server=url,
+        latency=_seconds(_field(meta, "e2e_latency", float)),
     )
+
+
+def _seconds(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"returned {value!r} as e2e_latency; must be a finite number of seconds")
+    return value
 
 
 def _check_version(meta: dict[str, Any], version: str) -> None:

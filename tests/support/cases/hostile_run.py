@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.records import arrow, manifest, schema, writer
-from ppo_repro.records.arrow import WithNulls
+from ppo_repro.records.arrow import AllNull, WithNulls
 from tests.support.runs import small_config
 from tests.support.synthetic_run import create_run
 
@@ -35,12 +35,13 @@ def columns_of(table: schema.Table, rows: int, given: dict[str, Any]) -> dict[st
     """`given`, and for every other column of the table zeros, empty texts or nulls."""
 
     def filled(column: schema.Column) -> Any:
+        if column.nullable:
+            return AllNull(rows)
         if column.kind == "string":
-            return [None if column.nullable else ""] * rows
+            return [""] * rows
         if column.kind.startswith("list"):
             return [np.zeros(0, column.kind[5:-1])] * rows
-        zeros = np.zeros(rows, np.dtype(column.kind))
-        return WithNulls(zeros, np.zeros(rows, np.bool_)) if column.nullable else zeros
+        return np.zeros(rows, np.dtype(column.kind))
 
     return {column.name: given.get(column.name, filled(column)) for column in table.columns}
 

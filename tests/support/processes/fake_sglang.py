@@ -93,6 +93,7 @@ class FakeServer(ThreadingHTTPServer):
                 "prompt_tokens": len(ids),
                 "weight_version": self.version,
                 "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+                "e2e_latency": len(tokens) / 64,
                 "output_token_logprobs": [[-1.5 - token / 1024, token, None] for token in tokens],
             },
         }

@@ -1,0 +1,124 @@
+"""The level of records decides what is written down and nothing else; every promise holds at each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from ppo_repro.config.files import load_config
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader, schema
+from ppo_repro.records.schema import LEVELS
+from ppo_repro.runs.diff import first_difference
+from ppo_repro.watcher import Silent
+from tests.support.language import rerun, resume, run
+from tests.support.paths import TINY
+from tests.support.synthetic_run import rewrite_cell
+
+CUT = ("rollout.top_p=0.9", "rollout.temperature=1.3")
+
+
+def recorded(out: Path, *overrides: str) -> Path:
+    return run(load_config(TINY, [*CUT, *overrides]), out, Silent())[0]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One configuration at every level."""
+    return {level: recorded(tmp_path_factory.mktemp(level), f"records.level={level}") for level in LEVELS}
+
+
+def columns_in_file(run_dir: Path, table: str) -> list[str]:
+    return list(pq.read_schema(manifest.table_path(run_dir, table, 0)).names)
+
+
+def results(run_dir: Path) -> tuple[str, dict[str, float | int | str], str]:
+    """The fingerprint, the final results with the digests of the weights, and the name of the folder."""
+    found = reader.open_manifest(run_dir)
+    return found.fingerprint, found.final, run_dir.name
+
+
+def test_no_level_changes_a_result(runs: dict[str, Path], tmp_path: Path) -> None:
+    at_each = [results(runs[level]) for level in LEVELS]
+    assert at_each[0] == at_each[1] == at_each[2]
+    # control: another number of optimizer steps
+    other = results(recorded(tmp_path, "records.level=lean", "ppo.epochs=1"))
+    assert all(a != b for a, b in zip(other, at_each[0], strict=True))
+
+
+def test_the_files_have_the_columns_of_the_level(runs: dict[str, Path]) -> None:
+    for table in schema.TABLES:
+        for level in LEVELS:
+            expected = [c.name for c in schema.at_level(table, level).columns]
+            assert columns_in_file(runs[level], table.name) == expected
+    counts = [sum(len(columns_in_file(runs[level], t.name)) for t in schema.TABLES) for level in LEVELS]
+    assert counts[0] < counts[1] < counts[2]
+
+
+def test_the_usual_level_is_full() -> None:
+    assert load_config(TINY).records.level == "full"
+
+
+def test_a_lower_level_reads_as_null(runs: dict[str, Path]) -> None:
+    frames = {level: reader.read_tokens(runs[level]) for level in LEVELS}
+    for column in schema.TOKENS.columns:
+        for level in LEVELS:
+            values = frames[level][column.name]
+            if LEVELS.index(column.level) > LEVELS.index(level):
+                assert values.isna().all(), (column.name, level)
+    assert frames["full"]["kept_tokens"].notna().all() and frames["deep"]["ref_top_ids"].notna().all()
+
+
+@pytest.mark.slow
+def test_runs_of_two_levels_are_compared_in_what_both_have(runs: dict[str, Path], tmp_path: Path) -> None:
+    for left in LEVELS:
+        for right in LEVELS:
+            assert first_difference(runs[left], runs[right]) is None
+    # control: a bit beside the fingerprint, which all but the lean run have
+    changed = recorded(tmp_path, "records.level=deep")
+    rewrite_cell(changed, "tokens", 1, "raw_rewards", lambda v: np.nextafter(v, np.float32(9)))
+    found = first_difference(runs["full"], changed)
+    assert found is not None and (found.table, found.iteration, found.column) == ("tokens", 1, "raw_rewards")
+    assert first_difference(runs["lean"], changed) is None
+    again = rerun(changed, Silent()).difference
+    assert again is not None and again.column == "raw_rewards"
+    assert rerun(changed, Silent(), ["records.level=lean"]).difference is None
+
+
+@pytest.mark.slow
+def test_a_rerun_may_choose_its_level(runs: dict[str, Path]) -> None:
+    for there, now in (("lean", "deep"), ("deep", "full")):
+        found = rerun(runs[there], Silent(), [f"records.level={now}"])
+        assert found.difference is None and found.fingerprint == results(runs[there])[0]
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_at_another_level(runs: dict[str, Path], tmp_path: Path) -> None:
+    class Stopped(Silent):
+        def iteration(self, done: int, total: int, figures: str) -> None:
+            raise KeyboardInterrupt
+
+    config = load_config(TINY, [*CUT, "records.level=deep", "ppo.iterations=3"])
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path, Stopped())
+    (run_dir,) = tmp_path.glob("tiny/*")
+    before = reader.open_manifest(run_dir, allow_incomplete=True).num_iterations
+    resume(run_dir, Silent(), ["records.level=lean"])
+    frame = reader.read_tokens(run_dir)
+    is_deep = frame["iteration"] < before
+    assert 0 < before < 3 and is_deep.any() and not is_deep.all()
+    assert frame["policy_top_logits"].notna().equals(is_deep)
+    whole = recorded(tmp_path / "whole", "ppo.iterations=3")
+    assert first_difference(run_dir, whole) is None and results(run_dir)[0] == results(whole)[0]
+
+
+def test_a_number_of_logits_needs_the_level_that_records_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"top_logits needs level = deep"):
+        load_config(TINY, ["records.top_logits=3"])
+    run_dir = recorded(tmp_path, "records.level=deep", "records.top_logits=3", "ppo.iterations=1")
+    tokens = reader.read_tokens(run_dir)
+    assert {len(ids) for ids in tokens["rollout_top_ids"]} == {3}
+    assert [x.tobytes() for x in tokens["rollout_top_logits"]] == [x.tobytes() for x in tokens["policy_top_logits"]]

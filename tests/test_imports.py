@@ -30,7 +30,7 @@ PPO_REPRO = """
     stages preferences plan accuracy
     loop side_tables
     runs
-    control dpo checks grids testing
+    control dpo checks grids testing replay
     commands
     __main__
 """

@@ -161,15 +161,22 @@ def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float])
     config = judge.config
     columns = [_values(i, term, judge, samples, model_scores) for i, term in enumerate(config.terms)]
     term_values = [list(row) for row in zip(*columns, strict=True)]
-    scores = [math.fsum(t.weight * v for t, v in zip(config.terms, row, strict=True)) for row in term_values]
     rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
     correct = [done and _is_correct(config, response, answer) for response, answer, done in rows]
-    for index, done in enumerate(samples.finished):
+    return Judgement(weighted_scores(config, term_values, samples.finished), term_values, correct)
+
+
+def weighted_scores(
+    config: RewardConfig, term_values: Sequence[Sequence[float]], finished: Sequence[bool]
+) -> list[float]:
+    """Sum of weight times value over the reward terms, then the rules for responses that did not end by themselves."""
+    scores = [math.fsum(t.weight * v for t, v in zip(config.terms, row, strict=True)) for row in term_values]
+    for index, done in enumerate(finished):
         if not done and config.missing_eos_score is not None:
             scores[index] = config.missing_eos_score
         elif not done:
             scores[index] -= config.missing_eos_penalty
-    return Judgement(scores, term_values, correct)
+    return scores
 
 
 def potentials(judge: Judge, prompt: str, response: str, answer: str, char_starts: Sequence[int]) -> list[float]:

@@ -197,10 +197,28 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of greedy decoding on the held-out prompts."""
+    """Greedy decoding of the E held-out prompts, and how the responses were judged."""
 
-    accuracy: float  # share of correct responses
-    score: float  # mean
+    keys: tuple[str, ...]  # [E] stable name of the prompt in its task
+    texts: tuple[str, ...]  # [E]
+    answers: tuple[str, ...]  # [E] what the verifier expects
+    prompt_ids: tuple[tuple[int, ...], ...]  # [E] ragged
+    response_ids: tuple[tuple[int, ...], ...]  # [E] ragged, end tokens included
+    responses: tuple[str, ...]  # [E] decoded text without special tokens
+    finish_reasons: tuple[str, ...]  # [E] "stop" or "length"
+    scores: tuple[float, ...]  # [E]
+    score_parts: tuple[tuple[float, ...], ...]  # [E] unweighted value of every reward term
+    is_correct: tuple[bool, ...]  # [E]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct responses."""
+        return sum(self.is_correct) / len(self.is_correct)
+
+    @property
+    def score(self) -> float:
+        """Mean score."""
+        return sum(self.scores) / len(self.scores)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ PPO_REPRO = """
     rollout.sglang sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
     models
     stages preferences plan accuracy
-    loop
+    loop side_tables
     runs
-    control dpo checks grids testing
+    control dpo checks grids testing replay
     commands
     __main__
 """

@@ -126,7 +126,7 @@ def scan_run(facts: RunFacts, iterations: pd.DataFrame, steps: pd.DataFrame) -> 
         frames["responses"].append(response_summary(records))
         if bounds is not None:
             frames["overshoot"].append(counts.overshoot_counts(records.updates, bounds.low, bounds.high))
-    recorded = curves.recorded_rows(iterations, steps)
+    recorded = curves.recorded_rows(iterations, steps, float(facts.manifest.final["eval_accuracy"]))
     return Scan(
         curves=pd.concat([pd.DataFrame(rows["curves"]), recorded], ignore_index=True),
         probabilities=probabilities,

@@ -103,8 +103,8 @@ def _read_run(facts: RunFacts, cell: str) -> GridRun:
         for records in iterations_of(run_dir, len(iterations))
         for row in curves.sampled_rows(records.iteration, records.sequences, records.tokens)
     ]
-    joined = pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps)], ignore_index=True)
     accuracy = float(facts.manifest.final["eval_accuracy"])
+    joined = pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps, accuracy)], ignore_index=True)
     return GridRun(cell, facts.config.seed, facts.name, iterations, joined, accuracy)
 
 

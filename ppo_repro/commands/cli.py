@@ -12,6 +12,7 @@ from typing import NoReturn
 from ppo_repro import __version__, interrupts
 from ppo_repro.commands.fetch import fetch_command
 from ppo_repro.commands.memory import is_out_of_memory, out_of_memory
+from ppo_repro.commands.replay import replay_command
 from ppo_repro.commands.runs import (
     bisect_command,
     control_command,
@@ -87,6 +88,15 @@ def build_parser() -> argparse.ArgumentParser:
             recorded.add_argument("--uri", default="sqlite:///mlflow.db", help="MLflow tracking store")
         elif command is show_command:
             recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
+    replayed = add(replay_command)
+    replayed.add_argument("run", metavar="RUN", type=Path, help="folder of a recorded run")
+    replayed.add_argument(
+        "stage",
+        metavar="STAGE",
+        nargs="?",
+        default="all",
+        help="rewards, advantages, losses, coefficients, summary or all (the default)",
+    )
     _add_grid(add(grid_command))
     bisected = add(bisect_command)
     bisected.add_argument("source", metavar="CONFIG_OR_RUN", type=Path, help="YAML configuration, or folder of a run")

@@ -177,7 +177,7 @@ def show_command(arguments: argparse.Namespace) -> int:
     print(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
     if recorded.iterations:
         lines = iteration_lines(run_dir, kind.columns, 12)
-        print(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+        print(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep="-"))
     if recorded.iterations and manifest.has_responses(recorded):
         print("\n".join(sample_lines(run_dir, len(recorded.iterations) - 1, arguments.samples)))
     if recorded.status == "complete":

@@ -177,6 +177,9 @@ class CheckpointConfig(Section):
 
     every: Index = Field(0, description="Write a checkpoint after every n-th iteration; 0 for none.")
     keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    final_state: bool = Field(
+        True, description="Keep the optimizers' moments at the end, 8 bytes for each trained weight."
+    )
 
 
 class RunConfig(Experiment):

@@ -27,7 +27,7 @@ from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Execution, Final, Resumption
+from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
 from ppo_repro.watcher import Watcher
 
 LAST = 100  # training episodes in the mean that CleanRL reports
@@ -49,6 +49,9 @@ class ControlExecution:
             self.returns.extend(finished_returns(item))
             yield item
 
+    def preparation_tables(self) -> dict[str, pa.Table]:
+        return {}
+
     def tables(self, item: ControlIteration) -> dict[str, pa.Table]:
         return iteration_tables(item, self.config.records.level)
 
@@ -59,14 +62,14 @@ class ControlExecution:
         last = self.returns[-LAST:]
         return math.fsum(last) / len(last) if last else math.nan
 
-    def final_results(self, clock: Clock) -> Final:
+    def ending(self, clock: Clock) -> Ending:
         agent = self.state.agent
         eval_return = evaluate(self.config, agent)
         clock.lap("evaluation")
         policy_digest = weights_digest(agent.policy_parameters())
         value_digest = weights_digest(agent.value_parameters())
         clock.lap("digests")
-        return {
+        results: Final = {
             "episodes": len(self.returns),
             "last_100_return": self._last_mean(),
             "eval_return": eval_return,
@@ -74,6 +77,7 @@ class ControlExecution:
             "policy_digest": policy_digest,
             "value_digest": value_digest,
         }
+        return Ending(results, {})
 
 
 @contextmanager

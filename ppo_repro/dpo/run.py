@@ -188,7 +188,9 @@ def _pair_columns(pairs: _Pairs, reference: PairLogprobs, policy: PairLogprobs, 
 
 
 def _step_columns(steps: Sequence[PreferenceStep]) -> dict[str, Any]:
-    columns: dict[str, Any] = {name: [getattr(s, name) for s in steps] for name in asdict(steps[0])}
+    columns: dict[str, Any] = {
+        name: [getattr(s, name) for s in steps] for name in (c.name for c in records.STEPS.columns)
+    }
     for name in ("epoch", "minibatch", "pairs", "gradient_redos"):
         columns[name] = np.asarray(columns[name], np.int32)
     return columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, StepReport, make_optimizer
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.seeding import permutation
@@ -25,7 +25,23 @@ CHECK_EVERY, CHECK_PROMPTS = 10, 256
 Pair = tuple[list[int], list[int]]  # prompt tokens, answer tokens with the end token
 
 
-def _cross_entropy_step(policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: str) -> float:
+@dataclass(frozen=True)
+class WarmStartStep:
+    """One supervised step."""
+
+    epoch: int
+    examples: int
+    tokens: int  # of the answers, end tokens included
+    loss: float  # before the step, nats, token mean
+    learning_rate: float
+    grad_norm: float
+    gradient_redos: int
+    accuracy: float | None  # greedy, after the step; None where it was not measured
+
+
+def _cross_entropy_step(
+    policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: str
+) -> tuple[float, StepReport]:
     """One step on -log p(answer token), token mean; returns the loss before it, nats per token."""
     losses: list[torch.Tensor] = []  # of every backward pass; the last one counts
 
@@ -34,8 +50,8 @@ def _cross_entropy_step(policy: PreTrainedModel, optimizer: Optimizer, batch: To
         losses.append(-logprobs.detach())
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(logprobs)))
 
-    optimizer.step(backward, batch.real_tokens)
-    return exact_mean(losses[-1])
+    report = optimizer.step(backward, batch.real_tokens)
+    return exact_mean(losses[-1]), report
 
 
 def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
@@ -60,8 +76,8 @@ def warm_start(
     numerics: NumericsConfig,
     seed: int,
     progress: Callable[[int, int, float], None],
-) -> None:
-    """Train `source` in place to give the answers.
+) -> tuple[WarmStartStep, ...]:
+    """Train `source` in place to give the answers; returns the steps.
 
     Cross-entropy on answer and end token with AdamW. The learning rate rises over 30 steps, stays constant until the
     greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero over 20 steps.
@@ -79,6 +95,7 @@ def warm_start(
     size = min(config.warm_start_batch_size, len(pairs))
     remaining: list[list[Pair]] = []
     step, epoch, end = 0, 0, config.warm_start_steps
+    steps: list[WarmStartStep] = []
     while step < end:
         if not remaining:
             remaining, epoch = _batches(pairs, size, seed, epoch), epoch + 1
@@ -86,10 +103,14 @@ def warm_start(
         scale = min(1.0, (step + 1) / WARM_UP, (end - step) / COOL_DOWN)
         optimizer.settings = replace(settings, learning_rate=settings.learning_rate * scale)
         batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], "right")
-        loss = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
+        loss, report = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
         step += 1
         due = step % CHECK_EVERY == 0 and step + COOL_DOWN < end
-        if due and _accuracy(engine, pairs[:CHECK_PROMPTS]) >= config.warm_start_accuracy:
+        accuracy = _accuracy(engine, pairs[:CHECK_PROMPTS]) if due else None
+        if accuracy is not None and accuracy >= config.warm_start_accuracy:
             end = step + COOL_DOWN
+        rate, sizes = optimizer.settings.learning_rate, (epoch - 1, len(minibatch), len(batch.targets))
+        steps.append(WarmStartStep(*sizes, loss, rate, report.grad_norm, report.redos, accuracy))
         progress(step, end, loss)
     source.load_state_dict(policy.state_dict())
+    return tuple(steps)

@@ -63,6 +63,9 @@ class PreferenceStep:
     grad_norm: float
     gradient_redos: int
     digest: str  # weights after the step
+    indices: tuple[int, ...]  # of the pairs of the minibatch
+    losses: tuple[float, ...]  # [P] nats, as the margins before the step
+    margins: tuple[float, ...]  # [P]
 
 
 def pairs_at_once(sequences: int) -> int:
@@ -94,6 +97,9 @@ def preference_steps(
                 grad_norm=report.grad_norm,
                 gradient_redos=report.redos,
                 digest=weights_digest(model.named_parameters()),
+                indices=tuple(indices),
+                losses=tuple(losses.tolist()),
+                margins=tuple(margins.tolist()),
             )
 
 
@@ -119,9 +125,19 @@ def _step(
 class RewardTraining:
     """The training of a reward model; accuracies are on held-out pairs."""
 
-    accuracy_before: float
-    accuracy_after: float
+    pairs: tuple[Preference, ...]
+    eval_pairs: tuple[Preference, ...]  # held out
+    margins_before: tuple[float, ...]  # [P] of the held-out pairs
+    margins_after: tuple[float, ...]  # [P]
     steps: tuple[PreferenceStep, ...]
+
+    @property
+    def accuracy_before(self) -> float:
+        return preference_accuracy(torch.tensor(self.margins_before))
+
+    @property
+    def accuracy_after(self) -> float:
+        return preference_accuracy(torch.tensor(self.margins_after))
 
 
 def reward_margins(model: PreTrainedModel, pairs: Sequence[Preference], layout: LayoutConfig) -> Tensor:
@@ -160,12 +176,13 @@ def train_reward_model(
         chosen, rejected = sequence_scores(model, sequences, layout.padding)[:, 0].split(len(chunk))
         return bradley_terry_losses(chosen, rejected), chosen - rejected
 
-    before = preference_accuracy(reward_margins(model, eval_pairs, layout))
+    before = tuple(reward_margins(model, eval_pairs, layout).tolist())
     steps: list[PreferenceStep] = []
     for step in preference_steps(model, optimizer, pairs, schedule, losses_of):
         steps.append(step)
         progress(len(steps), schedule.steps(len(pairs)), step.loss)
-    return RewardTraining(before, preference_accuracy(reward_margins(model, eval_pairs, layout)), tuple(steps))
+    after = tuple(reward_margins(model, eval_pairs, layout).tolist())
+    return RewardTraining(tuple(pairs), tuple(eval_pairs), before, after, tuple(steps))
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,12 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class IterationEntry:
-    """One recorded iteration; `chain` follows from the iteration before and the digests here."""
+    """One recorded iteration; `chain` follows from the iteration before and the digests of `tables`."""
 
     iteration: Annotated[int, Field(ge=0)]
     tables: dict[str, TableEntry]
     chain: str
+    beside: dict[str, TableEntry] = field(default_factory=dict)  # side tables, which are in no chain
 
 
 _ENTRY = TypeAdapter(IterationEntry)
@@ -52,7 +53,8 @@ def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
 
 def to_line(entry: IterationEntry) -> bytes:
     """The line of an iteration: JSON whose last field is the SHA-256 of the JSON without that field."""
-    return _signed(_ENTRY.dump_json(entry)) + b"\n"
+    # without `beside` where there is nothing beside, as in runs of earlier versions
+    return _signed(_ENTRY.dump_json(entry, exclude_defaults=True)) + b"\n"
 
 
 def _signed(content: bytes) -> bytes:
@@ -112,7 +114,7 @@ def _entry(path: Path, number: int, line: bytes) -> IterationEntry:
         return from_line(line)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field = ".".join(str(step) for step in first["loc"])
-        raise UserError(f"{path}: line {number + 1}: {field}: {first['msg']}; {DAMAGED}") from error
+        where = ".".join(str(step) for step in first["loc"])
+        raise UserError(f"{path}: line {number + 1}: {where}: {first['msg']}; {DAMAGED}") from error
     except ValueError as error:
         raise UserError(f"{path}: line {number + 1}: {error}; {DAMAGED}") from error

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,18 +17,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
 from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.records import control_schema, digests, iteration_log, schema
-from ppo_repro.records.iteration_log import IterationEntry, next_link
+from ppo_repro.records import control_schema, digests, iteration_log, schema, side_schema
+from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
 
 FILE_NAME = "manifest.json"
 _DAMAGED = "the manifest was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
 _TABLES: dict[Kind, tuple[schema.Table, ...]] = {LANGUAGE: schema.TABLES, CONTROL: control_schema.TABLES}
+_SIDE_TABLES: dict[Kind, tuple[schema.Table, ...]] = {LANGUAGE: side_schema.SIDE_TABLES, CONTROL: ()}
 # of this file: 1 held the iterations itself; 2 had no digest of its own, and none of the bytes of the tables
 VERSION: Literal[3] = 3
 _VERSIONS = (1, 2, VERSION)
 _OWN_DIGEST = "sha256"
-_LATER = {"files", "log_digest"}  # fields that earlier versions did not write
+_LATER = {"files", "log_digest", "preparation", "ending"}  # fields that earlier versions did not write
 
 
 class Head(BaseModel):
@@ -49,6 +51,8 @@ class Head(BaseModel):
     num_iterations: Annotated[int, Field(ge=0)]
     log_bytes: Annotated[int, Field(ge=0)]  # of iterations.jsonl; what follows them does not count
     log_digest: str = ""  # of these bytes, see `iteration_log.extended`
+    preparation: dict[str, TableEntry] = Field(default_factory=dict)  # side tables written before the first iteration
+    ending: dict[str, TableEntry] = Field(default_factory=dict)  # and after the last one
     final: dict[str, float | int | str]
     fingerprint: str
 
@@ -82,6 +86,40 @@ def has_responses(head: Head) -> bool:
 def table_path(run_dir: Path, table_name: str, iteration: int) -> Path:
     """The file of one table of one iteration."""
     return run_dir / "records" / table_name / f"iteration={iteration:06d}.parquet"
+
+
+@dataclass(frozen=True)
+class SideFile:
+    """One recorded file of a side table."""
+
+    table: schema.Table
+    iteration: int | None  # None before the first iteration; the number of iterations after the last one
+    entry: TableEntry
+
+    def path(self, run_dir: Path) -> Path:
+        """Where it lies."""
+        return side_path(run_dir, self.table.name, self.iteration)
+
+
+def side_tables_of(head: Head) -> tuple[schema.Table, ...]:
+    """The tables outside the fingerprint that a run of this kind may have, in the order in which they are computed."""
+    return _SIDE_TABLES[head.kind]
+
+
+def side_path(run_dir: Path, table_name: str, iteration: int | None) -> Path:
+    """The file of a side table; without `iteration` the one written before the first iteration."""
+    if iteration is None:
+        return run_dir / "records" / table_name / "preparation.parquet"
+    return table_path(run_dir, table_name, iteration)
+
+
+def side_files(recorded: Manifest) -> Iterator[SideFile]:
+    """Every recorded file of a side table, in the order in which they were computed."""
+    moments = [(None, recorded.preparation), *((entry.iteration, entry.beside) for entry in recorded.iterations)]
+    for iteration, entries in (*moments, (recorded.num_iterations, recorded.ending)):
+        for table in side_tables_of(recorded):
+            if table.name in entries:
+                yield SideFile(table, iteration, entries[table.name])
 
 
 def head_of(head: Head) -> Head:
@@ -217,6 +255,10 @@ def _require_consistent(log: Path, path: Path, manifest: Manifest) -> None:
         raise UserError(f"{log}: {problem}; {iteration_log.DAMAGED}")
     if manifest.final and manifest.status != "complete":
         raise UserError(f"{path}: status = {manifest.status!r} but final results are there; {_DAMAGED}")
+    strangers = {*manifest.preparation, *manifest.ending} - {table.name for table in side_tables_of(manifest)}
+    if strangers or (manifest.ending and manifest.status != "complete"):
+        listed = ", ".join(sorted(strangers or manifest.ending))
+        raise UserError(f"{path}: lists tables {listed} that this run cannot have; {_DAMAGED}")
     if manifest.fingerprint != expected_fingerprint(manifest):
         raise UserError(
             f"{path}: fingerprint = {manifest.fingerprint!r} does not follow from the chain and the final results; "
@@ -226,14 +268,18 @@ def _require_consistent(log: Path, path: Path, manifest: Manifest) -> None:
 
 def _log_inconsistency(manifest: Manifest) -> str:
     names = {table.name for table in tables_of(manifest)}
+    side_names = {table.name for table in side_tables_of(manifest)}
     previous = digests.FINGERPRINT_SEED
     for index, entry in enumerate(manifest.iterations):
         if entry.iteration != index:
             return f"iterations.{index} is iteration {entry.iteration}, expected {index}"
         if set(entry.tables) != names:
             return f"iteration {index} lists tables {sorted(entry.tables)}, expected {sorted(names)}"
-        if is_covered(manifest) and any(table.file_digest is None for table in entry.tables.values()):
+        listed = (*entry.tables.values(), *entry.beside.values())
+        if is_covered(manifest) and any(table.file_digest is None for table in listed):
             return f"iteration {index} lists a file without the digest of its bytes"
+        if not side_names.issuperset(entry.beside):
+            return f"iteration {index} lists side tables {sorted(entry.beside)}, allowed are {sorted(side_names)}"
         if entry.chain != next_link(previous, entry.tables):
             return f"chain of iteration {index} = {entry.chain!r} does not follow from its digests"
         previous = entry.chain

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from ppo_repro.disk.folder import file_digest
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, schema
+from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.manifest import Manifest
 
 _DAMAGED = "does not match the manifest; the file was changed or damaged"
@@ -45,12 +46,16 @@ def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: boo
 
 
 def read_recorded(run_dir: Path, recorded: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
-    """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does.
+    """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
+    entry = recorded.iterations[iteration].tables[table.name]
+    return read_file(manifest.table_path(run_dir, table.name, iteration), table, entry, verify)
+
+
+def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) -> pa.Table:
+    """One file of any table; UserError where it is missing or damaged.
 
     `verify`: first the bytes of the file, then its values, against their digests.
     """
-    path = manifest.table_path(run_dir, table.name, iteration)
-    entry = recorded.iterations[iteration].tables[table.name]
     loaded = _load_parquet(path, verify, entry.file_digest)
     written = schema.with_retired(table, loaded.column_names)
     data = _to_plain(path, written.columns, loaded)
@@ -85,7 +90,7 @@ class TableReader:
         folder = Path(run_dir)
         recorded = open_manifest(folder, allow_incomplete)
         table = _table(folder, recorded, self.table_name)
-        chosen_columns = _checked_columns(folder, table, columns)
+        chosen_columns = checked_columns(folder, table, columns)
         chosen = _checked_iterations(folder, recorded, iterations)
         names = [column.name for column in chosen_columns]
         tables = [read_recorded(folder, recorded, table, iteration, verify).select(names) for iteration in chosen]
@@ -126,7 +131,7 @@ def stream(
         raise UserError(f"{run_dir}: rows = {rows}, verify = {verify!r}: rows is at least 1, verify contents or pages")
     recorded = open_manifest(folder, allow_incomplete)
     table = _table(folder, recorded, table_name)
-    chosen = _checked_columns(folder, table, columns)
+    chosen = checked_columns(folder, table, columns)
     wanted = _checked_iterations(folder, recorded, iterations)
     return _batches(folder, recorded, table, chosen, wanted, rows, verify)
 
@@ -205,7 +210,8 @@ def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:
     return joined.to_numpy()
 
 
-def _checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] | None) -> tuple[schema.Column, ...]:
+def checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] | None) -> tuple[schema.Column, ...]:
+    """The columns with these names, all by default; raises UserError on an unknown name."""
     if columns is None:
         return table.columns
     by_name = {column.name: column for column in table.columns}

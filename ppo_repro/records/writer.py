@@ -76,9 +76,19 @@ def _cannot_write(run_dir: Path, error: OSError) -> UserError:
     return UserError(f"{run_dir}: cannot be written ({error.strerror}); choose another --out")
 
 
+def record_preparation(run_dir: Path, current: Head, tables: Mapping[str, pa.Table]) -> Head:
+    """Write the side tables of what came before the first iteration, then the manifest that lists them.
+
+    Raises as `append_iteration`.
+    """
+    _require_open(run_dir, current)
+    return _save(run_dir, current, {"preparation": _write_side_tables(run_dir, current, None, tables)})
+
+
 def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mapping[str, pa.Table]) -> Head:
     """Write all tables of the next iteration, then its line of the log, then the manifest that accepts them.
 
+    Side tables may be among `tables` or not.
     Raises ValueError on tables or an iteration that do not belong here, UserError where writing fails.
     """
     _require_open(run_dir, current)
@@ -87,19 +97,46 @@ def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mappi
     if iteration != current.num_iterations:
         raise ValueError(f"iteration {iteration} cannot follow {current.num_iterations} recorded iterations")
     expected = manifest.tables_of(current)
-    if set(tables) != {table.name for table in expected}:
+    side_names = {table.name for table in manifest.side_tables_of(current)}
+    beside = {name: data for name, data in tables.items() if name in side_names}
+    if tables.keys() - beside.keys() != {table.name for table in expected}:
         raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in expected)}")
     built = [_as_built(table, tables[table.name], iteration) for table in expected]
     entries = {}
     for table in built:
-        data = tables[table.name]
-        content = arrow.to_parquet(table, data)
-        values, file_digest = digests.table_digest(table, data), manifest.content_digest(content)
-        entries[table.name] = TableEntry(rows=data.num_rows, digest=values, file_digest=file_digest)
-        durable.atomic_write(manifest.table_path(run_dir, table.name, iteration), content)
+        entries[table.name] = _write_table(
+            manifest.table_path(run_dir, table.name, iteration), table, tables[table.name]
+        )
+    side_entries = _write_side_tables(run_dir, current, iteration, beside)
     # while a run is not complete its fingerprint is the last link
-    entry = IterationEntry(iteration=iteration, tables=entries, chain=next_link(current.fingerprint, entries))
+    entry = IterationEntry(iteration, entries, next_link(current.fingerprint, entries), side_entries)
     return commit(run_dir, current, entry)
+
+
+def _write_side_tables(
+    run_dir: Path, current: Head, iteration: int | None, tables: Mapping[str, pa.Table]
+) -> dict[str, TableEntry]:
+    """Write files of side tables; returns their entries. ValueError on a table that this kind of run has not."""
+    by_name = {table.name: table for table in manifest.side_tables_of(current)}
+    entries = {}
+    for name, data in tables.items():
+        if name not in by_name:
+            raise ValueError(f"has table {name}, expected only {', '.join(by_name)}")
+        table = by_name[name]
+        _as_built(table, data, iteration)
+        path = manifest.side_path(run_dir, name, iteration)
+        try:
+            path.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path.parent}: cannot be made ({error.strerror}); make room there") from error
+        entries[name] = _write_table(path, table, data)
+    return entries
+
+
+def _write_table(path: Path, table: schema.Table, data: pa.Table) -> TableEntry:
+    content = arrow.to_parquet(table, data)
+    durable.atomic_write(path, content)
+    return TableEntry(data.num_rows, digests.table_digest(table, data), manifest.content_digest(content))
 
 
 def commit(run_dir: Path, current: Head, entry: IterationEntry) -> Head:
@@ -118,8 +155,11 @@ def finish(
     final: Mapping[str, float | int | str],
     notes: Mapping[str, str] | None = None,
     files: Mapping[str, str] | None = None,
+    tables: Mapping[str, pa.Table] | None = None,
 ) -> Head:
     """Close the run with its final results, digests of new notes, and digests of files in place of those before.
+
+    `tables`: the side tables after the last iteration.
 
     ValueError on results of other types, UserError where writing fails.
     """
@@ -131,7 +171,8 @@ def finish(
         if type(value) not in (float, int, str):
             raise ValueError(f"final result {name} is a {type(value).__name__}, expected float, int or str")
     fingerprint = manifest.finished_fingerprint(current.fingerprint, final)
-    changes = {"status": "complete", "final": dict(final), "fingerprint": fingerprint}
+    ending = _write_side_tables(run_dir, current, current.num_iterations, tables or {})
+    changes = {"status": "complete", "final": dict(final), "fingerprint": fingerprint, "ending": ending}
     return _save(run_dir, current, {**changes, **_noted(current, notes, files)})
 
 
@@ -199,11 +240,13 @@ def _save(run_dir: Path, current: Head, changes: dict[str, Any]) -> Head:
     return changed
 
 
-def _as_built(table: schema.Table, data: pa.Table, iteration: int) -> schema.Table:
+def _as_built(table: schema.Table, data: pa.Table, iteration: int | None) -> schema.Table:
     """The table at the level of its data; ValueError where the data does not belong here."""
     built = schema.at_level(table, schema.level_of(table, data.column_names))
     if data.schema != arrow.arrow_schema(built):
         raise ValueError(f"table {table.name}: has another schema; build it with to_arrow")
+    if iteration is None:
+        return built
     strangers = np.flatnonzero(data.column("iteration").to_numpy() != iteration)
     if strangers.size:
         raise ValueError(f"table {table.name}: row {strangers[0]} is not of iteration {iteration}")

@@ -8,23 +8,25 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.disk.folder import SUMS_NAME, file_digest, remove_folder, whole_folder, write_sums
+from ppo_repro.disk.folder import SUMS_NAME, check_sums, file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
+from ppo_repro.models.value_folder import load_value_parameters, save_value_model
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint_format, checkpoint_index
 from ppo_repro.runs.checkpoint_format import Checkpoint, Origin
 from ppo_repro.runs.checkpoint_index import Outline
-from ppo_repro.runs.contents import CHECKPOINT, CHECKPOINTS_NAME
+from ppo_repro.runs.contents import CHECKPOINT, CHECKPOINTS_NAME, FINAL_STATE
 from ppo_repro.runs.prepare import Prepared
 
 
@@ -41,6 +43,16 @@ def reference_folder(run_dir: Path) -> Path:
 def final_folder(run_dir: Path) -> Path:
     """The trained policy of a finished run."""
     return checkpoints_folder(run_dir) / "final"
+
+
+def value_folder(run_dir: Path) -> Path:
+    """The trained value model of a finished run, or its head on the policy's trunk."""
+    return checkpoints_folder(run_dir) / "value_model"
+
+
+def final_state_folder(run_dir: Path) -> Path:
+    """What training goes on from besides the trained models: a checkpoint without their weights."""
+    return checkpoints_folder(run_dir) / FINAL_STATE
 
 
 def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
@@ -121,10 +133,11 @@ class ModelStore:
         self.prepared.state.policy.save_pretrained(folder)
         self.prepared.task.tokenizer.save_pretrained(folder)
 
-    def finish(self) -> dict[str, str]:
-        """The trained policy, beside it adapters in peft's format and a reward model that was made here.
+    def finish(self, link: str) -> dict[str, str]:
+        """The trained policy and value model, adapters in peft's format, a reward model that was made here.
 
-        Returns the digest of the SHA256SUMS of each folder.
+        And the optimizers' state, where no checkpoint of the last iteration has it. Returns the digest of the list of
+        files of each folder.
         """
         prepared, folder = self.prepared, final_folder(self.run_dir)
         made = [folder]
@@ -149,7 +162,23 @@ class ModelStore:
         if prepared.reward_training is not None and prepared.task.reward_model is not None:
             made.append(folder.with_name("reward_model"))
             save_reward_model(prepared.task.reward_model, tokenizer, made[-1])
-        return {name: digest for model in made for name, digest in sums_digest(self.run_dir, model).items()}
+        state = prepared.state
+        if state.value_model is not None:
+            made.append(value_folder(self.run_dir))
+            config = None if state.value_optimizer is None else state.value_model.trunk.config
+            save_value_model(state.value_parameters(), config, made[-1])
+        files = {name: digest for model in made for name, digest in sums_digest(self.run_dir, model).items()}
+        if self.config.checkpoints.final_state and not self.is_due(state.iteration):
+            files |= self._keep_state(link)
+        return files
+
+    def _keep_state(self, link: str) -> dict[str, str]:
+        """What a checkpoint has beside the weights; returns the digest of its index."""
+        folder = final_state_folder(self.run_dir)
+        saved = checkpoint_format.take(self.prepared.state, link, self.origin)
+        checkpoint_format.save(replace(saved, policy={}, value_model={}), folder)
+        index = folder / checkpoint_index.INDEX_NAME
+        return {index.relative_to(self.run_dir).as_posix(): file_digest(index)}
 
     def _bases(self) -> tuple[Path, Path]:
         """Folders of the models that policy and value model started as."""
@@ -218,8 +247,29 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
     return saved
 
 
+def load_final(run_dir: Path, recorded: Manifest) -> Checkpoint:
+    """The state a finished run ended with, as a checkpoint; UserError where it is damaged or was not kept."""
+    folder = checkpoint_folder(run_dir, recorded.num_iterations)
+    if folder.is_dir():
+        saved = checkpoint_format.load(folder)
+        _require_of_run(saved, recorded.num_iterations, folder, recorded)
+        return saved
+    state, policy, value = final_state_folder(run_dir), final_folder(run_dir), value_folder(run_dir)
+    if not state.is_dir():
+        raise UserError(f"{state}: is not there; only runs with checkpoints.final_state that are finished have it")
+    saved = checkpoint_format.load(state)
+    _require_of_run(saved, recorded.num_iterations, state, recorded)
+    check_sums(policy)
+    weights = {n: t for file in sorted(policy.glob("*.safetensors")) for n, t in load_file(file).items()}
+    value_model = load_value_parameters(value) if value.is_dir() else {}
+    return replace(saved, policy=weights, value_model=value_model)
+
+
 def check_all(run_dir: Path, recorded: Manifest) -> int:
     """Verify every checkpoint and the reference; returns their number. UserError names the damaged file."""
+    state = final_state_folder(run_dir)
+    if state.is_dir():
+        _require_of_run(checkpoint_index.check(state), recorded.num_iterations, state, recorded)
     folders = _checkpoints(run_dir)
     for number, folder in folders:
         saved = checkpoint_index.check(folder)

@@ -24,7 +24,8 @@ from ppo_repro.records.manifest import Head, Manifest
 CHECKPOINTS_NAME = "checkpoints"
 CHECKPOINT = re.compile(r"iteration-(\d{6,})")  # the name of the folder of one
 # folders that a run makes beside its checkpoints; `unequal` only one that ended because bits were
-MODELS = ("reference", "final", "adapter", "value_adapter", "base", "reward_model", "unequal")
+MODELS = ("reference", "final", "value_model", "adapter", "value_adapter", "base", "reward_model", "unequal")
+FINAL_STATE = "final_state"  # in the form of a checkpoint, without the weights
 REPORT_NAME = "report.html"
 SERVERS_NAME = "sglang"  # logs of the servers, and the weights they loaded
 _DERIVED = (REPORT_NAME, SERVERS_NAME)
@@ -77,6 +78,10 @@ def _check_tables(run_dir: Path, recorded: Manifest) -> Iterator[str]:
             path = manifest.table_path(run_dir, table, entry.iteration)
             reader.check_file(path, listed.file_digest)
             yield path.relative_to(run_dir).as_posix()
+    for file in manifest.side_files(recorded):
+        path = file.path(run_dir)
+        reader.check_file(path, file.entry.file_digest)
+        yield path.relative_to(run_dir).as_posix()
 
 
 def _check_lock(run_dir: Path) -> None:
@@ -115,7 +120,9 @@ def _files(run_dir: Path) -> list[str]:
 
 
 def _is_of_checkpoint(name: PurePath) -> bool:
-    return len(name.parts) > 2 and name.parts[0] == CHECKPOINTS_NAME and CHECKPOINT.fullmatch(name.parts[1]) is not None
+    if len(name.parts) < 3 or name.parts[0] != CHECKPOINTS_NAME:
+        return False
+    return name.parts[1] == FINAL_STATE or CHECKPOINT.fullmatch(name.parts[1]) is not None
 
 
 def _may_be_unfinished(name: Path, recorded: Head) -> bool:
@@ -128,6 +135,8 @@ def _may_be_unfinished(name: Path, recorded: Head) -> bool:
         return len(name.parts) > 2 and name.parts[1] in MODELS
     tables = {table.name for table in manifest.tables_of(recorded)}
     following = {manifest.table_path(Path(), table, recorded.num_iterations) for table in tables}
+    beside = [table.name for table in manifest.side_tables_of(recorded)]
+    following |= {manifest.side_path(Path(), t, i) for t in beside for i in (None, recorded.num_iterations)}
     notes = name.match(RESUMED) or name.name in (accuracy.FILE_NAME, times.FILE_NAME)
     return name in following or (len(name.parts) == 1 and notes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, manifest, reader, schema
+from ppo_repro.records import digests, manifest, reader, schema, side_reader
+from ppo_repro.records.manifest import Manifest
 
 ROWS = "(rows)"
 RUN = "(run)"
 ITERATIONS = "(iterations)"
 FINAL = "(final)"
+BEFORE = -1  # the iteration of a table that was recorded before the first one
 
 Final = Mapping[str, float | int | str]
 
@@ -56,12 +58,13 @@ class Difference:
             return f"number of iterations: {values}"
         if self.table == FINAL:
             return f"final result {self.column}: {values}"
+        iteration = "" if self.iteration == BEFORE else f", iteration {self.iteration}"
         if self.column == ROWS:
-            return f"table {self.table}, iteration {self.iteration}, number of rows: {values}"
+            return f"table {self.table}{iteration}, number of rows: {values}"
         key = ", ".join(f"{name} {value!r}" for name, value in self.key.items() if name != "iteration")
         where = f"row {self.row}" + (f" ({key})" if key else "")
         return (
-            f"table {self.table}, iteration {self.iteration}, column {self.column}, {where}: {values}; "
+            f"table {self.table}{iteration}, column {self.column}, {where}: {values}; "
             f"{self.unequal_in_column} of {self.rows} rows differ in this column"
         )
 
@@ -76,7 +79,12 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
     if left.kind != right.kind:
         raise UserError(f"{left_dir} is a {left.kind} run, {right_dir} a {right.kind} run; compare runs of one kind")
     counts = len(left.iterations), len(right.iterations)
+    sides = recorded_side_data(left_root, left), recorded_side_data(right_root, right)
+    if difference := first_side_difference(left, None, *sides):
+        return difference
     for iteration in range(min(counts)):
+        if difference := first_side_difference(left, iteration, *sides):
+            return difference
         for table in manifest.tables_of(left):
             difference = first_table_difference(
                 table,
@@ -88,7 +96,38 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
                 return difference
     if counts[0] != counts[1]:
         return _count_difference(RUN, min(counts), ITERATIONS, counts)
-    return first_final_difference(left.final, right.final)
+    return first_side_difference(left, counts[0], *sides) or first_final_difference(left.final, right.final)
+
+
+SideData = Callable[[str, int | None], pa.Table | None]  # table name, iteration or None -> the table, None without one
+
+
+def recorded_side_data(run_dir: Path, recorded: Manifest) -> SideData:
+    """Reads the side tables of a run, as they are; UserError where one is missing or unreadable."""
+    files = {(file.table.name, file.iteration): file for file in manifest.side_files(recorded)}
+
+    def read(name: str, iteration: int | None) -> pa.Table | None:
+        file = files.get((name, iteration))
+        return None if file is None else side_reader.read_side_file(run_dir, file, verify=False)
+
+    return read
+
+
+def first_side_difference(
+    recorded: Manifest, iteration: int | None, left: SideData, right: SideData
+) -> Difference | None:
+    """The first difference of the side tables of one iteration, of the preparation for None.
+
+    A table that only one side has is not compared: it is no result, and which ones are recorded is configuration.
+    """
+    for table in manifest.side_tables_of(recorded):
+        ours, theirs = left(table.name, iteration), right(table.name, iteration)
+        if ours is None or theirs is None:
+            continue
+        difference = first_table_difference(table, ours, theirs, BEFORE if iteration is None else iteration)
+        if difference is not None:
+            return difference
+    return None
 
 
 def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table, iteration: int) -> Difference | None:

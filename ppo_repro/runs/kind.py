@@ -37,6 +37,14 @@ class Computed(Protocol):
 Item = TypeVar("Item", bound=Computed)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What a run ends with."""
+
+    results: Final
+    tables: dict[str, pa.Table]  # side tables after the last iteration, by name
+
+
 class Store(Protocol):
     """What an execution keeps in its run folder beside the records."""
 
@@ -57,8 +65,11 @@ class Store(Protocol):
         """Put the policy as it is now into a folder, to be loaded from there."""
         ...
 
-    def finish(self) -> dict[str, str]:
-        """Keep what was trained; returns SHA-256 of lists of files, as `files` has them."""
+    def finish(self, link: str) -> dict[str, str]:
+        """Keep what was trained; `link` is the last one in the chain.
+
+        Returns SHA-256 of lists of files, as `files` has them.
+        """
         ...
 
 
@@ -75,15 +86,19 @@ class Execution(Protocol[Item]):
 
     def iterations(self) -> Iterator[Item]: ...
 
+    def preparation_tables(self) -> dict[str, pa.Table]:
+        """The side tables of what came before the first iteration, by name; none where that was not done again."""
+        ...
+
     def tables(self, item: Item) -> dict[str, pa.Table]:
-        """All tables of an iteration by name."""
+        """All tables of an iteration by name, side tables included."""
         ...
 
     def progress(self, item: Item) -> str:
         """The figures of an iteration that a person sees while the run works."""
         ...
 
-    def final_results(self, clock: Clock) -> Final:
+    def ending(self, clock: Clock) -> Ending:
         """What the run ends with; `clock` gets the phases it takes."""
         ...
 

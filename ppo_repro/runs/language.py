@@ -26,12 +26,14 @@ from ppo_repro.rollout.engine import Engine
 from ppo_repro.runs.checkpoint_format import Checkpoint
 from ppo_repro.runs.checkpoints import ModelStore, load_newest, open_store, quick_collections, reference_folder
 from ppo_repro.runs.environment import check_inputs, describe_environment
-from ppo_repro.runs.kind import Execution, Final, Resumption
+from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
 from ppo_repro.runs.open_engine import check_engine, require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, policy_accuracy, prepare, run_inputs, task_inputs
 from ppo_repro.runs.profiling import Peak, measure_peak
 from ppo_repro.runs.tables import iteration_tables
 from ppo_repro.shares import check_shares
+from ppo_repro.side_tables.evaluation import evaluation_table
+from ppo_repro.side_tables.preparation import preparation_tables
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.watcher import Watcher
@@ -56,14 +58,27 @@ class LanguageExecution:
     def iterations(self) -> Iterator[Iteration]:
         return ppo_iterations(self.config, self.prepared.task, self.prepared.state, self.engine, self.ranks)
 
+    @property
+    def _records_side_tables(self) -> bool:
+        return self.config.records.level != "lean"
+
+    def preparation_tables(self) -> dict[str, pa.Table]:
+        if not self._records_side_tables:
+            return {}
+        prepared = self.prepared
+        return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
+
     def tables(self, item: Iteration) -> dict[str, pa.Table]:
-        return iteration_tables(item, self.config, self.peak)
+        tables = iteration_tables(item, self.config, self.peak)
+        if item.evaluation is None or not self._records_side_tables:
+            return tables
+        return {**tables, **evaluation_table(item.evaluation, item.index)}
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = exact_mean(item.rewards.scores), exact_mean(item.rewards.is_correct)
         return f"score {score:.3f}  accuracy {accuracy:.3f}  KL {last_kl(item.updates):.4f}"
 
-    def final_results(self, clock: Clock) -> Final:
+    def ending(self, clock: Clock) -> Ending:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)
         clock.lap("evaluation")
         state, training = self.prepared.state, self.prepared.reward_training
@@ -75,7 +90,9 @@ class LanguageExecution:
             "value_digest": weights_digest(state.value_parameters().items()),
         }
         clock.lap("digests")
-        return {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
+        results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
+        tables = evaluation_table(evaluation, state.iteration) if self._records_side_tables else {}
+        return Ending(results, tables)
 
 
 @dataclass(frozen=True)

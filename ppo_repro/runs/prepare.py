@@ -34,7 +34,7 @@ from ppo_repro.models.reward_model import (
 )
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
-from ppo_repro.models.warm_start import warm_start
+from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.proof import proof
@@ -57,6 +57,7 @@ class Prepared:
     task: Task
     state: TrainState
     engine: TorchEngine
+    warm_start: tuple[WarmStartStep, ...]  # empty where no model was trained here before PPO
     reward_training: RewardTraining | None  # None unless a reward model was trained here
     lora: Lora | None  # None where all weights of the policy are trained
     value_lora: Lora | None  # None without a value model of its own, and where all its weights are trained
@@ -78,16 +79,16 @@ def task_inputs(config: RunConfig) -> list[Path]:
 
 def _source(
     config: RunConfig, problems: Split, progress: WarmStartProgress
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that policy, value model and reference are copies of at the start, and its tokenizer."""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[WarmStartStep, ...]]:
+    """The model that policy, value model and reference are copies of at the start, its tokenizer, its warm start."""
     if isinstance(config.model, ModelFolder):
-        return load_folder(Path(config.model.path))
+        return *load_folder(Path(config.model.path)), ()
     assert isinstance(config.model, TinyModel)
     tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
     model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
-    warm_start(model, tokenizer, problems.train, config.model, config.numerics, config.seed, progress)
-    return model, tokenizer
+    steps = warm_start(model, tokenizer, problems.train, config.model, config.numerics, config.seed, progress)
+    return model, tokenizer, steps
 
 
 def prepare_task(
@@ -229,9 +230,9 @@ def prepare(
     problems = load_problems(config.task, config.seed)
     check_functions(judge, problems.train)
     if start_folder is None:
-        source, tokenizer = _source(config, problems, progress)
+        source, tokenizer, steps = _source(config, problems, progress)
     else:
-        source, tokenizer = load_folder(start_folder)
+        source, tokenizer, steps = *load_folder(start_folder), ()
     task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
@@ -247,7 +248,7 @@ def prepare(
         config.layout.prefill_chunk,
         config.layout.prefix_cache,
     )
-    return Prepared(task, state, engine, reward_training, adapters.policy, adapters.value)
+    return Prepared(task, state, engine, steps, reward_training, adapters.policy, adapters.value)
 
 
 def policy_accuracy(config: RunConfig, prepared: Prepared) -> Accuracy | None:

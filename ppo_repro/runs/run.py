@@ -18,12 +18,18 @@ from ppo_repro.disk import durable
 from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.ranks import Ranks
-from ppo_repro.records import digests, manifest, reader, times, writer
+from ppo_repro.records import digests, manifest, reader, schema, times, writer
 from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import RESUMED, check_config
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs.contents import check_contents, is_model_file, remove_unfinished
-from ppo_repro.runs.diff import Difference, first_final_difference, first_table_difference
+from ppo_repro.runs.diff import (
+    Difference,
+    first_final_difference,
+    first_side_difference,
+    first_table_difference,
+    recorded_side_data,
+)
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.lifetime import kept_if_unequal, mark_ended, new_run
@@ -70,7 +76,7 @@ def _work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
     with opened as execution:
         for _ in execution.iterations():
             pass
-        execution.final_results(Clock())
+        execution.ending(Clock())
 
 
 def execute(
@@ -88,7 +94,7 @@ def execute(
     recorded, total, computed = manifest.load(run_dir), config.ppo.iterations, 0
     with (
         opened as execution,
-        appending(run_dir, _noted(run_dir, recorded, execution)) as appender,
+        appending(run_dir, _begun(run_dir, recorded, execution)) as appender,
         kept_if_unequal(run_dir, execution.store),
     ):
         clock.lap("preparation")
@@ -121,35 +127,59 @@ def execute(
         if written is not None:
             kind.watcher.iteration(written[0], total, written[1])
             clock.lap("progress")
-        final = execution.final_results(clock)
+        ending = execution.ending(clock)
         files = dict(current.files)
         if execution.store is not None:
             clock.lap(OTHER)
-            files |= execution.store.finish()
+            files |= execution.store.finish(current.fingerprint)  # of a run that is not complete: the last link
             clock.lap("models")
     clock.lap("closing")
-    writer.finish(run_dir, current, final, times.write(run_dir, times.Times(computed, clock.seconds)), files)
+    notes = times.write(run_dir, times.Times(computed, clock.seconds))
+    writer.finish(run_dir, current, ending.results, notes, files, ending.tables)
     clock.lap("records")
 
 
-def _noted(run_dir: Path, recorded: Manifest, execution: Execution[Item]) -> Head:
-    """The manifest without its iterations, with the digests of the notes, which are written first, and of the store."""
-    noted = {}
+def _begun(run_dir: Path, recorded: Manifest, execution: Execution[Item]) -> Head:
+    """The manifest without its iterations, after notes and tables of the preparation are on disk.
+
+    It has the digests of the notes and of what the store keeps. Tables that are recorded already are compared instead:
+    PromiseBroken names the first cell that differs.
+    """
+    current, noted = manifest.head_of(recorded), {}
     for name, tree in execution.notes.items():
         content = manifest.note_content(tree)
         durable.atomic_write(run_dir / name, content)
         noted[name] = manifest.content_digest(content)
-    kept = {} if execution.store is None else execution.store.files
-    files = {**recorded.files, **kept}
+    files = {**recorded.files, **({} if execution.store is None else execution.store.files)}
     if noted or files != recorded.files:
-        return writer.mark(run_dir, recorded, "running", noted, files)
-    return manifest.head_of(recorded)
+        current = writer.mark(run_dir, current, "running", noted, files)
+    tables = execution.preparation_tables()
+    if not recorded.preparation:
+        return writer.record_preparation(run_dir, current, tables) if tables else current
+    _require_none(_side_difference(run_dir, recorded, None, tables))
+    return current
+
+
+def _side_difference(
+    run_dir: Path, recorded: Manifest, iteration: int | None, tables: Mapping[str, pa.Table]
+) -> Difference | None:
+    """The first cell of a side table that differs between the records and `tables`."""
+    return first_side_difference(
+        recorded, iteration, recorded_side_data(run_dir, recorded), lambda name, _: tables.get(name)
+    )
+
+
+def _require_none(difference: Difference | None) -> None:
+    if difference is not None:
+        raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
 
 
 def _iteration_difference(
     run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]
 ) -> Difference | None:
     """The first cell of an iteration that differs between the records and `tables`; UserError for damaged records."""
+    if difference := _side_difference(run_dir, recorded, iteration, tables):
+        return difference
     for table in manifest.tables_of(recorded):
         old = reader.read_recorded(run_dir, recorded, table, iteration, verify=True)
         difference = first_table_difference(table, old, tables[table.name], iteration)
@@ -160,9 +190,7 @@ def _iteration_difference(
 
 def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> None:
     """Raise PromiseBroken naming the first cell in which `tables` differ from a recorded iteration."""
-    difference = _iteration_difference(run_dir, recorded, iteration, tables)
-    if difference is not None:
-        raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
+    _require_none(_iteration_difference(run_dir, recorded, iteration, tables))
 
 
 def _digest(table: schema.Table, computed: pa.Table) -> str:
@@ -259,15 +287,20 @@ def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] =
     _require_same_start(kind.ranks, config, recorded.inputs)
     fingerprint = digests.FINGERPRINT_SEED
     with opened as execution:
+        prepared = execution.preparation_tables()
+        difference = kind.ranks.first(_side_difference, run_dir, recorded, None, prepared)
+        if difference is not None:
+            return Rerun(difference, fingerprint, 0)
         for item in execution.iterations():
             tables = execution.tables(item)
             fingerprint, difference = kind.ranks.first(_compare, run_dir, recorded, item.index, tables, fingerprint)
             if difference is not None:
                 return Rerun(difference, fingerprint, item.index + 1)
             kind.watcher.iteration(item.index + 1, config.ppo.iterations, execution.progress(item))
-        final = execution.final_results(Clock())
-    difference = first_final_difference(recorded.final, final)
-    return Rerun(difference, manifest.finished_fingerprint(fingerprint, final), config.ppo.iterations)
+        ending = execution.ending(Clock())
+    difference = kind.ranks.first(_side_difference, run_dir, recorded, recorded.num_iterations, ending.tables)
+    difference = difference or first_final_difference(recorded.final, ending.results)
+    return Rerun(difference, manifest.finished_fingerprint(fingerprint, ending.results), config.ppo.iterations)
 
 
 def _compare(

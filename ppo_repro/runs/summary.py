@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,12 +97,24 @@ def speeds(counts: Counts, unit: str) -> list[str]:
 
 
 def iteration_lines(run_dir: Path, columns: tuple[str, ...], count: int) -> pd.DataFrame:
-    """Some columns of up to `count` iterations, evenly spread, the first and last included."""
+    """Some columns of up to `count` iterations, evenly spread, the first and last included.
+
+    Below them, of a complete run, those that it ended with: the evaluation after the last iteration.
+    """
     rows = reader.read_iterations(run_dir, columns=columns, allow_incomplete=True)
-    if len(rows) <= count:
-        return rows
-    keep = sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})
-    return rows.iloc[keep]
+    final = reader.open_manifest(run_dir, allow_incomplete=True).final
+    ending = {name: final[name] for name in columns if name in final}
+    shown = rows
+    if len(rows) > count:
+        shown = rows.iloc[sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})]
+    if not ending:
+        return shown
+    # whole numbers as text: the last row has no tokens, and as floats 12345 would show as 1.234e+04
+    counted = [name for name in columns if pd.api.types.is_integer_dtype(rows[name])]
+    last = {**dict.fromkeys(counted, "-"), "iteration": str(len(rows)), **ending}
+    lines = shown.astype(dict.fromkeys(counted, str))
+    lines.loc[len(rows)] = [last.get(name, math.nan) for name in columns]
+    return lines
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import iteration_log, manifest, reader
+from ppo_repro.records import iteration_log, manifest, reader, side_reader
 from ppo_repro.runs import checkpoints
 from ppo_repro.runs.contents import check_contents
 
@@ -58,6 +58,9 @@ def verify(run_dir: Path) -> Verified:
     for entry in recorded.iterations:
         for table in tables:
             reader.read_recorded(run_dir, recorded, table, entry.iteration, verify=True)
+    side_files = list(manifest.side_files(recorded))
+    for file in side_files:
+        side_reader.read_side_file(run_dir, file, verify=True)
     whole = checkpoints.check_all(run_dir, recorded)
     if recorded.status == "complete" and manifest.has_responses(recorded):
         final = checkpoints.final_folder(run_dir)
@@ -67,7 +70,7 @@ def verify(run_dir: Path) -> Verified:
         recorded.status,
         recorded.fingerprint,
         len(recorded.iterations),
-        len(tables) * len(recorded.iterations),
+        len(tables) * len(recorded.iterations) + len(side_files),
         whole,
         contents.models,
         recorded.manifest_version,

@@ -17,18 +17,30 @@ from ppo_repro.tasks.tokenizer import decode
 
 
 def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
-    """Greedy accuracy and mean score on the held-out prompts."""
+    """The greedy responses to the held-out prompts, judged."""
     problems: Sequence[Problem] = task.problems.held_out
     requests = [Request(task.prompt_ids[p.key], 0) for p in problems]
     completions = generate(config, engine, requests, sampling_of(config, greedy=True), ranks)
+    responses = [decode(task.tokenizer, c.response_ids) for c in completions]
     samples = Samples(
         [p.key for p in problems],
         [p.prompt for p in problems],
-        [decode(task.tokenizer, c.response_ids) for c in completions],
+        responses,
         [p.answer for p in problems],
         [c.finish_reason == "stop" for c in completions],
         [len(c.response_ids) for c in completions],
     )
-    prompt_ids = [task.prompt_ids[p.key] for p in problems]
+    prompt_ids = tuple(task.prompt_ids[p.key] for p in problems)
     judged = judge(config, task, prompt_ids, [c.response_ids for c in completions], samples, ranks)
-    return Evaluation(sum(judged.correct) / len(judged.correct), sum(judged.scores) / len(judged.scores))
+    return Evaluation(
+        keys=tuple(p.key for p in problems),
+        texts=tuple(p.prompt for p in problems),
+        answers=tuple(p.answer for p in problems),
+        prompt_ids=prompt_ids,
+        response_ids=tuple(tuple(c.response_ids) for c in completions),
+        responses=tuple(responses),
+        finish_reasons=tuple(c.finish_reason for c in completions),
+        scores=tuple(judged.scores),
+        score_parts=tuple(tuple(row) for row in judged.term_values),
+        is_correct=tuple(judged.correct),
+    )

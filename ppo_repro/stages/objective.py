@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import Advantages, ForwardPass, ReturnStatistics, Rollout
+from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, ReturnStatistics, Rollout
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     ClipObjective,
@@ -54,40 +54,36 @@ def band_of(config: RunConfig, clip_range: float) -> losses.Band | None:
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
-    """Surrogate plus penalty, minus entropy bonus, plus KL term, per token."""
+class PolicyTerms:
+    """Surrogate plus penalty, minus entropy bonus, plus KL term, per token, of what the policy says."""
 
-    state: TrainState
-    rollout: Rollout
     anchor: Tensor  # [N] log of the ratio's denominator
     ref_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
     weights: Tensor | None  # [N] importance weights
     band: losses.Band | None
+    coefficients: Coefficients
     config: RunConfig
 
-    def of(self, m: MicroBatch) -> LossAndColumns:
-        """(loss, `PolicyColumns`) from a forward pass of the policy."""
-        return self.of_logits(m, policy_logits(self.state.policy, m.batch))
-
-    def of_logits(self, m: MicroBatch, logits: Tensor) -> LossAndColumns:
-        """The same from the policy's logits [m, V]."""
-        config, tokens = self.config, m.tokens
-        temperature, mode = config.rollout.temperature, config.numerics.mode
-        eligible = expand_kept(self.rollout.kept_tokens[tokens], logits.shape[-1])
-        logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
+    def of(self, tokens: Tensor, logprobs: Tensor, entropies: Tensor, kl_terms: Tensor | None) -> PolicyColumns:
+        """The columns of `tokens` [m]; `kl_terms` [m] where the loss has them."""
         ratios = losses.probability_ratios(logprobs, self.anchor[tokens])
         surrogates, penalties = self._surrogates(logprobs, ratios, tokens), self._penalties(logprobs, tokens)
         loss = surrogates if penalties is None else surrogates + penalties
         if self.weights is not None:
             loss = loss * self.weights[tokens]
-        loss = loss - entropies * config.ppo.entropy_coef
-        kl_terms = None
-        if isinstance(config.kl, KLInLoss):
-            kl_terms = self._divergence(m, logits, logprobs, eligible) * self.state.coefficients.kl_coef
+        loss = loss - entropies * self.config.ppo.entropy_coef
+        if kl_terms is not None:
             loss = loss + kl_terms
         parts = (_NOTHING if part is None else part for part in (penalties, kl_terms))
-        return loss, (loss, logprobs, ratios, entropies, surrogates, *parts)
+        return PolicyColumns(loss, logprobs, ratios, entropies, surrogates, *parts)
+
+    def estimated_kl_terms(self, tokens: Tensor, logprobs: Tensor) -> Tensor | None:
+        """kl_coef times the estimate of KL(policy || reference), [m]; None unless the loss has one."""
+        kl_loss = self.config.kl
+        if not isinstance(kl_loss, KLInLoss) or kl_loss.estimator == "exact":
+            return None
+        return kl.loss(kl_loss.estimator, logprobs, self.ref_logprobs[tokens]) * self.coefficients.kl_coef
 
     def _surrogates(self, logprobs: Tensor, ratios: Tensor, tokens: Tensor) -> Tensor:
         advantages, objective = self.advantages[tokens], self.config.ppo.objective
@@ -100,16 +96,7 @@ class PolicyLoss:
     def _penalties(self, logprobs: Tensor, tokens: Tensor) -> Tensor | None:
         if not isinstance(self.config.ppo.objective, PenaltyObjective):
             return None
-        return losses.anchor_penalty(logprobs - self.anchor[tokens], self.state.coefficients.penalty_coef)
-
-    def _divergence(self, m: MicroBatch, logits: Tensor, logprobs: Tensor, eligible: Tensor | None) -> Tensor:
-        """KL(policy || reference) per token, differentiable."""
-        assert isinstance(self.config.kl, KLInLoss)
-        if self.config.kl.estimator != "exact":
-            return kl.loss(self.config.kl.estimator, logprobs, self.ref_logprobs[m.tokens])
-        with torch.no_grad():
-            ref_logits = policy_logits(self.state.reference, m.batch)
-        return kl_loss(logits, ref_logits, self.config.rollout.temperature, eligible, self.config.numerics.mode)
+        return losses.anchor_penalty(logprobs - self.anchor[tokens], self.coefficients.penalty_coef)
 
     def flags(self, ratios: Tensor, tokens: Tensor) -> Tensor:
         """The ClipFlag of each token, [M] uint8; all NONE without a clip."""
@@ -119,18 +106,75 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True)
-class ValueLoss:
-    """Squared error of the value model, plain or clipped, per token.
+class PolicyLoss:
+    """The policy's terms from its forward pass."""
+
+    state: TrainState
+    rollout: Rollout
+    terms: PolicyTerms
+
+    def of(self, m: MicroBatch) -> LossAndColumns:
+        """(loss, `PolicyColumns`) from a forward pass of the policy."""
+        return self.of_logits(m, policy_logits(self.state.policy, m.batch))
+
+    def of_logits(self, m: MicroBatch, logits: Tensor) -> LossAndColumns:
+        """The same from the policy's logits [m, V]."""
+        config, tokens = self.terms.config, m.tokens
+        temperature, mode = config.rollout.temperature, config.numerics.mode
+        eligible = expand_kept(self.rollout.kept_tokens[tokens], logits.shape[-1])
+        logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
+        if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
+            kl_terms: Tensor | None = self._exact_divergence(m, logits, eligible) * self.terms.coefficients.kl_coef
+        else:
+            kl_terms = self.terms.estimated_kl_terms(tokens, logprobs)
+        columns = self.terms.of(tokens, logprobs, entropies, kl_terms)
+        return columns.losses, columns
+
+    def _exact_divergence(self, m: MicroBatch, logits: Tensor, eligible: Tensor | None) -> Tensor:
+        """KL(policy || reference) per token over the vocabulary, differentiable."""
+        config = self.terms.config
+        with torch.no_grad():
+            ref_logits = policy_logits(self.state.reference, m.batch)
+        return kl_loss(logits, ref_logits, config.rollout.temperature, eligible, config.numerics.mode)
+
+
+@dataclass(frozen=True)
+class ValueTerms:
+    """Squared error of the value model's values, plain or clipped, per token.
 
     Values and returns are in reward units. Where returns are normalised by a scale s, the loss is the squared
     error in units of s, and the configured clip range is in units of s.
     """
 
-    value_model: ValueModel
     old_values: Tensor  # [N]
     returns: Tensor  # [N]
     clip_range: float | None  # in reward units
     statistics: ReturnStatistics
+
+    def of(self, tokens: Tensor, values: Tensor) -> Tensor:
+        """The losses [m] of `values` [m] on `tokens` [m]."""
+        returns = self.returns[tokens]
+        if self.clip_range is None:
+            loss = losses.value_loss(values, returns)
+        else:
+            loss = losses.clipped_value_loss(values, self.old_values[tokens], returns, self.clip_range)
+        if self.statistics.count:
+            loss = loss * (1.0 / (self.statistics.scale * self.statistics.scale))
+        return loss
+
+    def clips(self, new_values: Tensor, tokens: Tensor) -> Tensor:
+        """Where the clipped branch decides the loss. Bool [M]."""
+        if self.clip_range is None:
+            return torch.zeros(new_values.shape, dtype=torch.bool)
+        return losses.value_clip_binds(new_values, self.old_values[tokens], self.returns[tokens], self.clip_range)
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """The value model's terms from its forward pass."""
+
+    value_model: ValueModel
+    terms: ValueTerms
 
     def of(self, m: MicroBatch) -> LossAndColumns:
         """(loss, (loss, new values)) from a forward pass of the value model."""
@@ -138,21 +182,9 @@ class ValueLoss:
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]."""
-        values = in_reward_units(self.value_model.head(hidden)[:, 0], self.statistics)
-        returns = self.returns[m.tokens]
-        if self.clip_range is None:
-            loss = losses.value_loss(values, returns)
-        else:
-            loss = losses.clipped_value_loss(values, self.old_values[m.tokens], returns, self.clip_range)
-        if self.statistics.count:
-            loss = loss * (1.0 / (self.statistics.scale * self.statistics.scale))
+        values = in_reward_units(self.value_model.head(hidden)[:, 0], self.terms.statistics)
+        loss = self.terms.of(m.tokens, values)
         return loss, (loss, values)
-
-    def clips(self, new_values: Tensor, tokens: Tensor) -> Tensor:
-        """Where the clipped branch decides the loss. Bool [M]."""
-        if self.clip_range is None:
-            return torch.zeros(new_values.shape, dtype=torch.bool)
-        return losses.value_clip_binds(new_values, self.old_values[tokens], self.returns[tokens], self.clip_range)
 
 
 @dataclass(frozen=True)
@@ -173,28 +205,47 @@ class Objective:
         return policy_loss + value_loss * self.value_coef, (*policy_columns, *value_columns)
 
 
-def make_objective(
-    state: TrainState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: RunConfig
-) -> Objective:
-    """The losses that the update of one iteration minimises."""
+@dataclass(frozen=True)
+class Terms:
+    """The losses of one iteration as functions of what the networks say; nothing here computes a network."""
+
+    policy: PolicyTerms
+    value: ValueTerms | None  # None without a value model
+
+
+def make_terms(
+    config: RunConfig, coefficients: Coefficients, rollout: Rollout, forward: ForwardPass, advantages: Advantages
+) -> Terms:
+    """The losses of an iteration under the coefficients in force."""
     ppo, value = config.ppo, config.value
-    policy = PolicyLoss(
-        state,
-        rollout,
+    policy = PolicyTerms(
         rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs,
         forward.ref_logprobs,
         advantages.advantages,
         _importance_weights(rollout, forward, config),
-        band_of(config, state.coefficients.clip_range),
+        band_of(config, coefficients.clip_range),
+        coefficients,
         config,
     )
     if isinstance(value, NoValue):
-        return Objective(policy, None, 0.0)
-    assert state.value_model is not None and forward.values is not None and advantages.returns is not None
-    statistics = state.coefficients.returns
+        return Terms(policy, None)
+    assert forward.values is not None and advantages.returns is not None
+    statistics = coefficients.returns
     clip_range = None if value.clip_range is None else value.clip_range * statistics.scale
-    value_loss = ValueLoss(state.value_model, forward.values, advantages.returns, clip_range, statistics)
-    return Objective(policy, value_loss, value.value_coef if isinstance(value, ValueHead) else 0.0)
+    return Terms(policy, ValueTerms(forward.values, advantages.returns, clip_range, statistics))
+
+
+def make_objective(
+    state: TrainState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: RunConfig
+) -> Objective:
+    """The losses that the update of one iteration minimises."""
+    terms = make_terms(config, state.coefficients, rollout, forward, advantages)
+    policy = PolicyLoss(state, rollout, terms.policy)
+    if terms.value is None:
+        return Objective(policy, None, 0.0)
+    assert state.value_model is not None
+    value_coef = config.value.value_coef if isinstance(config.value, ValueHead) else 0.0
+    return Objective(policy, ValueLoss(state.value_model, terms.value), value_coef)
 
 
 def _importance_weights(rollout: Rollout, forward: ForwardPass, config: RunConfig) -> Tensor | None:

@@ -57,10 +57,17 @@ def compute_rewards(
         rollout.lengths.tolist(),
     )
     judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
+    phi = None if task.judge.potential is None else _potentials(task, rollout, ranks)
+    return rewards_from(config, judged, rollout, forward, phi, kl_coef)
+
+
+def rewards_from(
+    config: RunConfig, judged: Judgement, rollout: Rollout, forward: ForwardPass, phi: Tensor | None, kl_coef: float
+) -> Rewards:
+    """The rewards that follow from a judgement; `phi` [N] float64 are the potentials, None without shaping."""
     scores = torch.tensor(judged.scores, dtype=torch.float64)
     penalties = _kl_penalties(config, rollout, forward, kl_coef)
     placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
-    phi = None if task.judge.potential is None else _potentials(task, rollout, ranks)
     shaping = None if phi is None else _shaping(config, phi, rollout)
     if shaping is not None:
         _require_float32(placed + shaping, rollout)

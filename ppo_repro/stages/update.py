@@ -29,8 +29,8 @@ from ppo_repro.stages.objective import (
     LossAndColumns,
     Objective,
     PolicyColumns,
-    PolicyLoss,
-    ValueLoss,
+    PolicyTerms,
+    ValueTerms,
     make_objective,
 )
 
@@ -53,6 +53,11 @@ class _Work:
     weights: Tensor  # [N] float32, weight of each token's loss; 0 outside the minibatch
     input_tokens: int  # of all ranks, prompts included
     ranks: Ranks
+
+    def own_weights(self) -> Tensor:
+        """[M] float32, the weights of the minibatch's tokens."""
+        return self.weights[self.tokens]
+
     by_tensor: bool  # whether the gradient of each tensor is measured
 
 
@@ -87,9 +92,9 @@ def _step(
     return report, [torch.cat(column) for column in zip(*work.ranks.gather(by_micro_batch), strict=True)]
 
 
-def _total(values: Tensor, work: _Work) -> float:
-    """The weighted sum of a minibatch's per-token losses, correctly rounded."""
-    return math.fsum((values.to(torch.float64) * work.weights[work.tokens].to(torch.float64)).tolist())
+def _total(values: Tensor, weights: Tensor) -> float:
+    """The sum of a minibatch's per-token losses, weighted by its loss weights, correctly rounded."""
+    return math.fsum((values.to(torch.float64) * weights.to(torch.float64)).tolist())
 
 
 def update(
@@ -135,7 +140,7 @@ def update(
             clock.lap("update")
             digests = _digests(state, ranks)
             clock.lap("digests")
-            loss_weights = work.weights[work.tokens]
+            loss_weights = work.own_weights()
             yield MinibatchUpdate(epoch, index, work.tokens, loss_weights, policy, value_update, *digests)
 
 
@@ -171,32 +176,37 @@ def _policy_step(state: TrainState, work: _Work, objective: Objective) -> Policy
     report, columns = _step(state.policy_optimizer, work, objective.policy.of)
     if state.value_optimizer is not None:
         state.forget(state.policy)  # before the value model's step: the operands are those of the old weights
-    return _policy_update(report, columns, work, objective.policy)
+    return policy_update(report, PolicyColumns(*columns), work.tokens, work.own_weights(), objective.policy.terms)
 
 
 def _value_step(state: TrainState, work: _Work, objective: Objective) -> ValueUpdate:
     assert state.value_optimizer is not None and objective.value is not None
     report, columns = _step(state.value_optimizer, work, objective.value.of)
     state.forget(state.value_model)
-    return _value_update(report, columns, work, objective.value)
+    token_losses, new_values = columns
+    return value_update(report, token_losses, new_values, work.tokens, work.own_weights(), objective.value.terms)
 
 
 def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[PolicyUpdate, ValueUpdate]:
     """One step on the losses of the policy and of the value head, both from the same hidden states."""
     assert objective.value is not None
     report, columns = _step(state.policy_optimizer, work, objective.joint)
-    policy = _policy_update(report, columns[:-2], work, objective.policy)
-    return policy, _value_update(None, columns[-2:], work, objective.value)
+    *of_policy, token_losses, new_values = columns
+    about = work.tokens, work.own_weights()
+    policy = policy_update(report, PolicyColumns(*of_policy), *about, objective.policy.terms)
+    return policy, value_update(None, token_losses, new_values, *about, objective.value.terms)
 
 
-def _policy_update(report: StepReport, columns: list[Tensor], work: _Work, policy: PolicyLoss) -> PolicyUpdate:
-    of, tokens = PolicyColumns(*columns), work.tokens
+def policy_update(
+    report: StepReport, of: PolicyColumns, tokens: Tensor, weights: Tensor, policy: PolicyTerms
+) -> PolicyUpdate:
+    """What a step of the policy leaves: the columns of its minibatch `tokens` [M], and their sums by `weights` [M]."""
     flags = policy.flags(of.ratios, tokens)
     factors = None if policy.weights is None else policy.weights[tokens]
     penalties, kl_terms = (part if len(part) else None for part in (of.penalty_terms, of.kl_terms))
 
     def weighted(part: Tensor) -> float:
-        return _total(part if factors is None else part * factors, work)
+        return _total(part if factors is None else part * factors, weights)
 
     return PolicyUpdate(
         new_logprobs=of.new_logprobs,
@@ -208,11 +218,11 @@ def _policy_update(report: StepReport, columns: list[Tensor], work: _Work, polic
         penalty_terms=penalties,
         importance_weights=factors,
         kl_terms=kl_terms,
-        loss=_total(of.losses, work),
+        loss=_total(of.losses, weights),
         surrogate_loss=weighted(of.surrogates),
         penalty_loss=None if penalties is None else weighted(penalties),
-        entropy_loss=0.0 - _total(of.new_entropies * policy.config.ppo.entropy_coef, work),
-        kl_loss=None if kl_terms is None else _total(kl_terms, work),
+        entropy_loss=0.0 - _total(of.new_entropies * policy.config.ppo.entropy_coef, weights),
+        kl_loss=None if kl_terms is None else _total(kl_terms, weights),
         entropy=exact_mean(of.new_entropies),
         approx_kl=exact_mean(kl.k3(policy.anchor[tokens] - of.new_logprobs)),
         clip_fraction=exact_mean(losses.removes_gradient(flags)),
@@ -222,15 +232,21 @@ def _policy_update(report: StepReport, columns: list[Tensor], work: _Work, polic
     )
 
 
-def _value_update(report: StepReport | None, columns: list[Tensor], work: _Work, value: ValueLoss) -> ValueUpdate:
-    """`report`: of the value model's own step; None where the head shares the policy's."""
-    token_losses, new_values = columns
-    clipped = value.clips(new_values, work.tokens)
+def value_update(
+    report: StepReport | None,
+    token_losses: Tensor,
+    new_values: Tensor,
+    tokens: Tensor,
+    weights: Tensor,
+    value: ValueTerms,
+) -> ValueUpdate:
+    """The same of the value model. `report`: of its own step; None where the head shares the policy's."""
+    clipped = value.clips(new_values, tokens)
     return ValueUpdate(
         new_values=new_values,
         clipped=clipped,
         losses=token_losses,
-        loss=_total(token_losses, work),
+        loss=_total(token_losses, weights),
         clip_fraction=exact_mean(clipped),
         grad_norm=None if report is None else report.grad_norm,
         gradient_redos=0 if report is None else report.redos,

@@ -131,20 +131,29 @@ def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float])
     config = judge.config
     columns = [_values(i, term, judge, samples, model_scores) for i, term in enumerate(config.terms)]
     term_values = [list(row) for row in zip(*columns, strict=True)]
-    scores = [_weighted(config, row) for row in term_values]
     rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
     correct = [done and _is_correct(config, response, answer) for response, answer, done in rows]
-    for index, done in enumerate(samples.finished):
+    scores = weighted_scores(config, term_values, samples.finished)
+    for key, score in zip(samples.keys, scores, strict=True):
+        if not abs(score) <= FLOAT32_MAX:
+            raise UserError(
+                f"reward: the score {score:g} for prompt key '{shown(key)}' is beyond float32 ({FLOAT32_MAX:.1e}); "
+                "choose smaller weights in reward.terms"
+            )
+    return Judgement(scores, term_values, correct)
+
+
+def weighted_scores(
+    config: RewardConfig, term_values: Sequence[Sequence[float]], finished: Sequence[bool]
+) -> list[float]:
+    """Sum of weight times value over the reward terms, then the rules for responses that did not end by themselves."""
+    scores = [_weighted(config, row) for row in term_values]
+    for index, done in enumerate(finished):
         if not done and config.missing_eos_score is not None:
             scores[index] = config.missing_eos_score
         elif not done:
             scores[index] -= config.missing_eos_penalty
-        if not abs(scores[index]) <= FLOAT32_MAX:
-            raise UserError(
-                f"reward: the score {scores[index]:g} for prompt key '{shown(samples.keys[index])}' is beyond float32 "
-                f"({FLOAT32_MAX:.1e}); choose smaller weights in reward.terms"
-            )
-    return Judgement(scores, term_values, correct)
+    return scores
 
 
 def potentials(judge: Judge, texts: Texts, char_starts: Sequence[int]) -> list[float]:

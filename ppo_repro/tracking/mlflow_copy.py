@@ -135,6 +135,11 @@ def _end(client: MlflowClient, folder: Path, run_id: str, names: Sequence[str], 
 
 def _end_run(client: MlflowClient, run_dir: Path, recorded: Head, run_id: str) -> None:
     final = [Metric(f"final/{k}", v, 0, 0) for k, v in recorded.final.items() if not isinstance(v, str)]
+    # the evaluation after the last iteration ends the curve of those before
+    curve = ("eval_accuracy", "eval_score")
+    ended = [(name, value) for name, value in recorded.final.items() if name in curve and not isinstance(value, str)]
+    written = int((run_dir / manifest.FILE_NAME).stat().st_mtime * 1000)
+    final += [Metric(f"iteration/{name}", value, written, recorded.num_iterations) for name, value in ended]
     measured = accuracy.read(run_dir, recorded)
     if measured is not None:
         final += [Metric(f"accuracy/{k}", v, 0, 0) for k, v in measured.numbers().items()]

@@ -49,9 +49,8 @@ def test_diff_of_different_runs_is_exit_one(cli: Cli, exact_run: Path, native_ru
     code, out, _ = cli("diff", exact_run, native_run)
     assert code == 1 and out.startswith("different: table ") and len(out.splitlines()) == 1
     code, out, _ = cli("diff", exact_run, native_run, "--json")
-    assert (code == 1 and json.loads(out)["first_difference"]["table"] == "sequences") or json.loads(out)[
-        "identical"
-    ] is False
+    # the warm start comes first, and native numerics train another policy
+    assert code == 1 and json.loads(out)["first_difference"]["table"] == "warm_start_steps"
 
 
 MISTAKES = [

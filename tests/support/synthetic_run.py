@@ -266,7 +266,11 @@ def accept(run_dir: Path, table: str, iteration: int) -> None:
 
 def damage_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:
     """Change one column of one recorded file and write it back with other Parquet settings."""
-    path = manifest.table_path(run_dir, table, iteration)
+    rewrite_file(manifest.table_path(run_dir, table, iteration), column, change)
+
+
+def rewrite_file(path: Path, column: str, change: Callable[[Any], Any]) -> None:
+    """Change one column of a file and write it back with other Parquet settings."""
     data = pq.ParquetFile(path).read()
     index = data.column_names.index(column)
     found = data.column(index).combine_chunks()

@@ -61,7 +61,8 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
     history = client.get_metric_history(found.info.run_id, "step/grad_norm")
     assert [(m.step, m.value) for m in history] == list(enumerate(steps["grad_norm"].tolist()))
     evaluated = client.get_metric_history(found.info.run_id, "iteration/eval_accuracy")
-    assert [m.step for m in evaluated] == [0, 2], "a value that was not measured is not logged"
+    assert [m.step for m in evaluated] == [0, 2, 3], "a value that was not measured is not logged"
+    assert evaluated[-1].value == manifest.load(exact_run).final["eval_accuracy"]
     measured = accuracy.read(exact_run, manifest.load(exact_run))
     assert measured is not None and found.data.metrics["accuracy/ratio"] == measured.ratio
     assert {n for n in found.data.metrics if n.startswith("accuracy/")} == {f"accuracy/{n}" for n in measured.numbers()}

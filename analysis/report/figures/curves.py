@@ -19,7 +19,10 @@ Floats = npt.NDArray[np.float64]
 METRICS = {
     "score": ("Score", "", "Mean score of the sampled responses; band: ± one standard error over the responses."),
     "accuracy": ("Accuracy, sampled", "", "Share of correct sampled responses; band: ± one standard error."),
-    "eval_accuracy": ("Accuracy, held out", "", "Greedy accuracy on held-out prompts, before the update."),
+    "eval_accuracy": (
+        "Accuracy, held out", "",
+        "Greedy accuracy on held-out prompts, before the update; the last point is after the last update.",
+    ),
     "ref_kl_per_sequence": (
         "KL to the reference", "nats per response",
         "KL(policy || reference), exact over the vocabulary, seq_mean_token_sum; band: ± one standard error.",
@@ -81,9 +84,13 @@ def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) 
     ]
 
 
-def recorded_rows(iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The same columns for metrics of the iterations and steps tables; low and high are NaN where there is no band."""
-    tables = []
+def recorded_rows(iterations: pd.DataFrame, steps: pd.DataFrame, final_accuracy: float) -> pd.DataFrame:
+    """The same columns for metrics of the iterations and steps tables; low and high are NaN where there is no band.
+
+    `final_accuracy` is the held-out one after the last update, a point of its own behind the last iteration.
+    """
+    last = {"iteration": len(iterations), "metric": "eval_accuracy", "value": final_accuracy}
+    tables = [pd.DataFrame([{**last, "low": np.nan, "high": np.nan}])]
     for name in ("eval_accuracy", "explained_variance"):
         rows = iterations.loc[iterations[name].notna(), ["iteration", name]]
         tables.append(rows.rename(columns={name: "value"}).assign(metric=name, low=np.nan, high=np.nan))

@@ -109,7 +109,12 @@ def test_curves_agree_with_what_training_recorded(exact_run: Path) -> None:
         for item in iterations_of(exact_run, len(iterations))
         for row in curves.sampled_rows(item.iteration, item.sequences, item.tokens)
     ]
-    found = pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps)])
+    after = float(reader.open_manifest(exact_run).final["eval_accuracy"])
+    found = pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps, after)])
+    held_out = found[found["metric"] == "eval_accuracy"].sort_values("iteration")
+    measured = iterations[iterations["eval_accuracy"].notna()]
+    assert held_out["iteration"].tolist() == [*measured["iteration"], len(iterations)]
+    assert held_out["value"].tolist() == [*measured["eval_accuracy"], after]
     recorded = {
         "score": "score_mean", "accuracy": "accuracy", "ref_kl_per_sequence": "ref_kl_per_sequence",
         "entropy": "entropy", "response_length": "response_length_mean", "explained_variance": "explained_variance",

@@ -1,0 +1,58 @@
+"""A trained value model in a folder: safetensors by parameter name, and the configuration of a trunk of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig
+
+from ppo_repro.disk.folder import check_sums, whole_folder, write_sums
+from ppo_repro.errors import UserError
+from ppo_repro.models.networks import ValueModel, make_policy
+from ppo_repro.numerics.layers.linear import ExactLinear
+
+TENSORS_NAME, CONFIG_NAME = "value_model.safetensors", "config.json"
+
+
+def save_value_model(parameters: Mapping[str, Tensor], config: PretrainedConfig | None, folder: Path) -> None:
+    """Write the parameters of a value model, or of a head on the policy's trunk; `config` of its own trunk.
+
+    The folder appears whole or not at all. UserError where that fails.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parameters.items()}
+    with whole_folder(folder) as temporary:
+        safetensors.torch.save_file(tensors, temporary / TENSORS_NAME, metadata={"format": "pt"})
+        if config is not None:
+            config.save_pretrained(temporary)
+        write_sums(temporary)
+
+
+def load_value_parameters(folder: Path) -> dict[str, Tensor]:
+    """The parameters that `save_value_model` wrote; UserError where they are missing or damaged."""
+    check_sums(folder)
+    try:
+        return safetensors.torch.load_file(folder / TENSORS_NAME)
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder / TENSORS_NAME}: cannot be read ({reason}); restore it") from error
+
+
+def load_value_model(folder: Path, mode: str, max_context: int) -> ValueModel:
+    """A value model with a trunk of its own, ready for use in the given numerics.
+
+    UserError where the folder is damaged or holds a head on the policy's trunk, which is no model by itself.
+    """
+    parameters = load_value_parameters(folder)
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(f"{folder}: holds a head on the policy's trunk; put it on the policy of checkpoints/final")
+    trunk = AutoModel.from_config(AutoConfig.from_pretrained(folder, local_files_only=True)).float()
+    weight = parameters["head.weight"]
+    head = nn.Linear(weight.shape[1], 1)
+    stock = ValueModel(trunk, head)
+    stock.load_state_dict(parameters)
+    exact = ExactLinear(head, "value head") if mode == "exact" else head
+    return ValueModel(make_policy(trunk, mode, max_context), exact)

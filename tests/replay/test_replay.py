@@ -1,0 +1,230 @@
+"""Every stage follows from the records alone, and one changed bit is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppo_repro.config.files import load_config
+from ppo_repro.errors import UserError
+from ppo_repro.records import arrow, digests, iteration_log, manifest, reader, schema
+from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
+from ppo_repro.replay.columns import COMPUTED, STAGES, Stage
+from ppo_repro.replay.replay import lines, replay, stages_of
+from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
+from tests.support.cases.options import FACTORS, NAMES, Choice, overrides, pairwise
+from tests.support.cli import Cli
+from tests.support.language import run
+from tests.support.paths import TINY
+from tests.support.synthetic_run import rewrite_cell
+
+CASES = pairwise()
+SMALLEST = ("model.warm_start_steps=4", "evaluation.every=2")
+ADAPTIVE = "{kind: adaptive, target_kl: 0.5}"
+POTENTIAL = "def phi(prompt, response, answer):\n    return 0.25 * len(response)\n"
+
+
+def name_of(choice: Choice) -> str:
+    return "-".join(f"{name}{option}" for name, option in zip(NAMES, choice, strict=True) if option) or "usual"
+
+
+def record(out: Path, *more: str) -> Path:
+    return run(load_config(TINY, [*SMALLEST, *more]), out, Silent())[0]
+
+
+def require_replayed(run_dir: Path, stages: Sequence[Stage] = STAGES) -> None:
+    found = replay(run_dir, stages)
+    assert found.difference is None, lines(found)
+    assert set(found.compared) == set(stages) and all(count > 10 for count in found.compared.values())
+    assert lines(found) == [f"{stage}: {found.compared[stage]:,} values identical in 2 iterations" for stage in stages]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything adaptive at once, shaping included."""
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "phi.py").write_text(POTENTIAL)
+    return record(
+        folder,
+        *(f"reward.potential={folder / 'phi.py'}:phi", "reward.whiten=scale", "ppo.iterations=3"),
+        f"kl={{charge: word, estimator: exact, direction: reference_policy, controller: {ADAPTIVE}}}",
+        *("ppo.objective={kind: kl_penalty, target_kl: 0.01}", "ppo.schedule=cosine", "ppo.early_stop_kl=0.5"),
+        *("advantages.truncation=bootstrap", "value={learning_rate: 1e-3, normalize_returns: true}"),
+    )
+
+
+@pytest.fixture
+def copy(recorded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / "copy"))
+
+
+def test_every_stage_of_a_run_follows_from_its_records(recorded: Path) -> None:
+    found = replay(recorded, STAGES)
+    assert found.difference is None and found.iterations == 3
+    # all columns of these stages that the configuration fills
+    tokens, updates = (
+        sum(e.tables[name].rows for e in manifest.load(recorded).iterations) for name in ("tokens", "updates")
+    )
+    assert found.compared["advantages"] == 3 * tokens and found.compared["rewards"] > 5 * tokens
+    assert found.compared["losses"] > 9 * updates
+
+
+def test_no_model_is_needed(copy: Path) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    assert replay(copy, STAGES).difference is None
+
+
+# the first five meet most options; all of them are in the slow tier
+@pytest.mark.parametrize("choice", CASES[:5], ids=name_of)
+def test_a_sample_of_options_is_replayed(choice: Choice, tmp_path: Path) -> None:
+    require_replayed(record(tmp_path, *overrides(choice)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", CASES[5:], ids=name_of)
+def test_every_two_options_are_replayed(choice: Choice, tmp_path: Path) -> None:
+    require_replayed(record(tmp_path, *overrides(choice)))
+
+
+def test_native_runs_are_replayed_too(tmp_path: Path) -> None:
+    """Given its log-probs, the rest of a run has one set of bits in either numerics."""
+    require_replayed(record(tmp_path, "numerics.mode=native"))
+
+
+def flip(run_dir: Path, table: str, column: str, iteration: int = 1, row: int = 3) -> int:
+    """Change one bit of a value, and every digest that knew it, so that `verify` finds nothing; returns the row."""
+    place = min(row, reader.read_arrow(run_dir, table, iteration, verify=False).num_rows - 1)
+
+    def change(values: np.ndarray) -> np.ndarray:
+        values.view(f"u{values.dtype.itemsize}")[place] ^= 1
+        return values
+
+    rewrite_cell(run_dir, table, iteration, column, change)
+    rewrite_digests(run_dir)
+    return place
+
+
+def rewrite_digests(run_dir: Path) -> None:
+    recorded, link, lines_of = manifest.load(run_dir), digests.FINGERPRINT_SEED, []
+    for entry in recorded.iterations:
+        tables = {}
+        for table in schema.TABLES:
+            path = manifest.table_path(run_dir, table.name, entry.iteration)
+            data = reader.read_recorded(run_dir, recorded, table, entry.iteration, verify=False)
+            path.write_bytes(arrow.to_parquet(table, data.cast(arrow.arrow_schema(table))))
+            tables[table.name] = TableEntry(data.num_rows, digests.table_digest(table, data))
+        link = next_link(link, tables)
+        lines_of.append(iteration_log.to_line(IterationEntry(entry.iteration, tables, link, entry.beside)))
+    (run_dir / iteration_log.FILE_NAME).write_bytes(b"".join(lines_of))
+    changes = {"log_bytes": sum(map(len, lines_of)), "fingerprint": manifest.finished_fingerprint(link, recorded.final)}
+    manifest.save(manifest.head_of(recorded).model_copy(update=changes), run_dir)
+
+
+CELLS = [
+    (stage, table, column)
+    for stage in ("rewards", "advantages", "losses", "coefficients", "summary")
+    for table, column in {
+        "rewards": (
+            ("sequences", "scores"),
+            ("tokens", "kl_penalties"),
+            ("tokens", "rewards"),
+            ("tokens", "raw_rewards"),
+        ),
+        "advantages": (("tokens", "raw_advantages"), ("tokens", "returns")),
+        "losses": (
+            ("updates", "ratios"),
+            ("updates", "value_losses"),
+            ("steps", "policy_loss"),
+            ("steps", "approx_kl"),
+        ),
+        "coefficients": (("iterations", "kl_coef"), ("iterations", "return_scale"), ("steps", "learning_rate")),
+        "summary": (("iterations", "score_mean"), ("iterations", "max_abs_old_rollout")),
+    }[stage]
+]
+
+
+@pytest.mark.parametrize(("stage", "table", "column"), CELLS, ids=["-".join(cell) for cell in CELLS])
+def test_a_flipped_bit_of_a_result_is_named(copy: Path, stage: Stage, table: str, column: str) -> None:
+    row = flip(copy, table, column)
+    verify(copy)
+    found = replay(copy, (stage,))
+    assert found.stage == stage and found.difference is not None
+    difference = found.difference
+    assert (difference.table, difference.iteration, difference.column, difference.row) == (table, 1, column, row)
+    assert int(difference.left_bits, 16) ^ int(difference.right_bits, 16) == 1 and difference.unequal_in_column == 1
+    assert lines(found)[-1].startswith(f"{stage}: different: table {table}, iteration 1, column {column}, row {row}")
+
+
+INPUTS = {"old_logprobs": "summary", "values": "advantages", "reverse_ref_kl": "rewards", "potentials": "rewards"}
+
+
+@pytest.mark.parametrize(("column", "stage"), INPUTS.items(), ids=INPUTS)
+def test_a_flipped_bit_of_an_input_is_found_in_the_first_stage_that_reads_it(
+    copy: Path, column: str, stage: str
+) -> None:
+    # a potential loses its last bit where it meets a larger score: flip one that is not 0 and alone on its token
+    flip(copy, "tokens", column, row=0)
+    found = replay(copy, STAGES)
+    assert found.difference is not None and found.stage == stage, lines(found)
+
+
+def test_only_the_stage_that_was_asked_for_is_compared(copy: Path) -> None:
+    flip(copy, "tokens", "advantages", row=2)
+    assert replay(copy, ("rewards", "coefficients")).difference is None
+    assert replay(copy, ("losses",)).difference is not None, "a loss is computed from the recorded advantage"
+
+
+LEAN = {
+    "rewards": ("reverse_ref_kl", "kl={estimator: exact, direction: reference_policy}"),
+    "advantages": ("final_values", "advantages.truncation=bootstrap"),
+    "losses": ("kl_terms", "kl={placement: loss, estimator: exact}"),
+}
+
+
+@pytest.mark.parametrize(("stage", "column", "override"), [(k, *v) for k, v in LEAN.items()], ids=LEAN)
+def test_a_lean_run_says_what_a_stage_lacks(tmp_path: Path, stage: Stage, column: str, override: str) -> None:
+    run_dir = record(tmp_path, "records.level=lean", override)
+    with pytest.raises(UserError, match=f"stage {stage} needs column {column} of table .* records.level = full"):
+        replay(run_dir, STAGES)
+    require_replayed(run_dir, [other for other in STAGES if other != stage])
+
+
+def test_a_lean_run_without_such_options_is_replayed(tmp_path: Path) -> None:
+    run_dir = record(tmp_path, "records.level=lean")
+    require_replayed(run_dir)
+    assert not (run_dir / "records" / "evaluations").exists()
+
+
+def test_every_computed_column_is_in_the_schema() -> None:
+    columns = {(table.name, column.name) for table in schema.TABLES for column in table.columns}
+    computed = [(table, name) for stage in STAGES for table, names in COMPUTED[stage].items() for name in names]
+    assert set(computed) <= columns and len(set(computed)) == len(computed)
+    assert set(FACTORS) == set(NAMES)
+
+
+def test_the_command_line(cli: Cli, recorded: Path, copy: Path) -> None:
+    code, out, _ = cli("replay", recorded)
+    assert code == 0 and [line.split(":")[0] for line in out.splitlines()] == list(STAGES)
+    code, out, _ = cli("replay", recorded, "advantages", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["identical"] is True and list(found["compared"]) == ["advantages"]
+    row = flip(copy, "tokens", "rewards")
+    code, out, _ = cli("replay", copy)
+    assert code == 1 and f"table tokens, iteration 1, column rewards, row {row}" in out.splitlines()[-1]
+    code, out, _ = cli("replay", copy, "--json")
+    found = json.loads(out)
+    assert code == 1 and (found["stage"], found["difference"]["column"]) == ("rewards", "rewards")
+    code, _, err = cli("replay", recorded, "reward")
+    assert code == 2 and "STAGE = 'reward'" in err
+
+
+def test_stages_have_names() -> None:
+    assert stages_of("all") == STAGES and stages_of("losses") == ("losses",)
+    with pytest.raises(UserError, match="must be rewards, advantages"):
+        stages_of("loss")

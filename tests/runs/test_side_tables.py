@@ -1,0 +1,146 @@
+"""What a run records outside its iterations: held-out responses, the warm start, the training of a reward model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppo_repro.config.files import load_config
+from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.records import digests, manifest, reader, side_reader
+from ppo_repro.runs.diff import first_difference
+from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
+from tests.support.cases.options import REWARD_MODEL
+from tests.support.language import rerun, resume, run
+from tests.support.paths import TINY
+from tests.support.resume import Recorded, record
+from tests.support.synthetic_run import rewrite_file
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    config = load_config(TINY, [f"reward.terms=[{REWARD_MODEL}]", "evaluation.every=2", "ppo.iterations=3"])
+    return record(config, tmp_path_factory.mktemp("side"))
+
+
+@pytest.fixture
+def copy(recorded: Recorded, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded.whole, tmp_path / "copy"))
+
+
+def flip_last_bit(values: np.ndarray) -> np.ndarray:
+    values.view(f"u{values.dtype.itemsize}")[-1] ^= 1
+    return values
+
+
+def path_of(run_dir: Path, table: str, last: bool = True) -> Path:
+    files = [f for f in manifest.side_files(manifest.load(run_dir)) if f.table.name == table]
+    return files[-1 if last else 0].path(run_dir)
+
+
+def test_the_responses_of_every_evaluation_are_recorded_the_last_one_included(recorded: Recorded) -> None:
+    run_dir = recorded.whole
+    rows, iterations = side_reader.read_evaluations(run_dir), reader.read_iterations(run_dir)
+    final = reader.open_manifest(run_dir).final
+    assert rows["iteration"].unique().tolist() == [0, 2, 3]
+    for iteration, of_one in rows.groupby("iteration"):
+        accuracy, score = float(of_one["is_correct"].mean()), sum(of_one["scores"]) / len(of_one)
+        if iteration == 3:
+            assert (accuracy, score) == (final["eval_accuracy"], final["eval_score"])
+        else:
+            row = iterations.iloc[iteration]
+            assert (accuracy, score) == (row["eval_accuracy"], row["eval_score"])
+    assert len(rows) == 3 * 7 and (rows["response_length"] == rows["response_ids"].map(len)).all()
+    right = rows["response"].str.strip() == rows["answer"]
+    assert (rows["is_correct"] == (right & (rows["finish_reason"] == "stop"))).all()
+
+
+def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
+    steps = side_reader.read_warm_start_steps(recorded.whole)
+    assert steps["step"].tolist() == list(range(40)) and steps["loss"].iloc[-1] < steps["loss"].iloc[0]
+    assert steps["accuracy"].notna().sum() == 1 and (steps["learning_rate"] > 0).all()
+    pairs, updates = side_reader.read_pairs(recorded.whole), side_reader.read_pair_updates(recorded.whole)
+    held_out = pairs[pairs["held_out"]]
+    assert (len(pairs), len(held_out)) == (32, 8) and (pairs["chosen"] != pairs["rejected"]).all()
+    assert held_out["margin_after"].notna().all() and pairs[~pairs["held_out"]]["margin_after"].isna().all()
+    accuracy = float((held_out["margin_after"] > 0).mean())
+    assert accuracy == reader.open_manifest(recorded.whole).final["reward_model_pair_accuracy"]
+    assert sorted(updates[updates["epoch"] == 0]["pair"]) == list(range(24))
+    means = updates.groupby(["epoch", "minibatch"])[["margins", "losses"]].mean().reset_index()
+    of_steps = side_reader.read_pair_steps(recorded.whole)
+    # pandas adds up float32 values in its own way
+    assert np.allclose(means["margins"], of_steps["margin"], rtol=1e-4, atol=1e-6)
+    assert np.allclose(means["losses"], of_steps["loss"], rtol=1e-4)
+    assert of_steps["reward_digest"].nunique() == len(of_steps)
+
+
+def test_the_fingerprint_does_not_contain_them(recorded: Recorded) -> None:
+    whole, link = manifest.load(recorded.whole), digests.FINGERPRINT_SEED
+    for entry in whole.iterations:
+        assert set(entry.tables) == {"sequences", "tokens", "updates", "steps", "iterations"}
+        link = digests.chain(link, {name: table.digest for name, table in entry.tables.items()})
+    assert manifest.finished_fingerprint(link, whole.final) == whole.fingerprint
+    assert {"evaluations"} == set(whole.iterations[0].beside) == set(whole.ending) and not whole.iterations[1].beside
+
+
+CELLS = (
+    ("warm_start_steps", "loss", "table warm_start_steps, column loss, row 39"),
+    ("pairs", "margin_after", "table pairs, column margin_after, row 31"),
+    ("pair_updates", "margins", "table pair_updates, column margins"),
+    ("pair_steps", "grad_norm", "table pair_steps, column grad_norm"),
+    ("evaluations", "scores", "table evaluations, iteration 3, column scores, row 6"),
+)
+
+
+@pytest.mark.parametrize(("table", "column", "where"), CELLS, ids=[cell[0] for cell in CELLS])
+def test_a_flipped_bit_is_found_by_verify_and_diff(
+    recorded: Recorded, copy: Path, table: str, column: str, where: str
+) -> None:
+    assert verify(copy).tables == 3 * 5 + 4 + 3 and first_difference(recorded.whole, copy) is None
+    path = path_of(copy, table)
+    rewrite_file(path, column, flip_last_bit)
+    with pytest.raises(UserError, match=f"{path}: does not match the manifest"):
+        verify(copy)
+    difference = first_difference(recorded.whole, copy)
+    assert difference is not None and difference.describe().startswith(where)
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path}: is missing"):
+        verify(copy)
+
+
+def test_rerun_compares_them(recorded: Recorded, copy: Path) -> None:
+    assert rerun(recorded.whole, Silent(), ["layout.padding=left"]).difference is None
+    rewrite_file(path_of(copy, "evaluations"), "scores", flip_last_bit)
+    found = rerun(copy, Silent()).difference
+    assert found is not None and found.describe().startswith(CELLS[-1][2])
+    rewrite_file(path_of(copy, "evaluations", last=False), "scores", flip_last_bit)
+    found = rerun(copy, Silent()).difference
+    assert found is not None and (found.table, found.iteration) == ("evaluations", 0)
+    rewrite_file(path_of(copy, "pair_updates"), "margins", flip_last_bit)
+    found = rerun(copy, Silent()).difference
+    assert found is not None and found.describe().startswith(CELLS[2][2])
+
+
+def test_a_run_begun_again_has_the_same_tables(recorded: Recorded, tmp_path: Path) -> None:
+    resumed = recorded.copy(1, tmp_path)
+    resume(resumed, Silent())
+    recorded.require_same(resumed)
+    assert verify(resumed).tables == verify(recorded.whole).tables
+
+
+def test_a_run_begun_again_with_other_training_is_refused(recorded: Recorded, tmp_path: Path) -> None:
+    broken = recorded.copy(1, tmp_path)
+    rewrite_file(path_of(broken, "pairs"), "margin_before", flip_last_bit)
+    with pytest.raises(PromiseBroken, match="table pairs, column margin_before"):
+        resume(broken, Silent())
+
+
+def test_a_table_that_the_run_has_not_is_refused_in_one_line(tmp_path: Path) -> None:
+    run_dir, _ = run(load_config(TINY, ["ppo.iterations=1"]), tmp_path, Silent())
+    assert len(side_reader.read_evaluations(run_dir)) == 14
+    with pytest.raises(UserError, match="holds no table pairs"):
+        side_reader.read_pairs(run_dir)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.errors import UserError
-from ppo_repro.output import print_json, print_result, say
+from ppo_repro.output import print_json, print_result, say, tell
 
 if TYPE_CHECKING:
     from ppo_repro.ranks import Ranks
@@ -114,13 +114,13 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
         print_json({**dataclasses.asdict(summary), **profiled})
         return
     measured = profile_lines(profile(run_dir)) if with_profile else []
-    print("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit), *measured]))
-    print(f"fingerprint {summary.fingerprint}")
-    print(f"records     {run_dir}")
+    tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit), *measured]))
+    tell(f"fingerprint {summary.fingerprint}")
+    tell(f"records     {run_dir}")
     policy = run_dir / "checkpoints" / "final"
     if policy.is_dir():
-        print(f"policy      {policy}")
-    print(f"again       ppo-repro rerun {run_dir}")
+        tell(f"policy      {policy}")
+    tell(f"again       ppo-repro rerun {run_dir}")
 
 
 def rerun_command(arguments: argparse.Namespace) -> int:
@@ -178,15 +178,15 @@ def show_command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(dataclasses.asdict(kind.summarise(run_dir, None)))
         return 0
-    print(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
+    tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
     if recorded.iterations:
         lines = iteration_lines(run_dir, kind.columns, 12)
-        print(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+        tell(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
     if recorded.iterations and manifest.has_responses(recorded):
-        print("\n".join(sample_lines(run_dir, len(recorded.iterations) - 1, arguments.samples)))
+        tell("\n".join(sample_lines(run_dir, len(recorded.iterations) - 1, arguments.samples)))
     if recorded.status == "complete":
         summary = kind.summarise(run_dir, None)
-        print("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit)]))
+        tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit)]))
     return 0
 
 
@@ -205,10 +205,10 @@ def probe_command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**dataclasses.asdict(found), "failures": failed})
     else:
-        print(render(found.rows))
+        tell(render(found.rows))
         if accuracy is not None:
-            print(sentence(accuracy))
-        print("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
+            tell(sentence(accuracy))
+        tell("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
     return 1 if failed else 0
 
 

@@ -13,9 +13,9 @@ class NumericsError(PromiseBroken):
     """A number is not finite, or outside the range in which the exact numerics are exact."""
 
 
-class RankLost(Exception):
-    """Another process of this run is gone or does not answer; its records are kept. Exit code 3."""
-
-
 class Terminated(KeyboardInterrupt):
     """The process was asked to end by SIGTERM; ends a run as Ctrl-C does. Exit code 143."""
+
+
+class RankLost(KeyboardInterrupt):
+    """Another process of this run is gone or does not answer; ends a run as Ctrl-C does. Exit code 3."""

@@ -17,7 +17,7 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 PPO_REPRO = """
     errors secrets clock buffers seeding watcher
     output
-    shares interrupts disk config numerics.arithmetic
+    shares interrupts heartbeats collectives disk config numerics.arithmetic
     ranks ppo records numerics.kernels.core
     tracking numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels

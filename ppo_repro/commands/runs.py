@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.commands.memory import within_memory, within_recorded
-from ppo_repro.errors import UserError
+from ppo_repro.errors import RankLost, UserError
 from ppo_repro.output import print_json, print_result, say, tell
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 def _environment_count(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
+    hint = ", as torchrun sets it" if name in ("WORLD_SIZE", "RANK") else " of seconds"
     if not text.isdecimal():
-        raise UserError(f"environment variable {name} = {text!r}: must be a count, as torchrun sets it")
+        raise UserError(f"environment variable {name} = {text!r}: must be a count{hint}")
     return int(text)
 
 
@@ -38,10 +39,14 @@ def processes() -> tuple[int, int]:
 def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
     """The processes of this command; the first one shows progress, the others are silent."""
     from ppo_repro.commands.progress import ConsoleProgress
+    from ppo_repro.heartbeats import PATIENCE_NAME, PATIENCE_SECONDS
     from ppo_repro.ranks import joined
     from ppo_repro.watcher import Silent
 
-    with joined(*processes()) as ranks:
+    patience = _environment_count(PATIENCE_NAME, PATIENCE_SECONDS)
+    if patience < 1:
+        raise UserError(f"environment variable {PATIENCE_NAME} = 0: must be at least 1 second")
+    with joined(*processes(), patience) as ranks:
         if not ranks.is_first:
             yield ranks, Silent()
             return
@@ -49,18 +54,32 @@ def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
             yield ranks, watcher
 
 
+@contextmanager
+def _saying_how_to_go_on(folder: Sequence[Path]) -> Iterator[None]:
+    """Add to RankLost what is kept in `folder`, the run folder where it is known by then."""
+    try:
+        yield
+    except RankLost as error:
+        if any((run_dir / "manifest.json").exists() for run_dir in folder):
+            kept = f"complete iterations are kept; go on with `ppo-repro resume {folder[0]}`, in one process"
+        else:
+            kept = "nothing was recorded; start it again"
+        raise RankLost(f"{error}; {kept}") from error
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     from ppo_repro.config.files import load_config
 
-    clock = Clock()
-    with _working_together() as (ranks, watcher):
+    clock, folder = Clock(), list[Path]()
+    with _saying_how_to_go_on(folder), _working_together() as (ranks, watcher):
         config = load_config(arguments.config, arguments.set)
         from ppo_repro.runs.language import LanguageKind
         from ppo_repro.runs.run import run, run_folder
         from ppo_repro.tracking.follower import followed
 
-        watched = followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None)
+        folder.append(run_folder(config, arguments.out))
+        watched = followed(folder[0], arguments.track if ranks.is_first else None)
         with within_memory(config, ranks.size), watched:
             clock.lap("start")
             run_dir, _ = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out, clock)
@@ -127,7 +146,7 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer; exit 1 at a difference."""
     from ppo_repro.commands.kinds import kind_of
 
-    with _working_together() as (ranks, watcher):
+    with _saying_how_to_go_on([]), _working_together() as (ranks, watcher):
         kind = kind_of(arguments.run)
         from ppo_repro.runs.run import rerun
 

@@ -15,3 +15,7 @@ class NumericsError(PromiseBroken):
 
 class Terminated(KeyboardInterrupt):
     """The process was asked to end by SIGTERM; ends a run as Ctrl-C does. Exit code 143."""
+
+
+class RankLost(KeyboardInterrupt):
+    """Another process of this run is gone or does not answer; ends a run as Ctrl-C does. Exit code 3."""

@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    if _compiling():
+    if is_compiling():
         again = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()
@@ -34,7 +34,7 @@ def _interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
 
-def _compiling() -> bool:
+def is_compiling() -> bool:
     """Whether this thread holds the lock of Numba's compiler. Numba is not imported here: most commands do without."""
     module = sys.modules.get("numba.core.compiler_lock")
     return module is not None and bool(module.global_compiler_lock.is_locked())

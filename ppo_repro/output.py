@@ -1,4 +1,4 @@
-"""What a command says on stdout: lines for people, or one JSON object."""
+"""What a command says on stdout: lines for people, or one JSON object. Never a password."""
 
 from __future__ import annotations
 
@@ -7,14 +7,31 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
+from ppo_repro.errors import UserError
+from ppo_repro.secrets import masked
+
+LONGEST_LINE = 1000  # characters of an error
 _SHOWN = 100  # characters of a text in a message
+
+
+def tell(text: str, end: str = "\n") -> None:
+    """Text on stdout, at once; UserError where that fails. Where nobody reads on, as after `| head -1`, nothing."""
+    try:
+        print(masked(text), end=end, flush=True)
+    except BrokenPipeError:
+        _discard(sys.stdout)
+    except OSError as error:
+        _discard(sys.stdout)
+        raise UserError(
+            f"stdout: cannot be written ({error.strerror}); what was computed and recorded is kept"
+        ) from error
 
 
 def print_json(value: dict[str, Any]) -> None:
     """One object on one line; NaN and infinities as words."""
-    print(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+    tell(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
 
 
 def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> None:
@@ -22,7 +39,7 @@ def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> 
     if as_json:
         print_json(value)
     else:
-        print("\n".join(lines))
+        tell("\n".join(lines))
 
 
 def printable(text: str) -> str:
@@ -48,4 +65,41 @@ def _finite(value: Any) -> Any:
 def say(line: str) -> None:
     """One line on stderr; of several processes only the first one speaks."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr)
+        say_anyway(line)
+
+
+def say_anyway(line: str) -> None:
+    """One line on stderr, from any process. What cannot be said there cannot be said: no run ends for that."""
+    try:
+        print(masked(line), file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def one_line(error: BaseException) -> str:
+    """The message on one line of modest length; it may quote several lines, of a user's own exception for example."""
+    text = printable(str(error))
+    if len(text) <= LONGEST_LINE:
+        return text
+    half = LONGEST_LINE // 2  # the field is named at the start, what to do at the end
+    return f"{text[:half]} [... {len(text) - 2 * half} more characters ...] {text[-half:]}"
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr usable for any text. A stream that was closed leads nowhere.
+
+    A file that is opened later would take its number, and what a library prints would end up in the file.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard(stream: TextIO) -> None:
+    """Send the rest of a stream nowhere, also what it holds still."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,33 +1,35 @@
 """Several processes (ranks) on one run: which sequences belong to which rank, and the exchanges between them.
 
 Every exchange also carries a rank's error or Ctrl-C since the last one. It is raised on all ranks at their next
-exchange, so that no rank waits for one that has left. A single process exchanges nothing.
+exchange, so that no rank waits for one that has left. Of one that is killed, stopped or cut off the others hear by
+`heartbeats`, and end with RankLost. A single process exchanges nothing.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from threading import Event
 from typing import Any, Literal, NoReturn, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
-from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro import interrupts
+from ppo_repro.collectives import all_gather, all_reduce, wait
+from ppo_repro.errors import PromiseBroken, RankLost, Terminated, UserError
+from ppo_repro.heartbeats import NOTICE_SECONDS, PATIENCE_SECONDS, Heartbeats
 from ppo_repro.shares import share_ranges
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
-
-HEAD_BYTES = 4096  # a message this short takes one collective, a longer one two
-BUCKET_ELEMENTS = 1 << 22  # tensors are summed together until they are this large
 
 _joined_others = False  # whether this process has been one of several
 
@@ -42,10 +44,6 @@ class _SharedPromiseBroken(PromiseBroken):
 
 class _SharedInterrupt(KeyboardInterrupt):
     """A Ctrl-C that every rank knows about."""
-
-
-class _RankLost(PromiseBroken):
-    """A rank ended without an error of its own; no exchange is possible any more."""
 
 
 _Kind = Literal["user error", "promise broken", "interrupt"]
@@ -71,6 +69,8 @@ class Ranks:
     rank: int
     size: int
     interrupted: Event = field(default_factory=Event, repr=False, compare=False)
+    beats: Heartbeats | None = field(default=None, repr=False, compare=False)
+    patience: float = PATIENCE_SECONDS  # longest wait for one exchange, seconds
 
     @property
     def is_first(self) -> bool:
@@ -110,12 +110,7 @@ class Ranks:
             return
         self.require_same("shapes of the tensors to sum", [(tuple(t.shape), str(t.dtype)) for t in tensors])
         try:
-            for bucket in _buckets(tensors):
-                flat = bucket[0] if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
-                dist.all_reduce(flat)
-                if len(bucket) > 1:
-                    for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                        tensor.copy_(total.view_as(tensor))
+            all_reduce(tensors, self._waiting)
         except RuntimeError as error:
             raise _lost(error) from error
 
@@ -123,9 +118,11 @@ class Ranks:
         """Every rank's value, in rank order. Raises the failure of the lowest rank that has one, unless it is ours."""
         if self.size == 1:
             return [value]
+        if self.beats is not None:
+            self.beats.exchanges += 1
         own_failure = _Failure("interrupt", "") if failure is None and self.interrupted.is_set() else failure
         try:
-            messages: list[_Message] = _all_gather(_Message(what, value, own_failure), self.size)
+            messages: list[_Message] = all_gather(_Message(what, value, own_failure), self.size, self._waiting)
         except RuntimeError as error:
             raise _lost(error) from error
         for rank, message in enumerate(messages):
@@ -138,46 +135,18 @@ class Ranks:
             raise _SharedPromiseBroken(f"rank {stray} is at {messages[stray].what!r}, rank 0 at {messages[0].what!r}")
         return [message.value for message in messages]
 
+    def _waiting(self, seconds: float) -> None:
+        """Called once per look while an exchange waits; RankLost where it has waited too long."""
+        if self.beats is not None:
+            self.beats.waited(seconds, self.patience)
+
 
 ALONE = Ranks(0, 1)
 
 
-def _all_gather(value: Any, size: int) -> list[Any]:
-    """The values of all ranks, in rank order; any picklable value."""
-    data = pickle.dumps(value)
-    payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    head = torch.zeros(8 + HEAD_BYTES, dtype=torch.uint8)
-    head[:8] = torch.tensor([len(data)]).view(torch.uint8)
-    head[8 : 8 + len(data)] = payload[:HEAD_BYTES]
-    heads = [torch.empty_like(head) for _ in range(size)]
-    dist.all_gather(heads, head)
-    lengths = [int(h[:8].view(torch.int64)) for h in heads]
-    longest = max(lengths)
-    bodies = [h[8:] for h in heads]
-    if longest > HEAD_BYTES:
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = payload
-        bodies = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(bodies, padded)
-    return [pickle.loads(body[:n].numpy().tobytes()) for body, n in zip(bodies, lengths, strict=True)]
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype and device, up to BUCKET_ELEMENTS together; a larger tensor alone."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        fits = sum(t.numel() for t in bucket) + tensor.numel() <= BUCKET_ELEMENTS
-        if bucket and not (fits and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
-
-
-def _lost(error: RuntimeError) -> _RankLost:
+def _lost(error: RuntimeError) -> RankLost:
     reason = " ".join(str(error).split())[:120]
-    return _RankLost(f"another process of this run ended unexpectedly ({reason}); see its output")
+    return RankLost(f"another process of this run ended unexpectedly ({reason}); see its output")
 
 
 def _shared(rank: int, failure: _Failure) -> BaseException:
@@ -206,7 +175,7 @@ def _known_to_all(error: BaseException | None) -> bool:
 
 def _out_of_step(error: BaseException) -> bool:
     """Whether no exchange is possible any more: a rank is gone, or there was a second Ctrl-C."""
-    return isinstance(error, _RankLost | KeyboardInterrupt) and not _known_to_all(error)
+    return isinstance(error, RankLost | KeyboardInterrupt) and not _known_to_all(error)
 
 
 @contextmanager
@@ -222,50 +191,83 @@ def _telling(ranks: Ranks) -> Iterator[None]:
 
 
 @contextmanager
-def joined(rank: int, size: int) -> Iterator[Ranks]:
+def joined(rank: int, size: int, patience: float = PATIENCE_SECONDS) -> Iterator[Ranks]:
     """Connect the processes of this run until all of them are done or have failed.
 
     CPU tensors travel over gloo, CUDA tensors over NCCL. If a rank fails, all ranks leave this block with the error
     of the lowest rank that has one. Ctrl-C is raised at the next exchange, a second one at once. UserError where the
-    processes cannot connect.
+    processes cannot connect; RankLost where one does not answer, or not within `patience` seconds.
     """
     if size == 1:
         yield ALONE
         return
     global _joined_others
-    ranks, _joined_others = Ranks(rank, size), True
-    try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the {size} processes cannot connect ({reason}); start all of them with torchrun") from error
+    _joined_others = True
+    beats = _connect(rank, size, patience)
+    ranks = Ranks(rank, size, Event(), beats, patience)
 
     def interrupt(number: int, frame: object) -> None:
         ranks.interrupted.set()
         signal.signal(signal.SIGINT, previous)
 
+    def lose(number: int, frame: object) -> None:
+        if not interrupts.is_compiling():  # the thread sends it again
+            for further in (signal.SIGUSR1, signal.SIGTERM):
+                signal.signal(further, signal.SIG_IGN)
+            raise RankLost(beats.lost)
+
     previous = signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGUSR1, lose)
     try:
-        with _telling(ranks):
-            yield ranks
-    except BaseException as error:
-        if not _out_of_step(error):
-            _leave()
-        raise
-    else:
-        _leave()
+        try:
+            with _telling(ranks):
+                yield ranks
+        except BaseException as error:
+            if not _out_of_step(error):
+                _leave(ranks)
+            elif isinstance(error, RankLost | Terminated):
+                _explain(beats, error)
+            raise
+        else:
+            _leave(ranks)
     finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        beats.leave()
         signal.signal(signal.SIGINT, previous)
 
 
-def _leave() -> None:
+def _connect(rank: int, size: int, patience: float) -> Heartbeats:
+    try:
+        store, _, _ = next(rendezvous("env://", rank, size))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        # longer than our own patience, so that it is never the one to end
+        timeout = timedelta(seconds=patience + 10 * NOTICE_SECONDS)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout
+        )
+        return Heartbeats(dist.PrefixStore("heartbeats", store.clone()), rank, size)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the {size} processes cannot connect ({reason}); start all of them with torchrun") from error
+
+
+def _explain(beats: Heartbeats, error: BaseException) -> None:
+    """Raise RankLost naming who was lost. torchrun sends SIGTERM to all processes as soon as one is dead."""
+    for further in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(further, signal.SIG_IGN)
+    lost = beats.dead(is_certain=isinstance(error, RankLost))
+    if lost:
+        raise RankLost(lost) from error
+
+
+def _leave(ranks: Ranks) -> None:
     """Wait for every rank, because torchrun ends the others as soon as one has ended with an error.
 
     The work is done by now, so torchrun's SIGTERM is ignored: the process only has to report and exit.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with suppress(RuntimeError):
-        dist.barrier()
+    with suppress(RuntimeError, RankLost):
+        wait(dist.barrier(async_op=True), ranks._waiting)
         dist.destroy_process_group()
 
 

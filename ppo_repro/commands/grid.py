@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config.files import parse_yaml
+from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.grids.engines import Engine, Processes, Ray, Slurm
 from ppo_repro.grids.grid import grid_folder, run_grid

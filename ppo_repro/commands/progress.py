@@ -9,6 +9,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ppo_repro.output import say_anyway
+
 
 class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
     """Progress bars; where stderr is no terminal, one line every tenth of the work."""
@@ -40,7 +42,7 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
             self._tasks[name] = self._bars.add_task(name, total=total, note="")
         self._bars.update(self._tasks[name], completed=done, total=total, note=note)
         if not self._console.is_terminal and done * 10 // total != (done - 1) * 10 // total:
-            print(f"{name} {done}/{total}: {note}", file=self._console.file, flush=True)
+            say_anyway(f"{name} {done}/{total}: {note}")
 
     def warm_start(self, step: int, total: int, loss: float) -> None:
         self._show("warm start", step, total, f"loss {loss:.3f} nats/token")

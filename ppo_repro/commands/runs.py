@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.commands.memory import within_memory, within_recorded
-from ppo_repro.errors import UserError
-from ppo_repro.output import print_json, print_result, say
+from ppo_repro.errors import RankLost, UserError
+from ppo_repro.output import print_json, print_result, say, tell
 
 if TYPE_CHECKING:
     from ppo_repro.ranks import Ranks
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 def _environment_count(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
+    hint = ", as torchrun sets it" if name in ("WORLD_SIZE", "RANK") else " of seconds"
     if not text.isdecimal():
-        raise UserError(f"environment variable {name} = {text!r}: must be a count, as torchrun sets it")
+        raise UserError(f"environment variable {name} = {text!r}: must be a count{hint}")
     return int(text)
 
 
@@ -38,10 +39,14 @@ def processes() -> tuple[int, int]:
 def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
     """The processes of this command; the first one shows progress, the others are silent."""
     from ppo_repro.commands.progress import ConsoleProgress
+    from ppo_repro.heartbeats import PATIENCE_NAME, PATIENCE_SECONDS
     from ppo_repro.ranks import joined
     from ppo_repro.watcher import Silent
 
-    with joined(*processes()) as ranks:
+    patience = _environment_count(PATIENCE_NAME, PATIENCE_SECONDS)
+    if patience < 1:
+        raise UserError(f"environment variable {PATIENCE_NAME} = 0: must be at least 1 second")
+    with joined(*processes(), patience) as ranks:
         if not ranks.is_first:
             yield ranks, Silent()
             return
@@ -49,18 +54,32 @@ def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
             yield ranks, watcher
 
 
+@contextmanager
+def _saying_how_to_go_on(folder: Sequence[Path]) -> Iterator[None]:
+    """Add to RankLost what is kept in `folder`, the run folder where it is known by then."""
+    try:
+        yield
+    except RankLost as error:
+        if any((run_dir / "manifest.json").exists() for run_dir in folder):
+            kept = f"complete iterations are kept; go on with `ppo-repro resume {folder[0]}`, in one process"
+        else:
+            kept = "nothing was recorded; start it again"
+        raise RankLost(f"{error}; {kept}") from error
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     from ppo_repro.config.files import load_config
 
-    clock = Clock()
-    with _working_together() as (ranks, watcher):
+    clock, folder = Clock(), list[Path]()
+    with _saying_how_to_go_on(folder), _working_together() as (ranks, watcher):
         config = load_config(arguments.config, arguments.set)
         from ppo_repro.runs.language import LanguageKind
         from ppo_repro.runs.run import run, run_folder
         from ppo_repro.tracking.follower import followed
 
-        watched = followed(run_folder(config, arguments.out), arguments.track if ranks.is_first else None)
+        folder.append(run_folder(config, arguments.out))
+        watched = followed(folder[0], arguments.track if ranks.is_first else None)
         with within_memory(config, ranks.size), watched:
             clock.lap("start")
             run_dir, _ = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out, clock)
@@ -114,20 +133,20 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
         print_json({**dataclasses.asdict(summary), **profiled})
         return
     measured = profile_lines(profile(run_dir)) if with_profile else []
-    print("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit), *measured]))
-    print(f"fingerprint {summary.fingerprint}")
-    print(f"records     {run_dir}")
+    tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit), *measured]))
+    tell(f"fingerprint {summary.fingerprint}")
+    tell(f"records     {run_dir}")
     policy = run_dir / "checkpoints" / "final"
     if policy.is_dir():
-        print(f"policy      {policy}")
-    print(f"again       ppo-repro rerun {run_dir}")
+        tell(f"policy      {policy}")
+    tell(f"again       ppo-repro rerun {run_dir}")
 
 
 def rerun_command(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer; exit 1 at a difference."""
     from ppo_repro.commands.kinds import kind_of
 
-    with _working_together() as (ranks, watcher):
+    with _saying_how_to_go_on([]), _working_together() as (ranks, watcher):
         kind = kind_of(arguments.run)
         from ppo_repro.runs.run import rerun
 
@@ -174,15 +193,15 @@ def show_command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(dataclasses.asdict(kind.summarise(run_dir, None)))
         return 0
-    print(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
+    tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
     if recorded.iterations:
         lines = iteration_lines(run_dir, kind.columns, 12)
-        print(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep="-"))
+        tell(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep="-"))
     if recorded.iterations and manifest.has_responses(recorded):
-        print("\n".join(sample_lines(run_dir, len(recorded.iterations) - 1, arguments.samples)))
+        tell("\n".join(sample_lines(run_dir, len(recorded.iterations) - 1, arguments.samples)))
     if recorded.status == "complete":
         summary = kind.summarise(run_dir, None)
-        print("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit)]))
+        tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit)]))
     return 0
 
 
@@ -201,10 +220,10 @@ def probe_command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**dataclasses.asdict(found), "failures": failed})
     else:
-        print(render(found.rows))
+        tell(render(found.rows))
         if accuracy is not None:
-            print(sentence(accuracy))
-        print("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
+            tell(sentence(accuracy))
+        tell("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
     return 1 if failed else 0
 
 

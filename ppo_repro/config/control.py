@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.config.records import RecordsConfig
-from ppo_repro.config.section import Count, Experiment, Fraction, Index, NonNegative, Positive, Section
+from ppo_repro.config.section import Count, Experiment, Fraction, Index, NonNegative, Positive, Section, Threads
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -85,7 +85,7 @@ class ControlLayoutConfig(Section):
     envs_per_forward: Index = Field(0, description="Environments per forward pass of the rollout; 0 takes all.")
     forward_micro_batch: Index = Field(0, description="Steps per scoring pass; 0 takes all.")
     update_micro_batch: Index = Field(0, description="Steps per backward pass; 0 takes the minibatch.")
-    threads: Count = Field(1, description="CPU threads.")
+    threads: Threads = Field(1, description="CPU threads.")
     backend: Literal["auto", "eager", "float64", "amx"] = Field(
         "auto", description="What computes exact numerics: kernels on float64 or AMX, or eager torch."
     )

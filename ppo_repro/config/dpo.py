@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ppo_repro.config.run import LayoutConfig, NumericsConfig
-from ppo_repro.config.section import Count, Experiment, Index, NonNegative, Positive, Section
+from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
 
 
 class DPOUpdate(Section):
@@ -32,7 +32,7 @@ class DPOConfig(Experiment):
     Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
     """
 
-    run: str = Field(min_length=1, description="Folder of the recorded run.")
+    run: PathText = Field(description="Folder of the recorded run.")
     run_iterations: Index = Field(0, description="Pairs come from the first n iterations of the run; 0 for all.")
     num_eval_prompts: Count = Field(description="Prompts whose pairs are held out, to measure the margins on.")
     dpo: DPOUpdate

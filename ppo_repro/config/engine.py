@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from ppo_repro.config.section import Count, Section
+from ppo_repro.config.section import Count, PathText, Section
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (
@@ -53,8 +53,8 @@ class SGLangServers(Section):
     urls: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="Servers that run already, such as http://127.0.0.1:30000; [] to start them here."
     )
-    python: str | None = Field(
-        None, min_length=1, description="Interpreter of the environment SGLang is installed in; null: this one."
+    python: PathText | None = Field(
+        None, description="Interpreter of the environment SGLang is installed in; null: this one."
     )
     servers: Count = Field(1, description="Servers to start; which one serves a request changes no exact result.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="What started servers compute on.")

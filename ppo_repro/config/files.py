@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -16,68 +14,10 @@ from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.reward import FunctionReward, RewardModelFolder
 from ppo_repro.config.run import JsonlTask, ModelFolder, RolloutConfig, RunConfig
 from ppo_repro.config.section import Section
+from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import UserError
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: `1e-3` is a number, `no` and `on` are words, a repeated key is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise UserError(f"line {key.start_mark.line + 1}: a field name must be a word, not a list or group")
-            if key.value in names:
-                raise UserError(f"line {key.start_mark.line + 1}: field '{key.value}' is given twice; keep one")
-            names.add(key.value)
-        return super().construct_mapping(node, deep)
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        return int(self.construct_scalar(node))  # PyYAML reads 010 as octal
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", r"^(?:true|false)$", "tf"),
-    ("null", r"^(?:null|~|)$", "n~\0"),
-    ("int", r"^[-+]?[0-9]+$", "-+0123456789"),
-    ("float", r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
-):
-    for _character in _first:
-        _Loader.yaml_implicit_resolvers.setdefault("" if _character == "\0" else _character, []).append(
-            (f"tag:yaml.org,2002:{_tag}", re.compile(_pattern))
-        )
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes every text that a YAML 1.1 reader or `_Loader` would read as something else."""
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        # PyYAML's other styles lose line breaks such as U+0085
-        style = None if data.isprintable() else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-for _character, _resolvers in _Loader.yaml_implicit_resolvers.items():
-    for _tag, _regexp in _resolvers:
-        _Dumper.add_implicit_resolver(_tag, _regexp, [_character])
-_Dumper.add_representer(str, _Dumper.represent_str)
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse YAML with numbers as numbers; raises UserError with the line on bad syntax."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        reason = " ".join(str(getattr(error, "problem", error)).split())
-        raise UserError(f"{where}not valid YAML: {reason}") from error
-    except ValueError as error:  # the value does not fit its tag, as in `!!int x`
-        raise UserError(f"not valid YAML: {error}") from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -104,6 +44,8 @@ def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
     """Put `value` at the dotted `path` of a parsed tree; raises UserError where a value is in the way."""
     node = tree
     *parents, leaf = path.split(".")
+    if not leaf or not all(parents) or len(parents) >= MAX_DEPTH:
+        raise UserError(f"a field is up to {MAX_DEPTH} names with a dot between them")
     for name in parents:
         child = node.setdefault(name, {})
         if not isinstance(child, dict):
@@ -210,16 +152,7 @@ def build_config(tree: Any, source: str) -> RunConfig:
 
 def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
     """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text; give the path of a YAML file") from error
-    try:
-        tree = parse_yaml(text)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    tree = read_yaml(path)
     if isinstance(tree, dict):
         for override in overrides:
             _apply_override(tree, override)
@@ -237,12 +170,6 @@ def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
     return config.model_copy(update={"run": str(Path(config.run).absolute())})
 
 
-def describe_value(value: Any) -> str:
-    """A value as one would write it in a YAML file, on one line."""
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
 def dump_yaml(config: Section) -> str:
     """The resolved configuration as YAML that reads back to an equal config."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return write_yaml(config.model_dump(mode="json"))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.section import Count, Finite, NonNegative, Positive, Section, Whitening
+from ppo_repro.config.section import Count, Finite, NonNegative, PathText, Positive, Section, Whitening
 
 
 class ExactMatch(Section):
@@ -39,7 +39,7 @@ class FunctionReward(Section):
 
     kind: Literal["function"] = Field(description="Call a Python function.")
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
-    path: str = Field(min_length=1, description="`FILE.py:FUNCTION`.")
+    path: PathText = Field(description="`FILE.py:FUNCTION`.")
 
 
 class RewardModelFolder(Section):
@@ -47,7 +47,7 @@ class RewardModelFolder(Section):
 
     kind: Literal["model"] = Field(description="Load a reward model from a local folder.")
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
-    path: str = Field(min_length=1, description="Folder with config.json and safetensors.")
+    path: PathText = Field(description="Folder with config.json and safetensors.")
 
 
 class RewardModelTraining(Section):
@@ -85,7 +85,7 @@ class RewardConfig(Section):
     placement: Literal["last", "word_ends", "uniform"] = Field(
         "last", description="The score on the last token, in equal parts at the ends of words, or on every token."
     )
-    potential: str | None = Field(
+    potential: PathText | None = Field(
         None, description="`FILE.py:FUNCTION` of prompt, response so far, answer: potential-based shaping; null: none."
     )
     missing_eos_penalty: NonNegative = Field(0.0, description="Subtracted from scores of responses cut at the limit.")

@@ -21,7 +21,17 @@ from ppo_repro.config.algorithm import (
 from ppo_repro.config.engine import BuiltInEngine, SGLangServers
 from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
-from ppo_repro.config.section import Count, Experiment, Fraction, Index, Positive, Section, with_usual
+from ppo_repro.config.section import (
+    Count,
+    Experiment,
+    Fraction,
+    Index,
+    PathText,
+    Positive,
+    Section,
+    Threads,
+    with_usual,
+)
 
 # what a group of fields is when it does not say: (group, field, value)
 USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
@@ -62,7 +72,7 @@ class ModelFolder(Section):
     """A transformers folder with its tokenizer: Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2 or GPT-NeoX (Pythia)."""
 
     kind: Literal["folder"] = Field(description="Load the policy from a local folder.")
-    path: str = Field(min_length=1, description="Folder with config.json, safetensors and tokenizer files.")
+    path: PathText = Field(description="Folder with config.json, safetensors and tokenizer files.")
 
 
 class ArithmeticTask(Section):
@@ -77,7 +87,7 @@ class JsonlTask(Section):
     """One JSON object per line with `prompt`, `answer` and optionally `key`."""
 
     kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
-    path: str = Field(min_length=1, description="The JSON Lines file.")
+    path: PathText = Field(description="The JSON Lines file.")
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
     chat_template: bool = Field(
         False, description="Render each prompt as a user turn with the tokenizer's chat template."
@@ -151,7 +161,7 @@ class LayoutConfig(Section):
     padding: Literal["right", "left", "none"] = Field(
         "right", description="Where short rows are padded; `none` packs sequences into one row."
     )
-    threads: Count = Field(
+    threads: Threads = Field(
         1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
     )
     backend: Literal["auto", "eager", "float64", "amx"] = Field(

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, Result, run_of
+from ppo_repro.output import say_anyway
 from ppo_repro.records import manifest
 
 LOOK_SECONDS = 1.0
@@ -61,7 +62,7 @@ class ConsoleGrid(AbstractContextManager["ConsoleGrid"]):
         self._orders = {order.name: order for order in orders}
         self._cells, self._ended = cells, cells - len(orders)
         if not self._console.is_terminal:
-            print(f"{self._ended} of {cells} cells are complete already", file=self._console.file, flush=True)
+            say_anyway(f"{self._ended} of {cells} cells are complete already")
 
     def look(self) -> None:
         if self._console.is_terminal and time.monotonic() - self._looked > LOOK_SECONDS:
@@ -76,7 +77,7 @@ class ConsoleGrid(AbstractContextManager["ConsoleGrid"]):
         if self._console.is_terminal:
             self._live.console.print(line, highlight=False, markup=False)
         else:
-            print(line, file=self._console.file, flush=True)
+            say_anyway(line)
 
     def _table(self) -> Table:
         seconds = time.perf_counter() - self._started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import describe_value, read_tree, set_field, validated
+from ppo_repro.config.files import read_tree, set_field, validated
 from ppo_repro.config.kinds import LANGUAGE, Kind, build_config_of
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import Section
+from ppo_repro.config.section import PathText, Section
+from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.errors import UserError
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+MAX_CELLS = 10_000
 Config = RunConfig | ControlConfig
 
 
@@ -29,7 +32,7 @@ class GridFile(Section):
     question: str = Field(min_length=1, description="What the grid is to answer.")
     expectation: str = Field(min_length=1, description="The answer expected before anything ran.")
     kind: Kind = Field(LANGUAGE, description="`language`: cells of `run`; `control`: of `control`.")
-    base: str = Field(min_length=1, description="Configuration every cell starts from, relative to this file.")
+    base: PathText = Field(description="Configuration every cell starts from, relative to this file.")
     set: dict[str, Any] = Field({}, description="Fields that differ from the base in every cell, by dotted path.")
     axes: dict[str, Any] = Field(
         {}, description="By dotted field a list of values, or by a name of its own a mapping: label -> fields."
@@ -148,6 +151,17 @@ def _check_effects(path: Path, file: GridFile, base: dict[str, Any], cells: tupl
         names.add(cell.name)
 
 
+def _check_size(path: Path, file: GridFile) -> None:
+    """Raise UserError for more than MAX_CELLS cells, before one of them is made."""
+    sizes = [len(values) for values in file.axes.values() if isinstance(values, list | dict)]
+    cells = math.prod([*sizes, len(file.seeds)])
+    if cells > MAX_CELLS:
+        factors = " x ".join(map(str, [*sizes, len(file.seeds)]))
+        raise UserError(
+            f"{path}: {factors} (axes x seeds) = {cells} cells; at most {MAX_CELLS} make a grid: take fewer values"
+        )
+
+
 def load_grid(path: Path) -> Grid:
     """Read a grid file and expand it; raises UserError for any mistake, before anything runs."""
     file = validated(GridFile, read_tree(path), str(path))
@@ -158,6 +172,7 @@ def load_grid(path: Path) -> Grid:
     base = read_tree(base_path)
     if not isinstance(base, dict):
         raise UserError(f"{base_path}: must be a mapping of fields, found {type(base).__name__}")
+    _check_size(path, file)
     try:
         axes = {axis: _choices(axis, values) for axis, values in file.axes.items()}
     except UserError as error:

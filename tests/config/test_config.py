@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.files import build_config, load_config, parse_yaml
+from ppo_repro.config.files import build_config, load_config
+from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
 from tests.support.cases.config_trees import FOLDER, JSONL, tree
 from tests.support.paths import SMALL

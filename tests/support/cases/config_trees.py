@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from ppo_repro.config.files import build_config, parse_yaml
+from ppo_repro.config.files import build_config
 from ppo_repro.config.run import RunConfig, Section
+from ppo_repro.config.yaml_text import parse_yaml
 from tests.support.paths import SMALL
 
 FOLDER = {"kind": "folder", "path": "some/model"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ppo_repro import ranks as ranks_module
+from ppo_repro import collectives
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optim import optimizer
@@ -64,7 +64,7 @@ def refused(call: Any) -> str:
 def exchanges(ranks: Ranks) -> dict[str, Any]:
     """Every exchange once, with values that tell the ranks apart."""
     mine = [(ranks.rank, torch.arange(3) + 10 * i) for i in range(ranks.rank)]  # rank 0 has none
-    long = ranks.gather(["x" * (3 * ranks_module.HEAD_BYTES * (ranks.rank + 1))])
+    long = ranks.gather(["x" * (3 * collectives.HEAD_BYTES * (ranks.rank + 1))])
     whole = torch.tensor([2**62, -5]) - ranks.rank
     others = [torch.full((2, 3), 2.0**-ranks.rank), torch.zeros(0), torch.tensor(7, dtype=torch.int64)]
     ranks.add_up([whole, *others])
@@ -80,7 +80,7 @@ def main(folder: Path) -> None:
     found: dict[str, Any] = {}
     with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) as ranks:
         found["exchanges"] = exchanges(ranks)
-        ranks_module.BUCKET_ELEMENTS = 4
+        collectives.BUCKET_ELEMENTS = 4
         found["exchanges in small buckets"] = exchanges(ranks)
         found["same"] = refused(lambda: ranks.require_same("thing", 5))
         found["not same"] = refused(lambda: ranks.require_same("thing", ranks.rank * 2))

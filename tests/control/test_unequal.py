@@ -41,7 +41,6 @@ def test_an_action_whose_log_prob_is_another_one_ends_the_run(tmp_path: Path, mo
     assert verify(run_dir).model_folders == 1 and first_unequal(run_dir) == Response(1, 0)
     with pytest.raises(UserError):  # there is no language model in it
         bisect(run_dir, (), tmp_path)
-    run(small_control("numerics.mode=native", "ppo.iterations=2"), tmp_path / "native", Silent())
     monkeypatch.undo()
     assert resume(run_dir, Silent()) == Resumed(0, 1)
     without, _ = run(config, tmp_path / "without", Silent())

@@ -13,12 +13,9 @@ from safetensors import SafetensorError, safe_open
 from ppo_repro.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
+ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_OBJECTS = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    "added_tokens.json",
-)
+_OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # names of sizes over all families, and the most that is no mistake
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 2**12),
@@ -54,8 +51,8 @@ def check_config(folder: Path, where: str) -> None:
     _check_sizes(config, where)
 
 
-def check_files(folder: Path, where: str) -> None:
-    """Raise UserError, beginning with `where`, for weights or a tokenizer that is missing, damaged or not supported."""
+def check_tokenizer(folder: Path, where: str) -> None:
+    """Raise UserError, beginning with `where`, for a tokenizer that is missing, is no JSON or wants code."""
     for name in _OBJECTS:
         if (folder / name).exists():
             content = _read_object(folder / name, where)
@@ -63,6 +60,12 @@ def check_files(folder: Path, where: str) -> None:
                 _refuse_code(content, name, where)
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(f"{where}: has no tokenizer ({', '.join(_TOKENIZERS)}); save the model's own beside it")
+
+
+def check_weights(folder: Path, where: str) -> None:
+    """Raise UserError, beginning with `where`, for weights that are missing, damaged or not supported."""
+    if (folder / GENERATION).exists():
+        _read_object(folder / GENERATION, where)
     if (folder / WEIGHTS).is_file():
         _tensors_of(folder / WEIGHTS, where)
     elif (folder / INDEX).is_file():

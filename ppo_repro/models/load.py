@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from ppo_repro.disk.folder import check_sums
 from ppo_repro.errors import UserError
-from ppo_repro.models.folder_files import check_config, check_files
+from ppo_repro.models.folder_files import check_config, check_tokenizer, check_weights
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
@@ -44,7 +44,7 @@ def load_as(
     """
     config = read_model_config(folder, classes, where)
     check_sums(folder)
-    check_files(folder, where)
+    check_weights(folder, where)
     try:
         with _quiet():  # what it would say is an error here
             loaded: Any = auto_class.from_pretrained(
@@ -85,6 +85,7 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any], where: str) -
 
 
 def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedTokenizerBase:
+    check_tokenizer(folder, where)
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.activations import ACT2FN
+from transformers.utils import logging
 
 from ppo_repro.disk.folder import check_sums
 from ppo_repro.errors import UserError
+from ppo_repro.models.folder_files import check_config, check_tokenizer, check_weights
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS
 
+_EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
 AutoClass = type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
 
 
@@ -37,43 +42,98 @@ def load_as(
 
     Weights saved in bfloat16 or float16 are float32 numbers too, so they load without rounding.
     """
-    saved = read_model_config(folder, classes, where).dtype
-    if saved == torch.float64:
-        raise UserError(f"{where}: dtype = float64 in its config.json would be rounded; save the model in float32")
+    config = read_model_config(folder, classes, where)
     check_sums(folder)
+    check_weights(folder, where)
     try:
-        loaded: Any = auto_class.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        model, report = loaded
-        if type(model) not in classes:  # model_type and architectures of the folder disagree
-            raise UserError(f"{where}: loads as {type(model).__name__}; must be one of {_names(classes)}")
-        if report["missing_keys"]:  # transformers would fill them with random numbers
-            raise UserError(f"{where}: has no tensor {sorted(report['missing_keys'])[0]}; save the model again")
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        with _quiet():  # what it would say is an error here
+            loaded: Any = auto_class.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # the report names them
+            )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, SafetensorError) as error:
         raise _unreadable(where, error) from error
+    model, report = loaded
+    if type(model) not in classes:  # model_type and architectures of the folder disagree
+        raise UserError(f"{where}: loads as {type(model).__name__}; must be one of {_names(classes)}")
+    _check_tensors(model, report, where)
+    return model.eval(), _load_tokenizer(folder, config.vocab_size, where)
+
+
+def _check_tensors(model: PreTrainedModel, report: dict[str, Any], where: str) -> None:
+    """Raise UserError unless every weight came from the folder, whole and finite, and nothing there was left over."""
+    for name in sorted(report["missing_keys"]):  # transformers fills them with random numbers
+        raise UserError(f"{where}: has no tensor {name}; save the model again")
+    for name, saved, expected in sorted(report["mismatched_keys"]):
+        raise UserError(
+            f"{where}: tensor {name} has the shape {list(saved)}; its config.json wants {list(expected)}, restore it"
+        )
+    for name in sorted(report["unexpected_keys"]):
+        raise UserError(f"{where}: has a tensor {name}, which a model of its config.json does not have; restore it")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    # transformers unties a saved head that differs
+    if head is not None and model.config.tie_word_embeddings and head.weight is not embedding.weight:
+        raise UserError(f"{where}: has a head of its own, and tie_word_embeddings in its config.json; set it to false")
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise UserError(f"{where}: tensor {name} has numbers that are not finite; restore it")
+
+
+def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedTokenizerBase:
+    check_tokenizer(folder, where)
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except MemoryError:
+        raise
+    except Exception as error:  # tokenizers raises no other class for a file that it cannot read
+        raise _unreadable(f"{where}: its tokenizer", error) from error
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest < 0:
+        raise UserError(f"{where}: its tokenizer has no token; save the model's own beside it")
+    if largest >= vocab_size:
+        raise UserError(
+            f"{where}: its tokenizer has the token {token!r} = {largest}, and the model a vocabulary of {vocab_size}; "
+            "save the model's own tokenizer beside it"
+        )
     for name in ("is_local", "local_files_only"):  # otherwise saved with the tokenizer
         tokenizer.init_kwargs.pop(name, None)
-    return model.eval(), tokenizer
+    return tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
     """The configuration of a model folder, which needs nothing but config.json. UserError as in `load_as`."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{where}: must be a transformers model folder; there is no config.json in it")
+    check_config(folder, where)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        with _quiet():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its checks have classes of their own, and a wrong value can fail anywhere
         raise _unreadable(where, error) from error
     architecture = (config.architectures or ["unknown"])[0]
     if architecture not in {c.__name__ for c in classes}:
         raise UserError(f"{where}: architecture {architecture}; must be one of {_names(classes)}")
+    if config.dtype == torch.float64:
+        raise UserError(f"{where}: dtype = float64 in its config.json would be rounded; save the model in float32")
+    if config.dtype not in (None, *_EXACT_IN_FLOAT32):
+        raise UserError(f"{where}: dtype = {config.dtype} in its config.json; must be float32, float16 or bfloat16")
+    activation = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
+    if getattr(config, activation) not in ACT2FN:
+        raise UserError(f"{where}: {activation} = {getattr(config, activation)!r} is not known to transformers")
     return config
 
 
@@ -88,8 +148,11 @@ def _unreadable(where: str, error: Exception) -> UserError:
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end a response: those of the tokenizer and of the generation config. UserError without any."""
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = set(declared if isinstance(declared, list) else [declared]) | {tokenizer.eos_token_id}
-    end_tokens = frozenset(int(i) for i in ids if i is not None)
+    ids = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]
+    for i in ids:
+        if i is not None and not (type(i) is int and 0 <= i < model.config.vocab_size):
+            raise UserError(f"the model's eos_token_id = {i!r}: must be from 0 to {model.config.vocab_size - 1}")
+    end_tokens = frozenset(i for i in ids if i is not None)
     if not end_tokens:
         raise UserError("the model has no end token: set eos_token_id in its tokenizer or generation config")
     return end_tokens

@@ -1,0 +1,162 @@
+"""The files of a model folder, checked before transformers reads them, which fills gaps with defaults."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ppo_repro.errors import UserError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+# names of sizes over all families, and the most that is no mistake
+_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 2**12),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), 2**16),
+    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "n_inner", "head_dim"), 2**20),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 2**31),
+}
+_MAY_BE_NULL = {"head_dim", "n_inner", "num_key_value_heads"}
+_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")
+_ATTENTION = (None, "eager", "sdpa")
+_DTYPES = {"F32", "F16", "BF16"}
+# masks and frequencies that older versions saved; they are computed today
+_NOT_WEIGHTS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
+
+
+def check_config(folder: Path, where: str) -> None:
+    """Raise UserError, beginning with `where`, unless config.json may describe a model in plain floating point."""
+    if (folder / ADAPTER).is_file():
+        raise UserError(f"{where}: has {ADAPTER}: an adapter; merge it into its base model and save that")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{where}: must be a transformers model folder; there is no config.json in it")
+    config = _read_object(folder / "config.json", where)
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name) is not None:
+            raise UserError(f"{where}: config.json has {name}; save the model in float32, float16 or bfloat16")
+    _refuse_code(config, "config.json", where)
+    for name in ("use_kernels", "kernel_config"):
+        if config.get(name):
+            raise UserError(f"{where}: config.json has {name}; code from elsewhere is never run, remove it")
+    for name in ("attn_implementation", "_attn_implementation"):
+        if config.get(name) not in _ATTENTION:
+            raise UserError(f"{where}: config.json has {name} = {config[name]!r}; must be eager or sdpa, or remove it")
+    _check_sizes(config, where)
+
+
+def check_tokenizer(folder: Path, where: str) -> None:
+    """Raise UserError, beginning with `where`, for a tokenizer that is missing, is no JSON or wants code."""
+    for name in _OBJECTS:
+        if (folder / name).exists():
+            content = _read_object(folder / name, where)
+            if name == "tokenizer_config.json":
+                _refuse_code(content, name, where)
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise UserError(f"{where}: has no tokenizer ({', '.join(_TOKENIZERS)}); save the model's own beside it")
+
+
+def check_weights(folder: Path, where: str) -> None:
+    """Raise UserError, beginning with `where`, for weights that are missing, damaged or not supported."""
+    if (folder / GENERATION).exists():
+        _read_object(folder / GENERATION, where)
+    if (folder / WEIGHTS).is_file():
+        _tensors_of(folder / WEIGHTS, where)
+    elif (folder / INDEX).is_file():
+        _check_index(folder, where)
+    elif any(folder.glob("*.bin")):
+        raise UserError(
+            f"{where}: has pickled weights only (*.bin), which could run code and are never opened; convert them: load "
+            f"the model with transformers and save_pretrained it, which writes {WEIGHTS}"
+        )
+    else:
+        raise UserError(f"{where}: has neither {WEIGHTS} nor {INDEX}; save the model again")
+
+
+def _read_object(path: Path, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {path.name} cannot be read as JSON ({_short(error)}); restore it") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: {path.name} holds {_short(content)}; must be a JSON object, restore it")
+    return content
+
+
+def _refuse_code(content: dict[str, Any], name: str, where: str) -> None:
+    if content.get("auto_map"):
+        raise UserError(f"{where}: {name} has auto_map; code of a model folder is never run, take a model without")
+
+
+def _check_sizes(config: dict[str, Any], where: str) -> None:
+    for name, most in _SIZES.items():
+        value = config.get(name)
+        if name not in config or (value is None and name in _MAY_BE_NULL):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise UserError(f"{where}: config.json has {name} = {_short(value)}; must be an integer from 1 to {most}")
+    rope = config.get("rope_parameters")
+    for name in _POSITIVE:
+        value = (rope if isinstance(rope, dict) and name in rope else config).get(name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < math.inf):
+            raise UserError(f"{where}: config.json has {name} = {_short(value)}; must be a number above 0")
+    hidden = config.get("hidden_size", config.get("n_embd"))
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    if hidden and heads and config.get("head_dim") is None and hidden % heads:
+        raise UserError(f"{where}: config.json has a hidden size of {hidden}; must be a multiple of its {heads} heads")
+    shared = config.get("num_key_value_heads")
+    if heads and shared and heads % shared:
+        raise UserError(f"{where}: config.json has {heads} heads; must be a multiple of num_key_value_heads = {shared}")
+    if (config.get("head_dim") or 2) % 2:
+        raise UserError(
+            f"{where}: config.json has head_dim = {config['head_dim']}; must be even, positions rotate pairs"
+        )
+
+
+def _check_index(folder: Path, where: str) -> None:
+    content = _read_object(folder / INDEX, where)
+    places = content.get("weight_map")
+    named = isinstance(places, dict) and places and all(isinstance(name, str) for name in places.values())
+    if not isinstance(places, dict) or not named or not isinstance(content.get("metadata"), dict):
+        raise UserError(f"{where}: {INDEX} has no metadata and weight_map from tensors to files; save the model again")
+    held: dict[str, set[str]] = {}
+    for name in sorted(set(places.values())):
+        if Path(name).name != name:  # a link is fine: the hub's cache is made of them
+            raise UserError(
+                f"{where}: {INDEX} names the file {name!r}; must be one of this folder, save the model again"
+            )
+        if not (folder / name).is_file():
+            raise UserError(f"{where}: {INDEX} names {name}, which is not in the folder; restore it")
+        held[name] = _tensors_of(folder / name, where)
+    for tensor, name in sorted(places.items()):
+        if tensor not in held[name]:
+            raise UserError(f"{where}: {name} has no tensor {tensor}, and {INDEX} says so; save the model again")
+    for name, tensors in held.items():
+        for tensor in sorted(tensors):
+            if places.get(tensor) != name:
+                raise UserError(f"{where}: {name} has the tensor {tensor}, which {INDEX} does not place there")
+
+
+def _tensors_of(path: Path, where: str) -> set[str]:
+    """The names of the tensors in a file, from its header. UserError where one is in no format that loads exactly."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{where}: {path.name} cannot be read ({_short(error)}); restore it") from error
+    for name, kind in sorted(kinds.items()):
+        if kind not in _DTYPES and not _NOT_WEIGHTS.search(name):
+            raise UserError(f"{where}: tensor {name} is {kind}; must be F32, F16 or BF16, save the model in float32")
+    return set(kinds)
+
+
+def _short(value: object) -> str:
+    """On one line, and not longer than a line."""
+    return " ".join(str(value).split())[:80] if isinstance(value, Exception) else repr(value)[:80]

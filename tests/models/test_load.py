@@ -1,0 +1,280 @@
+"""Model folders that lack something, hold something else or are damaged: one line says what, before anything trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForSequenceClassification
+
+from ppo_repro.errors import UserError
+from ppo_repro.models.adapter_folder import CONFIG_NAME
+from ppo_repro.models.folder_files import INDEX, WEIGHTS
+from ppo_repro.models.load import load_folder, read_model_config, stop_ids
+from ppo_repro.models.reward_model import load_reward_model
+from ppo_repro.numerics.layers.families import CAUSAL_MODELS
+from ppo_repro.tasks.tokenizer import character_tokenizer
+from ppo_repro.testing.small_models import VOCAB, gpt2_config, llama_config, qwen3_config, small_model
+from tests.support.cli import PROMPTS, Cli, cli, folder_config, one_line, write_prompts
+from tests.support.models import unequal
+
+__all__ = ["cli"]
+
+Q, EMBEDDING = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight"
+Damage = Callable[[Path], object]
+
+
+def make(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    character_tokenizer("0123456789+=").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("model") / "saved", small_model(qwen3_config(), 0))
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def config(**changes: object) -> Damage:
+    """Changed fields of config.json; a field that becomes `...` is taken out."""
+
+    def damage(folder: Path) -> None:
+        fields = {**json.loads((folder / "config.json").read_text()), **changes}
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
+
+    return damage
+
+
+def text(name: str, content: str) -> Damage:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        held = load_file(folder / WEIGHTS)
+        change(held)
+        save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return damage
+
+
+def with_q(change: Callable[[Tensor], Tensor]) -> Damage:
+    return tensors(lambda held: held.update({Q: change(held[Q])}))
+
+
+def one_number(value: float) -> Damage:
+    return with_q(lambda q: torch.cat([torch.full((1, q.shape[1]), value), q[1:]]))
+
+
+def cut(size: int) -> Damage:
+    return lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:size])
+
+
+def index(file: str, without: str = "", absent: bool = False) -> Damage:
+    """The weights in a file with an index, which may leave a tensor out; the file may be absent."""
+
+    def damage(folder: Path) -> None:
+        places = {name: file for name in load_file(folder / WEIGHTS) if name != without}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        (folder / WEIGHTS).unlink() if absent else (folder / WEIGHTS).rename(folder / file)
+
+    return damage
+
+
+def bad_index(content: str) -> Damage:
+    def damage(folder: Path) -> None:
+        index("part.safetensors")(folder)
+        (folder / INDEX).write_text(content)
+
+    return damage
+
+
+def only_pickled(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def larger_tokenizer(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer.add_tokens([f"<more {i}>" for i in range(VOCAB)])
+    tokenizer.save_pretrained(folder)
+
+
+def changed_tokenizer(**changes: object) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+OF_CONFIG: dict[str, tuple[Damage, str]] = {
+    "no object": (text("config.json", "[]"), r"config\.json holds \[\]; must be a JSON object"),
+    "null": (text("config.json", "null"), r"config\.json holds None; must be a JSON object"),
+    "no JSON": (text("config.json", '{"a":'), r"config\.json cannot be read as JSON"),
+    "nested too deep": (text("config.json", "[" * 100_000), r"config\.json cannot be read as JSON"),
+    "no fields": (text("config.json", "{}"), "Unrecognized model"),
+    "absent": (lambda folder: (folder / "config.json").unlink(), r"there is no config\.json in it"),
+    "no folder": (shutil.rmtree, r"there is no config\.json in it"),
+    "no heads": (config(num_attention_heads=0), "num_attention_heads = 0; must be an integer from 1"),
+    "heads of keys": (config(num_key_value_heads=3), "4 heads; must be a multiple of num_key_value_heads = 3"),
+    "no heads of keys": (config(num_key_value_heads=0), "num_key_value_heads = 0; must be an integer from 1"),
+    "no width": (config(hidden_size=0), "hidden_size = 0; must be an integer from 1"),
+    "negative width": (config(hidden_size=-48), "hidden_size = -48; must be an integer from 1"),
+    "width as text": (config(hidden_size="48"), "hidden_size = '48'; must be an integer from 1"),
+    "width of true": (config(hidden_size=True), "hidden_size = True; must be an integer from 1"),
+    "absurd width": (config(hidden_size=10**30), "hidden_size = 10+; must be an integer from 1 to 1048576"),
+    "absurd depth": (config(num_hidden_layers=10**9, layer_types=...), "num_hidden_layers = 10+; must be an integer"),
+    "negative depth": (config(num_hidden_layers=-1), "num_hidden_layers = -1; must be an integer from 1"),
+    "width of heads": (config(hidden_size=50, head_dim=...), "hidden size of 50; must be a multiple of its 4 heads"),
+    "odd heads": (config(head_dim=15), "head_dim = 15; must be even"),
+    "no vocabulary": (config(vocab_size=0), "vocab_size = 0; must be an integer from 1"),
+    "negative epsilon": (config(rms_norm_eps=-1.0), r"rms_norm_eps = -1\.0; must be a number above 0"),
+    "no frequency": (config(rope_parameters={"rope_type": "default", "rope_theta": 0}), "rope_theta = 0; must be"),
+    "positions": (config(rope_parameters=[]), "cannot be loaded .*rope_parameters"),
+    "layer types": (config(layer_types=["full_attention"]), "cannot be loaded .*layer_types"),
+    "activation": (config(hidden_act="wobble"), "hidden_act = 'wobble' is not known"),
+    "family": (config(model_type="mine"), "model type `mine`"),
+    "architecture": (config(architectures=["Mine"]), "architecture Mine; must be one of LlamaForCausalLM"),
+    "architecture as text": (config(architectures="Qwen3ForCausalLM"), "cannot be loaded .*architectures"),
+    "int8": (config(dtype="int8"), r"dtype = torch\.int8 .*must be float32"),
+    "float8": (config(dtype="float8_e4m3fn"), r"dtype = torch\.float8_e4m3fn .*must be float32"),
+    "float64": (config(dtype="float64"), "dtype = float64 .*would be rounded"),
+    "unknown dtype": (config(dtype="x"), "cannot be loaded"),
+    "quantized": (config(quantization_config={"quant_method": "fp8"}), "has quantization_config; save the model in"),
+    "code": (config(auto_map=CODE), "has auto_map; code of a model folder is never run"),
+    "kernels": (config(use_kernels=True), "has use_kernels; code from elsewhere is never run"),
+    "attention of the hub": (config(attn_implementation="kernels-community/x"), "attn_implementation = 'kernels-"),
+    "adapter": (text(CONFIG_NAME, "{}"), "an adapter; merge it into its base model"),
+}
+OF_FILES: dict[str, tuple[Damage, str]] = {
+    "missing tensor": (tensors(lambda held: held.pop(Q)), f"has no tensor {Q}"),
+    "missing embedding": (tensors(lambda held: held.pop(EMBEDDING)), r"has no tensor (lm_head|model\.embed_tokens)"),
+    "missing head": (config(tie_word_embeddings=False), r"has no tensor lm_head\.weight"),
+    "missing layer": (config(num_hidden_layers=3, layer_types=...), r"has no tensor model\.layers\.2"),
+    "layer too many": (
+        config(num_hidden_layers=1, layer_types=...),
+        r"has a tensor model\.layers\.1\.\S+, which a model",
+    ),
+    "unexpected tensor": (tensors(lambda held: held.update(more=torch.zeros(2))), "has a tensor more, which a model"),
+    "shape": (with_q(lambda q: q[:3].clone()), rf"tensor {Q} has the shape \[3, 48\]; .* wants \[64, 48\]"),
+    "another head": (tensors(lambda held: held.update({"lm_head.weight": held[EMBEDDING] + 1})), "a head of its own"),
+    "int8 tensor": (with_q(lambda q: q.to(torch.int8)), f"tensor {Q} is I8; must be F32"),
+    "float8 tensor": (with_q(lambda q: q.to(torch.float8_e4m3fn)), f"tensor {Q} is F8_E4M3; must be F32"),
+    "float64 tensor": (with_q(lambda q: q.double()), f"tensor {Q} is F64; must be F32"),
+    "NaN": (one_number(float("nan")), f"tensor {Q} has numbers that are not finite"),
+    "infinity": (one_number(float("inf")), f"tensor {Q} has numbers that are not finite"),
+    "cut weights": (cut(-10), r"model\.safetensors cannot be read"),
+    "cut header": (cut(20), r"model\.safetensors cannot be read"),
+    "empty weights": (cut(0), r"model\.safetensors cannot be read"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), r"has neither model\.safetensors nor"),
+    "pickled weights": (only_pickled, r"pickled weights only .* convert them"),
+    "index leads out": (index("../outside.safetensors"), r"names the file '\.\./outside\.safetensors'; must be one of"),
+    "index without file": (index("part.safetensors", absent=True), r"names part\.safetensors, which is not in the"),
+    "index without tensor": (
+        index("part.safetensors", without=Q),
+        f"has the tensor {Q}, which .* does not place there",
+    ),
+    "index without map": (bad_index('{"metadata": {}}'), "has no metadata and weight_map"),
+    "index no object": (bad_index("[]"), r"index\.json holds \[\]"),
+    "index with more": (bad_index('{"metadata": {}, "weight_map": {"x": "part.safetensors"}}'), "has no tensor x, and"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
+    "broken tokenizer": (text("tokenizer.json", "{"), r"tokenizer\.json cannot be read as JSON"),
+    "empty tokenizer": (text("tokenizer.json", "{}"), "its tokenizer: cannot be loaded"),
+    "tokenizer settings": (text("tokenizer_config.json", "[]"), r"tokenizer_config\.json holds \[\]"),
+    "larger tokenizer": (larger_tokenizer, f"its tokenizer has the token .*, and the model a vocabulary of {VOCAB}"),
+    "code of a tokenizer": (changed_tokenizer(auto_map={"AutoTokenizer": ["code.T", None]}), "has auto_map"),
+    "generation settings": (text("generation_config.json", "{"), r"generation_config\.json cannot be read as JSON"),
+}
+
+
+@pytest.mark.parametrize("case", [*OF_CONFIG, *OF_FILES])
+def test_an_odd_folder_is_refused_in_one_line(case: str, folder: Path) -> None:
+    damage, message = {**OF_CONFIG, **OF_FILES}[case]
+    damage(folder)
+    with pytest.raises(UserError, match=rf"^model\.path = \S+: .*{message}") as refused:
+        load_folder(folder)
+    assert len(str(refused.value)) < 700 and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("end", ["x", VOCAB, -1, [1, None, 2.5]])
+def test_an_end_token_that_is_none_of_the_model_is_refused(end: object, folder: Path) -> None:
+    text("generation_config.json", json.dumps({"eos_token_id": end}))(folder)
+    model, tokenizer = load_folder(folder)
+    with pytest.raises(UserError, match="eos_token_id = "):
+        stop_ids(model, tokenizer)
+
+
+WHOLE: dict[str, Damage] = {
+    "as saved": lambda folder: None,
+    "with an index": index("part.safetensors"),
+    "a head that is the embedding": tensors(lambda held: held.update({"lm_head.weight": held[EMBEDDING].clone()})),
+    "an unknown field": config(wobble=3),
+    "frequencies of an older version": tensors(
+        lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    ),
+    "through links": lambda folder: (
+        (folder / WEIGHTS).rename(folder / "blob") and (folder / WEIGHTS).symlink_to(folder / "blob")
+    ),
+}
+
+
+@pytest.mark.parametrize("change", WHOLE.values(), ids=WHOLE)
+def test_a_whole_folder_loads_with_its_bits(change: Damage, folder: Path) -> None:
+    change(folder)
+    model, tokenizer = load_folder(folder)
+    expected = small_model(qwen3_config(), 0).state_dict()
+    assert {name: unequal(x, expected[name]) for name, x in model.state_dict().items()} == dict.fromkeys(expected, 0)
+    assert stop_ids(model, tokenizer) == {1}
+
+
+def test_the_masks_that_gpt2_saved_once_are_no_weights(tmp_path: Path) -> None:
+    folder = make(tmp_path / "gpt2", small_model(gpt2_config(), 0))
+    tensors(lambda held: held.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)}))(folder)
+    load_folder(folder)
+    biases = "transformer.h.0.attn.c_attn.bias"
+    tensors(lambda held: held.update({biases: held[biases].to(torch.int8)}))(folder)
+    with pytest.raises(UserError, match=f"tensor {biases} is I8"):
+        load_folder(folder)
+
+
+def test_a_reward_model_is_checked_in_the_same_way(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    folder = make(tmp_path / "reward", LlamaForSequenceClassification(llama_config(num_labels=1)).eval())
+    load_reward_model(folder, "native", 16)
+    tensors(lambda held: held.update({"score.weight": torch.zeros(2, 48)}))(folder)
+    with pytest.raises(UserError, match=r"^reward model .*score\.weight has the shape \[2, 48\]; .* wants \[1, 48\]"):
+        load_reward_model(folder, "native", 16)
+
+
+@pytest.mark.parametrize("case", OF_CONFIG)
+def test_a_plan_needs_no_other_file_to_find_it(case: str, folder: Path) -> None:
+    damage, message = OF_CONFIG[case]
+    damage(folder)
+    for path in folder.glob("*"):
+        if path.name not in ("config.json", CONFIG_NAME):
+            path.unlink()
+    with pytest.raises(UserError, match=f"^reward model x: .*{message}"):
+        read_model_config(folder, CAUSAL_MODELS, "reward model x")
+
+
+@pytest.mark.parametrize("case", ["no heads", "missing tensor", "layer too many"])
+def test_a_command_says_it_in_one_line_and_makes_no_folder(case: str, folder: Path, tmp_path: Path, cli: Cli) -> None:
+    {**OF_CONFIG, **OF_FILES}[case][0](folder)
+    written = folder_config(tmp_path / "c.yaml", folder, write_prompts(tmp_path / "p.jsonl", *PROMPTS))
+    code, _, err = cli("run", written, "--out", tmp_path / "runs", "--set", "numerics.mode=native")
+    assert code == 2 and one_line(err).startswith(f"error: model.path = {folder}: ")
+    assert not list(tmp_path.glob("runs/*/*"))

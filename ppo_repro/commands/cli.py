@@ -157,7 +157,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point. The exit code is that of the command, or of the error: 2 user, 1 promise, 130 Ctrl-C, 143 SIGTERM."""
+    """Entry point. Exits with the command's code, or that of an error: 2 user, 1 promise, 130 Ctrl-C, 143 SIGTERM."""
     interrupts.install()
     code = _run(sys.argv[1:])
     if "ppo_repro.ranks" in sys.modules:  # only commands that imported torch have it

@@ -98,14 +98,7 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
 def _shaping(config: RunConfig, task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
     prompts = rollout.prompts
     rows = zip(prompts.keys, prompts.texts, rollout.responses, prompts.answers, strict=True)
-
-    def token_potentials() -> list[float]:
-        return [
-            phi
-            for row, spans in zip(rows, rollout.spans, strict=True)
-            for phi in potentials(task.judge, Texts(*row), spans.char_start)
-        ]
-
+    texts, char_starts = [Texts(*row) for row in rows], [spans.char_start for spans in rollout.spans]
     assert isinstance(config.advantages, GaeAdvantages)
-    phi = torch.tensor(ranks.first(token_potentials), dtype=torch.float64)
+    phi = torch.tensor(ranks.first(potentials, task.judge, texts, char_starts), dtype=torch.float64)
     return shaping_rewards(phi, rollout.lengths, config.advantages.gamma)

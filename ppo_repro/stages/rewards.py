@@ -111,15 +111,8 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
 def _potentials(task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
     prompts = rollout.prompts
     rows = zip(prompts.keys, prompts.texts, rollout.responses, prompts.answers, strict=True)
-
-    def token_potentials() -> list[float]:
-        return [
-            phi
-            for row, spans in zip(rows, rollout.spans, strict=True)
-            for phi in potentials(task.judge, Texts(*row), spans.char_start)
-        ]
-
-    return torch.tensor(ranks.first(token_potentials), dtype=torch.float64)
+    texts, char_starts = [Texts(*row) for row in rows], [spans.char_start for spans in rollout.spans]
+    return torch.tensor(ranks.first(potentials, task.judge, texts, char_starts), dtype=torch.float64)
 
 
 def _shaping(config: RunConfig, phi: Tensor, rollout: Rollout) -> Tensor:

@@ -156,11 +156,14 @@ def weighted_scores(
     return scores
 
 
-def potentials(judge: Judge, texts: Texts, char_starts: Sequence[int]) -> list[float]:
-    """Phi before each token: the user's potential of the response text up to there; 0 without a potential."""
-    if judge.potential is None:
-        return [0.0] * len(char_starts)
-    return numbers(judge.potential, [replace(texts, response=texts.response[:start]) for start in char_starts])
+def potentials(judge: Judge, texts: Sequence[Texts], char_starts: Sequence[Sequence[int]]) -> list[float]:
+    """Phi before each token, response after response: the user's potential of the text up to there; 0 without one."""
+    rows = [
+        replace(of, response=of.response[:start])
+        for of, starts in zip(texts, char_starts, strict=True)
+        for start in starts
+    ]
+    return [0.0] * len(rows) if judge.potential is None else numbers(judge.potential, rows)
 
 
 def check_functions(judge: Judge, problems: Sequence[Problem]) -> None:

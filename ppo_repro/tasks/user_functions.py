@@ -70,7 +70,8 @@ def load(field: str, function: str) -> UserFunction:
         loaded = inside.call(lambda: getattr(module, name, None), describe)
         if not callable(loaded):
             raise UserError(f"{field} = {function!r}: {file} has no function {name}")
-        found = UserFunction(field, file, _first_line(loaded, file), loaded, process_state.read())
+        line = inside.call(lambda: _first_line(loaded, file), describe)
+        found = UserFunction(field, file, line, loaded, process_state.read())
         refusal = inside.call(lambda: _refused_arguments(loaded), describe)
     if refusal:
         raise UserError(f"{field}: {_where(found)}: {name} cannot be called with prompt, response, answer ({refusal})")

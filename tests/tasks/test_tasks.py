@@ -296,8 +296,8 @@ def test_a_potential_sees_the_response_so_far(tmp_path: Path) -> None:
     path = user_file(tmp_path, "def f(prompt, response, answer):\n    return len(prompt) + 10 * len(response)")
     judge = load_judge(config_of(potential=path))
     assert reward_files(judge.config) == [tmp_path / "r.py"]
-    assert potentials(judge, Texts("k", "ab", "xyz", ""), [0, 2, 3]) == [2.0, 22.0, 32.0]
-    assert potentials(load_judge(config_of()), Texts("k", "ab", "xyz", ""), [0, 2, 3]) == [0.0, 0.0, 0.0]
+    assert potentials(judge, [Texts("k", "ab", "xyz", "")], [[0, 2, 3]]) == [2.0, 22.0, 32.0]
+    assert potentials(load_judge(config_of()), [Texts("k", "ab", "xyz", "")], [[0, 2, 3]]) == [0.0, 0.0, 0.0]
 
 
 def user_file(tmp_path: Path, text: str, name: str = "f") -> str:

@@ -33,6 +33,16 @@ CASES: dict[str, tuple[str, ...]] = {
     "value head": (*SEPARATE, "value={kind: head}"),
 }
 
+# the same operands and sums with as little work as there can be: two steps on one sequence each
+SHORT = (
+    "ppo.iterations=1",
+    "ppo.minibatch_size=1",
+    "rollout.prompts_per_iteration=1",
+    "rollout.max_response_tokens=6",
+    "numerics.max_context=14",
+    "task.num_eval_prompts=1",
+)
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -127,6 +137,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--case", action="append", choices=list(CASES), help="all where none is given")
+    parser.add_argument("--short", action="store_true", help="one iteration of two steps on a sequence each")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="as of `ppo-repro run`")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
@@ -135,7 +146,7 @@ def main() -> None:
         make_folder(model, arguments.layers, arguments.vocab_size, arguments.hidden)
     peaks = []
     for case in arguments.case or CASES:
-        peaks.append(measure(case, model, arguments.set))
+        peaks.append(measure(case, model, [*(SHORT if arguments.short else ()), *arguments.set]))
         print(markdown(peaks[-1:]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(peak) for peak in peaks], indent=1) + "\n")

@@ -92,7 +92,8 @@ class PreparedWeight:
         self.name = name
         self._source: tuple[int, int, str] = (0, -1, "")
         self._prepared: dict[int, tuple[Any, Outliers]] = {}  # by dimension of the contraction
-        self._outdated: dict[int, Any] = {}  # to be overwritten: the system clears new memory first
+        # to be overwritten on AMX: the system clears new memory first; panels for float64 are always new
+        self._outdated: dict[int, Any] = {}
 
     def forget(self) -> None:
         """Free what is prepared."""
@@ -104,7 +105,8 @@ class PreparedWeight:
         source = (weight.data_ptr(), weight._version, kind)
         with _changing:
             if source != self._source:
-                self._outdated |= {d: prepared for d, (prepared, _) in self._prepared.items()}
+                if kind == "amx":
+                    self._outdated |= {d: prepared for d, (prepared, _) in self._prepared.items()}
                 self._prepared, self._source = {}, source
             found = self._prepared.get(dim)
             outdated = self._outdated.pop(dim, None) if found is None else None

@@ -21,7 +21,8 @@ GRID, OUTLIERS = 8, 1  # of each output: exponent or scale of its grid, and whet
 AMX_MAX_TERMS, AMX_WEIGHT, AMX_INPUT = 1 << 14, 3, 4
 # sums of gradients: a lower limb, and an upper one in steps of more tokens than this, prompts included
 SUM, UPPER_SUM, LONG_STEP = 8, 4, 1 << 12
-# the interpreter with torch and transformers, and compiled kernels
+# the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
+# when memory is short
 PROCESS = 700_000_000
 
 # what mixed-precision Adam keeps for each parameter: weight and gradient in 16 bits, and a master weight and two

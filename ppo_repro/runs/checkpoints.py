@@ -145,7 +145,9 @@ class ModelStore:
         save_model(prepared.state.policy, tokenizer, folder)
         policy_base, value_base = self._bases()
         made_here = not isinstance(self.config.model, ModelFolder)
-        adapted = [b for b, lora in ((policy_base, prepared.lora), (value_base, prepared.value_lora)) if lora]
+        adapted = [
+            b for b, lora in ((policy_base, prepared.lora), (value_base, prepared.value_lora)) if lora is not None
+        ]
         if made_here and policy_base in adapted:
             save_model(prepared.state.reference, tokenizer, policy_base)
             made.append(policy_base)

@@ -145,12 +145,12 @@ def test_other_weights_are_not_shared(name: str) -> None:
     model = make_value_model(source_model("qwen3"), "exact", CONTEXT, 0)
     reference = freeze(make_policy(source_model("qwen3"), "exact", CONTEXT))
     for m in (model.trunk, trunk_of(reference)):
-        m.get_submodule(name).weight.detach().view(-1)[0] = 0.0
+        m.get_submodule(name).get_parameter("weight").detach().view(-1)[0] = 0.0
     lora = add_lora(model, RANK, ALPHA, ("q_proj",), seed=5)
     share_frozen(model, trunk_of(reference), lora)
-    trunk_of(reference).get_submodule(name).weight.detach().view(-1)[0] = -0.0
+    trunk_of(reference).get_submodule(name).get_parameter("weight").detach().view(-1)[0] = -0.0
     fresh = make_value_model(source_model("qwen3"), "exact", CONTEXT, 0)
-    fresh.trunk.get_submodule(name).weight.detach().view(-1)[0] = 0.0
+    fresh.trunk.get_submodule(name).get_parameter("weight").detach().view(-1)[0] = 0.0
     with pytest.raises(ValueError, match=f"trunk.{name}: the two models have different weights"):
         share_frozen(fresh, trunk_of(reference), add_lora(fresh, RANK, ALPHA, ("q_proj",), seed=5))
 

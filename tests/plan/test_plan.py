@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, PretrainedConfig
 
-from experiments.benchmarks import peak
 from ppo_repro.commands.cli import _run
-from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.lora import add_lora, share_frozen
@@ -439,25 +437,3 @@ def test_arithmetic_needs_no_torch() -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (252 * BILLION, "252.0 GB")])
 def test_sizes_are_decimal(count: int, text: str) -> None:
     assert report.size(count) == text
-
-
-def model_folder(folder: Path) -> Path:
-    """Half of the peaks below are weights and what belongs to them, a third of them the process itself."""
-    peak.make_folder(folder, layers=3, vocab_size=8192, hidden=1024)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("peak") / "model")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["exact", "native"])
-@pytest.mark.parametrize("case", ["lora, group advantages", "lora, lora value model", "value head"])
-def test_a_real_run_needs_what_was_planned(case: str, mode: str, large_model: Path) -> None:
-    found = peak.measure(case, large_model, [f"numerics.mode={mode}"])
-    # the process itself differs by tens of megabytes, and the allocator keeps some blocks after they are freed
-    assert found.planned == pytest.approx(found.measured, rel=0.05 if mode == "exact" else 0.15)
-    plan = plan_run(load_config(peak.CONFIG, [*peak.CASES[case], f"model.path={large_model}"]))
-    assert plan.certain > 0.5 * found.planned, "the process is most of it, so a part that was forgotten would not show"

@@ -198,7 +198,7 @@ def held_values(item: Iteration) -> dict[Field, Any]:
 COMMON = ("ppo.iterations=2", "records.level=deep", "records.top_logits=5")
 OPTIONS = {
     "separate value": (
-        *("rollout.top_p=0.9", "rollout.temperature=1.2", "rollout.max_response_tokens=2", "reward.whiten=full"),
+        *("rollout.top_p=0.9", "rollout.temperature=1.2", "model.warm_start_steps=3", "reward.whiten=full"),
         *("kl.estimator=exact", "kl.direction=reference_policy", "advantages.whiten=full"),
         *("advantages.truncation=bootstrap", "value.normalize_returns=true", "value.clip_range=0.2", "value.epochs=3"),
         *(

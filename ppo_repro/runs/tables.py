@@ -50,7 +50,8 @@ def _int32(values: Any) -> np.ndarray:
 
 
 def _positions(lengths: Tensor) -> Tensor:
-    return torch.cat([torch.arange(int(n)) for n in lengths])
+    starts = torch.cumsum(lengths, 0) - lengths
+    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
 
 
 def _sequences(item: Iteration) -> Columns:

@@ -167,6 +167,7 @@ def head_at(whole: manifest.Manifest, iterations: int, status: manifest.Status) 
         "num_iterations": len(kept),
         "log_bytes": sum(len(iteration_log.to_line(entry)) for entry in kept),
         "final": {},
+        "ending": {},
         "fingerprint": kept[-1].chain if kept else digests.FINGERPRINT_SEED,
     }
     return manifest.head_of(whole).model_copy(update=then)

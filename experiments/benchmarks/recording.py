@@ -1,8 +1,8 @@
 """What does recording cost: its share of the time, its bytes on disk, and does it change a bit?
 
-`python -m experiments.benchmarks.recording` runs one configuration (default: the quickstart) in three ways, in turn:
-not recorded, recorded on a thread of its own as `ppo-repro run` does, and recorded before the next iteration begins.
-All three must end with the same weights in every bit.
+`python -m experiments.benchmarks.recording` runs one configuration (default: the quickstart) in several ways, in turn:
+not recorded; at each level recorded on a thread of its own as `ppo-repro run` does; and at the usual level before the
+next iteration begins. All must end with the same weights in every bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from statistics import median
 
 from experiments.benchmarks import timing
 from ppo_repro.buffers import Iteration
-from ppo_repro.config.files import load_config
+from ppo_repro.config.files import build_config, load_config
 from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
@@ -28,11 +28,13 @@ from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.background import appending
+from ppo_repro.records.schema import LEVELS
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.tables import iteration_tables
 
 QUICKSTART = Path(__file__).parents[1] / "quickstart.yaml"
-WAYS = ("not recorded", "on a thread", "before going on")
+NOT_RECORDED, WAITING = "not recorded", "full, before going on"
+WAYS = (NOT_RECORDED, *LEVELS, WAITING)
 TURN = 3  # consecutive iterations of one way, so that the thread writes beside its own run
 Record = Callable[[Iteration], None]
 
@@ -70,7 +72,7 @@ class Disk:
 
 @contextmanager
 def _recorder(way: str, config: RunConfig, run_dir: Path) -> Iterator[Record]:
-    if way == "not recorded":
+    if way == NOT_RECORDED:
         yield lambda item: None
         return
     writer.publish_run(writer.lay_out_run(run_dir, "", {}, config.digest(), {}, LANGUAGE), run_dir)
@@ -78,7 +80,7 @@ def _recorder(way: str, config: RunConfig, run_dir: Path) -> Iterator[Record]:
 
         def record(item: Iteration) -> None:
             appender.start(item.index, iteration_tables(item, config))
-            if way == "before going on":
+            if way == WAITING:
                 appender.settle()
 
         yield record
@@ -98,10 +100,20 @@ def _take(config: RunConfig, prepared: Prepared, way: str, run_dir: Path) -> Ite
             before, cpu = time.perf_counter(), time.process_time()
 
 
-def measure(config: RunConfig, folder: Path) -> tuple[list[Way], Disk]:
-    """All ways in turn, TURN iterations at a time; the first turn, which compiles and fills caches, is not measured."""
-    prepared = {way: prepare(config, lambda step, total, loss: None) for way in WAYS}
-    takes = {way: _take(config, prepared[way], way, folder / way.replace(" ", "-")) for way in WAYS}
+def at_level(config: RunConfig, way: str) -> RunConfig:
+    """The configuration of a way to record."""
+    level = way if way in LEVELS else "full" if way == WAITING else "lean"
+    return build_config({**config.model_dump(mode="json"), "records": {"level": level}}, way)
+
+
+def measure(config: RunConfig, folder: Path) -> tuple[list[Way], dict[str, Disk]]:
+    """All ways in turn, TURN iterations at a time, and the disk by level.
+
+    The first turn, which compiles and fills caches, is not measured.
+    """
+    configs = {way: at_level(config, way) for way in WAYS}
+    prepared = {way: prepare(configs[way], lambda step, total, loss: None) for way in WAYS}
+    takes = {way: _take(configs[way], prepared[way], way, folder / way.replace(" ", "-")) for way in WAYS}
     backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
     times: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(config.ppo.iterations // TURN):
@@ -109,13 +121,14 @@ def measure(config: RunConfig, folder: Path) -> tuple[list[Way], Disk]:
             times[way] += [next(takes[way]) for _ in range(TURN)]
     for way in WAYS:  # lets the writers finish
         assert next(takes[way], None) is None
-    rows = []
+    rows: list[Way] = []
     for way in WAYS:
         state, measured = prepared[way].state, times[way][TURN:]
         wall, cpu, recording = (list(column) for column in zip(*measured, strict=True))
         digests = weights_digest(state.policy.named_parameters()), weights_digest(state.value_parameters().items())
-        rows.append(Way(way, median(wall), median(cpu), median(recording), sum(recording) / sum(wall), *digests))
-    return rows, disk_of(folder / "on-a-thread")
+        share = sum(recording) / sum(wall)
+        rows.append(Way(way, median(wall), median(cpu), median(recording), share, *digests))
+    return rows, {level: disk_of(folder / level) for level in LEVELS}
 
 
 def disk_of(run_dir: Path) -> Disk:
@@ -133,17 +146,19 @@ def same_bits(ways: Sequence[Way]) -> bool:
     return len({(way.policy_digest, way.value_digest) for way in ways}) == 1
 
 
-def markdown(ways: Sequence[Way], disk: Disk) -> str:
+def markdown(ways: Sequence[Way], disks: Mapping[str, Disk]) -> str:
     """Times, then bytes."""
     lines = ["| records | iteration s | CPU s | of it recording s | share of wall time |", "|" + "---|" * 5]
     lines += [f"| {w.name} | {w.iteration:.4f} | {w.cpu:.4f} | {w.recording:.4f} | {w.share:.2%} |" for w in ways]
-    lines += ["", "| table | rows | bytes per row |", "|" + "---|" * 3]
-    lines += [f"| {name} | {disk.rows[name]:,} | {size / disk.rows[name]:.1f} |" for name, size in disk.bytes.items()]
+    some = list(disks.values())
+    lines += ["", f"| bytes per row | rows | {' | '.join(disks)} |", "|" + "---|" * (2 + len(some))]
+    for name, rows in some[0].rows.items():
+        lines.append(f"| {name} | {rows:,} | {' | '.join(f'{d.bytes[name] / rows:.1f}' for d in some)} |")
     lines += [
-        f"| all, per token record (rows of tokens and updates) | | {disk.per_token_record:.1f} |",
-        f"| all, per sampled token | | {disk.per_token:.1f} |",
+        f"| all, per token record | | {' | '.join(f'{d.per_token_record:.1f}' for d in some)} |",
+        f"| all, per sampled token | | {' | '.join(f'{d.per_token:.1f}' for d in some)} |",
         "",
-        "weights after the last iteration: " + ("the same bits in all three ways" if same_bits(ways) else "DIFFERENT"),
+        "weights after the last iteration: " + ("the same bits in every way" if same_bits(ways) else "DIFFERENT"),
     ]
     return "\n".join(lines)
 
@@ -160,10 +175,14 @@ def main() -> int:
         parser.error(f"--iterations {arguments.iterations}: must be a multiple of {TURN}, at least {2 * TURN}")
     config = load_config(arguments.config, [*arguments.set, f"ppo.iterations={arguments.iterations}"])
     with tempfile.TemporaryDirectory() as folder:
-        ways, disk = measure(config, Path(folder))
-    print(markdown(ways, disk))
+        ways, disks = measure(config, Path(folder))
+    print(markdown(ways, disks))
     if arguments.json:
-        tree = {"machine": timing.machine(), "ways": [asdict(w) for w in ways], "disk": asdict(disk)}
+        tree = {
+            "machine": timing.machine(),
+            "ways": [asdict(w) for w in ways],
+            "disk": {level: asdict(disk) for level, disk in disks.items()},
+        }
         arguments.json.write_text(json.dumps(tree, indent=1) + "\n")
     return 0 if same_bits(ways) else 1
 

@@ -110,11 +110,13 @@ def test_the_cpu_build_is_taken_where_the_index_has_one(listed: str, expected: l
 @pytest.mark.slow
 def test_recording_changes_no_weight_and_its_bytes_are_counted(tmp_path: Path) -> None:
     config = load_config(SMALL, ["ppo.iterations=6", "model.warm_start_steps=2"])
-    ways, disk = recording.measure(config, tmp_path / "two")
+    ways, disks = recording.measure(config, tmp_path / "two")
     assert recording.same_bits(ways) and [w.name for w in ways] == list(recording.WAYS)
-    assert ways[0].share < ways[2].share
-    files = sum(p.stat().st_size for p in (tmp_path / "two" / "on-a-thread" / "records").rglob("*.parquet"))
-    assert sum(disk.bytes.values()) == files
-    assert disk.rows["iterations"] == 6 and disk.rows["updates"] == 2 * disk.rows["tokens"]
-    assert disk.per_token == pytest.approx(3 * disk.per_token_record)
+    assert ways[0].share < ways[-1].share
+    for level, disk in disks.items():
+        files = sum(p.stat().st_size for p in (tmp_path / "two" / level / "records").rglob("*.parquet"))
+        assert sum(disk.bytes.values()) == files
+        assert disk.rows["iterations"] == 6 and disk.rows["updates"] == 2 * disk.rows["tokens"]
+        assert disk.per_token == pytest.approx(3 * disk.per_token_record)
+    assert disks["lean"].per_token < disks["full"].per_token < disks["deep"].per_token
     assert not recording.same_bits([ways[0], replace(ways[1], policy_digest="other")])

@@ -192,7 +192,7 @@ def list_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     """The values of a column; a list of floats as an array, which keeps the bits of a signalling NaN."""
     if not (pa.types.is_list(column.type) and pa.types.is_floating(column.type.value_type)):
         return list(column.to_pylist())
-    return [item.values.to_numpy() if item.is_valid else None for item in column]
+    return [item.values.to_numpy().copy() if item.is_valid else None for item in column]
 
 
 def rewrite_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:

@@ -5,14 +5,22 @@ Their digests are in the manifest, so `verify`, `diff` and `rerun` cover them; t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ppo_repro.records.schema import Column, Table
+
+
+def _from_full_on(table: Table) -> Table:
+    """The table whose columns are all recorded at level full and above; its digest covers every one of them."""
+    return replace(table, columns=tuple(replace(column, level="full") for column in table.columns))
+
 
 _STEP = Column("step", "int32", "index", "Optimizer step, from 0.")
 _EPOCH = Column("epoch", "int32", "index", "Pass over the pairs, from 0.")
 _MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
 _PAIR = Column("pair", "int32", "index", "Row of the table `pairs`.")
 
-EVALUATIONS = Table(
+_EVALUATIONS = Table(
     "evaluations",
     "one row per held-out prompt and evaluation",
     ("iteration", "sequence"),
@@ -33,7 +41,7 @@ EVALUATIONS = Table(
     ),
 )
 
-WARM_START_STEPS = Table(
+_WARM_START_STEPS = Table(
     "warm_start_steps",
     "one row per supervised step before PPO",
     ("step",),
@@ -50,7 +58,7 @@ WARM_START_STEPS = Table(
     ),
 )
 
-PAIRS = Table(
+_PAIRS = Table(
     "pairs",
     "one row per preference pair of the reward model's training",
     ("pair",),
@@ -68,7 +76,7 @@ PAIRS = Table(
     ),
 )
 
-PAIR_UPDATES = Table(
+_PAIR_UPDATES = Table(
     "pair_updates",
     "one row per training pair and epoch",
     ("epoch", "minibatch", "pair"),
@@ -81,7 +89,7 @@ PAIR_UPDATES = Table(
     ),
 )
 
-PAIR_STEPS = Table(
+_PAIR_STEPS = Table(
     "pair_steps",
     "one row per optimizer step of the reward model",
     ("epoch", "minibatch"),
@@ -97,6 +105,12 @@ PAIR_STEPS = Table(
         Column("reward_digest", "string", "", "Digest of the reward model's weights after the step."),
     ),
 )
+
+EVALUATIONS = _from_full_on(_EVALUATIONS)
+WARM_START_STEPS = _from_full_on(_WARM_START_STEPS)
+PAIRS = _from_full_on(_PAIRS)
+PAIR_UPDATES = _from_full_on(_PAIR_UPDATES)
+PAIR_STEPS = _from_full_on(_PAIR_STEPS)
 
 # in the order in which the data is computed
 PREPARATION = (WARM_START_STEPS, PAIRS, PAIR_UPDATES, PAIR_STEPS)  # once, before the first iteration

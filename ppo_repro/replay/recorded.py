@@ -18,7 +18,6 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, side_reader
 from ppo_repro.records.manifest import Manifest
 
-_NONE = torch.empty(0)
 _SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
 
 
@@ -146,16 +145,18 @@ def rewards_of(records: Records) -> Rewards:
         score_parts=tuple(tuple(parts) for parts in records.values("sequences", "score_parts")),
         is_correct=torch.tensor(records.values("sequences", "is_correct")),
         kl_penalties=records.tensor("tokens", "kl_penalties"),
-        placed_scores=_or_empty(records.tensor_or_none("tokens", "placed_scores")),
+        placed_scores=_or_zeros(records, "placed_scores", torch.float64),
         potentials=records.tensor_or_none("tokens", "potentials"),
         shaping_rewards=records.tensor_or_none("tokens", "shaping_rewards"),
-        raw_rewards=_or_empty(records.tensor_or_none("tokens", "raw_rewards")),
+        raw_rewards=_or_zeros(records, "raw_rewards", torch.float32),
         rewards=records.tensor("tokens", "rewards"),
     )
 
 
-def _or_empty(values: Tensor | None) -> Tensor:
-    return _NONE if values is None else values
+def _or_zeros(records: Records, column: str, dtype: torch.dtype) -> Tensor:
+    """A column of the tokens; zeros where it was not recorded, and then it is not compared either."""
+    values = records.tensor_or_none("tokens", column)
+    return torch.zeros(records.tables["tokens"].num_rows, dtype=dtype) if values is None else values
 
 
 def advantages_of(records: Records) -> Advantages:

@@ -68,10 +68,10 @@ def names(said: str, run_dir: Path, name: Path) -> bool:
 def test_a_whole_folder_is_whole(whole: Path, part: Path) -> None:
     assert refusal(whole) == refusal(part) == ""
     found = verify(whole)
-    assert (found.iterations, found.tables, found.checkpoints, found.model_folders) == (3, 15, 2, 2)
+    assert (found.iterations, found.tables, found.checkpoints, found.model_folders) == (3, 18, 2, 3)
     assert (found.unfinished, found.uncovered, found.manifest_version) == ((), (), manifest.VERSION)
     kinds = {path.suffix for path in files_of(whole)}
-    assert kinds == {"", ".json", ".jsonl", ".yaml", ".parquet", ".safetensors"} and len(files_of(whole)) == 45
+    assert kinds == {"", ".json", ".jsonl", ".yaml", ".parquet", ".safetensors"} and len(files_of(whole)) == 51
 
 
 def test_any_file_cut_short_or_gone_is_named(whole: Path, tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ from ppo_repro import buffers
 from ppo_repro.buffers import Iteration, ReturnStatistics
 from ppo_repro.config.files import load_config
 from ppo_repro.ppo.losses import flag_names
-from ppo_repro.records import digests, schema
+from ppo_repro.records import digests, schema, side_schema
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.watcher import Silent
 from tests.support.paths import ROOT, TINY
 
 README = ROOT / "ppo_repro" / "records" / "README.md"
-COLUMNS = {(table.name, column.name): column for table in schema.TABLES for column in table.columns}
+RECORDED = (*schema.TABLES, *side_schema.BESIDE)
+COLUMNS = {(table.name, column.name): column for table in RECORDED for column in table.columns}
 STAGES = [
     kind for _, kind in inspect.getmembers(buffers, dataclasses.is_dataclass) if kind.__module__ == buffers.__name__
 ]
@@ -133,9 +134,10 @@ def held_rows(item: Iteration, field: Field, column: Field, rows: int) -> list[A
         return [None] * rows if value is None or empty else list(value)
     if stage == "Spans":
         return [value for spans in item.rollout.spans for value in getattr(spans, name)]
-    if stage in ("Iteration", "Evaluation", "Coefficients"):
-        held = {"Iteration": item, "Evaluation": item.evaluation, "Coefficients": item.coefficients}[stage]
-        return [None if held is None else getattr(held, name)]
+    if stage in ("Iteration", "Coefficients"):
+        return [getattr({"Iteration": item, "Coefficients": item.coefficients}[stage], name)]
+    if stage == "Evaluation":
+        return [] if item.evaluation is None else list(getattr(item.evaluation, name))
     if stage == "TensorGradient":
         steps = [u.policy if column[1].startswith("policy_") else u.value for u in updates]
         values = [[getattr(g, name) for g in step.gradients] if step and step.gradients else None for step in steps]
@@ -157,6 +159,9 @@ def unequal(item: Iteration, tables: Tables) -> set[Field]:
     found = set()
     for field, place in places().items():
         for column in place.columns:
+            if column[0] == "evaluations" and column[0] not in tables:
+                assert item.evaluation is None
+                continue
             kind, recorded = COLUMNS[column].kind, recorded_rows(tables, column)
             held = held_rows(item, field, column, len(recorded))
             plain = [v.item() if isinstance(v, Tensor) and kind in ("int32", "int64", "bool") else v for v in held]

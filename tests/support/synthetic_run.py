@@ -177,6 +177,7 @@ def head_at(whole: manifest.Manifest, iterations: int, status: manifest.Status) 
         "status": status,
         **log_fields(kept),
         "final": {},
+        "ending": {},
         "fingerprint": kept[-1].chain if kept else digests.FINGERPRINT_SEED,
     }
     return manifest.head_of(whole).model_copy(update=then)

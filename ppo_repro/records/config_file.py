@@ -26,9 +26,9 @@ def check_config(run_dir: Path, recorded: Head) -> None:
     none, because it decides how much is written down of the same results. Runs of earlier versions have no digest of
     the text.
     """
-    path = run_dir / CONFIG_NAME
-    read_checked(run_dir, CONFIG_NAME, recorded.files.get(CONFIG_NAME))
-    if tree_digest(read_tree(path)) != recorded.config_digest:
+    path, expected = run_dir / CONFIG_NAME, recorded.files.get(CONFIG_NAME)
+    found = manifest.content_digest(read_checked(run_dir, CONFIG_NAME, None))
+    if found != (expected or found) or tree_digest(read_tree(path)) != recorded.config_digest:
         raise UserError(f"{path}: is not the configuration the run was started with; restore it")
 
 

@@ -6,11 +6,15 @@ streams are functions of seed and iteration, so the iteration number is enough f
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -44,7 +48,6 @@ from ppo_repro.runs.checkpoint_index import (
     sealed,
     verified_bytes,
 )
-from ppo_repro.runs.tensor_file import write_tensors
 
 # the meaning of a gradient grid: with other numbers a checkpoint would continue as another run
 NUMBERS = (
@@ -203,3 +206,30 @@ def _coefficients(entry: CoefficientsEntry) -> Coefficients:
     number = float.fromhex
     returns = ReturnStatistics(entry.return_count, number(entry.return_mean), number(entry.return_squares))
     return Coefficients(number(entry.kl_coef), number(entry.clip_range), number(entry.penalty_coef), returns)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write float32 tensors as a safetensors file, one by one; returns its SHA-256. Raises OSError.
+
+    The whole file is never in memory. Digested before it is written, so that an error of the disk shows.
+    """
+    tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"tensor {name} is {tensor.dtype}; a checkpoint holds float32")
+        begin, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in (len(text).to_bytes(8, "little"), text):
+            digest.update(piece)
+            file.write(piece)
+        for tensor in tensors.values():
+            numbers = tensor.detach().cpu().contiguous().view(-1).numpy().data
+            digest.update(numbers)
+            file.write(numbers)
+    return digest.hexdigest()

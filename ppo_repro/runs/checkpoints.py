@@ -22,11 +22,11 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.models.value_folder import load_value_parameters, save_value_model
+from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, FINAL_STATE
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint_format, checkpoint_index
 from ppo_repro.runs.checkpoint_format import Checkpoint, Origin
 from ppo_repro.runs.checkpoint_index import Outline
-from ppo_repro.runs.contents import CHECKPOINT, CHECKPOINTS_NAME, FINAL_STATE
 from ppo_repro.runs.prepare import Prepared
 
 

@@ -21,8 +21,8 @@ from ppo_repro.ranks import Ranks
 from ppo_repro.records import digests, manifest, reader, schema, times, writer
 from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import RESUMED, check_config
+from ppo_repro.records.contents import check_contents, is_model_file, remove_unfinished
 from ppo_repro.records.manifest import Head, Manifest
-from ppo_repro.runs.contents import check_contents, is_model_file, remove_unfinished
 from ppo_repro.runs.diff import (
     Difference,
     first_final_difference,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import iteration_log, manifest, reader, side_reader
+from ppo_repro.records.contents import check_contents
 from ppo_repro.runs import checkpoints
-from ppo_repro.runs.contents import check_contents
 
 
 @dataclass(frozen=True)

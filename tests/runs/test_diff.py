@@ -245,7 +245,7 @@ def test_missing_and_unreadable_files(run: Path, copy: Path) -> None:
     path = manifest.table_path(copy, "steps", 1)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"steps/iteration=000001\.parquet: cannot be read"):
+    with pytest.raises(UserError, match=r"steps/iteration=000001\.parquet: has another SHA-256"):
         first_difference(run, copy)
     path.unlink()
     with pytest.raises(UserError, match=r"steps/iteration=000001\.parquet: is missing"):

@@ -28,7 +28,7 @@ from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.runs.checkpoints import reference_folder
+from ppo_repro.records.contents import reference_folder
 from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.shares import check_shares

@@ -25,9 +25,9 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.networks import freeze
 from ppo_repro.records.bisect import write
 from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.contents import final_folder
 from ppo_repro.rollout.engine import Request
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.checkpoints import final_folder
 from ppo_repro.runs.lifetime import Response, first_unequal, unequal_folder
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import sample_seed

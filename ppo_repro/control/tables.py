@@ -20,8 +20,8 @@ from ppo_repro.ppo.losses import flag_names, removes_gradient
 from ppo_repro.records import control_schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.schema import at_level
-from ppo_repro.runs.level_columns import gradient_columns
 from ppo_repro.runs.tables import unequal_bits
+from ppo_repro.stages.level_columns import gradient_columns
 
 Columns = dict[str, Any]
 FULL_STEPS = ("surrogate_loss", "entropy_loss")

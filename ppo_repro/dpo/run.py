@@ -37,8 +37,9 @@ from ppo_repro.preferences.training import (
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.contents import final_folder, reference_folder
 from ppo_repro.records.manifest import Manifest, note_content
-from ppo_repro.runs.checkpoints import final_folder, reference_folder, save_model
+from ppo_repro.runs.checkpoints import save_model
 from ppo_repro.runs.environment import check_inputs, describe_environment
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.seeding import sample_seed

@@ -32,6 +32,36 @@ _DERIVED = (REPORT_NAME, SERVERS_NAME)
 _UNFINISHED = {".tmp", ".removed"}
 
 
+def checkpoints_folder(run_dir: Path) -> Path:
+    """The folder of the checkpoints, the reference and at the end the trained models."""
+    return run_dir / CHECKPOINTS_NAME
+
+
+def reference_folder(run_dir: Path) -> Path:
+    """The reference model with its tokenizer: what policy and value model started as, too."""
+    return checkpoints_folder(run_dir) / "reference"
+
+
+def final_folder(run_dir: Path) -> Path:
+    """The trained policy of a finished run."""
+    return checkpoints_folder(run_dir) / "final"
+
+
+def value_folder(run_dir: Path) -> Path:
+    """The trained value model of a finished run, or its head on the policy's trunk."""
+    return checkpoints_folder(run_dir) / "value_model"
+
+
+def final_state_folder(run_dir: Path) -> Path:
+    """What training goes on from besides the trained models: a checkpoint without their weights."""
+    return checkpoints_folder(run_dir) / FINAL_STATE
+
+
+def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
+    """The checkpoint after `iteration` iterations."""
+    return checkpoints_folder(run_dir) / f"iteration-{iteration:06d}"
+
+
 @dataclass(frozen=True)
 class Contents:
     """What a run folder holds beside undamaged records. Paths below the run folder."""

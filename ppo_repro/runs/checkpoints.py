@@ -22,42 +22,20 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.models.value_folder import load_value_parameters, save_value_model
-from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, FINAL_STATE
+from ppo_repro.records.contents import (
+    CHECKPOINT,
+    checkpoint_folder,
+    checkpoints_folder,
+    final_folder,
+    final_state_folder,
+    reference_folder,
+    value_folder,
+)
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint_format, checkpoint_index
 from ppo_repro.runs.checkpoint_format import Checkpoint, Origin
 from ppo_repro.runs.checkpoint_index import Outline
 from ppo_repro.runs.prepare import Prepared
-
-
-def checkpoints_folder(run_dir: Path) -> Path:
-    """The folder of the checkpoints, the reference and at the end the trained models."""
-    return run_dir / CHECKPOINTS_NAME
-
-
-def reference_folder(run_dir: Path) -> Path:
-    """The reference model with its tokenizer: what policy and value model started as, too."""
-    return checkpoints_folder(run_dir) / "reference"
-
-
-def final_folder(run_dir: Path) -> Path:
-    """The trained policy of a finished run."""
-    return checkpoints_folder(run_dir) / "final"
-
-
-def value_folder(run_dir: Path) -> Path:
-    """The trained value model of a finished run, or its head on the policy's trunk."""
-    return checkpoints_folder(run_dir) / "value_model"
-
-
-def final_state_folder(run_dir: Path) -> Path:
-    """What training goes on from besides the trained models: a checkpoint without their weights."""
-    return checkpoints_folder(run_dir) / FINAL_STATE
-
-
-def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
-    """The checkpoint after `iteration` iterations."""
-    return checkpoints_folder(run_dir) / f"iteration-{iteration:06d}"
 
 
 @contextmanager

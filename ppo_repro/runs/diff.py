@@ -130,6 +130,29 @@ def first_side_difference(
     return None
 
 
+def side_difference(
+    run_dir: Path, recorded: Manifest, iteration: int | None, tables: Mapping[str, pa.Table]
+) -> Difference | None:
+    """The first cell of a side table that differs between the records and `tables`."""
+    return first_side_difference(
+        recorded, iteration, recorded_side_data(run_dir, recorded), lambda name, _: tables.get(name)
+    )
+
+
+def iteration_difference(
+    run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]
+) -> Difference | None:
+    """The first cell of an iteration that differs between the records and `tables`; UserError for damaged records."""
+    if difference := side_difference(run_dir, recorded, iteration, tables):
+        return difference
+    for table in manifest.tables_of(recorded):
+        old = reader.read_recorded(run_dir, recorded, table, iteration, verify=True)
+        difference = first_table_difference(table, old, tables[table.name], iteration)
+        if difference is not None:
+            return difference
+    return None
+
+
 def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table, iteration: int) -> Difference | None:
     """The lowest row of the first column whose bits differ, of the columns that both sides have.
 

@@ -21,10 +21,11 @@ from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
+from ppo_repro.records.contents import reference_folder
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.runs.checkpoint_format import Checkpoint
-from ppo_repro.runs.checkpoints import ModelStore, load_newest, open_store, quick_collections, reference_folder
+from ppo_repro.runs.checkpoints import ModelStore, load_newest, open_store, quick_collections
 from ppo_repro.runs.environment import check_inputs, describe_environment
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
 from ppo_repro.runs.open_engine import check_engine, require_same_sampler, rollout_engine

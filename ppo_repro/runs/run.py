@@ -19,17 +19,11 @@ from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.ranks import Ranks
 from ppo_repro.records import digests, manifest, reader, schema, times, writer
-from ppo_repro.records.background import appending
 from ppo_repro.records.config_file import RESUMED, check_config
 from ppo_repro.records.contents import check_contents, is_model_file, remove_unfinished
 from ppo_repro.records.manifest import Head, Manifest
-from ppo_repro.runs.diff import (
-    Difference,
-    first_final_difference,
-    first_side_difference,
-    first_table_difference,
-    recorded_side_data,
-)
+from ppo_repro.records.writer import appending
+from ppo_repro.runs.diff import Difference, first_final_difference, iteration_difference, side_difference
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.lifetime import kept_if_unequal, mark_ended, new_run
@@ -156,17 +150,8 @@ def _begun(run_dir: Path, recorded: Manifest, execution: Execution[Item]) -> Hea
     tables = execution.preparation_tables()
     if not recorded.preparation:
         return writer.record_preparation(run_dir, current, tables) if tables else current
-    _require_none(_side_difference(run_dir, recorded, None, tables))
+    _require_none(side_difference(run_dir, recorded, None, tables))
     return current
-
-
-def _side_difference(
-    run_dir: Path, recorded: Manifest, iteration: int | None, tables: Mapping[str, pa.Table]
-) -> Difference | None:
-    """The first cell of a side table that differs between the records and `tables`."""
-    return first_side_difference(
-        recorded, iteration, recorded_side_data(run_dir, recorded), lambda name, _: tables.get(name)
-    )
 
 
 def _require_none(difference: Difference | None) -> None:
@@ -174,23 +159,9 @@ def _require_none(difference: Difference | None) -> None:
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
 
 
-def _iteration_difference(
-    run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]
-) -> Difference | None:
-    """The first cell of an iteration that differs between the records and `tables`; UserError for damaged records."""
-    if difference := _side_difference(run_dir, recorded, iteration, tables):
-        return difference
-    for table in manifest.tables_of(recorded):
-        old = reader.read_recorded(run_dir, recorded, table, iteration, verify=True)
-        difference = first_table_difference(table, old, tables[table.name], iteration)
-        if difference is not None:
-            return difference
-    return None
-
-
 def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> None:
     """Raise PromiseBroken naming the first cell in which `tables` differ from a recorded iteration."""
-    _require_none(_iteration_difference(run_dir, recorded, iteration, tables))
+    _require_none(iteration_difference(run_dir, recorded, iteration, tables))
 
 
 def _digest(table: schema.Table, computed: pa.Table) -> str:
@@ -288,7 +259,7 @@ def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] =
     fingerprint = digests.FINGERPRINT_SEED
     with opened as execution:
         prepared = execution.preparation_tables()
-        difference = kind.ranks.first(_side_difference, run_dir, recorded, None, prepared)
+        difference = kind.ranks.first(side_difference, run_dir, recorded, None, prepared)
         if difference is not None:
             return Rerun(difference, fingerprint, 0)
         for item in execution.iterations():
@@ -298,7 +269,7 @@ def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] =
                 return Rerun(difference, fingerprint, item.index + 1)
             kind.watcher.iteration(item.index + 1, config.ppo.iterations, execution.progress(item))
         ending = execution.ending(Clock())
-    difference = kind.ranks.first(_side_difference, run_dir, recorded, recorded.num_iterations, ending.tables)
+    difference = kind.ranks.first(side_difference, run_dir, recorded, recorded.num_iterations, ending.tables)
     difference = difference or first_final_difference(recorded.final, ending.results)
     return Rerun(difference, manifest.finished_fingerprint(fingerprint, ending.results), config.ppo.iterations)
 
@@ -308,4 +279,4 @@ def _compare(
 ) -> tuple[str, Difference | None]:
     """The fingerprint with this iteration added, and the first difference from the recorded one."""
     links = {t.name: _digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
-    return digests.chain(fingerprint, links), _iteration_difference(run_dir, recorded, iteration, tables)
+    return digests.chain(fingerprint, links), iteration_difference(run_dir, recorded, iteration, tables)

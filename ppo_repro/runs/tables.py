@@ -19,9 +19,9 @@ from ppo_repro.ppo.losses import flag_names
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs import profiling
-from ppo_repro.runs.level_columns import Columns, columns_above_lean, of_step, or_null, per_token
 from ppo_repro.runs.profiling import Peak
 from ppo_repro.stages.agreement import differing
+from ppo_repro.stages.level_columns import Columns, columns_above_lean, of_step, or_null, per_token
 from ppo_repro.stages.update import learning_rates
 
 

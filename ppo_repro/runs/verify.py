@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import iteration_log, manifest, reader, side_reader
-from ppo_repro.records.contents import check_contents
+from ppo_repro.records.contents import check_contents, final_folder
 from ppo_repro.runs import checkpoints
 
 
@@ -63,7 +63,7 @@ def verify(run_dir: Path) -> Verified:
         side_reader.read_side_file(run_dir, file, verify=True)
     whole = checkpoints.check_all(run_dir, recorded)
     if recorded.status == "complete" and manifest.has_responses(recorded):
-        final = checkpoints.final_folder(run_dir)
+        final = final_folder(run_dir)
         if not final.is_dir():
             raise UserError(f"{final}: is missing; restore it")
     return Verified(

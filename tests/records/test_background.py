@@ -10,7 +10,7 @@ import pytest
 from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
-from ppo_repro.records.background import appending
+from ppo_repro.records.writer import appending
 from tests.support import synthetic_run
 
 

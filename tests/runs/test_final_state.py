@@ -55,7 +55,7 @@ def test_a_finished_run_has_the_state_of_a_checkpoint_after_its_last_iteration(
 ) -> None:
     run_dir = recorded(tmp_path / "final", *overrides)
     same = recorded(tmp_path / "checkpoint", "checkpoints.every=1", *overrides)
-    assert not checkpoints.final_state_folder(same).exists(), "the same twice"
+    assert not contents.final_state_folder(same).exists(), "the same twice"
     found, expected = (checkpoints.load_final(folder, manifest.load(folder)) for folder in (run_dir, same))
     require_equal(found, expected)
     assert verify(run_dir).model_folders == folders
@@ -64,26 +64,26 @@ def test_a_finished_run_has_the_state_of_a_checkpoint_after_its_last_iteration(
 def test_the_value_model_of_a_run_can_be_loaded(tmp_path: Path) -> None:
     run_dir = recorded(tmp_path)
     for mode in ("exact", "native"):
-        loaded = load_value_model(checkpoints.value_folder(run_dir), mode, 12)
+        loaded = load_value_model(contents.value_folder(run_dir), mode, 12)
         assert weights_digest(loaded.named_parameters()) == manifest.load(run_dir).final["value_digest"]
 
 
 def test_a_head_is_no_model_by_itself(tmp_path: Path) -> None:
     run_dir = recorded(tmp_path, "value={kind: head}")
     with pytest.raises(UserError, match="holds a head on the policy's trunk"):
-        load_value_model(checkpoints.value_folder(run_dir), "exact", 12)
+        load_value_model(contents.value_folder(run_dir), "exact", 12)
 
 
 def test_the_state_can_be_left_out(tmp_path: Path) -> None:
     run_dir = recorded(tmp_path, "checkpoints.final_state=false")
-    assert not checkpoints.final_state_folder(run_dir).exists() and verify(run_dir).model_folders == 2
+    assert not contents.final_state_folder(run_dir).exists() and verify(run_dir).model_folders == 2
     with pytest.raises(UserError, match=r"checkpoints\.final_state"):
         checkpoints.load_final(run_dir, manifest.load(run_dir))
 
 
 def test_a_damaged_state_or_value_model_is_named(tmp_path: Path) -> None:
     run_dir = recorded(tmp_path)
-    folders = checkpoints.final_state_folder(run_dir), checkpoints.value_folder(run_dir)
+    folders = contents.final_state_folder(run_dir), contents.value_folder(run_dir)
     for path in (folders[0] / "policy_optimizer.safetensors", folders[1] / "value_model.safetensors"):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1

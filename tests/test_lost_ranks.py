@@ -113,7 +113,7 @@ def test_the_others_end_with_three(
         processes[1].kill()
     ended = end(processes)
     assert [ended[0].code, ended[2].code] == [3, 3], ended
-    reasons = {"SIGKILL": "has ended without a word", "SIGSTOP": "has given no sign", "hang": "did not come within 45 s"}
+    reasons = {"SIGKILL": "ended without a word", "SIGSTOP": "has given no sign", "hang": "did not come within 45 s"}
     for process in (ended[0], ended[2]):
         assert f"stopped: rank 1 (pid {processes[1].pid} on " in process.err and reasons[how] in process.err, ended
     if how == "hang":

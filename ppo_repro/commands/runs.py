@@ -14,6 +14,7 @@ from ppo_repro.clock import OTHER, Clock
 from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.errors import RankLost, UserError
 from ppo_repro.output import print_json, print_result, say, tell
+from ppo_repro.secrets import masked
 
 if TYPE_CHECKING:
     from ppo_repro.ranks import Ranks
@@ -302,5 +303,5 @@ def track_command(arguments: argparse.Namespace) -> int:
 
     run_id = track_grid(arguments.run, arguments.uri) if is_grid else track(arguments.run, arguments.uri)
     line = f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}"
-    print_result(arguments.json, {"run_id": run_id, "uri": arguments.uri}, [line])
+    print_result(arguments.json, {"run_id": run_id, "uri": masked(arguments.uri)}, [line])
     return 0

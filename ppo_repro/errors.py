@@ -9,8 +9,8 @@ class PromiseBroken(Exception):
     """A guarantee of this project did not hold. Exit code 1."""
 
 
-class NumericsError(PromiseBroken):
-    """A number is not finite, or outside the range in which the exact numerics are exact."""
+class NumericsError(UserError):
+    """A number is not finite, or outside the range in which the exact numerics are exact: settings led there."""
 
 
 class Terminated(KeyboardInterrupt):

@@ -204,9 +204,9 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     processes = started(tmp_path)
     processes[1].kill()
     ended = end(processes)
-    assert ended[0].code == 1 and len(ended[0].errors) == 1, ended
-    assert ended[0].errors[0].startswith("promise broken: another process of this run ended unexpectedly ")
-    assert status(tmp_path) == "failed"
+    assert ended[0].code == 3 and len(ended[0].errors) == 1, ended
+    assert ended[0].errors[0].startswith("stopped: rank 1 (pid ")
+    assert status(tmp_path) == "interrupted"
 
 
 @slow
@@ -214,7 +214,7 @@ def test_a_killed_first_rank_leaves_nothing_that_a_reader_accepts(tmp_path: Path
     processes = started(tmp_path)
     processes[0].kill()
     ended = end(processes)
-    assert ended[1].code == 1 and status(tmp_path) == "running"
+    assert ended[1].code == 3 and status(tmp_path) == "running"
 
 
 @slow

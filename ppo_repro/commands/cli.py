@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ppo_repro import __version__, interrupts
 from ppo_repro.commands.fetch import fetch_command
 from ppo_repro.commands.memory import is_out_of_memory, out_of_memory
-from ppo_repro.commands.replay import replay_command
+from ppo_repro.commands.recorded import replay_command, show_command, verify_command
 from ppo_repro.commands.runs import (
     bisect_command,
     control_command,
@@ -25,9 +25,7 @@ from ppo_repro.commands.runs import (
     rerun_command,
     resume_command,
     run_command,
-    show_command,
     track_command,
-    verify_command,
 )
 from ppo_repro.config.section import check_path
 from ppo_repro.errors import PromiseBroken, RankLost, Terminated, UserError

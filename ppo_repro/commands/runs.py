@@ -14,6 +14,7 @@ from ppo_repro.clock import OTHER, Clock
 from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.errors import RankLost, UserError
 from ppo_repro.output import print_json, print_result, say, tell
+from ppo_repro.secrets import masked
 
 if TYPE_CHECKING:
     from ppo_repro.ranks import Ranks
@@ -158,15 +159,6 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     return _report_difference(report.difference, arguments.json, identical)
 
 
-def verify_command(arguments: argparse.Namespace) -> int:
-    """Compare every recorded file of a run folder with its digest, without computing anything again."""
-    from ppo_repro.runs.verify import verify
-
-    whole = verify(arguments.run)
-    print_result(arguments.json, dataclasses.asdict(whole), whole.lines())
-    return 0
-
-
 def diff_command(arguments: argparse.Namespace) -> int:
     """Compare two recorded runs bit by bit; exit 1 at a difference."""
     from ppo_repro.runs.diff import first_difference
@@ -179,30 +171,6 @@ def _report_difference(difference: Difference | None, as_json: bool, identical: 
     line = identical if difference is None else f"different: {difference.describe()}"
     print_result(as_json, {"identical": difference is None, "first_difference": fields}, [line])
     return 0 if difference is None else 1
-
-
-def show_command(arguments: argparse.Namespace) -> int:
-    """Print what a recorded run did."""
-    from ppo_repro.commands.kinds import kind_of
-    from ppo_repro.records import manifest, reader
-    from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds
-
-    run_dir = arguments.run
-    recorded = reader.open_manifest(run_dir, allow_incomplete=not arguments.json)
-    kind = kind_of(run_dir).summary
-    if arguments.json:
-        print_json(dataclasses.asdict(kind.summarise(run_dir, None)))
-        return 0
-    tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
-    if recorded.iterations:
-        lines = iteration_lines(run_dir, kind.columns, 12)
-        tell(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep="-"))
-    if recorded.iterations and manifest.has_responses(recorded):
-        tell("\n".join(sample_lines(run_dir, len(recorded.iterations) - 1, arguments.samples)))
-    if recorded.status == "complete":
-        summary = kind.summarise(run_dir, None)
-        tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit)]))
-    return 0
 
 
 def probe_command(arguments: argparse.Namespace) -> int:
@@ -298,5 +266,5 @@ def track_command(arguments: argparse.Namespace) -> int:
 
     run_id = track_grid(arguments.run, arguments.uri) if is_grid else track(arguments.run, arguments.uri)
     line = f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}"
-    print_result(arguments.json, {"run_id": run_id, "uri": arguments.uri}, [line])
+    print_result(arguments.json, {"run_id": run_id, "uri": masked(arguments.uri)}, [line])
     return 0

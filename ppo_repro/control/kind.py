@@ -19,6 +19,7 @@ import pyarrow as pa
 from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig, load_control_config
 from ppo_repro.config.kinds import CONTROL, Kind
+from ppo_repro.config.learning_rates import naming_learning_rates
 from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
 from ppo_repro.control.stages import evaluate
 from ppo_repro.control.tables import finished_returns, iteration_tables
@@ -84,7 +85,8 @@ class ControlExecution:
 def _open(config: ControlConfig) -> Iterator[ControlExecution]:
     state = prepare(config)
     try:
-        yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
+        with naming_learning_rates(config):
+            yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
     finally:
         state.environments.close()
 

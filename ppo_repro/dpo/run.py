@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ppo_repro.buffers import Prompts
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import build_config, dump_yaml
+from ppo_repro.config.learning_rates import naming_learning_rates
 from ppo_repro.config.run import RunConfig
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.dpo import records
@@ -241,9 +242,10 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
     pairs = _Pairs(
         *hold_out(pairs_from_run(Path(config.run), config.run_iterations), config.num_eval_prompts, config.seed)
     )
-    prepared = _start(config, recorded, run_config, watcher)
-    check_pairs(pairs.all, prepared.state.policy.config.vocab_size, config.numerics.max_context)
-    measured, steps, pair_columns = _measure(config, run_config, prepared, pairs, watcher)
+    with naming_learning_rates(config):
+        prepared = _start(config, recorded, run_config, watcher)
+        check_pairs(pairs.all, prepared.state.policy.config.vocab_size, config.numerics.max_context)
+        measured, steps, pair_columns = _measure(config, run_config, prepared, pairs, watcher)
     environment = note_content(describe_environment(run_config, ALONE.size))
     columns = {"dpo_pairs": pair_columns, "dpo_steps": _step_columns(steps)}
     with whole_folder(folder) as temporary:

@@ -14,6 +14,7 @@ from ppo_repro.buffers import Iteration
 from ppo_repro.clock import Clock
 from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE, Kind
+from ppo_repro.config.learning_rates import naming_learning_rates
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics.arithmetic.grid import exact_mean
@@ -136,14 +137,15 @@ class LanguageKind:
         self, config: RunConfig, run_dir: Path | None, start: Checkpoint | None, measured: bool = False
     ) -> Iterator[LanguageExecution]:
         """PromiseBroken where a rank begins with other weights than the first one."""
-        prepared = self._prepare(config, None if run_dir is None or start is None else reference_folder(run_dir))
-        accuracy = self._accuracy(config, prepared) if measured else None
-        store = None if run_dir is None else open_store(run_dir, config, prepared, start)
-        del start  # as large as weights and moments together
-        peak = measure_peak(config, prepared.state) if self.profile and run_dir is not None else None
-        logs = None if run_dir is None else run_dir / "sglang"
-        with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher) as engine:
-            yield LanguageExecution(config, prepared, engine, self.ranks, store, peak, accuracy)
+        with naming_learning_rates(config):
+            prepared = self._prepare(config, None if run_dir is None or start is None else reference_folder(run_dir))
+            accuracy = self._accuracy(config, prepared) if measured else None
+            store = None if run_dir is None else open_store(run_dir, config, prepared, start)
+            del start  # as large as weights and moments together
+            peak = measure_peak(config, prepared.state) if self.profile and run_dir is not None else None
+            logs = None if run_dir is None else run_dir / "sglang"
+            with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher) as engine:
+                yield LanguageExecution(config, prepared, engine, self.ranks, store, peak, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""

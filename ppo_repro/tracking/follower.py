@@ -12,10 +12,9 @@ from pathlib import Path
 
 from ppo_repro.errors import UserError
 from ppo_repro.output import say
+from ppo_repro.secrets import masked
 
 END_SECONDS = 60.0  # how long the command waits for the copy after the run
-# MLflow's defaults retry for minutes
-PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 @contextmanager
@@ -30,7 +29,6 @@ def followed(run_dir: Path, uri: str | None) -> Iterator[None]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**PATIENCE, **os.environ},
         start_new_session=True,  # Ctrl-C goes to the run alone
     )
     try:
@@ -40,7 +38,7 @@ def followed(run_dir: Path, uri: str | None) -> Iterator[None]:
 
 
 def _wait_and_report(process: subprocess.Popen[str], run_dir: Path, uri: str) -> None:
-    later = f"the records are complete; copy them later with `ppo-repro track {run_dir} --uri {uri}`"
+    later = f"the records are complete; copy them later with `ppo-repro track {run_dir} --uri {masked(uri)}`"
     try:
         out, _ = process.communicate(timeout=END_SECONDS)  # closes its stdin, which tells it that the run is over
     except subprocess.TimeoutExpired:

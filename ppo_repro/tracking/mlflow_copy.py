@@ -1,30 +1,27 @@
 """Recorded runs and grids in MLflow: copied when they have ended, or while they run.
 
 Everything is read from the records, so whatever MLflow missed can be copied later. A run never reads anything back from
-MLflow. This is the only module that imports mlflow.
+MLflow.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from mlflow.entities import Metric, Param, RunTag, ViewType
-from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from ppo_repro.config.files import read_tree
 from ppo_repro.config.kinds import load_config_of
-from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, iteration_log, manifest, reader, times
 from ppo_repro.records.config_file import ENVIRONMENT_NAME, check_config, read_note
 from ppo_repro.records.manifest import Head
+from ppo_repro.tracking.store import answering
 
 METRICS_PER_CALL = 1000  # MLflow's limits for one log_batch
 PARAMS_PER_CALL = 100
@@ -45,18 +42,6 @@ class Copied:
     run_id: str
     iterations: int
     steps: int
-
-
-@contextmanager
-def _answering(uri: str) -> Iterator[MlflowClient]:
-    """A client of the store; UserError where it does not answer."""
-    for name in ("alembic", "mlflow"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    try:
-        yield MlflowClient(uri)
-    except (MlflowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--uri {uri}: cannot be written ({reason}); the records are not affected") from error
 
 
 def _leaves(prefix: str, value: object) -> list[Param]:
@@ -155,7 +140,7 @@ def track(run_dir: Path, uri: str, parent: str | None = None) -> str:
     An earlier copy is replaced. UserError if the records are damaged or the tracking store does not answer.
     """
     recorded = reader.open_manifest(run_dir, allow_incomplete=True)
-    with _answering(uri) as client:
+    with answering(uri) as client:
         copied = _catch_up(client, run_dir, recorded, _begin_run(client, run_dir, recorded, parent))
         _end_run(client, run_dir, recorded, copied.run_id)
     return copied.run_id
@@ -170,7 +155,7 @@ def track_grid(grid_dir: Path, uri: str) -> str:
     fields = {name: str(tree[name]) for name in ("question", "expectation", "base", "seeds", "read_with")}
     params = [*_leaves("", fields), *_leaves("axes", {axis: str(values) for axis, values in tree["axes"].items()})]
     cells = pd.read_parquet(grid_dir / "cells.parquet")
-    with _answering(uri) as client:
+    with answering(uri) as client:
         parent = _begin(client, _experiment(client, grid_dir.name), grid_dir, params, {})
         for row in cells.to_dict("records"):
             if row["run_dir"]:
@@ -195,7 +180,7 @@ def follow(run_dir: Path, uri: str, is_over: Callable[[float], bool]) -> str:
         if over:
             return ""
         over = is_over(POLL_SECONDS)
-    with _answering(uri) as client:
+    with answering(uri) as client:
         recorded = manifest.load_head(run_dir)
         copied = _begin_run(client, run_dir, recorded, None)
         while not over:

@@ -12,7 +12,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.models.value_folder import load_value_model
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.records import manifest
+from ppo_repro.records import contents, manifest
 from ppo_repro.runs import checkpoint_format, checkpoints
 from ppo_repro.runs.checkpoint_format import Checkpoint
 from ppo_repro.runs.verify import verify

@@ -187,3 +187,48 @@ def test_a_grid_is_a_parent_with_its_cells(store: str, tmp_path: Path) -> None:
         assert run.data.tags["fingerprint"] == cells[name] and run.data.tags["axis.ppo.epochs"] in "12"
     assert _run(["track", str(tmp_path / "g"), "--uri", store]) == 0
     assert len(client.search_runs([parent.info.experiment_id])) == 3, "copied again, nothing is there twice"
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("", "must begin with one of http"),
+        ("nonsense words", "must begin with one of http"),
+        ("foo://user:secret@bar", "--uri 'foo://***@bar': must begin with one of http"),
+        ("sqlite://", "keeps nothing; name a file"),
+        ("http://[::1", "cannot be written (Invalid IPv6 URL)"),
+        (
+            "postgresql://user:secret@127.0.0.1/x",
+            "--uri postgresql://***@127.0.0.1/x: cannot be written (No module named",
+        ),
+    ],
+)
+def test_a_uri_that_is_none_is_one_line(exact_run: Path, uri: str, said: str, capsys: Any) -> None:
+    assert _run(["track", str(exact_run), "--uri", uri]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "secret" not in err and len(err.splitlines()) == 1
+
+
+def test_a_file_that_is_no_database_is_one_line_and_left_alone(exact_run: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "x.db").write_text("words\n" * 1000)
+    assert _run(["track", str(exact_run), "--uri", f"sqlite:///{tmp_path}/x.db"]) == 2
+    assert "moved away first" in capsys.readouterr().err and (tmp_path / "x.db").read_text() == "words\n" * 1000
+
+
+def test_a_database_appears_with_all_of_its_tables_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_repro.tracking import store
+
+    def killed(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "missing" / "x.db"
+    with monkeypatch.context() as patched:
+        patched.setattr(store.os, "link", killed)  # the last instant before it appears
+        with pytest.raises(KeyboardInterrupt), store.answering(f"sqlite:///{path}"):
+            pass
+    assert not path.exists()
+    with store.answering(f"sqlite:///{path}") as client:
+        client.create_experiment("x")
+    assert [entry.name for entry in path.parent.iterdir()] == ["x.db"]

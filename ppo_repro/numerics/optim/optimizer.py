@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_repro.buffers import TensorGradient
-from ppo_repro.errors import NumericsError
+from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, NativeAdamW, OptimizerState, exact_norm
@@ -79,7 +79,7 @@ def collect(
 ) -> tuple[dict[str, Tensor], int]:
     """The float32 gradients of a minibatch over all ranks, and how often the backward pass was redone.
 
-    UserError if the sums cannot hold this many tokens, NumericsError if no pass fits the grids of the one before.
+    UserError if the sums cannot hold this many tokens, PromiseBroken if no pass fits the grids of the one before.
     """
     assert_no_wrap(tokens)
     for redos in range(MAX_REDOS):
@@ -88,7 +88,7 @@ def collect(
         gradients = accumulator.finish(ranks)
         if gradients is not None:
             return gradients, redos
-    raise NumericsError("a gradient changes every time it is computed; the backward pass is not reproducible")
+    raise PromiseBroken("a gradient changes every time it is computed; the backward pass is not reproducible")
 
 
 class ExactOptimizer:

@@ -1,0 +1,222 @@
+"""Every command with input that no command can use: one line at once, exit code 2, nothing made."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppo_repro import output
+from ppo_repro.config.files import load_config
+from ppo_repro.config.learning_rates import naming_learning_rates
+from ppo_repro.config.yaml_text import MAX_BYTES, parse_yaml
+from ppo_repro.errors import NumericsError, UserError
+from ppo_repro.secrets import has_password, masked
+from tests.support.cli import Cli, one_line
+from tests.support.paths import ROOT, TINY
+
+CONFIGURED = ("run", "control", "probe", "plan", "dpo", "grid", "bisect")
+RECORDED = ("resume", "rerun", "verify", "show", "track", "report")
+LOGIN = "http://user:secret@127.0.0.1:9/x"
+
+# what a file may hold, and what is said of it
+TEXTS = {
+    "deep list": ("a: " + "[" * 800 + "]" * 800, "nested more than 50 deep"),
+    "deep group": ("\n".join(" " * depth + "a:" for depth in range(80)), "nested more than 50 deep"),
+    "aliases": ("a: &a [x, x]\nb: &b [*a, *a]\n", "line 2: *a repeats what is written elsewhere"),
+    "itself": ("a: &a [*a]\n", "line 1: *a repeats"),
+    "digits": ("seed: " + "9" * 5000, "line 1: a number of 5000 digits"),
+    "object": ("a: !!python/object/apply:os.system [x]\n", "line 1: not valid YAML: tag"),
+    "tag": ("a: !!bool x\n", "line 1: not valid YAML: tag"),
+    "twice": ("seed: 1\nseed: 1\n", "line 2: field 'seed' is given twice"),
+    "list": ("- 1\n", "must be a mapping of fields"),
+    "nothing": ("", "must be a mapping of fields"),
+    "login": (f"experiment: x\nbase: {LOGIN}\n", "line 2: has a URI with a password"),
+    "large": ("#" * (MAX_BYTES + 1), "has more than 256 KiB"),
+    "binary": ("\0\1\2", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("command", CONFIGURED)
+def test_a_file_that_is_no_configuration(cli: Cli, tmp_path: Path, command: str, text: str) -> None:
+    content, said = TEXTS[text]
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    code, out, err = cli(command, path)
+    assert code == 2 and out == "" and said in one_line(err) and len(err) < 1100
+    assert str(path) in err and "secret" not in err
+
+
+@pytest.mark.parametrize("command", CONFIGURED)
+def test_what_is_no_file(cli: Cli, tmp_path: Path, command: str) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", Path("/dev/zero")):
+        code, out, err = cli(command, path)
+        assert code == 2 and out == "" and "not a regular file" in one_line(err)
+
+
+@pytest.mark.parametrize("command", [*CONFIGURED, *RECORDED, "diff"])
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("a\0b", "no path has a NUL"), ("a" * 5000, "a shorter path"), ("a/" * 2500, "a shorter path"), (LOGIN, "a URI")],
+    ids=["NUL", "name", "path", "URI"],
+)
+def test_a_path_that_cannot_exist(cli: Cli, command: str, path: str, said: str) -> None:
+    code, out, err = cli(command, *[path] * (2 if command == "diff" else 1))
+    assert code == 2 and out == "" and said in one_line(err) and len(err) < 1100 and "secret" not in err
+    if command in ("run", "control", "dpo", "bisect", "grid", "report"):
+        code, out, err = cli(command, TINY, "--out", path)
+        assert code == 2 and out == "" and said in one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=" + "9" * 5000, "a number of 5000 digits"),
+        ("ppo.epochs=" + "9" * 90, "less than or equal to 2147483647"),
+        ("ppo.learning_rate=" + "9" * 5000 + ".0", "ppo.learning_rate = inf"),
+        ("a=" + "[" * 800, "nested more than 50 deep"),
+        ("a" * 100_000 + "=1", "unknown field"),
+        (".".join("a" * 2000) + "=1", "up to 50 names"),
+        ("..=1", "up to 50 names"),
+        ("\x1b[31mfoo=1", "\\x1b[31mfoo: unknown field"),
+        ("layout.threads=0", "greater than or equal to 1"),
+        ("layout.threads=-1", "greater than or equal to 1"),
+        ("layout.threads=100000", "less than or equal to 1024"),
+        ('model={kind: folder, path: "a\\0b"}', "no path has a NUL"),
+        ('reward.terms=[{kind: function, path: "a\\0.py:f"}]', "no path has a NUL"),
+        ("task={kind: jsonl, num_eval_prompts: 1, path: " + "a" * 5000 + "}", "a shorter path"),
+        (f"model={{kind: folder, path: '{LOGIN}'}}", "has a URI with a password"),
+    ],
+    ids=range(15),
+)
+def test_an_override_that_is_no_value(cli: Cli, override: str, said: str) -> None:
+    code, out, err = cli("plan", TINY, "--set", override)
+    assert code == 2 and out == "" and said in one_line(err) and len(err) < 1100 and "secret" not in err
+
+
+def test_a_grid_of_a_million_cells_is_counted_and_not_made(cli: Cli, tmp_path: Path) -> None:
+    numbers = list(range(1, 101))
+    axes = {"ppo.epochs": numbers, "ppo.iterations": numbers, "evaluation.every": numbers}
+    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": axes, "seeds": [1]}
+    (tmp_path / "g.yaml").write_text(json.dumps(tree))
+    code, out, err = cli("grid", tmp_path / "g.yaml", "--out", tmp_path / "out")
+    assert code == 2 and out == "" and not (tmp_path / "out").exists()
+    assert "100 x 100 x 100 x 1 (axes x seeds) = 1000000 cells; at most 10000" in one_line(err)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
+
+
+@given(st.text(max_size=200) | st.text("[]{}&*!|>-?:,#'\"% \n\tab01.e", max_size=200) | plain.map(json.dumps))
+@settings(max_examples=100)
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    try:
+        parse_yaml(text)
+    except UserError as error:
+        assert len(output.one_line(error).splitlines()) <= 1
+
+
+@given(
+    st.sampled_from(["ppo", "layout", "model", "reward.terms", "value", "rollout.engine", "seed", "kl.x", ""]), plain
+)
+@settings(max_examples=100)
+def test_any_value_of_a_field_is_taken_or_refused(field: str, value: object) -> None:
+    try:
+        load_config(TINY, [f"{field}={json.dumps(value)}"])
+    except UserError as error:
+        assert output.one_line(error)
+
+
+LOGINS = [
+    ("http://user:secret@host/x", "http://***@host/x"),
+    ("https://secret@host", "https://***@host"),
+    ("postgresql+psycopg2://u:se/cr@et@host:5/db", "postgresql+psycopg2://***@host:5/db"),
+    ("failed (http://u:secret@h); see http://u:secret@h/y", "failed (http://***@h); see http://***@h/y"),
+    ("http://host/?password=secret&x=1", "http://host/?password=***&x=1"),
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), LOGINS)
+def test_a_password_is_masked(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert masked(text) == shown and has_password(text)
+    output.say(text)
+    output.tell(text)
+    assert capsys.readouterr() == (shown + "\n", shown + "\n")
+
+
+@pytest.mark.parametrize("text", ["http://host:5000/a@b", "sqlite:////home/me@work/x.db", "a@b: c", "s3://bucket/x@y"])
+def test_what_is_no_password_stays(text: str) -> None:
+    assert masked(text) == text and not has_password(text)
+
+
+def program(*arguments: str, shell_end: str) -> subprocess.CompletedProcess[str]:
+    command = f"exec {sys.executable} -m ppo_repro {' '.join(arguments)} {shell_end}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_a_full_disk_behind_stdout_is_one_line(argument: str) -> None:
+    done = program(argument, shell_end="> /dev/full")
+    assert done.returncode == 2 and "stdout: cannot be written (No space left on device)" in one_line(done.stderr)
+
+
+def test_a_closed_stdout_is_one_line_and_a_closed_pipe_is_silent() -> None:
+    closed = program("--version", shell_end=">&-")
+    assert closed.returncode == 2 and "stdout is closed" in one_line(closed.stderr)
+    piped = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m ppo_repro --help | true; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert (piped.returncode, piped.stderr) == (0, "")
+
+
+def test_a_mistake_has_its_exit_code_where_stderr_cannot_be_written() -> None:
+    for end in ("2> /dev/full", "2>&-"):
+        assert program("show", "nowhere", shell_end=end).returncode == 2
+
+
+class Full(io.StringIO):
+    """A stdout on a full disk."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fileno(self) -> int:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["show", "--json"], ["verify"], ["verify", "--json"], ["diff"]])
+def test_results_that_cannot_be_written(
+    cli: Cli, exact_run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", Full())
+        code, _, err = cli(*arguments, *[exact_run] * (2 if arguments[0] == "diff" else 1))
+    assert code == 2 and "stdout: cannot be written" in one_line(err)
+
+
+def test_the_highest_learning_rate_is_named_first() -> None:
+    config = load_config(TINY, ["value.learning_rate=1e30"])
+    with (
+        pytest.raises(UserError, match=r"^x is not finite; lower the highest of value.learning_rate = 1e\+30, model"),
+        naming_learning_rates(config),
+    ):
+        raise NumericsError("x is not finite")
+
+
+def test_a_learning_rate_without_measure_is_the_users_mistake(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli("run", TINY, "--out", tmp_path, "--set", "ppo.learning_rate=1e30")
+    assert code == 2 and "is not finite" in one_line(err) and "ppo.learning_rate = 1e+30" in err

@@ -49,7 +49,8 @@ def load_value_model(folder: Path, mode: str, max_context: int) -> ValueModel:
     parameters = load_value_parameters(folder)
     if not (folder / CONFIG_NAME).is_file():
         raise UserError(f"{folder}: holds a head on the policy's trunk; put it on the policy of checkpoints/final")
-    trunk = AutoModel.from_config(AutoConfig.from_pretrained(folder, local_files_only=True)).float()
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    trunk = AutoModel.from_config(config, trust_remote_code=False).float()
     weight = parameters["head.weight"]
     head = nn.Linear(weight.shape[1], 1)
     stock = ValueModel(trunk, head)

@@ -111,7 +111,8 @@ def iteration_lines(run_dir: Path, columns: tuple[str, ...], count: int) -> pd.D
         return shown
     # whole numbers as text: the last row has no tokens, and as floats 12345 would show as 1.234e+04
     counted = [name for name in columns if pd.api.types.is_integer_dtype(rows[name])]
-    last = {**dict.fromkeys(counted, "-"), "iteration": str(len(rows)), **ending}
+    ended = {name: str(value) if name in counted else value for name, value in ending.items()}
+    last = {**dict.fromkeys(counted, "-"), "iteration": str(len(rows)), **ended}
     lines = shown.astype(dict.fromkeys(counted, str))
     lines.loc[len(rows)] = [last.get(name, math.nan) for name in columns]
     return lines

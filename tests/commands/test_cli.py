@@ -178,20 +178,25 @@ def test_a_reward_that_fails_later_keeps_what_was_complete(cli: Cli, tmp_path: P
     [
         ([*PROMPTS, ""], "field 'prompt' is empty"),
         ([*PROMPTS, "1+" * 30], "exceeds numerics.max_context = 16"),
-        ([*PROMPTS, "1+1=Q"], "prompt token id"),
     ],
 )
 def test_bad_prompts(cli: Cli, tmp_path: Path, policy_folder: Path, prompts: list[str], said: str) -> None:
+    config = folder_config(tmp_path / "c.yaml", policy_folder, write_prompts(tmp_path / "p.jsonl", *prompts))
+    code, _, err = cli("run", config, "--out", tmp_path / "out")
+    assert code == 2 and said in one_line(err)
+
+
+def test_a_token_that_the_model_does_not_have(cli: Cli, tmp_path: Path, policy_folder: Path) -> None:
     from transformers import AutoTokenizer
 
     model = tmp_path / "model"
     shutil.copytree(policy_folder, model, ignore=shutil.ignore_patterns("SHA256SUMS"))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_tokens(["Q"])  # the model has no such token
+    tokenizer.add_tokens(["Q"])
     tokenizer.save_pretrained(model)
-    config = folder_config(tmp_path / "c.yaml", model, write_prompts(tmp_path / "p.jsonl", *prompts))
+    config = folder_config(tmp_path / "c.yaml", model, write_prompts(tmp_path / "p.jsonl", *PROMPTS, "1+1=Q"))
     code, _, err = cli("run", config, "--out", tmp_path / "out")
-    assert code == 2 and said in one_line(err)
+    assert code == 2 and "its tokenizer has the token 'Q'" in one_line(err)
 
 
 def start(out: Path, *overrides: str) -> subprocess.Popen[str]:

@@ -29,10 +29,10 @@ SOURCES = [path for top in ("ppo_repro", "analysis", "experiments") for path in 
 # the values that the processes of one run send each other, and the weights in the form SGLang takes them, never in a
 # file; compiled kernels, in files that nobody else may write to
 CACHE = "ppo_repro/numerics/kernels/core/cache.py"
-MAY_PICKLE = {"ppo_repro/ranks.py", "ppo_repro/rollout/sglang/weights.py", CACHE}
+MAY_PICKLE = {"ppo_repro/collectives.py", "ppo_repro/rollout/sglang/weights.py", CACHE}
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-# of the base class SafeLoader
-MAY_CALL = {("ppo_repro/config/files.py", "yaml.load")}
+# of the base class SafeLoader; the text of the file that a user names as a reward
+MAY_CALL = {("ppo_repro/config/yaml_text.py", "yaml.load"), ("ppo_repro/tasks/user_functions.py", "exec")}
 NEVER = {"torch.load", "numpy.load", "np.load", "pd.read_pickle", "pandas.read_pickle", "yaml.load", "eval", "exec"}
 NEVER |= {"os.system", "yaml.unsafe_load", "yaml.full_load", "torch.jit.load", "torch.hub.load"}
 
@@ -143,7 +143,7 @@ def test_a_name_of_an_experiment_is_no_path(name: str) -> None:
 
 
 def test_prompt_keys_are_no_paths(model: Path, tmp_path: Path) -> None:
-    keys = ["../../../escaped", str(tmp_path / "absolute"), "a/b", "..", "~/x", "$(touch x)", "con\x00trol"]
+    keys = ["../../../escaped", str(tmp_path / "absolute"), "a/b", "..", "~/x", "$(touch x)", "con\x01trol"]
     rows = [json.dumps({"key": key, "prompt": f"{i}+1=", "answer": str(i + 1)}) for i, key in enumerate(keys)]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(rows) + "\n")
@@ -156,8 +156,9 @@ def test_prompt_keys_are_no_paths(model: Path, tmp_path: Path) -> None:
     made = {path for path in tmp_path.rglob("*")} - before
     assert all(path == tmp_path / "out" or (tmp_path / "out") in path.parents for path in made)
     assert {path.name for path in run_dir.rglob("*") if path.is_dir()} <= {
-        *("records", "checkpoints", "final", "reference"),
+        *("records", "checkpoints", "final", "reference", "value_model", "final_state"),
         *(table.name for table in manifest.tables_of(manifest.load(run_dir))),
+        *(table.name for table in manifest.side_tables_of(manifest.load(run_dir))),
     }
     assert not Path("x").exists()
 

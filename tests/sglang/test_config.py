@@ -11,6 +11,7 @@ import pytest
 from ppo_repro.config.engine import EXACT_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.config.files import build_config, load_config
 from ppo_repro.errors import UserError
+from ppo_repro.secrets import masked
 from ppo_repro.rollout.sglang.command import (
     SPARE_CONTEXT,
     look_into,
@@ -94,11 +95,18 @@ def test_what_sglang_cannot_do_is_refused_in_one_line(overrides: tuple[str, ...]
 
 
 @pytest.mark.parametrize(
-    "url", ["h:1", "https://h:1", "http://h", "http://h:1/v1", "http://h:x", "http://u:p@h:1", "http://h:1?a", ""]
+    "url", ["h:1", "https://h:1", "http://h", "http://h:1/v1", "http://h:x", "http://h:1?a", ""]
 )
 def test_a_url_is_host_and_port(url: str) -> None:
     with pytest.raises(UserError, match="must be http://HOST:PORT"):
         small_config(SGLANG, f"rollout.engine.urls=['{url}']")
+
+
+@pytest.mark.parametrize("url", ["http://u:secret@h:1", "http://u@h:1"])
+def test_a_login_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UserError, match="has a URI with a password") as caught:
+        small_config(SGLANG, f"rollout.engine.urls=['{url}']")
+    assert "secret" not in masked(str(caught.value))
 
 
 @pytest.mark.parametrize("name", [*OWN_ARGUMENTS, *EXACT_ARGUMENTS, "--port=1", "--mod", "--weight-v"])

@@ -27,11 +27,16 @@ def fields(path: Path, constants: bool = False) -> list[dict[str, Any]]:
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
 )
 
 
-@given(st.lists(st.dictionaries(st.text(), PLAIN), min_size=1), st.booleans(), st.sampled_from(["\n", "\r\n", "\n\n"]))
+@given(
+    st.lists(st.dictionaries(st.text(), PLAIN, max_size=3), min_size=1, max_size=3),
+    st.booleans(),
+    st.sampled_from(["\n", "\r\n", "\n\n"]),
+)
 def test_whatever_json_writes_comes_back(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], escaped: bool, end: str
 ) -> None:

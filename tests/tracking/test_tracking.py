@@ -215,6 +215,7 @@ def test_a_file_that_is_no_database_is_one_line_and_left_alone(exact_run: Path, 
     assert "moved away first" in capsys.readouterr().err and (tmp_path / "x.db").read_text() == "words\n" * 1000
 
 
+@pytest.mark.slow
 def test_a_database_appears_with_all_of_its_tables_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

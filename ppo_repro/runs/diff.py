@@ -103,12 +103,12 @@ SideData = Callable[[str, int | None], pa.Table | None]  # table name, iteration
 
 
 def recorded_side_data(run_dir: Path, recorded: Manifest) -> SideData:
-    """Reads the side tables of a run, as they are; UserError where one is missing or unreadable."""
+    """Reads the side tables of a run; UserError where one is missing or damaged."""
     files = {(file.table.name, file.iteration): file for file in manifest.side_files(recorded)}
 
     def read(name: str, iteration: int | None) -> pa.Table | None:
         file = files.get((name, iteration))
-        return None if file is None else side_reader.read_side_file(run_dir, file, verify=False)
+        return None if file is None else side_reader.read_side_file(run_dir, file, verify=True)
 
     return read
 

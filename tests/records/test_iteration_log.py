@@ -198,6 +198,7 @@ def as_version_1(run_dir: Path) -> None:
     tree: dict[str, Any] = json.loads(manifest.to_json(whole))
     for name in ("manifest_version", "num_iterations", "log_bytes", "files", "log_digest", "sha256"):
         del tree[name]
+    del tree["preparation"], tree["ending"]
     synthetic_run.as_version_2(run_dir)
     lines = log_of(run_dir).read_text().splitlines()
     tree["iterations"] = [{k: v for k, v in json.loads(line).items() if k != "sha256"} for line in lines]

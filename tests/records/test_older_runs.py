@@ -14,7 +14,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import arrow, digests, manifest, reader, schema, writer
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
 from ppo_repro.runs.diff import first_difference
-from tests.support.synthetic_run import FINAL, create_run, make_run, random_table
+from tests.support.synthetic_run import FINAL, as_version_2, create_run, make_run, random_table
 
 ROWS = 9
 
@@ -27,17 +27,19 @@ def before_levels(table: schema.Table) -> schema.Table:
 
 @pytest.fixture
 def older(tmp_path: Path) -> Path:
-    """A complete run of one iteration with the tables of then."""
+    """A complete run of one iteration with the tables and the manifest of then."""
     create_run(tmp_path / "older", LANGUAGE)
     generator, entries = np.random.default_rng(3), {}
     for table in map(before_levels, schema.TABLES):
         data = random_table(table, 0, ROWS, generator)
-        path = manifest.table_path(tmp_path / "older", table.name, 0)
-        path.write_bytes(arrow.to_parquet(table, data))
-        entries[table.name] = TableEntry(rows=ROWS, digest=digests.table_digest(table, data))
+        content = arrow.to_parquet(table, data)
+        manifest.table_path(tmp_path / "older", table.name, 0).write_bytes(content)
+        listed = TableEntry(ROWS, digests.table_digest(table, data), manifest.content_digest(content))
+        entries[table.name] = listed
     entry = IterationEntry(iteration=0, tables=entries, chain=next_link(digests.FINGERPRINT_SEED, entries))
     head = writer.commit(tmp_path / "older", manifest.load_head(tmp_path / "older"), entry)
     writer.finish(tmp_path / "older", head, FINAL)
+    as_version_2(tmp_path / "older")
     return tmp_path / "older"
 
 
@@ -70,15 +72,18 @@ def test_its_digest_still_covers_the_column_that_is_gone(older: Path) -> None:
         reader.read_tokens(older)
 
 
-def test_a_retired_column_is_no_column_of_a_run_of_today(tmp_path: Path) -> None:
-    """Also in another place than the last one it is a stranger."""
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_retired_column_is_no_column_of_a_run_of_today(tmp_path: Path, version: int) -> None:
+    """Also in another place than the last one it is a stranger, whether the digest of the bytes finds it or its own."""
     run_dir = make_run(tmp_path / "today", iterations=1)
+    if version == 2:
+        as_version_2(run_dir)
     assert first_difference(run_dir, run_dir) is None
     path = manifest.table_path(run_dir, "tokens", 0)
     data = pq.ParquetFile(path).read()
     forced = np.zeros(data.num_rows, bool)
-    for place in (data.num_columns, 0):
+    for place, message in ((data.num_columns, "does not match the manifest"), (0, "has columns is_forced, iteration")):
         changed = data.add_column(place, "is_forced", [forced])
         pq.write_table(changed, path)
-        with pytest.raises(UserError, match=r"does not match the manifest|has columns"):
+        with pytest.raises(UserError, match=message if version == 2 else "has another SHA-256 than when it was"):
             reader.read_tokens(run_dir)

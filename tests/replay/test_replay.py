@@ -12,8 +12,7 @@ import pytest
 
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
-from ppo_repro.records import arrow, digests, iteration_log, manifest, reader, schema
-from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
+from ppo_repro.records import manifest, reader, schema
 from ppo_repro.replay.columns import COMPUTED, STAGES, Stage
 from ppo_repro.replay.replay import lines, replay, stages_of
 from ppo_repro.runs.verify import verify
@@ -107,24 +106,7 @@ def flip(run_dir: Path, table: str, column: str, iteration: int = 1, row: int = 
         return values
 
     rewrite_cell(run_dir, table, iteration, column, change)
-    rewrite_digests(run_dir)
     return place
-
-
-def rewrite_digests(run_dir: Path) -> None:
-    recorded, link, lines_of = manifest.load(run_dir), digests.FINGERPRINT_SEED, []
-    for entry in recorded.iterations:
-        tables = {}
-        for table in schema.TABLES:
-            path = manifest.table_path(run_dir, table.name, entry.iteration)
-            data = reader.read_recorded(run_dir, recorded, table, entry.iteration, verify=False)
-            path.write_bytes(arrow.to_parquet(table, data.cast(arrow.arrow_schema(table))))
-            tables[table.name] = TableEntry(data.num_rows, digests.table_digest(table, data))
-        link = next_link(link, tables)
-        lines_of.append(iteration_log.to_line(IterationEntry(entry.iteration, tables, link, entry.beside)))
-    (run_dir / iteration_log.FILE_NAME).write_bytes(b"".join(lines_of))
-    changes = {"log_bytes": sum(map(len, lines_of)), "fingerprint": manifest.finished_fingerprint(link, recorded.final)}
-    manifest.save(manifest.head_of(recorded).model_copy(update=changes), run_dir)
 
 
 CELLS = [

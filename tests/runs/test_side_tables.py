@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.support.cases.options import REWARD_MODEL
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, record
-from tests.support.synthetic_run import rewrite_file
+from tests.support.synthetic_run import accept, damage_cell, rewrite_cell
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +36,6 @@ def copy(recorded: Recorded, tmp_path: Path) -> Path:
 def flip_last_bit(values: np.ndarray) -> np.ndarray:
     values.view(f"u{values.dtype.itemsize}")[-1] ^= 1
     return values
-
-
-def path_of(run_dir: Path, table: str, last: bool = True) -> Path:
-    files = [f for f in manifest.side_files(manifest.load(run_dir)) if f.table.name == table]
-    return files[-1 if last else 0].path(run_dir)
 
 
 def test_the_responses_of_every_evaluation_are_recorded_the_last_one_included(recorded: Recorded) -> None:
@@ -101,10 +97,18 @@ def test_a_flipped_bit_is_found_by_verify_and_diff(
     recorded: Recorded, copy: Path, table: str, column: str, where: str
 ) -> None:
     assert verify(copy).tables == 3 * 5 + 4 + 3 and first_difference(recorded.whole, copy) is None
-    path = path_of(copy, table)
-    rewrite_file(path, column, flip_last_bit)
+    file = next(f for f in reversed([*manifest.side_files(manifest.load(copy))]) if f.table.name == table)
+    path = file.path(copy)
+    damage_cell(copy, table, file.iteration, column, flip_last_bit)
+    for check in (verify, lambda run_dir: first_difference(recorded.whole, run_dir)):
+        with pytest.raises(UserError, match=f"{path}: has another SHA-256 than when it was written"):
+            check(copy)
+    # the values have a digest too, which is compared where the bytes are those that are listed
+    listed = dataclasses.replace(file.entry, file_digest=manifest.content_digest(path.read_bytes()))
     with pytest.raises(UserError, match=f"{path}: does not match the manifest"):
-        verify(copy)
+        reader.read_file(path, file.table, listed, verify=True)
+    accept(copy, table, file.iteration)
+    assert verify(copy).fingerprint == manifest.load(recorded.whole).fingerprint
     difference = first_difference(recorded.whole, copy)
     assert difference is not None and difference.describe().startswith(where)
     path.unlink()
@@ -114,15 +118,18 @@ def test_a_flipped_bit_is_found_by_verify_and_diff(
 
 def test_rerun_compares_them(recorded: Recorded, copy: Path) -> None:
     assert rerun(recorded.whole, Silent(), ["layout.padding=left"]).difference is None
-    rewrite_file(path_of(copy, "evaluations"), "scores", flip_last_bit)
+    rewrite_cell(copy, "evaluations", 3, "scores", flip_last_bit)
     found = rerun(copy, Silent()).difference
     assert found is not None and found.describe().startswith(CELLS[-1][2])
-    rewrite_file(path_of(copy, "evaluations", last=False), "scores", flip_last_bit)
+    rewrite_cell(copy, "evaluations", 0, "scores", flip_last_bit)
     found = rerun(copy, Silent()).difference
     assert found is not None and (found.table, found.iteration) == ("evaluations", 0)
-    rewrite_file(path_of(copy, "pair_updates"), "margins", flip_last_bit)
+    rewrite_cell(copy, "pair_updates", None, "margins", flip_last_bit)
     found = rerun(copy, Silent()).difference
     assert found is not None and found.describe().startswith(CELLS[2][2])
+    damage_cell(copy, "pairs", None, "margin_after", flip_last_bit)
+    with pytest.raises(UserError, match=r"pairs/preparation\.parquet: has another SHA-256 than when it was written"):
+        rerun(copy, Silent())
 
 
 def test_a_run_begun_again_has_the_same_tables(recorded: Recorded, tmp_path: Path) -> None:
@@ -134,7 +141,7 @@ def test_a_run_begun_again_has_the_same_tables(recorded: Recorded, tmp_path: Pat
 
 def test_a_run_begun_again_with_other_training_is_refused(recorded: Recorded, tmp_path: Path) -> None:
     broken = recorded.copy(1, tmp_path)
-    rewrite_file(path_of(broken, "pairs"), "margin_before", flip_last_bit)
+    rewrite_cell(broken, "pairs", None, "margin_before", flip_last_bit)
     with pytest.raises(PromiseBroken, match="table pairs, column margin_before"):
         resume(broken, Silent())
 

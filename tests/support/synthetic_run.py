@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +189,10 @@ def cut_back(run_dir: Path, iterations: int, status: manifest.Status) -> None:
     """Make a complete run what it was after so many iterations."""
     whole = manifest.load(run_dir)
     for entry in whole.iterations[iterations:]:
-        for table in entry.tables:
+        for table in (*entry.tables, *entry.beside):
             manifest.table_path(run_dir, table, entry.iteration).unlink()
+    for table in whole.ending:
+        manifest.side_path(run_dir, table, whole.num_iterations).unlink()
     manifest.save(head_at(whole, iterations, status), run_dir)
 
 
@@ -201,15 +205,18 @@ def save_tree(run_dir: Path, tree: Mapping[str, Any]) -> None:
 
 
 def as_version_2(run_dir: Path) -> None:
-    """What manifest version 2 wrote: no digest of the manifest itself and none of the bytes of tables."""
+    """What manifest version 2 wrote: no side tables, no digest of the manifest and none of the bytes of tables."""
+    for name in {file.table.name for file in manifest.side_files(manifest.load(run_dir))}:
+        shutil.rmtree(run_dir / "records" / name)
     tree = json.loads((run_dir / manifest.FILE_NAME).read_text())
-    for name in ("files", "log_digest", "sha256"):
+    for name in ("files", "log_digest", "preparation", "ending", "sha256"):
         del tree[name]
     log = run_dir / iteration_log.FILE_NAME
     lines = []
     for line in log.read_text().splitlines():
         entry = json.loads(line)
         del entry["sha256"]
+        entry.pop("beside", None)
         for table in entry["tables"].values():
             del table["file_digest"]
         content = json.dumps(entry, separators=(",", ":")).encode()
@@ -241,33 +248,45 @@ def list_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     return [item.values.to_numpy().copy() if item.is_valid else None for item in column]
 
 
-def rewrite_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:
+def rewrite_cell(run_dir: Path, table: str, iteration: int | None, column: str, change: Callable[[Any], Any]) -> None:
     """Make the run one that computed another column: the file is written again, and every digest follows from it."""
     damage_cell(run_dir, table, iteration, column, change)
     accept(run_dir, table, iteration)
 
 
-def accept(run_dir: Path, table: str, iteration: int) -> None:
-    """Let log and manifest list a file as it is now."""
-    recorded, path = manifest.load(run_dir), manifest.table_path(run_dir, table, iteration)
-    definition = next(t for t in manifest.tables_of(recorded) if t.name == table)
-    data = pq.ParquetFile(path).read()
-    listed = TableEntry(
-        data.num_rows, digests.table_digest(definition, data), manifest.content_digest(path.read_bytes())
-    )
+def accept(run_dir: Path, table: str, iteration: int | None) -> None:
+    """Let log and manifest list a file as it is now: its rows, its values and its bytes."""
+    recorded, path = manifest.load(run_dir), manifest.side_path(run_dir, table, iteration)
+    definitions = {t.name: t for t in (*manifest.tables_of(recorded), *manifest.side_tables_of(recorded))}
+    listed = entry_of(definitions[table], path)
     entries, link = [], digests.FINGERPRINT_SEED
     for entry in recorded.iterations:
-        tables = {**entry.tables, table: listed} if entry.iteration == iteration else entry.tables
+        tables, beside = dict(entry.tables), dict(entry.beside)
+        if entry.iteration == iteration:
+            (tables if table in tables else beside)[table] = listed
         link = iteration_log.next_link(link, tables)
-        entries.append(IterationEntry(entry.iteration, tables, link))
+        entries.append(IterationEntry(entry.iteration, tables, link, beside))
     (run_dir / iteration_log.FILE_NAME).write_bytes(b"".join(map(iteration_log.to_line, entries)))
-    changed = recorded.model_copy(update={"iterations": tuple(entries), **log_fields(entries)})
+    changes: dict[str, Any] = {"iterations": tuple(entries), **log_fields(entries)}
+    if iteration is None:
+        changes["preparation"] = {**recorded.preparation, table: listed}
+    elif iteration == recorded.num_iterations:
+        changes["ending"] = {**recorded.ending, table: listed}
+    changed = recorded.model_copy(update=changes)
     manifest.save(changed.model_copy(update={"fingerprint": manifest.expected_fingerprint(changed)}), run_dir)
 
 
-def damage_cell(run_dir: Path, table: str, iteration: int, column: str, change: Callable[[Any], Any]) -> None:
+def entry_of(table: schema.Table, path: Path) -> TableEntry:
+    """What a manifest says of a file, whose level decides which columns of the table it has."""
+    data = pq.ParquetFile(path).read()
+    there = tuple(column for column in table.columns if column.name in data.column_names)
+    written = schema.with_retired(replace(table, columns=there), data.column_names)
+    return TableEntry(data.num_rows, digests.table_digest(written, data), manifest.content_digest(path.read_bytes()))
+
+
+def damage_cell(run_dir: Path, table: str, iteration: int | None, column: str, change: Callable[[Any], Any]) -> None:
     """Change one column of one recorded file and write it back with other Parquet settings."""
-    rewrite_file(manifest.table_path(run_dir, table, iteration), column, change)
+    rewrite_file(manifest.side_path(run_dir, table, iteration), column, change)
 
 
 def rewrite_file(path: Path, column: str, change: Callable[[Any], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def save_value_model(parameters: Mapping[str, Tensor], config: PretrainedConfig 
     with whole_folder(folder) as temporary:
         safetensors.torch.save_file(tensors, temporary / TENSORS_NAME, metadata={"format": "pt"})
         if config is not None:
-            config.save_pretrained(temporary)
+            trunk = copy.deepcopy(config)
+            trunk.architectures = None  # of a trunk that was loaded, the class of the policy's folder
+            trunk.save_pretrained(temporary)
         write_sums(temporary)
 
 

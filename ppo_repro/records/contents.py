@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from ppo_repro.disk import durable
-from ppo_repro.disk.folder import LOCK_NAME, SUMS_NAME, check_links, check_sums, remove_folder
+from ppo_repro.disk.folder import LOCK_NAME, SUMS_NAME, check_links, check_sums, file_digest, remove_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, iteration_log, manifest, reader, times
 from ppo_repro.records.config_file import (
@@ -23,8 +23,9 @@ from ppo_repro.records.manifest import Head, Manifest
 
 CHECKPOINTS_NAME = "checkpoints"
 CHECKPOINT = re.compile(r"iteration-(\d{6,})")  # the name of the folder of one
-# folders that a run makes beside its checkpoints; `unequal` only one that ended because bits were
-MODELS = ("reference", "final", "value_model", "adapter", "value_adapter", "base", "reward_model", "unequal")
+UNEQUAL_NAME = "unequal"  # what there is to look at of a run that ended because bits were
+# folders that a run makes beside its checkpoints
+MODELS = ("reference", "final", "value_model", "adapter", "value_adapter", "base", "reward_model", UNEQUAL_NAME)
 FINAL_STATE = "final_state"  # in the form of a checkpoint, without the weights
 REPORT_NAME = "report.html"
 SERVERS_NAME = "sglang"  # logs of the servers, and the weights they loaded
@@ -171,9 +172,16 @@ def _may_be_unfinished(name: Path, recorded: Head) -> bool:
     return name in following or (len(name.parts) == 1 and notes)
 
 
-def is_model_file(name: str) -> bool:
-    """Whether a file that the manifest lists lies in the folder of a model."""
-    return PurePath(name).parts[0] == CHECKPOINTS_NAME
+def sums_digest(run_dir: Path, folder: Path) -> dict[str, str]:
+    """SHA-256 of the SHA256SUMS of a model folder by its path below the run folder, as the manifest lists it."""
+    path = folder / SUMS_NAME
+    return {path.relative_to(run_dir).as_posix(): file_digest(path)}
+
+
+def files_to_resume_with(recorded: Head, begins_again: bool) -> Mapping[str, str]:
+    """What the manifest lists but unequal bits that ended the run, and the models where it begins again."""
+    dropped = PurePath(CHECKPOINTS_NAME) if begins_again else PurePath(CHECKPOINTS_NAME, UNEQUAL_NAME)
+    return {name: digest for name, digest in recorded.files.items() if not PurePath(name).is_relative_to(dropped)}
 
 
 def remove_unfinished(run_dir: Path, contents: Contents) -> None:

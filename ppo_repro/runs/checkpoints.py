@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.disk.folder import SUMS_NAME, check_sums, file_digest, remove_folder, whole_folder, write_sums
+from ppo_repro.disk.folder import check_sums, file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
@@ -29,6 +29,7 @@ from ppo_repro.records.contents import (
     final_folder,
     final_state_folder,
     reference_folder,
+    sums_digest,
     value_folder,
 )
 from ppo_repro.records.manifest import Manifest
@@ -67,12 +68,6 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         write_sums(temporary)
-
-
-def sums_digest(run_dir: Path, folder: Path) -> dict[str, str]:
-    """SHA-256 of the SHA256SUMS of a model folder by its path below the run folder, as the manifest lists it."""
-    path = folder / SUMS_NAME
-    return {path.relative_to(run_dir).as_posix(): file_digest(path)}
 
 
 def save_reference(run_dir: Path, prepared: Prepared) -> dict[str, str]:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from ppo_repro.disk.folder import check_sums, only_writer, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
+from ppo_repro.records.contents import UNEQUAL_NAME, checkpoints_folder, sums_digest
 from ppo_repro.records.manifest import Status
 from ppo_repro.runs.kind import Store
 from ppo_repro.stages.agreement import Unequal, UnequalBits
@@ -48,7 +49,7 @@ def new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
 
 
 def mark_ended(run_dir: Path, error: BaseException) -> None:
-    """Note in the manifest that `error` ended the run; what is recorded stays.
+    """Note in the manifest that `error` ended the run, and what is kept of unequal bits; what is recorded stays.
 
     Where the note cannot be written either, the manifest keeps saying "running", and `error` is what is reported.
     """
@@ -57,12 +58,21 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
         # from the disk: the error may have come after the file was written and before our copy was updated
         current = manifest.load_head(run_dir)
         if current.status != "complete":
-            writer.mark(run_dir, current, ended)
+            writer.mark(run_dir, current, ended, files={**current.files, **_unequal_files(run_dir)})
+
+
+def _unequal_files(run_dir: Path) -> dict[str, str]:
+    """The digest of the list of files of what is kept of unequal bits, none where nothing is; UserError as reading."""
+    folder = unequal_folder(run_dir)
+    try:
+        return sums_digest(run_dir, folder) if folder.is_dir() else {}
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror}); make it readable") from error
 
 
 def unequal_folder(run_dir: Path) -> Path:
     """A transformers folder of the policy as it was, and beside it `unequal.parquet`; of control runs the latter."""
-    return run_dir / "checkpoints" / "unequal"
+    return checkpoints_folder(run_dir) / UNEQUAL_NAME
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.ranks import Ranks
 from ppo_repro.records import digests, manifest, reader, schema, times, writer
 from ppo_repro.records.config_file import RESUMED, check_config
-from ppo_repro.records.contents import check_contents, is_model_file, remove_unfinished
+from ppo_repro.records.contents import check_contents, files_to_resume_with, remove_unfinished
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.writer import appending
 from ppo_repro.runs.diff import Difference, first_final_difference, iteration_difference, side_difference
@@ -209,8 +209,7 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
         writer.require_current_format(run_dir, recorded)
         config = _recorded_config(kind, run_dir, recorded, overrides)
         resumption = kind.resume(config, run_dir, recorded)
-        # a run that begins again makes its models again
-        kept = {name: d for name, d in recorded.files.items() if resumption.start or not is_model_file(name)}
+        kept = files_to_resume_with(recorded, begins_again=resumption.start == 0)
         contents = check_contents(run_dir, recorded.model_copy(update={"files": kept}))
         clock.lap("inputs")
         tree = {"iteration": resumption.start, "overrides": list(overrides), "environment": kind.environment(config)}

@@ -38,7 +38,8 @@ def test_an_action_whose_log_prob_is_another_one_ends_the_run(tmp_path: Path, mo
     run_dir = run_folder(config, tmp_path)
     recorded = manifest.load(run_dir)
     assert recorded.status == "failed" and len(recorded.iterations) == 1
-    assert verify(run_dir).model_folders == 1 and first_unequal(run_dir) == Response(1, 0)
+    assert (verify(run_dir).model_folders, verify(run_dir).unfinished) == (1, ())
+    assert first_unequal(run_dir) == Response(1, 0)
     with pytest.raises(UserError):  # there is no language model in it
         bisect(run_dir, (), tmp_path)
     monkeypatch.undo()

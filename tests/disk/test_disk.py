@@ -20,10 +20,9 @@ from ppo_repro.records import manifest
 from ppo_repro.runs.run import run_folder
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
-from tests.support import synthetic_run
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY
-from tests.support.resume import require_as_uninterrupted
+from tests.support.resume import Recorded, record, require_as_uninterrupted
 
 MIB = 1 << 20
 
@@ -34,8 +33,13 @@ def config() -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def whole(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(config, tmp_path_factory.mktemp("whole"), Silent())[0]
+def recorded(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return record(config, tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.fixture(scope="module")
+def whole(recorded: Recorded) -> Path:
+    return recorded.whole
 
 
 @pytest.fixture
@@ -114,12 +118,11 @@ def make_read_only(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
 
 
-def test_a_read_only_disk_is_read_and_not_written(config: RunConfig, whole: Path, disk: Path) -> None:
+def test_a_read_only_disk_is_read_and_not_written(config: RunConfig, recorded: Recorded, disk: Path) -> None:
+    whole = recorded.whole
     shutil.copytree(whole, disk / "whole")
-    shutil.copytree(whole, disk / "part")
+    shutil.copytree(recorded.parts / "2", disk / "part")
     complete = manifest.load(whole)
-    manifest.save(synthetic_run.head_at(complete, 2, "running"), disk / "part")
-    shutil.rmtree(disk / "part" / "checkpoints" / "iteration-000003")
     make_read_only(disk)
     with pytest.raises(
         UserError, match=r"lock: cannot be written \(Read-only file system\); make the run folder writable"

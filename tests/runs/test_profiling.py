@@ -19,6 +19,7 @@ from ppo_repro.runs import profiling
 from ppo_repro.runs.profiling import Peak
 from ppo_repro.runs.summary import profile
 from tests.support.models import source_model
+from tests.support.synthetic_run import accept
 
 SPEED = ("tokens_per_second", "memory_peak", "peak_fraction_rollout", "peak_fraction_forward", "peak_fraction_update")
 
@@ -73,6 +74,9 @@ def test_files_without_these_columns_are_read_and_those_without_others_refused(e
     path = manifest.table_path(run_dir, "iterations", 0)
     whole = pq.ParquetFile(path).read()
     pq.write_table(whole.drop_columns(list(SPEED)), path)
+    with pytest.raises(UserError, match="has another SHA-256"):
+        reader.read_iterations(run_dir)
+    accept(run_dir, "iterations", 0)
     rows = reader.read_iterations(run_dir)  # digests included
     assert math.isnan(rows["memory_peak"].iloc[0]) and rows["memory_peak"].iloc[1] > 0
     streamed = list(reader.stream(run_dir, "iterations", columns=["tokens", "memory_peak"], verify="pages"))
@@ -80,5 +84,6 @@ def test_files_without_these_columns_are_read_and_those_without_others_refused(e
     assert manifest.load(run_dir).fingerprint == manifest.load(exact_run).fingerprint != FINGERPRINT_SEED
     for missing in ("seconds_update", "clip_range"):  # not nullable; a result
         pq.write_table(whole.drop_columns([missing]), path)
+        accept(run_dir, "iterations", 0)
         with pytest.raises(UserError, match="has columns"):
             reader.read_iterations(run_dir)

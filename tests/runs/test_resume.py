@@ -56,7 +56,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     run_dir = exact.copy(iterations, tmp_path)
     assert manifest.load(run_dir).status == "running"
     records = {path: path.read_bytes() for path in (run_dir / "records").rglob("*.parquet")}
-    assert len(records) == 5 * iterations
+    evaluations = (iterations + 1) // 2  # before every second iteration
+    assert len(records) == 5 * iterations + evaluations + 1  # the steps of the warm start
     assert resume(run_dir, Silent(), overrides) == Resumed(start, iterations)
     exact.require_same(run_dir)
     assert all(path.read_bytes() == content for path, content in records.items()), "a committed file was rewritten"
@@ -67,7 +68,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
 def test_checkpoints_change_no_result(exact: Recorded, exact_run: Path) -> None:
     without = manifest.load(exact_run).iterations
     assert len(without) == 3 and without == manifest.load(exact.whole).iterations[:3]
-    assert [path.name for path in (exact_run / "checkpoints").iterdir()] == ["final"]
+    assert {path.name for path in (exact_run / "checkpoints").iterdir()} == {"final", "final_state", "value_model"}
 
 
 def test_a_run_without_checkpoints_starts_again_and_compares(plain: Recorded, tmp_path: Path) -> None:
@@ -330,6 +331,7 @@ def test_an_interrupted_resume_keeps_the_folder(plain: Recorded, tmp_path: Path)
     assert (found.status, found.iterations) == ("interrupted", manifest.load(plain.whole).iterations[:1])
 
 
+@pytest.mark.slow  # the copies above are what a kill leaves, and the lock is tried with `only_writer`
 def test_a_killed_run_resumes_and_a_living_one_is_locked(exact: Recorded, tmp_path: Path) -> None:
     process, run_dir = launch_run(tmp_path, "ppo.iterations=7", "checkpoints.every=2")
     wait_until(process, (run_dir / "checkpoints" / "iteration-000002").exists)

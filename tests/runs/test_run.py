@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -15,13 +15,13 @@ from analysis.mismatch.parity import parity
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
 from ppo_repro.records import manifest, reader, schema
-from ppo_repro.records.arrow import to_parquet
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.summary import summarise
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, run
 from tests.support.runs import small_config
+from tests.support.synthetic_run import accept, damage_cell
 
 
 def fingerprint(tmp_path: Path, *overrides: str) -> str:
@@ -136,24 +136,24 @@ def test_the_old_anchor_gives_ratio_one(tmp_path: Path) -> None:
     assert parity(run(config, tmp_path, Silent())[0]).unequal_first_ratios == 0
 
 
-def flip_bit(run_dir: Path, table: str, iteration: int, column: str, row: int) -> tuple[float, float]:
-    """Flip the lowest bit of one recorded value; returns it before and after."""
-    path = manifest.table_path(run_dir, table, iteration)
-    data = pq.ParquetFile(path).read()
-    values = data.column(column).to_numpy().copy()
-    before = float(values[row])
-    values.view(np.int32)[row] ^= 1
-    index = data.column_names.index(column)
-    changed = data.set_column(index, data.schema.field(column), [values])
-    path.write_bytes(to_parquet({t.name: t for t in schema.TABLES}[table], changed))
-    return before, float(values[row])
-
-
 def test_diff_and_rerun_name_the_flipped_cell(exact_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(exact_run, copy)
     assert first_difference(exact_run, copy) is None
-    before, after = flip_bit(copy, "tokens", 1, "advantages", 11)
+    pairs = []
+
+    def flip(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        flipped = values.copy()
+        flipped.view(np.int32)[11] ^= 1
+        pairs.append((float(values[11]), float(flipped[11])))
+        return flipped
+
+    damage_cell(copy, "tokens", 1, "advantages", flip)
+    for compare in (lambda: first_difference(exact_run, copy), lambda: rerun(copy, Silent())):
+        with pytest.raises(UserError, match=r"tokens/iteration=000001\.parquet: has another SHA-256"):
+            compare()
+    accept(copy, "tokens", 1)
+    ((before, after),) = pairs
     difference = first_difference(exact_run, copy)
     assert difference is not None
     assert (difference.table, difference.iteration, difference.column) == ("tokens", 1, "advantages")
@@ -200,7 +200,15 @@ def test_null_is_recorded_where_the_configuration_has_no_such_thing(exact_run: P
     nulls = {f"{name}.{column}" for name, found in tables.items() for column in found.index[found.any(axis=1)]}
     coefficients = {f"iterations.{name}" for name in ("clip_range", "penalty_coef", "return_mean", "return_scale")}
     unprofiled = {f"iterations.peak_fraction_{phase}" for phase in ("rollout", "forward", "update")}
-    assert nulls == coefficients | unprofiled | {"iterations.eval_accuracy", "iterations.eval_score"}
+    deep = {
+        f"{table.name}.{column.name}" for table in schema.TABLES for column in table.columns if column.level == "deep"
+    }
+    served = {"sequences.server", "sequences.latency"}
+    sampling_and_shaping = {"tokens.kept_tokens", "tokens.potentials", "tokens.shaping_rewards"}
+    kl_elsewhere = {"tokens.reverse_ref_kl", "updates.kl_terms", "steps.kl_loss"}
+    other_objectives = {"updates.importance_weights", "updates.penalty_terms", "steps.penalty_loss"}
+    not_recorded = unprofiled | deep | {"iterations.eval_accuracy", "iterations.eval_score"}
+    assert nulls == coefficients | served | sampling_and_shaping | kl_elsewhere | other_objectives | not_recorded
     iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
     assert (iterations["policy_steps"] == steps.groupby("iteration").size()).all()
     assert (iterations["kl_coef"] == 0.05).all()

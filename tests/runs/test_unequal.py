@@ -16,6 +16,7 @@ import pytest
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.checks.bisect import make_subject
 from ppo_repro.config.files import load_config
+from ppo_repro.disk.folder import SUMS_NAME
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.lifetime import UNEQUAL_TOKENS, Response, first_unequal, unequal_folder
@@ -76,6 +77,18 @@ def test_complete_iterations_are_kept_and_the_token_can_be_looked_at(failed: tup
     assert found["rollout_logprobs"].item() != found["old_logprobs"].item()
     whole = verify(run_dir)
     assert (whole.status, whole.iterations, whole.model_folders) == ("failed", 1, 1)
+    assert (whole.unfinished, whole.uncovered) == ((), ())
+
+
+@pytest.mark.parametrize("name", [UNEQUAL_TOKENS, "model.safetensors", SUMS_NAME])
+def test_a_flipped_bit_of_what_is_kept_is_found(failed: tuple[Path, str], tmp_path: Path, name: str) -> None:
+    run_dir = Path(shutil.copytree(failed[0], tmp_path / "copy"))
+    path = unequal_folder(run_dir) / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"unequal/{name}: has another SHA-256 than"):
+        verify(run_dir)
 
 
 def test_bisect_samples_that_response_from_the_policy_as_it_was(failed: tuple[Path, str], whole_run: Path) -> None:
@@ -110,6 +123,18 @@ def test_rerun_refuses_it_and_resume_ends_there_again_or_goes_on(
     assert resume(run_dir, Silent()) == Resumed(0, 1)
     assert manifest.load(run_dir).fingerprint == manifest.load(whole_run).fingerprint
     assert verify(run_dir).status == "complete"
+
+
+def test_from_a_checkpoint_it_goes_on_and_what_was_kept_is_gone(
+    whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        sampler_differs(patch, 1, 3, 0)
+        run_dir, _ = ended(tmp_path, "checkpoints.every=1")
+    assert verify(run_dir).model_folders == 2  # and the reference
+    assert resume(run_dir, Silent()) == Resumed(1, 1)
+    assert manifest.load(run_dir).fingerprint == manifest.load(whole_run).fingerprint
+    assert not unequal_folder(run_dir).exists() and verify(run_dir).uncovered == ()
 
 
 def test_a_rerun_ends_there_too_and_writes_nothing(whole_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

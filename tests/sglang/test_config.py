@@ -11,7 +11,6 @@ import pytest
 from ppo_repro.config.engine import EXACT_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.config.files import build_config, load_config
 from ppo_repro.errors import UserError
-from ppo_repro.secrets import masked
 from ppo_repro.rollout.sglang.command import (
     SPARE_CONTEXT,
     look_into,
@@ -20,6 +19,7 @@ from ppo_repro.rollout.sglang.command import (
     server_environment,
 )
 from ppo_repro.runs.open_engine import check_engine, require_same_sampler
+from ppo_repro.secrets import masked
 from tests.support.paths import ROOT, SMALL
 from tests.support.processes.fake_sglang import fake_python
 from tests.support.runs import small_config
@@ -94,9 +94,7 @@ def test_what_sglang_cannot_do_is_refused_in_one_line(overrides: tuple[str, ...]
     assert REFUSED[overrides] in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "url", ["h:1", "https://h:1", "http://h", "http://h:1/v1", "http://h:x", "http://h:1?a", ""]
-)
+@pytest.mark.parametrize("url", ["h:1", "https://h:1", "http://h", "http://h:1/v1", "http://h:x", "http://h:1?a", ""])
 def test_a_url_is_host_and_port(url: str) -> None:
     with pytest.raises(UserError, match="must be http://HOST:PORT"):
         small_config(SGLANG, f"rollout.engine.urls=['{url}']")

@@ -93,7 +93,10 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
         raise
     except Exception as error:  # tokenizers raises no other class for a file that it cannot read
         raise _unreadable(f"{where}: its tokenizer", error) from error
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    # some classes add tokens that their models lack: a prompt that uses one is refused where it is read
+    added = tokenizer.get_added_vocab()
+    own = ((token, i) for token, i in tokenizer.get_vocab().items() if token not in added)
+    token, largest = max(own, key=lambda item: item[1], default=("", -1))
     if largest < 0:
         raise UserError(f"{where}: its tokenizer has no token; save the model's own beside it")
     if largest >= vocab_size:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification
 
 from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import CONFIG_NAME
@@ -107,9 +107,12 @@ def only_pickled(folder: Path) -> None:
 
 
 def larger_tokenizer(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    tokenizer.add_tokens([f"<more {i}>" for i in range(VOCAB)])
-    tokenizer.save_pretrained(folder)
+    """Another model's: tokens of its own, not such as classes of transformers add to any."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary.update({f"more{i}": len(vocabulary) + i for i in range(VOCAB)})
+    path.write_text(json.dumps(content))
 
 
 def changed_tokenizer(**changes: object) -> Damage:

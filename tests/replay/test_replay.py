@@ -41,7 +41,9 @@ def record(out: Path, *more: str) -> Path:
 def require_replayed(run_dir: Path, stages: Sequence[Stage] = STAGES) -> None:
     found = replay(run_dir, stages)
     assert found.difference is None, lines(found)
-    assert set(found.compared) == set(stages) and all(count > 10 for count in found.compared.values())
+    assert set(found.compared) == set(stages)
+    # at least one coefficient or learning rate in each iteration
+    assert all(count >= 2 for count in found.compared.values()), found.compared
     assert lines(found) == [f"{stage}: {found.compared[stage]:,} values identical in 2 iterations" for stage in stages]
 
 

@@ -141,5 +141,5 @@ def test_a_run_killed_while_it_writes(
     assert found.start == start
     require_as_uninterrupted(run_dir, short_run)
     names = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
-    assert names == ["final", "iteration-000004", "iteration-000006", "reference"]
+    assert names == ["final", "iteration-000004", "iteration-000006", "reference", "value_model"]
     assert [p for p in run_dir.rglob("*") if p.suffix in {".tmp", ".removed"}] == []

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ppo_repro import __version__, interrupts
 from ppo_repro.commands.fetch import fetch_command
-from ppo_repro.commands.memory import is_out_of_memory, out_of_memory
+from ppo_repro.commands.memory import out_of_memory
 from ppo_repro.commands.recorded import replay_command, show_command, verify_command
 from ppo_repro.commands.runs import (
     bisect_command,
@@ -28,7 +28,7 @@ from ppo_repro.commands.runs import (
     track_command,
 )
 from ppo_repro.config.section import check_path
-from ppo_repro.errors import PromiseBroken, RankLost, Terminated, UserError
+from ppo_repro.errors import PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
 from ppo_repro.output import one_line, prepare_streams, say, say_anyway, tell
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 from collections.abc import Iterator, Sequence
@@ -10,34 +9,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppo_repro.errors import UserError
+from ppo_repro.errors import UserError, is_out_of_memory
 from ppo_repro.output import say
 
 if TYPE_CHECKING:
     from ppo_repro.config.run import RunConfig
     from ppo_repro.plan.memory import Plan
-
-# how torch says it: its CPU allocator raises RuntimeError, with these words and the number of bytes
-_TORCH_WORDS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
-_SYSTEM_WORDS = "cannot allocate memory"  # safetensors passes on what the system said
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed: in Python, NumPy, Arrow, torch or the system, also where another error hides it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        text = str(error).lower()
-        if isinstance(error, MemoryError):  # also NumPy's _ArrayMemoryError and Arrow's ArrowMemoryError
-            return True
-        if isinstance(error, RuntimeError) and any(words in text for words in _TORCH_WORDS):
-            return True
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            return True
-        if _SYSTEM_WORDS in text and not isinstance(error, UserError):  # those of a user error are in its cause
-            return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
 
 
 def memory_limit() -> int | None:

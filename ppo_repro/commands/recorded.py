@@ -20,9 +20,10 @@ def replay_command(arguments: argparse.Namespace) -> int:
 
 def verify_command(arguments: argparse.Namespace) -> int:
     """Compare every recorded file of a run folder with its digest, without computing anything again."""
+    from ppo_repro.dpo import records as dpo_records
     from ppo_repro.runs.verify import verify
 
-    whole = verify(arguments.run)
+    whole = dpo_records.verify(arguments.run) if dpo_records.is_dpo(arguments.run) else verify(arguments.run)
     print_result(arguments.json, dataclasses.asdict(whole), whole.lines())
     return 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ppo_repro.disk import durable
+from ppo_repro.disk import durable, sealed_json
+from ppo_repro.disk.folder import SUMS_NAME, check_links, check_sums, file_digest
 from ppo_repro.errors import UserError
 from ppo_repro.records import arrow, digests, manifest, reader
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_checked
+from ppo_repro.records.contents import CHECKPOINTS_NAME, final_folder
 from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.schema import Column, Table
 
-FORMAT = 1
+FORMAT = 2  # 1 had no digest of the manifest itself, and none of the other files
+FILES = (CONFIG_NAME, ENVIRONMENT_NAME, f"{CHECKPOINTS_NAME}/final/{SUMS_NAME}")
+_DAMAGED = "the manifest was changed or damaged"
 
 PAIRS = Table(
     "dpo_pairs",
@@ -66,6 +73,7 @@ class DPOManifest(BaseModel):
     config_digest: str
     run_fingerprint: str  # of the recorded run the pairs are from
     tables: dict[str, TableEntry]
+    files: dict[str, str]  # SHA-256 of the configuration, the notes and the SHA256SUMS of the policy
     final: dict[str, float | int | str]
     fingerprint: str
 
@@ -87,38 +95,59 @@ def write(
     columns: Mapping[str, Mapping[str, Any]],
     final: Mapping[str, float | int | str],
 ) -> DPOManifest:
-    """Write both tables and the manifest into `folder`; ValueError on columns that do not belong there."""
+    """Write both tables and, over all that lies in `folder`, the manifest; ValueError on columns that do not belong."""
+    files = {name: file_digest(folder / name) for name in FILES}
     (folder / "records").mkdir()
     entries = {}
     for table in TABLES:
         data = arrow.to_arrow(table, columns[table.name])
         content = arrow.to_parquet(table, data)
-        values, file_digest = digests.table_digest(table, data), manifest.content_digest(content)
-        entries[table.name] = TableEntry(rows=data.num_rows, digest=values, file_digest=file_digest)
+        values, of_bytes = digests.table_digest(table, data), manifest.content_digest(content)
+        entries[table.name] = TableEntry(rows=data.num_rows, digest=values, file_digest=of_bytes)
         durable.atomic_write(table_path(folder, table.name), content)
     made = DPOManifest(
         format=FORMAT,
         config_digest=config_digest,
         run_fingerprint=run_fingerprint,
         tables=entries,
+        files=files,
         final=dict(final),
         fingerprint=_fingerprint(entries, final),
     )
-    durable.atomic_write(folder / manifest.FILE_NAME, (made.model_dump_json(indent=1) + "\n").encode())
+    durable.atomic_write(folder / manifest.FILE_NAME, sealed_json.sealed(made.model_dump()).encode())
     return made
+
+
+def is_dpo(folder: Path) -> bool:
+    """Whether a folder is one of a DPO training: its manifest has a format instead of a schema version."""
+    try:
+        tree = json.loads((folder / manifest.FILE_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False  # who reads it as that of a run names what is wrong
+    return isinstance(tree, dict) and "format" in tree and "schema_version" not in tree
 
 
 def load(folder: Path) -> DPOManifest:
     """The manifest of a DPO folder; UserError where it is missing, damaged or of another format."""
     path = folder / manifest.FILE_NAME
     try:
-        recorded = DPOManifest.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        text = path.read_bytes().decode()
+        tree = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not the manifest of a DPO training; give the folder of one") from error
-    if recorded.format != FORMAT:
-        raise UserError(f"{path}: format = {recorded.format}; this ppo_repro reads {FORMAT}")
+    if not isinstance(tree, dict) or "format" not in tree:
+        raise UserError(f"{path}: is not the manifest of a DPO training; give the folder of one")
+    if tree["format"] != FORMAT:
+        raise UserError(f"{path}: format = {tree['format']!r}; this ppo_repro reads {FORMAT} alone")
+    try:
+        if not sealed_json.is_whole(text, tree):
+            raise UserError(f"{path}: does not match its own SHA-256; {_DAMAGED}")
+        tree.pop(sealed_json.OWN_DIGEST)
+        recorded = DPOManifest.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise UserError(f"{path}: is not the manifest of a DPO training; {_DAMAGED}") from error
     if recorded.fingerprint != _fingerprint(recorded.tables, recorded.final):
-        raise UserError(f"{path}: fingerprint does not follow from the digests; the manifest was changed or damaged")
+        raise UserError(f"{path}: fingerprint does not follow from the digests; {_DAMAGED}")
     return recorded
 
 
@@ -135,3 +164,40 @@ def read_table(folder: Path, name: str) -> pd.DataFrame:
     if not same:
         raise UserError(f"{path}: does not match the manifest; the file was changed or damaged")
     return reader.to_frame(table.columns, [data])
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a DPO folder holds, all of it undamaged."""
+
+    fingerprint: str
+    tables: int
+    model_folders: int
+
+    def lines(self) -> list[str]:
+        """In words."""
+        return [
+            f"whole: a DPO training, {self.tables} tables, {self.model_folders} model folder, fingerprint "
+            f"{self.fingerprint}"
+        ]
+
+
+def verify(folder: Path) -> Verified:
+    """Compare every file of a DPO folder with its digest; UserError names the first that is damaged or does not belong.
+
+    Nothing is computed again.
+    """
+    recorded = load(folder)
+    check_links(folder)
+    for name, digest in recorded.files.items():
+        read_checked(folder, name, digest)
+    for table in recorded.tables:
+        read_table(folder, table)
+    final = final_folder(folder)
+    listed = {manifest.FILE_NAME, *recorded.files}
+    listed |= {table_path(folder, table).relative_to(folder).as_posix() for table in recorded.tables}
+    listed |= {(final / name).relative_to(folder).as_posix() for name in check_sums(final)}
+    for path in sorted(folder.rglob("*")):
+        if not path.is_dir() and path.relative_to(folder).as_posix() not in listed:
+            raise UserError(f"{path}: is no file of this DPO training: the manifest does not list it; move it away")
+    return Verified(recorded.fingerprint, len(recorded.tables), 1)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
-from ppo_repro.disk import durable
+from ppo_repro.disk import durable, sealed_json
 from ppo_repro.errors import UserError
 from ppo_repro.records import control_schema, digests, iteration_log, schema, side_schema
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
@@ -28,7 +28,6 @@ _SIDE_TABLES: dict[Kind, tuple[schema.Table, ...]] = {LANGUAGE: side_schema.SIDE
 # of this file: 1 held the iterations itself; 2 had no digest of its own, and none of the bytes of the tables
 VERSION: Literal[3] = 3
 _VERSIONS = (1, 2, VERSION)
-_OWN_DIGEST = "sha256"
 _LATER = {"files", "log_digest", "preparation", "ending"}  # fields that earlier versions did not write
 
 
@@ -140,16 +139,7 @@ def expected_fingerprint(manifest: Manifest) -> str:
 
 def to_json(head: Head) -> str:
     """The text of the file; final results keep their type, floats their bits (a NaN stays a NaN)."""
-    return _sealed(head_of(head).model_dump())
-
-
-def _sealed(tree: Mapping[str, Any]) -> str:
-    """JSON with the SHA-256 of the JSON without it as its last field: a function of the content, to the byte."""
-
-    def text(content: Mapping[str, Any]) -> str:
-        return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-
-    return text({**tree, _OWN_DIGEST: hashlib.sha256(text(tree).encode()).hexdigest()})
+    return sealed_json.sealed(head_of(head).model_dump())
 
 
 def is_covered(head: Head) -> bool:
@@ -211,9 +201,9 @@ def _checked(model: type[_Model], path: Path, tree: dict[str, Any]) -> _Model:
 
 def _tree(run_dir: Path, path: Path) -> dict[str, Any]:
     tree = _read_json(run_dir, path)
-    if not isinstance(tree, dict) or not {"schema_version", _OWN_DIGEST} & tree.keys():
+    if not isinstance(tree, dict) or not {"schema_version", sealed_json.OWN_DIGEST} & tree.keys():
         raise UserError(f"{path}: is not the manifest of a run; give the folder of a run")
-    is_sealed = tree.pop(_OWN_DIGEST, None) is not None
+    is_sealed = tree.pop(sealed_json.OWN_DIGEST, None) is not None
     tree.setdefault("manifest_version", 1)
     for name, known in (("schema_version", (schema.SCHEMA_VERSION,)), ("manifest_version", _VERSIONS)):
         if tree.get(name) not in known:
@@ -231,7 +221,7 @@ def _read_json(run_dir: Path, path: Path) -> Any:
     try:
         text = path.read_bytes().decode()
         tree = json.loads(text)
-        is_whole = not (isinstance(tree, dict) and _OWN_DIGEST in tree) or _resealed(tree) == text
+        is_whole = not sealed_json.is_sealed(tree) or sealed_json.is_whole(text, tree)
     except FileNotFoundError as error:
         raise UserError(f"{run_dir}: holds no {FILE_NAME}; give the folder of a run") from error
     except OSError as error:
@@ -244,10 +234,6 @@ def _read_json(run_dir: Path, path: Path) -> Any:
     return tree
 
 
-def _resealed(tree: Mapping[str, Any]) -> str:
-    return _sealed({name: value for name, value in tree.items() if name != _OWN_DIGEST})
-
-
 def _require_consistent(log: Path, path: Path, manifest: Manifest) -> None:
     """Raise UserError where the manifest contradicts itself. `log`: the file that holds the iterations."""
     problem = _log_inconsistency(manifest)
@@ -256,9 +242,12 @@ def _require_consistent(log: Path, path: Path, manifest: Manifest) -> None:
     if manifest.final and manifest.status != "complete":
         raise UserError(f"{path}: status = {manifest.status!r} but final results are there; {_DAMAGED}")
     strangers = {*manifest.preparation, *manifest.ending} - {table.name for table in side_tables_of(manifest)}
+    listed = (*manifest.preparation.values(), *manifest.ending.values())
+    if is_covered(manifest) and any(table.file_digest is None for table in listed):
+        raise UserError(f"{path}: lists a side table without the digest of its bytes; {_DAMAGED}")
     if strangers or (manifest.ending and manifest.status != "complete"):
-        listed = ", ".join(sorted(strangers or manifest.ending))
-        raise UserError(f"{path}: lists tables {listed} that this run cannot have; {_DAMAGED}")
+        names = ", ".join(sorted(strangers or manifest.ending))
+        raise UserError(f"{path}: lists tables {names} that this run cannot have; {_DAMAGED}")
     if manifest.fingerprint != expected_fingerprint(manifest):
         raise UserError(
             f"{path}: fingerprint = {manifest.fingerprint!r} does not follow from the chain and the final results; "

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 
 from ppo_repro.commands import memory
 from ppo_repro.commands.cli import _run
-from ppo_repro.commands.memory import is_out_of_memory, within_memory
-from ppo_repro.errors import UserError
+from ppo_repro.commands.memory import within_memory
+from ppo_repro.errors import UserError, is_out_of_memory
 from ppo_repro.plan.parts import in_words, parts
 from ppo_repro.plan.shapes import plan_run
 from ppo_repro.runs import run as runner

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.reward import RewardModelTraining
+from ppo_repro.disk import sealed_json
 from ppo_repro.dpo import records
 from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.dpo.run import DPOResult, lines, sequence_kl, train_dpo
@@ -153,13 +155,46 @@ def test_the_records_hold_what_was_done(trained: DPOResult, source: Path) -> Non
     assert load_dpo_config(folder / "config.yaml").digest() == found.config_digest
 
 
+def _tree(text: str) -> dict[str, Any]:
+    tree = json.loads(text)
+    tree.pop(sealed_json.OWN_DIGEST)
+    return tree
+
+
+def test_every_changed_byte_and_every_other_file_is_named(cli: Cli, trained: DPOResult, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained.run_dir, tmp_path / "copy")
+    assert cli("verify", folder) == (0, "\n".join(records.verify(folder).lines()) + "\n", "")
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    assert {"manifest.json", "config.yaml", "environment.json", "checkpoints/final/model.safetensors"} <= set(
+        map(str, names)
+    )
+    for name in names:
+        whole = (folder / name).read_bytes()
+        for content in (whole[:-1], whole[:40] + bytes([whole[40] ^ 1]) + whole[41:], b""):
+            (folder / name).write_bytes(content)
+            code, out, err = cli("verify", folder)
+            assert (code, out) == (2, "") and one_line(err), name
+        (folder / name).unlink()
+        assert cli("verify", folder)[0] == 2, name
+        (folder / name).write_bytes(whole)
+    (folder / "records" / "other.parquet").write_bytes(b"")
+    code, _, err = cli("verify", folder)
+    assert code == 2 and "other.parquet: is no file of this DPO training" in one_line(err)
+
+
 def test_changed_records_are_refused(trained: DPOResult, tmp_path: Path) -> None:
     folder = shutil.copytree(trained.run_dir, tmp_path / "copy")
     manifest_path = folder / "manifest.json"
     text = manifest_path.read_text()
     manifest_path.write_text(text.replace(f'"accuracy_after": {trained.accuracy_after}', '"accuracy_after": 0.875'))
     assert manifest_path.read_text() != text
+    with pytest.raises(UserError, match="does not match its own SHA-256"):
+        records.load(folder)
+    manifest_path.write_text(sealed_json.sealed({**_tree(text), "fingerprint": "0" * 64}))
     with pytest.raises(UserError, match="does not follow from the digests"):
+        records.load(folder)
+    manifest_path.write_text(sealed_json.sealed({**_tree(text), "format": 1}))
+    with pytest.raises(UserError, match="format = 1; this ppo_repro reads 2 alone"):
         records.load(folder)
     manifest_path.write_text(text)
     steps, pairs = (records.table_path(folder, name) for name in ("dpo_steps", "dpo_pairs"))

@@ -107,6 +107,28 @@ def test_a_kernel_that_fails_has_not_proved_itself(own_cache: Path, monkeypatch:
     assert proof.failure("float64") == "products"
 
 
+def test_too_little_memory_says_nothing_about_a_kernel(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(product, "contract", fails)
+    with pytest.raises(MemoryError):
+        proof.failure("float64")
+    assert not own_cache.exists() or not list(own_cache.iterdir())
+
+
+@pytest.mark.parametrize("name", proof.CAPS)
+def test_a_proof_under_capped_instructions_is_another_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = proof.machine()
+    monkeypatch.setenv(name, "something else")
+    proof.machine.cache_clear()
+    try:
+        assert proof.machine() != before
+    finally:
+        monkeypatch.undo()
+        proof.machine.cache_clear()
+
+
 def test_a_proof_is_kept_until_something_changes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[str] = []
     monkeypatch.setattr(proof, "first_difference", lambda name: computed.append(name) or proof.PASSED)

@@ -80,6 +80,7 @@ class Together:
     found: list[dict[str, Any]]  # by rank
     folder: Path
     alone: str  # fingerprint
+    chain: list[str]  # link of each iteration of the one alone
     tokens: list[int]  # of each optimizer step of the one alone
 
 
@@ -95,7 +96,8 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     ended = end(start_ranks(*[["-m", "tests.support.processes.ranks_worker", str(folder / "two")]] * 2))
     assert [e.code for e in ended] == [0, 0], ended
     found = [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in range(2)]
-    return Together(found, folder, manifest.load(run_dir).fingerprint, noted)
+    whole = manifest.load(run_dir)
+    return Together(found, folder, whole.fingerprint, [entry.chain for entry in whole.iterations], noted)
 
 
 def test_every_rank_sees_the_same_whole(together: Together) -> None:
@@ -118,9 +120,13 @@ def test_what_is_not_the_same_is_refused_on_every_rank(together: Together) -> No
         assert found["other shapes"].startswith("PromiseBroken: shapes of the tensors to sum: rank 1 has ")
 
 
-@pytest.mark.parametrize("name", ["equal", "three to one", "all on the second"])
-def test_two_processes_leave_the_fingerprint_of_one(together: Together, name: str) -> None:
-    assert [found[name] for found in together.found] == [together.alone] * 2
+def test_two_processes_leave_the_fingerprint_of_one(together: Together) -> None:
+    assert [found["equal"] for found in together.found] == [together.alone] * 2
+
+
+@pytest.mark.parametrize("name", ["three to one", "all on the second"])
+def test_two_processes_with_unequal_shares_record_what_one_does(together: Together, name: str) -> None:
+    assert [found[f"chain of {name}"] for found in together.found] == [together.chain[:1]] * 2
 
 
 def test_the_overflow_bound_is_asked_about_the_tokens_of_all_ranks(together: Together) -> None:

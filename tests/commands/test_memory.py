@@ -160,6 +160,7 @@ sys.exit(_run(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_process_with_a_limit_ends_with_one_line(tmp_path: Path) -> None:
     sets = [
         "numerics.mode=native",

@@ -24,6 +24,14 @@ from ppo_repro.runs.diff import Difference, first_difference, first_table_differ
 from tests.support import synthetic_run
 
 CELLS = [(table, column) for table in schema.TABLES for column in table.columns]
+# the first column of each kind in each table; the others are slow
+FIRST_OF_KIND = {(t.name, c.kind): c.name for t, c in reversed(CELLS)}
+MARKED = [
+    pytest.param(
+        t, c, id=f"{t.name}.{c.name}", marks=[] if FIRST_OF_KIND[t.name, c.kind] == c.name else pytest.mark.slow
+    )
+    for t, c in CELLS
+]
 ROW = 5
 
 
@@ -82,7 +90,7 @@ def _row_with_a_value(run_dir: Path, table: schema.Table, column: schema.Column)
     return next(row for row in range(ROW, len(valid)) if valid[row])
 
 
-@pytest.mark.parametrize(("table", "column"), CELLS, ids=[f"{t.name}.{c.name}" for t, c in CELLS])
+@pytest.mark.parametrize(("table", "column"), MARKED)
 def test_one_flipped_bit_is_named(run: Path, copy: Path, table: schema.Table, column: schema.Column) -> None:
     row = _row_with_a_value(run, table, column)
     assert row == ROW or column.nullable

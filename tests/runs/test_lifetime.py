@@ -75,9 +75,10 @@ def _begin_control(out: Path) -> object:
     return runner.run(ControlKind(Silent()), load_control_config(SMALL_CONTROL), out)
 
 
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("begin", [_begin_language, _begin_control])
 def test_an_interrupt_at_any_line_leaves_no_run(
-    begin: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Callable[[Path], object], stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind in (LanguageKind, ControlKind):
         monkeypatch.setattr(kind, "environment", lambda *_: {})
@@ -86,7 +87,7 @@ def test_an_interrupt_at_any_line_leaves_no_run(
     while interrupted_at(line, lambda: begin(tmp_path)):
         folders += any(tmp_path.iterdir())
         assert run_of(tmp_path) is None, f"line {line}: a run is left that nobody writes"
-        line += 1
+        line += stride
     assert line > 100 and folders, "the interrupts came nowhere near the folder"
 
 

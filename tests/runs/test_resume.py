@@ -49,7 +49,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return record(small_config("ppo.iterations=2"), tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize(("iterations", "start", "overrides"), [(2, 2, OTHER_LAYOUT), (5, 4, THREADS), (7, 6, [])])
+@pytest.mark.parametrize(
+    ("iterations", "start", "overrides"),
+    [(2, 2, OTHER_LAYOUT), pytest.param(5, 4, THREADS, marks=pytest.mark.slow), (7, 6, [])],
+)
 def test_a_resumed_run_is_the_uninterrupted_run(
     exact: Recorded, tmp_path: Path, iterations: int, start: int, overrides: list[str]
 ) -> None:

@@ -101,9 +101,12 @@ LAYOUTS = [
     ("layout.forward_micro_batch=3", "layout.update_micro_batch=1"),
     ("layout.threads=2",),
 ]
+MARKED = [
+    pytest.param(o, id=" ".join(o), marks=[] if i in (1, 2, 4) else pytest.mark.slow) for i, o in enumerate(LAYOUTS)
+]
 
 
-@pytest.mark.parametrize("overrides", LAYOUTS, ids=[" ".join(o) for o in LAYOUTS])
+@pytest.mark.parametrize("overrides", MARKED)
 def test_no_layout_changes_the_fingerprint(exact_run: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     assert fingerprint(tmp_path, *overrides) == manifest.load(exact_run).fingerprint
 

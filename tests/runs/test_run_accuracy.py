@@ -86,6 +86,7 @@ def test_a_resumed_run_keeps_what_is_recorded(tmp_path: Path, request: pytest.Fi
     assert verify(run_dir).status == "complete"
 
 
+@pytest.mark.slow
 def test_low_accuracy_is_said_once_and_names_the_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: grids of 12 bits for weights; the run repeats to the bit all the same."""
     monkeypatch.setattr(contraction, "WEIGHT_BITS", 12)

@@ -113,7 +113,7 @@ def test_what_is_not_finite_is_counted_and_shown_as_it_is(hostile_run: Path, tmp
         embedded_json({"t": float("nan")})
 
 
-@pytest.mark.parametrize(("asked", "shown"), [(0, None), (1, 1), (7, 7), (1000, 15)])
+@pytest.mark.parametrize(("asked", "shown"), [(0, None), (7, 7), pytest.param(1000, 15, marks=pytest.mark.slow)])
 def test_as_many_responses_as_asked_for(hostile_run: Path, asked: int, shown: int | None) -> None:
     page = build.run_page(hostile_run, asked)
     check(page)

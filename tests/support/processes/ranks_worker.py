@@ -25,12 +25,13 @@ from tests.support.paths import TINY
 from tests.support.row_dependent import NOISE, row_dependent_linear
 
 QUICK = ["model.warm_start_steps=4"]  # each process computes all of the warm start
+SHORT = [*QUICK, "ppo.iterations=1"]
 RUNS = {
     "equal": QUICK,
-    "three to one": [*QUICK, "layout.rank_shares=[3,1]", "layout.padding=none", "layout.update_micro_batch=1"],
-    "all on the second": [*QUICK, "layout.rank_shares=[0,1]"],
-    "one sequence a minibatch": [*QUICK, "ppo.minibatch_size=1", "ppo.iterations=1"],
-    "native": [*QUICK, "numerics.mode=native"],
+    "three to one": [*SHORT, "layout.rank_shares=[3,1]", "layout.padding=none", "layout.update_micro_batch=1"],
+    "all on the second": [*SHORT, "layout.rank_shares=[0,1]"],
+    "one sequence a minibatch": [*SHORT, "ppo.minibatch_size=1"],
+    "native": [*SHORT, "numerics.mode=native"],
 }
 
 
@@ -93,7 +94,8 @@ def main(folder: Path) -> None:
                 run_dir, _ = run(load_config(TINY, overrides), folder / name, Silent(), ranks)
             found.setdefault("tokens", list(noted))  # of the first run
             ranks.check()
-            found[name] = manifest.load(run_dir).fingerprint
+            whole = manifest.load(run_dir)
+            found[name], found[f"chain of {name}"] = whole.fingerprint, [entry.chain for entry in whole.iterations]
         report = rerun(folder.parent / "alone", Silent(), ["layout.rank_shares=[2,1]"], ranks)
         found["rerun"] = (report.difference is None, report.fingerprint)
         broken = WithoutReduction(ranks.rank, ranks.size)

@@ -31,7 +31,7 @@ PPO_REPRO = """
     stages preferences plan accuracy
     loop side_tables
     runs
-    control dpo checks grids testing replay
+    audit control dpo checks grids testing replay
     commands
     __main__
 """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ppo_repro import __version__, interrupts
+from ppo_repro.commands import audit
 from ppo_repro.commands.fetch import fetch_command
 from ppo_repro.commands.memory import out_of_memory
 from ppo_repro.commands.recorded import replay_command, show_command, verify_command
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
             )
         if command in (run_command, control_command, dpo_command):
             configured.add_argument("--out", metavar="DIR", type=_path, default=Path("runs"), help="where results go")
+    audit.add_options(add(audit.audit_command), _path)
     for command in (resume_command, rerun_command, verify_command, show_command, track_command):
         recorded = add(command)
         recorded.add_argument("run", metavar="RUN", type=_path, help="folder of a recorded run")

@@ -330,7 +330,9 @@ def fingerprint(out: Path, cap: dict[str, str], *overrides: str, program: str = 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("overrides", "caps"), [((), [CAPS[0], CAPS[2], CAPS[-1]]), (REAL, CAPS[-1:])], ids=["discrete", "real"])
+@pytest.mark.parametrize(
+    ("overrides", "caps"), [((), [CAPS[0], CAPS[2], CAPS[-1]]), (REAL, CAPS[-1:])], ids=["discrete", "real"]
+)
 def test_no_instruction_set_of_our_libraries_changes_the_fingerprint(
     tmp_path: Path, overrides: tuple[str, ...], caps: list[dict[str, str]]
 ) -> None:

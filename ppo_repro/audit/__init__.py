@@ -1,0 +1,1 @@
+"""Which side of another stack is wrong: its log-probs beside those of the exact model."""

@@ -1,0 +1,129 @@
+"""Dumps of every format and kind of file give the same responses; what is wrong in one is one line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from ppo_repro.audit.dump import FORMATS, Response, read_dump
+from ppo_repro.errors import UserError
+
+SAMPLER, TRAINER = [-0.5, -1.25, -2.0], [-0.5, -1.5, -2.0]
+ROWS: dict[str, dict[str, Any]] = {
+    "ppo_repro": {
+        "prompt_ids": [5, 6], "response_ids": [7, 8, 9], "rollout_logprobs": SAMPLER, "old_logprobs": TRAINER,
+        "mask": [1, 0, 1],
+    },
+    "verl": {
+        "prompts": [0, 5, 6], "responses": [7, 8, 9], "rollout_log_probs": SAMPLER, "old_log_probs": TRAINER,
+        "response_mask": [1, 0, 1], "attention_mask": [0, 1, 1, 1, 1, 1],
+    },
+    "trl": {
+        "prompt_ids": [0, 5, 6], "prompt_mask": [0, 1, 1], "completion_ids": [7, 8, 9],
+        "sampling_per_token_logps": SAMPLER, "old_per_token_logps": TRAINER, "completion_mask": [1, 0, 1],
+    },
+    "slime": {
+        "tokens": [5, 6, 7, 8, 9], "response_length": 3, "rollout_log_probs": SAMPLER, "log_probs": TRAINER,
+        "loss_mask": [1, 0, 1],
+    },
+    "prime-rl": {
+        "token_ids": [5, 6, 7, 8, 9], "inference_logprobs": [0.0, 0.0, *SAMPLER],
+        "trainer_logprobs": [0.0, 0.0, *TRAINER], "loss_mask": [0, 0, 1, 0, 1],
+    },
+}  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        torch.save({name: torch.tensor([row[name] for row in rows]) for name in rows[0]}, path)
+    return path
+
+
+def counted(response: Response) -> list[tuple[int, float, float]]:
+    triples = zip(response.response_ids, response.sampler.tolist(), response.trainer.tolist(), strict=True)
+    return [triple for triple, counts in zip(triples, response.counts, strict=True) if counts]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".pt"])
+@pytest.mark.parametrize("form", ROWS)
+def test_every_format_and_file_gives_the_same_tokens(form: str, suffix: str, tmp_path: Path) -> None:
+    found = read_dump(write(tmp_path / f"dump{suffix}", [ROWS[form]] * 3), form, 2)
+    assert [r.row for r in found] == [1, 2]
+    for response in found:
+        assert counted(response) == [(7, -0.5, -0.5), (9, -2.0, -2.0)]
+        # the log-probs of prime-rl are of the whole sequence: its first token is the prompt, masked ones are context
+        whole = (*response.prompt_ids, *response.response_ids)
+        assert whole == (5, 6, 7, 8, 9) and len(response.prompt_ids) == (1 if form == "prime-rl" else 2)
+
+
+def test_every_format_has_a_row_here() -> None:
+    assert ROWS.keys() == FORMATS.keys()
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**ROWS["verl"], **fields}
+
+
+BAD = [
+    ({k: v for k, v in ROWS["verl"].items() if k != "responses"}, "row 2: no column 'responses'; there are prompts"),
+    (changed(responses=[7, 8]), "row 2: rollout_log_probs has 3 entries for 2 response tokens"),
+    (changed(responses=[7, 8, -1]), "row 2: responses = [7, 8, -1]: must be a list of token ids"),
+    (changed(old_log_probs="-1"), "row 2: old_log_probs = '-1': must be a list of log-probs in nats"),
+    (changed(response_mask=[1, 2, 0]), "row 2: response_mask = [1, 2, 0]: must be a list of 0 and 1"),
+    (changed(attention_mask=[1]), "row 2: attention_mask is shorter than prompts"),
+    (changed(attention_mask=[0] * 6), "row 2: has no prompt token"),
+    ({**ROWS["slime"], "response_length": 5}, "row 2: response_length = 5: must leave at least one of 5 tokens"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD, ids=[message for _, message in BAD])
+def test_what_is_wrong_is_named_with_its_row(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    form = "slime" if "response_length" in row else "verl"
+    path = write(tmp_path / "dump.jsonl", [ROWS[form], row])
+    with pytest.raises(UserError) as refused:
+        read_dump(path, form, 9)
+    assert f"{path}: {message}" in str(refused.value) and "\n" not in str(refused.value)
+
+
+class Code:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return (Path.touch, (Path("was-run"),))  # type: ignore[return-value]
+
+
+def test_code_in_a_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, save in (("a.pt", torch.save), ("b.pt", lambda value, path: path.write_bytes(pickle.dumps(value)))):
+        save({"responses": Code()}, tmp_path / name)
+        with pytest.raises(UserError, match="cannot be read without running code from it"):
+            read_dump(tmp_path / name, "verl", 1)
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"a", "must be a .jsonl, a .parquet, a .pt file"),
+        ("x.parquet", b"PAR1 no", "give a whole Parquet file"),
+        ("x.jsonl", b"", "is empty"),
+    ],
+)
+def test_other_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+        read_dump(tmp_path / name, "verl", 1)
+
+
+def test_a_dump_in_which_nothing_counts_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", [changed(response_mask=[0, 0, 0])])
+    with pytest.raises(UserError, match="has no response with a token that counts"):
+        read_dump(path, "verl", 1)

@@ -28,6 +28,7 @@ from ppo_repro.models.networks import make_policy
 RIGHT = 10.0  # times stock float32's distance; other kernels of float32 are 1 to 3 times as far
 LEFT, LEFT_OF_HALF = 0.1, 0.5
 PER_DEVIATION = math.log(4.0)
+FITTED = 0.5  # deviations more for a temperature that is fitted: it fits noise, too
 TRIED_TOKENS = 512
 SURE = 0.99  # a token of this probability may have a log-prob that rounds to 0
 SHOWN = 8  # combinations that a verdict lists
@@ -135,7 +136,9 @@ def _verdict(
     empty = counted - distance.numel()
 
     def cost(t: Tried) -> float:
-        return math.log(t.left**2 + floor**2) + PER_DEVIATION * len(t.conditions.deviations(settings.temperature))
+        fitted = t.conditions.temperature not in (settings.temperature, 1.0)
+        deviations = len(t.conditions.deviations(settings.temperature)) + FITTED * fitted
+        return math.log(t.left**2 + floor**2) + PER_DEVIATION * deviations
 
     tried = trials.by_side.get(name, ())
     ranked = tuple(sorted(tried, key=cost)[:SHOWN])
@@ -166,7 +169,7 @@ def _cause(best: Tried, tried: Sequence[Tried], halves: Mapping[str, float], flo
         return " and ".join(found)
     for name, size in halves.items():
         if size / 3 <= plain <= 3 * size:
-            return f"unknown: of the size of {name} rounding ({size:.2g} nats rms), but other digits"
+            return f"about as far as {name} rounding is ({size:.2g} nats rms), in other digits"
     return "unknown"
 
 

@@ -173,7 +173,7 @@ def test_noise_of_the_size_of_bfloat16_is_not_taken_for_it(made: Material, subje
     sizes = [[b - g for b, g in zip(x, y, strict=True)] for x, y in zip(bf16, good, strict=True)]
     other = [[g + d for g, d in zip(y, x[1:] + x[:1], strict=True)] for x, y in zip(sizes, good, strict=True)]
     cause = judged(made, subject, other, good).sampler.cause
-    assert cause.startswith("unknown: of the size of bfloat16 rounding (")
+    assert cause.startswith("about as far as bfloat16 rounding is (") and cause.endswith("in other digits")
 
 
 @pytest.fixture(scope="module")

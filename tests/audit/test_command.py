@@ -49,6 +49,26 @@ def test_other_weights_are_wrong_and_named_where_they_are_given(cli: Cli, dump: 
     assert code == 1 and json.loads(out)["sampler"]["cause"] == f"weights of {dump[1]}"
 
 
+# what TRL 1.12.0's GRPOTrainer sees, sampler and trainer: experiments/guard_your_stack/trl_dump.py with these options
+REAL = {
+    "float32": ("", ""),
+    "float32 --raw": ("temperature 1 instead of 0.8", ""),
+    "bfloat16": ("about as far as bfloat16 rounding is", "about as far as bfloat16 rounding is"),
+    "float32 --checkpointing": ("unknown", ""),  # the key/value cache is off, which `generate` does not notice
+}
+
+
+@pytest.mark.parametrize("options", REAL)
+def test_dumps_of_the_real_trl(cli: Cli, dump: tuple[Path, Path], options: str) -> None:
+    path = Path(__file__).parent / "trl" / f"{options.replace(' --', '_')}.jsonl"
+    sets = ["--format", "trl", "--temperature", "0.8"]
+    code, out, err = cli("audit", path, "--model", dump[1], *sets, "--json")
+    found = json.loads(out)
+    assert err == "" and code == int(any(REAL[options]))
+    for side, cause in zip(("sampler", "trainer"), REAL[options], strict=True):
+        assert found[side]["is_right"] == (cause == "") and found[side]["cause"].startswith(cause)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

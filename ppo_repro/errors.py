@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 
 # how torch says it: its CPU allocator raises RuntimeError, with these words and the number of bytes
 _TORCH_WORDS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
@@ -11,6 +12,14 @@ _SYSTEM_WORDS = "cannot allocate memory"  # safetensors passes on what the syste
 
 class UserError(Exception):
     """Wrong input or files of the user; one line, what is complete stays. Exit code 2."""
+
+
+class Mistakes(UserError):
+    """Several mistakes of the user's, of which each gets a line; as one text they stand one after the other."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = tuple(lines)
 
 
 class PromiseBroken(Exception):

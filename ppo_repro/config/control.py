@@ -8,9 +8,20 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.files import read_tree, validated
+from ppo_repro.config.files import read_tree_for, validated
 from ppo_repro.config.records import RecordsConfig
-from ppo_repro.config.section import Count, Experiment, Fraction, Index, NonNegative, Positive, Section, Threads
+from ppo_repro.config.section import (
+    Count,
+    Experiment,
+    Fraction,
+    Index,
+    Layers,
+    NonNegative,
+    Positive,
+    Section,
+    Threads,
+    Width,
+)
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -26,8 +37,8 @@ class EnvironmentConfig(Section):
 class NetworkConfig(Section):
     """Actor and critic, two networks of the same shape with tanh between the layers."""
 
-    hidden_size: Count = Field(64, description="Width of the hidden layers.")
-    hidden_layers: Count = Field(2, description="Number of hidden layers.")
+    hidden_size: Width = Field(64, description="Width of the hidden layers.")
+    hidden_layers: Layers = Field(2, description="Number of hidden layers.")
     initial_log_std: float = Field(
         0.0,
         ge=-10,
@@ -120,4 +131,4 @@ class ControlConfig(Experiment):
 
 def load_control_config(path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
     """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    return validated(ControlConfig, read_tree(path, overrides), str(path))
+    return validated(ControlConfig, read_tree_for("control", path, overrides), str(path))

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.mistakes import command_of, mistakes
 from ppo_repro.config.reward import FunctionReward, RewardModelFolder
 from ppo_repro.config.run import JsonlTask, ModelFolder, RolloutConfig, RunConfig
 from ppo_repro.config.section import Section
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
-from ppo_repro.errors import UserError
+from ppo_repro.errors import Mistakes, UserError
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -87,62 +87,16 @@ def _absolute_python(rollout: RolloutConfig) -> RolloutConfig:
 
 
 ENGINE_KIND = "rollout.engine.kind"
-# the words that choose the variant of a field
-VARIANTS = {
-    "engine": ("torch", "sglang"),
-    "model": ("tiny", "folder"),
-    "task": ("arithmetic", "jsonl"),
-    "kl": ("reward", "loss", "none"),
-    "controller": ("fixed", "adaptive"),
-    "advantages": ("gae", "group"),
-    "value": ("separate", "head", "none"),
-    "objective": ("clip", "adaptive_clip", "kl_penalty", "unclipped", "policy_gradient"),
-    "terms": ("exact_match", "format", "length", "function", "model", "trained_model"),
-}
-
-
-def _field(steps: list[str]) -> str:
-    """The last name of a path; indices of lists are skipped."""
-    return next((step for step in reversed(steps) if not step.isdigit()), "")
-
-
-def _chooser(error: ErrorDetails) -> str:
-    return str(error["ctx"]["discriminator"]).strip("'")
-
-
-def describe(error: ValidationError, source: str) -> str:
-    """One line: field path, its value, what is allowed, what to do."""
-    first, *rest = error.errors(include_url=False)
-    steps = [str(step) for step in first["loc"]]
-    # pydantic names the chosen variant of a union in the path; users do not write it
-    path = ".".join(s for i, s in enumerate(steps) if not (i and s in VARIANTS.get(_field(steps[:i]), ())))
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        text = f"{path}: missing; add it"
-    elif first["type"] == "extra_forbidden":
-        text = f"{path}: unknown field; remove it or correct its name"
-    elif first["type"] == "union_tag_invalid":
-        text = f"{path}.{_chooser(first)} = {first['ctx']['tag']!r}: must be one of {first['ctx']['expected_tags']}"
-    elif first["type"] == "union_tag_not_found":
-        text = f"{path}.{_chooser(first)}: missing; add it"
-    elif not path:
-        text = message
-    elif isinstance(first["input"], dict):
-        text = f"{path}: {message}"
-    else:
-        text = f"{path} = {first['input']!r}: {message[0].lower()}{message[1:]}"
-    more = f" (and {len(rest)} more)" if rest else ""
-    return f"{source}: {text}{more}"
 
 
 def validated(kind: type[Model], tree: Any, source: str) -> Model:
-    """A parsed tree as a model; raises UserError naming field, value and what is allowed."""
+    """A parsed tree as a model; raises UserError with a line for every mistake: field, value, what is allowed."""
     if not isinstance(tree, dict):
         raise UserError(f"{source}: must be a mapping of fields, found {type(tree).__name__}")
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise UserError(describe(error, source)) from error
+        raise Mistakes([f"{source}: {line}" for line in mistakes(kind, error)]) from error
 
 
 def build_config(tree: Any, source: str) -> RunConfig:
@@ -152,21 +106,34 @@ def build_config(tree: Any, source: str) -> RunConfig:
 
 def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
     """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    tree = read_yaml(path)
-    if isinstance(tree, dict):
-        for override in overrides:
+    tree, wrong = read_yaml(path), []
+    for override in overrides if isinstance(tree, dict) else ():
+        try:
             _apply_override(tree, override)
+        except UserError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise Mistakes(wrong)
+    return tree
+
+
+def read_tree_for(command: str, path: Path, overrides: Sequence[str] = ()) -> Any:
+    """`read_tree` of a file that a command takes; UserError where the fields are those of a file for another one."""
+    tree = read_tree(path, overrides)
+    other = command_of(tree)
+    if other not in (None, command):
+        raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
     return tree
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    return absolute_paths(build_config(read_tree(path, overrides), str(path)))
+    return absolute_paths(build_config(read_tree_for("run", path, overrides), str(path)))
 
 
 def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
     """`load_config` for a DPO configuration."""
-    config = validated(DPOConfig, read_tree(path, overrides), str(path))
+    config = validated(DPOConfig, read_tree_for("dpo", path, overrides), str(path))
     return config.model_copy(update={"run": str(Path(config.run).absolute())})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -26,10 +27,12 @@ from ppo_repro.config.section import (
     Experiment,
     Fraction,
     Index,
+    Layers,
     PathText,
     Positive,
     Section,
     Threads,
+    Width,
     with_usual,
 )
 
@@ -43,15 +46,15 @@ class TinyModel(Section):
     """A small Qwen3 made from nothing, with its own tokenizer, warm-started on the task by supervision."""
 
     kind: Literal["tiny"] = Field(description="Make the policy here instead of loading one.")
-    hidden_size: Count = Field(description="Width of the residual stream.")
-    num_layers: Count = Field(description="Number of decoder layers.")
-    num_attention_heads: Count = Field(description="Number of query heads; divides hidden_size.")
-    num_key_value_heads: Count = Field(description="Number of key/value heads; divides num_attention_heads.")
-    intermediate_size: Count = Field(description="Width of the MLP.")
+    hidden_size: Width = Field(description="Width of the residual stream.")
+    num_layers: Layers = Field(description="Number of decoder layers.")
+    num_attention_heads: Width = Field(description="Number of query heads; divides hidden_size.")
+    num_key_value_heads: Width = Field(description="Number of key/value heads; divides num_attention_heads.")
+    intermediate_size: Width = Field(description="Width of the MLP.")
     tokenizer: Literal["bpe", "bpe_single_digits", "bpe_three_digits", "characters", "words"] = Field(
         "bpe", description="BPE, digits merged like letters, single or in groups of three; characters; whole words."
     )
-    vocab_size: Count = Field(description="Largest number of tokens the tokenizer may have.")
+    vocab_size: Width = Field(description="Largest number of tokens the tokenizer may have.")
     warm_start_steps: Index = Field(description="At most this many supervised steps before PPO; 0 for none.")
     warm_start_accuracy: Fraction = Field(
         1.0, description="Greedy accuracy on training prompts at which the supervised steps end."
@@ -223,68 +226,63 @@ class RunConfig(Experiment):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        for broken in (_sizes, _numerics, _algorithm, _value):
-            broken(self)
-        if isinstance(self.model, TinyModel) and isinstance(self.task, JsonlTask) and self.task.chat_template:
-            raise ValueError("task.chat_template needs model.kind = folder: the tiny tokenizer has no template")
+        wrong = [line for check in (_sizes, _numerics, _algorithm, _value, _template) for line in check(self)]
+        if wrong:
+            raise ValueError("\n".join(wrong))
         return self
 
 
-def _sizes(config: RunConfig) -> None:
+def _sizes(config: RunConfig) -> Iterator[str]:
     if config.sequences_per_iteration % config.ppo.minibatch_size:
-        raise ValueError(
+        yield (
             f"ppo.minibatch_size = {config.ppo.minibatch_size} must divide the "
             f"{config.sequences_per_iteration} sequences of an iteration "
             "(rollout.prompts_per_iteration x rollout.samples_per_prompt)"
         )
-    if config.ppo.warmup_iterations >= config.ppo.iterations:
-        raise ValueError(
-            f"ppo.warmup_iterations = {config.ppo.warmup_iterations} must be smaller than "
-            f"ppo.iterations = {config.ppo.iterations}"
-        )
+    ppo = config.ppo
+    if ppo.warmup_iterations >= ppo.iterations:
+        yield f"ppo.warmup_iterations = {ppo.warmup_iterations} must be smaller than ppo.iterations = {ppo.iterations}"
 
 
-def _numerics(config: RunConfig) -> None:
+def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
     if native and config.layout.backend != "auto":
-        raise ValueError("layout.backend needs numerics.mode = exact")
+        yield "layout.backend needs numerics.mode = exact"
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
-        raise ValueError("numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing")
+        yield "numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing"
     engine = config.rollout.engine
     if native and engine.kind == "sglang" and engine.numerics == "exact":
-        raise ValueError("rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both")
+        yield "rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both"
     if config.rollout.max_response_tokens >= config.numerics.max_context:
-        raise ValueError(
+        yield (
             f"rollout.max_response_tokens = {config.rollout.max_response_tokens} must be smaller than "
             f"numerics.max_context = {config.numerics.max_context}"
         )
 
 
-def _algorithm(config: RunConfig) -> None:
+def _algorithm(config: RunConfig) -> Iterator[str]:
     ppo = config.ppo
     if ppo.importance_weights is not None and ppo.ratio_anchor != "old":
-        raise ValueError("ppo.importance_weights needs ppo.ratio_anchor = old: with rollout the ratio corrects already")
+        yield "ppo.importance_weights needs ppo.ratio_anchor = old: with rollout the ratio corrects already"
     adaptive = isinstance(ppo.objective, AdaptiveClipObjective) or (
         isinstance(ppo.objective, PenaltyObjective) and ppo.objective.target_kl is not None
     )
     if adaptive and ppo.epochs == 1 and ppo.minibatch_size == config.sequences_per_iteration:
-        raise ValueError("ppo.objective.target_kl needs more than one optimizer step per iteration to see a KL")
+        yield "ppo.objective.target_kl needs more than one optimizer step per iteration to see a KL"
     if config.advantages.kind == "group" and config.rollout.samples_per_prompt == 1:
-        raise ValueError("advantages.kind = group needs rollout.samples_per_prompt of at least 2")
+        yield "advantages.kind = group needs rollout.samples_per_prompt of at least 2"
 
 
-def _value(config: RunConfig) -> None:
+def _value(config: RunConfig) -> Iterator[str]:
     if (config.advantages.kind == "gae") == (config.value.kind == "none"):
-        raise ValueError("advantages.kind = gae needs a value model, and group has no use for one: value.kind = none")
+        yield "advantages.kind = gae needs a value model, and group has no use for one: value.kind = none"
     if config.value.kind == "head" and config.lora is not None:
-        raise ValueError("value.kind = head needs the whole trunk to be trained; remove lora or take kind separate")
+        yield "value.kind = head needs the whole trunk to be trained; remove lora or take kind separate"
     if isinstance(config.value, SeparateValue) and config.value.init == "reward_model" and config.reward.model is None:
-        raise ValueError("value.init = reward_model needs a term of kind model or trained_model in reward.terms")
+        yield "value.init = reward_model needs a term of kind model or trained_model in reward.terms"
     trained = isinstance(config.reward.model, TrainedRewardModel)
     if trained and not isinstance(config.task, ArithmeticTask):
-        raise ValueError(
-            "reward.terms of kind trained_model need task.kind = arithmetic, whose wrong answers are known"
-        )
+        yield "reward.terms of kind trained_model need task.kind = arithmetic, whose wrong answers are known"
     if config.advantages.kind == "group":
         idle = [
             name
@@ -293,4 +291,9 @@ def _value(config: RunConfig) -> None:
         ]
         if idle or isinstance(config.kl, KLInReward):
             field = f"reward.{idle[0]}" if idle else "kl.placement = reward"
-            raise ValueError(f"{field} acts on per-token rewards, which advantages.kind = group does not use")
+            yield f"{field} acts on per-token rewards, which advantages.kind = group does not use"
+
+
+def _template(config: RunConfig) -> Iterator[str]:
+    if isinstance(config.model, TinyModel) and isinstance(config.task, JsonlTask) and config.task.chat_template:
+        yield "task.chat_template needs model.kind = folder: the tiny tokenizer has no template"

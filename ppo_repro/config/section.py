@@ -16,6 +16,8 @@ LONGEST_NAME = 255  # bytes
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Index = Annotated[int, Field(ge=0, le=MOST)]
+Layers = Annotated[int, Field(ge=1, le=1024)]  # of a model made here; to lay out more takes minutes
+Width = Annotated[int, Field(ge=1, le=2**20)]  # of a model made here
 Threads = Annotated[int, Field(ge=1, le=1024)]  # not the cores of this machine: a run is repeated on others
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import read_tree, set_field, validated
+from ppo_repro.config.files import read_tree, read_tree_for, set_field, validated
 from ppo_repro.config.kinds import LANGUAGE, Kind, build_config_of
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import PathText, Section
@@ -164,7 +164,7 @@ def _check_size(path: Path, file: GridFile) -> None:
 
 def load_grid(path: Path) -> Grid:
     """Read a grid file and expand it; raises UserError for any mistake, before anything runs."""
-    file = validated(GridFile, read_tree(path), str(path))
+    file = validated(GridFile, read_tree_for("grid", path), str(path))
     name = path.stem
     if not NAME.match(name):
         raise UserError(f"{path}: the file name is the grid's name; use letters, digits, '.', '_' and '-'")

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ppo_repro.config.files import describe
+from ppo_repro.config.mistakes import mistakes
 from ppo_repro.disk.folder import file_digest
 from ppo_repro.errors import UserError
 
@@ -154,4 +154,4 @@ def _parsed(path: Path) -> Index:
     try:
         return Index.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{path}: {describe(error, 'content')}; {DAMAGED}") from error
+        raise UserError(f"{path}: content: {mistakes(Index, error)[0]}; {DAMAGED}") from error

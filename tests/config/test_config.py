@@ -9,9 +9,9 @@ import pytest
 
 from ppo_repro.config.files import build_config, load_config
 from ppo_repro.config.yaml_text import parse_yaml
-from ppo_repro.errors import UserError
+from ppo_repro.errors import Mistakes, UserError
 from tests.support.cases.config_trees import FOLDER, JSONL, tree
-from tests.support.paths import SMALL
+from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY_GRID
 from tests.support.runs import small_config
 
 
@@ -132,8 +132,69 @@ def test_a_missing_field_is_named(path: str) -> None:
         build_config(node, "file")
 
 
-def test_further_mistakes_are_counted() -> None:
-    assert refusal("ppo.epochs=0", "advantages.gamma=2", "seed=-1").endswith("(and 2 more)")
+def all_mistakes(*overrides: str) -> list[str]:
+    with pytest.raises(Mistakes) as caught:
+        small_config(*overrides)
+    assert str(caught.value) == "; ".join(caught.value.lines)
+    return [line.removeprefix(f"{SMALL}: ") for line in caught.value.lines]
+
+
+def test_every_mistake_has_a_line() -> None:
+    found = all_mistakes("ppo.epochs=0", "advantages.gamma=2", "seed=-1")
+    assert [line.partition(" = ")[0] for line in found] == ["seed", "advantages.gamma", "ppo.epochs"]
+    assert all("input should be" in line for line in found)
+
+
+def test_every_contradiction_has_a_line() -> None:
+    found = all_mistakes("ppo.minibatch_size=7", "rollout.max_response_tokens=24", "value={kind: none}")
+    assert [line.partition(" ")[0] for line in found] == [
+        "ppo.minibatch_size",
+        "rollout.max_response_tokens",
+        "advantages.kind",
+    ]
+
+
+def test_every_wrong_override_has_a_line() -> None:
+    found = all_mistakes("seed.x=1", "ppo", "ppo.epochs=2")
+    assert [line.partition(":")[0] for line in found] == ["--set seed.x=1", "--set ppo"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("ppo.epoch=1", "; did you mean ppo.epochs?"),
+        ("ppo.clip_range=0.1", "; did you mean value.clip_range or ppo.objective.clip_range?"),
+        ("sed=1", "; did you mean seed?"),
+        ("layout.microbatch=1", "did you mean layout."),
+        ("advantages={kind: gea}", "must be one of 'gae', 'group'; did you mean gae?"),
+        ("ppo.schedule=cosin", "; did you mean cosine?"),
+        ("model.path=x", "; it belongs to kind folder, and this is tiny"),
+        ("value={kind: head, lora: null}", "; it belongs to kind separate, and this is head"),
+        ("reward.terms=[{kind: exact_match, target: 3}]", "; it belongs to kind length, and this is exact_match"),
+        ("reward.terms=[{kind: length, target: 3, wieght: 1}]", "; did you mean reward.terms.0.weight?"),
+    ],
+)
+def test_what_was_meant(override: str, said: str) -> None:
+    assert said in " ".join(all_mistakes(override))
+
+
+def test_nothing_is_guessed_where_nothing_is_like_it() -> None:
+    for override in ("zzqqxx=1", "ppo.zzqqxx=1", "numerics.mode=zzqqxx"):
+        assert "did you mean" not in refusal(override)
+
+
+@pytest.mark.parametrize("field", ["num_layers", "hidden_size", "vocab_size", "num_attention_heads"])
+def test_a_size_beyond_measure_is_refused(field: str) -> None:
+    assert f"model.{field} = 1000000000: input should be less than or equal to" in refusal(f"model.{field}=1000000000")
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [(SMALL_CONTROL, "control"), (ROOT / "experiments" / "dpo.yaml", "dpo"), (TINY_GRID, "grid")],
+)
+def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
+    with pytest.raises(UserError, match=f"is a file for `ppo-repro {command}`; give it to that command"):
+        load_config(path)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,3 +268,49 @@ def test_processes_that_start_at_once_with_an_empty_cache_all_work(tmp_path: Pat
     ]
     assert [(*process.communicate(), process.returncode) for process in processes] == [("30.0\n", "", 0)] * 4
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+
+
+def aged(path: Path, days: float) -> Path:
+    """A folder with a file, last used so many days ago."""
+    path.mkdir(parents=True)
+    (path / "entry").write_bytes(b"x")
+    seconds = time.time() - days * 86400
+    os.utime(path, (seconds, seconds))
+    return path
+
+
+def test_a_new_folder_removes_those_that_nobody_used_for_a_month(folder: Path) -> None:
+    kept = [aged(folder.with_name("kernels-2"), 29), aged(folder.with_name("other"), 400)]
+    gone = [aged(folder.with_name(name), 31) for name in ("kernels-3", "kernels-4-emulated", "kernels-5.0.removed")]
+    link = folder.with_name("kernels-6")
+    link.symlink_to(kept[1])
+    entries.write(folder, NAME, CONTENT)
+    assert [path.exists() for path in (*kept, link)] == [True] * 3 and not any(path.exists() for path in gone)
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["kernels-1", "kernels-2", "kernels-6", "other"]
+    late = aged(folder.with_name("kernels-7"), 31)
+    entries.write(folder, NAME + "1", CONTENT)
+    assert late.exists(), "only where a folder is made anew is anything removed"
+
+
+def test_reading_counts_as_use(folder: Path) -> None:
+    entries.write(folder, NAME, CONTENT)
+    aged(folder.with_name("kernels-2"), 31)
+    for path in (folder, folder.with_name("kernels-2")):
+        os.utime(path, (0, 0))
+    entries._mark_used.cache_clear()
+    assert entries.read(folder, NAME) == CONTENT
+    entries.remove_unused(folder.with_name("kernels-new"))
+    assert folder.exists() and not folder.with_name("kernels-2").exists()
+
+
+def test_two_processes_that_remove_at_once_do_not_disturb_each_other(folder: Path) -> None:
+    code = "import sys; from pathlib import Path; from ppo_repro.numerics.kernels.core import entries as e; " + (
+        "sys.stdin.read(1); e.remove_unused(Path(sys.argv[1]))"
+    )
+    for index in range(2, 60):
+        aged(folder.with_name(f"kernels-{index}"), 31)
+    command = [sys.executable, "-c", code, str(folder)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
+    errors = [process.communicate(b"x")[1] for process in processes]
+    assert errors == [b""] * 3 and [process.returncode for process in processes] == [0] * 3
+    assert list(folder.parent.iterdir()) == []

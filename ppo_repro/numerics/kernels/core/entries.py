@@ -11,13 +11,17 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 import stat
+import time
 from functools import cache
 from pathlib import Path
 
 from ppo_repro.errors import UserError
 from ppo_repro.output import say
 
+UNUSED_SECONDS = 30 * 86400.0  # after which machine code of other sources, compilers or processors is removed
+_REMOVED = ".removed"
 _SUM_BYTES = 32
 
 
@@ -27,6 +31,7 @@ def read(folder: Path, name: str) -> bytes | None:
     Raises UserError where another user may write to the folder.
     """
     _require_private(folder)
+    _mark_used(folder)
     try:
         # a link may lead to another's file, and a pipe would wait for its other end
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -56,10 +61,14 @@ def write(folder: Path, name: str, content: bytes) -> None:
     temporary = folder / f"{name}.{secrets.token_hex(8)}.tmp"
     try:
         os.makedirs(folder.parent.parent, exist_ok=True)
+        is_new = False
         for path in (folder.parent, folder):
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o755)
+                is_new = path == folder
         _require_private(folder)
+        if is_new:
+            remove_unused(folder)
         with open(temporary, "xb", opener=_for_us) as file:
             file.write(_sum(name, content) + content)
         os.replace(temporary, folder / name)
@@ -67,6 +76,33 @@ def write(folder: Path, name: str, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         _say_not_kept(folder, error.strerror or str(error))
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove the folders beside `folder` that no process used for UNUSED_SECONDS; what cannot be removed stays.
+
+    Each is renamed first, which succeeds in one process only. One that uses a folder at this instant has its code in
+    memory already, or compiles it again.
+    """
+    oldest = time.time() - UNUSED_SECONDS
+    for path in folder.parent.glob("kernels-*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if path == folder or not is_ours or status.st_mtime >= oldest:
+                continue
+            doomed = path
+            if not path.name.endswith(_REMOVED):  # otherwise left by a process that was killed while removing it
+                doomed = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_REMOVED}")
+                os.rename(path, doomed)
+            shutil.rmtree(doomed)
+
+
+@cache
+def _mark_used(folder: Path) -> None:
+    """Give the folder the time of now, once in a process: reading alone would leave no trace."""
+    with contextlib.suppress(OSError):
+        os.utime(folder)
 
 
 def _sum(name: str, content: bytes) -> bytes:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from ppo_repro.config.section import Count, PathText, Section
+from ppo_repro.secrets import is_secret_option
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (
@@ -90,6 +91,9 @@ class SGLangServers(Section):
     def _arguments_are_free(self) -> Self:
         taken = (*OWN_ARGUMENTS, *(EXACT_ARGUMENTS if self.numerics == "exact" else ()))
         for argument in self.arguments:
+            if is_secret_option(argument):
+                name = argument.partition("=")[0]
+                raise ValueError(f"arguments: {name} has a secret, which records would keep; remove it")
             name = argument.partition("=")[0]
             # argparse takes every beginning of a name that is not ambiguous for the name
             hit = [own for own in taken if len(name) > 2 and own.startswith(name)] if name.startswith("--") else []

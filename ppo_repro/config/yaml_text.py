@@ -98,7 +98,10 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML with numbers as numbers; raises UserError with the line on anything else than plain data."""
     for number, line in enumerate(text.splitlines(), 1):
         if has_password(line):
-            raise UserError(f"line {number}: has a URI with a password, which records would keep; remove the password")
+            raise UserError(
+                f"line {number}: has a URI with a password or an option with one, which records would keep; "
+                "remove the password"
+            )
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from ppo_repro.config.engine import EXACT_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.config.files import build_config, load_config
@@ -109,8 +110,24 @@ def test_a_login_in_a_url_is_refused_and_not_repeated(url: str) -> None:
 
 @pytest.mark.parametrize("name", [*OWN_ARGUMENTS, *EXACT_ARGUMENTS, "--port=1", "--mod", "--weight-v"])
 def test_arguments_the_run_sets_itself_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UserError, match="is set by the run"):
+    with pytest.raises(UserError, match=r"is set by the run|an option with one, which records would keep"):
         small_config(SGLANG, f"rollout.engine.arguments=['{name}', '1']")
+
+
+@pytest.mark.parametrize("words", ["'--ssl-keyfile-password', hidden", "'--hf-token=hidden'", "'--api-key', hidden"])
+def test_a_secret_among_the_arguments_is_refused_and_not_repeated(words: str) -> None:
+    for config in (f"rollout.engine.arguments=[{words}]", f"rollout.engine.arguments={words.replace(chr(39), '')!r}"):
+        with pytest.raises(UserError) as caught:
+            small_config(SGLANG, config)
+        assert "hidden" not in masked(str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["--ssl-keyfile-password", "--hf-token", "--admin_api_key"])
+def test_a_secret_on_a_line_of_its_own_is_refused_too(name: str) -> None:
+    tree = {"kind": "sglang", "numerics": "stock", "arguments": [name, "hidden"]}
+    with pytest.raises(ValidationError, match=f"{name} has a secret, which records would keep; remove it"):
+        SGLangServers.model_validate(tree)
+    SGLangServers.model_validate({**tree, "arguments": ["--tokenizer-path", "x", "--max-total-tokens", "9"]})
 
 
 def test_stock_numerics_go_with_both_modes_and_let_the_user_choose_more() -> None:

@@ -7,7 +7,6 @@ writes to and which the kernel closes. What is committed by then stays; the rest
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 from pathlib import Path
@@ -26,9 +25,7 @@ def main(folder: Path, kind: str) -> None:
     from ppo_repro.grids.cell import run_of
 
     run_dir = run_of(folder)
-    if run_dir is None:
-        for unfinished in folder.glob("*/"):  # of a process that was killed before it had a manifest
-            shutil.rmtree(unfinished)
+    if run_dir is None:  # `run` itself clears what a process left that was killed before it had a manifest
         name = "run" if kind == LANGUAGE else kind  # the command of control runs has the name of the kind
         command = [name, str(folder / "config.yaml"), "--out", str(folder)]
     else:

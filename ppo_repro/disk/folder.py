@@ -43,6 +43,39 @@ def only_writer(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def has_writer(run_dir: Path) -> bool:
+    """Whether a process of this machine is writing the run. Where the lock cannot be read, nobody is known to."""
+    try:
+        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def require_new(run_dir: Path, manifest: str) -> None:
+    """Raise UserError where something has the name of a run that is to begin. `manifest`: a file every run has."""
+    if run_dir.is_dir() and not (run_dir / manifest).exists():
+        raise UserError(
+            f"{run_dir}: exists without {manifest}, and nothing in it is removed; restore that file, "
+            "or move the folder away"
+        )
+    if run_dir.is_dir():
+        raise UserError(
+            f"{run_dir}: exists already; choose another --out, "
+            f"or use `ppo-repro show {run_dir}`, `ppo-repro rerun {run_dir}` or `ppo-repro resume {run_dir}`"
+        )
+    if os.path.lexists(run_dir):
+        raise UserError(f"{run_dir}: the file {run_dir} is in the way; choose another --out")
+
+
 def check_links(run_dir: Path) -> None:
     """Raise UserError if a run folder contains a symbolic link, because writes could leave the folder through it."""
     for path in sorted(run_dir.rglob("*")):

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ppo_repro.config.kinds import Kind
 from ppo_repro.disk import durable
+from ppo_repro.disk.folder import require_new
 from ppo_repro.errors import UserError
 from ppo_repro.records import arrow, digests, iteration_log, manifest, schema
 from ppo_repro.records.config_file import CONFIG_NAME
@@ -204,13 +205,7 @@ def _make_folder(run_dir: Path) -> Path:
     temporary = run_dir.with_name(run_dir.name + ".tmp")
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        if run_dir.is_dir():
-            raise UserError(
-                f"{run_dir}: exists already; choose another --out, "
-                f"or use `ppo-repro show {run_dir}`, `ppo-repro rerun {run_dir}` or `ppo-repro resume {run_dir}`"
-            )
-        if os.path.lexists(run_dir):
-            raise UserError(f"{run_dir}: the file {run_dir} is in the way; choose another --out")
+        require_new(run_dir, manifest.FILE_NAME)
         if temporary.exists():  # of a process that was killed
             shutil.rmtree(temporary)
         temporary.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from ppo_repro.commands.grid import _engine as grid_engine
 from ppo_repro.disk.folder import only_writer
 from ppo_repro.errors import UserError
 from ppo_repro.grids import grid as grid_module
-from ppo_repro.grids.cell import Order, run_of, start_cell
+from ppo_repro.grids.cell import Order, run_of, start_cell, state_of
 from ppo_repro.grids.engines import Engine, Processes, Ray, Slurm
 from ppo_repro.grids.grid import Outcome, run_grid
 from ppo_repro.grids.progress import ConsoleGrid
@@ -29,7 +30,7 @@ from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest
 from ppo_repro.runs.run import run_folder
 from tests.support.interrupts import hearing_ctrl_c
-from tests.support.paths import ROOT, TINY
+from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.runs import recorded_iterations
 
 slow = pytest.mark.slow
@@ -272,3 +273,22 @@ def test_parameters_of_jobs_have_the_types_that_submitit_wants(tmp_path: Path) -
     given = argparse.Namespace(workers=3, ray=None, slurm=["timeout_min=60", "slurm_partition=cpu"])
     expected = Slurm(tmp_path / "slurm", 3, {"timeout_min": 60, "slurm_partition": "cpu"})
     assert grid_engine(given, tmp_path) == expected
+
+
+def test_a_cell_without_its_manifest_is_left_as_it_is(tmp_path: Path, exact_run: Path) -> None:
+    cell = tmp_path / "cell"
+    run_dir = cell / exact_run.parent.name / exact_run.name
+    shutil.copytree(exact_run, run_dir)
+    (cell / "config.yaml").write_bytes(SMALL.read_bytes())
+    kept = run_dir / manifest.FILE_NAME
+    kept.rename(tmp_path / "manifest.json")
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    command = [sys.executable, "-m", "ppo_repro.commands.grid_cell", str(cell), "language"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait() == 2 and "exists without manifest.json, and nothing in it is removed" in said
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    (tmp_path / "manifest.json").rename(kept)
+    assert state_of(cell) == "complete"

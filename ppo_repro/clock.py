@@ -43,3 +43,11 @@ class Clock:
 
     def _add(self, phase: str, spent: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit that gives a whole number above 1, such as `3 min`."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

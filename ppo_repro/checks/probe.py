@@ -31,6 +31,7 @@ from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 SEQUENCES = 24
 Mode = Literal["exact", "native"]
 CONTROL = "decode = full forward"
+Progress = Callable[[str, int, int], None]  # what was done, how much of it, how much there is
 Check = tuple[str, str, int, int]  # promise, condition, numbers compared, numbers that differ in any bit
 
 
@@ -231,14 +232,31 @@ def _checks(s: _Subject) -> Iterator[Check]:
         yield "optimizer step", condition, len(weights), unequal_bits(weights, other)
 
 
-def probe(config: RunConfig) -> Probed:
-    """Check every promise for the model and prompts of `config`, in both modes. UserError as `require_undisturbed`."""
+def _count(s: _Subject) -> int:
+    """How many rows `_checks` yields."""
+    backends = sum(name != "amx" or backend.has_amx() for name in backend.BACKENDS)
+    values = 0 if s.prepared.state.value_model is None else 3
+    return 1 + 8 + 4 + values + 3 + 2 * (1 + backends)
+
+
+def _told(checks: Iterator[Check], mode: Mode, before: int, total: int, progress: Progress) -> Iterator[Check]:
+    for done, check in enumerate(checks, before + 1):
+        progress(f"{mode}: {check[0]}, {check[1]}", done, total)
+        yield check
+
+
+def probe(config: RunConfig, progress: Progress) -> Probed:
+    """Check every promise for the model and prompts of `config`, in both modes. UserError as `require_undisturbed`.
+
+    `progress` is told of every check that is done: which one, its number from 1, how many there are.
+    """
     require_undisturbed(config)
     # one mode after the other: the backend is chosen for the whole process
     subject = _subject(config, "exact")
+    count = _count(subject)
     accuracy = policy_accuracy(subject.config, subject.prepared)
-    exact = list(_checks(subject))
-    native = list(_checks(_subject(config, "native")))
+    exact = list(_told(_checks(subject), "exact", 0, 2 * count, progress))
+    native = list(_told(_checks(_subject(config, "native")), "native", count, 2 * count, progress))
     return Probed([Row(*row, control[3]) for row, control in zip(exact, native, strict=True)], accuracy)
 
 

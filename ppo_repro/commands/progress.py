@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
+from ppo_repro.clock import duration
 from ppo_repro.output import say_anyway
 
 
@@ -22,11 +32,14 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=self._console,
             disable=not self._console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
+        self._first: dict[str, tuple[int, float]] = {}  # the first step seen of each bar, and when, seconds
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -40,9 +53,18 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
     def _show(self, name: str, done: int, total: int, note: str) -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, note="")
+            self._first[name] = done, time.monotonic()
         self._bars.update(self._tasks[name], completed=done, total=total, note=note)
         if not self._console.is_terminal and done * 10 // total != (done - 1) * 10 // total:
-            say_anyway(f"{name} {done}/{total}: {note}")
+            say_anyway(f"{name} {done}/{total}: {note}{self._left(name, done, total)}")
+
+    def _left(self, name: str, done: int, total: int) -> str:
+        """How long the rest takes if its steps take as long as those seen, in words; nothing after the first."""
+        first, began = self._first[name]
+        if done == first:
+            return ""
+        seconds = (time.monotonic() - began) / (done - first) * (total - done)
+        return f"  about {duration(seconds)} left" if seconds >= 1 else ""
 
     def warm_start(self, step: int, total: int, loss: float) -> None:
         self._show("warm start", step, total, f"loss {loss:.3f} nats/token")
@@ -55,6 +77,10 @@ class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
         self._show(what, step, total, f"loss {loss:.3f} nats/pair")
+
+    def check(self, what: str, done: int, total: int) -> None:
+        """One check of a probe is done."""
+        self._show("checks", done, total, what)
 
     def warning(self, text: str) -> None:
         self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)

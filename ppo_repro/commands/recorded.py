@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import TYPE_CHECKING
 
-from ppo_repro.output import print_json, print_result, tell
+from ppo_repro.errors import UserError
+from ppo_repro.output import print_json, print_result, say, tell
+from ppo_repro.secrets import masked
+
+if TYPE_CHECKING:
+    from ppo_repro.runs.diff import Difference
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
     """Compute stages of a recorded run again from its records alone, without a model; exit 1 at a difference."""
+    say(f"{arguments.run}: computing from the records alone")
     from ppo_repro.replay.replay import lines, replay, stages_of
 
     replayed = replay(arguments.run, stages_of(arguments.stage))
@@ -30,17 +37,19 @@ def verify_command(arguments: argparse.Namespace) -> int:
 
 def show_command(arguments: argparse.Namespace) -> int:
     """Print what a recorded run did."""
-    from ppo_repro.commands.kinds import kind_of
-    from ppo_repro.records import manifest, reader
-    from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds
+    from ppo_repro.records import manifest
 
     run_dir = arguments.run
-    recorded = reader.open_manifest(run_dir, allow_incomplete=not arguments.json)
+    recorded = manifest.load(run_dir)
+    if not arguments.json:
+        tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
+    from ppo_repro.commands.kinds import kind_of
+    from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds
+
     kind = kind_of(run_dir).summary
     if arguments.json:
         print_json(dataclasses.asdict(kind.summarise(run_dir, None)))
         return 0
-    tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
     if recorded.iterations:
         lines = iteration_lines(run_dir, kind.columns, 12)
         tell(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep="-"))
@@ -49,4 +58,52 @@ def show_command(arguments: argparse.Namespace) -> int:
     if recorded.status == "complete":
         summary = kind.summarise(run_dir, None)
         tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit)]))
+    return 0
+
+
+def diff_command(arguments: argparse.Namespace) -> int:
+    """Compare two recorded runs bit by bit; exit 1 at a difference."""
+    from ppo_repro.runs.diff import first_difference
+
+    return report_difference(first_difference(arguments.a, arguments.b), arguments.json, "identical")
+
+
+def report_difference(difference: Difference | None, as_json: bool, identical: str) -> int:
+    """Print what a comparison found; the exit code."""
+    fields = None if difference is None else dataclasses.asdict(difference)
+    line = identical if difference is None else f"different: {difference.describe()}"
+    print_result(as_json, {"identical": difference is None, "first_difference": fields}, [line])
+    return 0 if difference is None else 1
+
+
+def report_command(arguments: argparse.Namespace) -> int:
+    """Write one HTML page about a recorded run, or about the runs of a folder."""
+    say(f"{arguments.run}: writing a page about it")
+    try:
+        from analysis.report.build import write_report
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "analysis":
+            raise
+        raise UserError(
+            "report: `analysis` is not installed; it comes with the checkout, not with the wheel: "
+            "clone the repository and `pip install -e .` there"
+        ) from error
+    path, size = write_report(arguments.run, arguments.out, arguments.responses)
+    print_result(arguments.json, {"report": str(path), "bytes": size}, [f"report      {path} ({size / 1e6:.2f} MB)"])
+    return 0
+
+
+def track_command(arguments: argparse.Namespace) -> int:
+    """Copy a recorded run or grid into MLflow."""
+    say(f"{arguments.run}: copying it into {arguments.uri}")
+    from ppo_repro.records.reader import open_manifest
+
+    is_grid = (arguments.run / "grid.yaml").exists()
+    if not is_grid:
+        open_manifest(arguments.run, allow_incomplete=True)
+    from ppo_repro.tracking.mlflow_copy import track, track_grid
+
+    run_id = track_grid(arguments.run, arguments.uri) if is_grid else track(arguments.run, arguments.uri)
+    line = f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}"
+    print_result(arguments.json, {"run_id": run_id, "uri": masked(arguments.uri)}, [line])
     return 0

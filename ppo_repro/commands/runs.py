@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.clock import OTHER, Clock
+from ppo_repro.commands.first_look import check_files, overrides, say_first
 from ppo_repro.commands.memory import within_memory, within_recorded
+from ppo_repro.commands.recorded import report_difference
+from ppo_repro.commands.run_folders import MANIFEST
 from ppo_repro.errors import RankLost, UserError
 from ppo_repro.output import print_json, print_result, say, tell
-from ppo_repro.secrets import masked
 
 if TYPE_CHECKING:
+    from ppo_repro.config.run import RunConfig
     from ppo_repro.ranks import Ranks
-    from ppo_repro.runs.diff import Difference
     from ppo_repro.watcher import Watcher
 
 
@@ -57,26 +59,36 @@ def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
 
 @contextmanager
 def _saying_how_to_go_on(folder: Sequence[Path]) -> Iterator[None]:
-    """Add to RankLost what is kept in `folder`, the run folder where it is known by then."""
+    """Add to Ctrl-C, SIGTERM and RankLost what is kept in `folder`, the run folder where it is known by then."""
     try:
         yield
-    except RankLost as error:
-        if any((run_dir / "manifest.json").exists() for run_dir in folder):
-            kept = f"complete iterations are kept; go on with `ppo-repro resume {folder[0]}`, in one process"
+    except KeyboardInterrupt as error:
+        if any((run_dir / MANIFEST).exists() for run_dir in folder):
+            how = ", in one process" if isinstance(error, RankLost) else ""
+            kept = f"complete iterations are kept; go on with `ppo-repro resume {folder[0]}`{how}"
         else:
             kept = "nothing was recorded; start it again"
-        raise RankLost(f"{error}; {kept}") from error
+        raise type(error)(f"{error}; {kept}" if str(error) else kept) from error
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
-    from ppo_repro.config.files import load_config
+    from ppo_repro.config.files import load_config, read_tree
+    from ppo_repro.config.mistakes import command_of
+    from ppo_repro.config.section import run_folder
 
-    clock, folder = Clock(), list[Path]()
+    set_fields = overrides(arguments)
+    if command_of(read_tree(arguments.config, set_fields)) == "control":
+        return _run_control(arguments)
+    clock, folder, alone = Clock(), list[Path](), processes()[1] == 1
+    if alone:  # several processes hear of each other's mistakes, and torch is what they hear by
+        _look(load_config(arguments.config, set_fields), arguments.out)
     with _saying_how_to_go_on(folder), _working_together() as (ranks, watcher):
-        config = load_config(arguments.config, arguments.set)
+        config = load_config(arguments.config, set_fields)
+        if not alone:
+            _look(config, arguments.out)
         from ppo_repro.runs.language import LanguageKind
-        from ppo_repro.runs.run import run, run_folder
+        from ppo_repro.runs.run import run
         from ppo_repro.tracking.follower import followed
 
         folder.append(run_folder(config, arguments.out))
@@ -90,16 +102,40 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _look(config: RunConfig, out: Path) -> None:
+    """Say what begins, and check what can be checked before torch is imported."""
+    from ppo_repro.config.section import run_folder
+
+    run_dir = run_folder(config, out)
+    say_first(config, run_dir)
+    from ppo_repro.disk.folder import require_new
+
+    require_new(run_dir, MANIFEST)
+    check_files(config)
+
+
+def _run_control(arguments: argparse.Namespace) -> int:
+    """`run` of a file for `control`; UserError where an option has no meaning there."""
+    for name, given in (("--track", arguments.track is not None), ("--profile", arguments.profile)):
+        if given:
+            raise UserError(f"{name}: {arguments.config} is a file for control runs, which have no such option")
+    return control_command(arguments)
+
+
 def control_command(arguments: argparse.Namespace) -> int:
     """Run PPO on a Gymnasium environment, record every buffer, print a summary."""
     from ppo_repro.config.control import load_control_config
 
-    config = load_control_config(arguments.config, arguments.set)
+    config = load_control_config(arguments.config, overrides(arguments))
+    from ppo_repro.config.section import run_folder
+
+    folder = run_folder(config, arguments.out)
+    say_first(config, folder)
     from ppo_repro.commands.progress import ConsoleProgress
     from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
     from ppo_repro.runs.run import run
 
-    with ConsoleProgress() as watcher:
+    with _saying_how_to_go_on([folder]), ConsoleProgress() as watcher:
         run_dir, seconds = run(ControlKind(watcher), config, arguments.out)
     _report_run(run_dir, seconds, arguments.json)
     return 0
@@ -107,6 +143,7 @@ def control_command(arguments: argparse.Namespace) -> int:
 
 def resume_command(arguments: argparse.Namespace) -> int:
     """Continue a run that was killed, interrupted or failed; exit 1 if what it computes again differs."""
+    say(f"{arguments.run}: going on after what is recorded")
     from ppo_repro.commands.kinds import kind_of
 
     kind = kind_of(arguments.run)
@@ -114,7 +151,11 @@ def resume_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.ranks import ALONE
     from ppo_repro.runs.run import resume
 
-    with ConsoleProgress() as watcher, within_recorded(arguments.run, arguments.set):
+    with (
+        _saying_how_to_go_on([arguments.run]),
+        ConsoleProgress() as watcher,
+        within_recorded(arguments.run, arguments.set),
+    ):
         resumed = resume(kind.executed_by(watcher, ALONE), arguments.run, arguments.set)
     where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
     say(f"{where}; {resumed.recorded - resumed.start} recorded iterations came out identical")
@@ -145,9 +186,10 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
 
 def rerun_command(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer; exit 1 at a difference."""
+    say(f"{arguments.run}: computing everything again, to compare every buffer")
     from ppo_repro.commands.kinds import kind_of
 
-    with _saying_how_to_go_on([]), _working_together() as (ranks, watcher):
+    with _working_together() as (ranks, watcher):
         kind = kind_of(arguments.run)
         from ppo_repro.runs.run import rerun
 
@@ -156,60 +198,15 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     if not ranks.is_first:
         return 0 if report.difference is None else 1
     identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"
-    return _report_difference(report.difference, arguments.json, identical)
-
-
-def diff_command(arguments: argparse.Namespace) -> int:
-    """Compare two recorded runs bit by bit; exit 1 at a difference."""
-    from ppo_repro.runs.diff import first_difference
-
-    return _report_difference(first_difference(arguments.a, arguments.b), arguments.json, "identical")
-
-
-def _report_difference(difference: Difference | None, as_json: bool, identical: str) -> int:
-    fields = None if difference is None else dataclasses.asdict(difference)
-    line = identical if difference is None else f"different: {difference.describe()}"
-    print_result(as_json, {"identical": difference is None, "first_difference": fields}, [line])
-    return 0 if difference is None else 1
-
-
-def probe_command(arguments: argparse.Namespace) -> int:
-    """Check every invariance on this machine, with a negative control; exit 1 if one fails."""
-    from ppo_repro.config.files import load_config
-
-    config = load_config(arguments.config, arguments.set)
-    from ppo_repro.checks.probe import failures, probe, render
-    from ppo_repro.records.accuracy import sentence
-
-    found = probe(config)
-    failed, accuracy = failures(found.rows), found.accuracy
-    if accuracy is not None and accuracy.is_low:
-        say(f"warning: {sentence(accuracy)}")
-    if arguments.json:
-        print_json({**dataclasses.asdict(found), "failures": failed})
-    else:
-        tell(render(found.rows))
-        if accuracy is not None:
-            tell(sentence(accuracy))
-        tell("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
-    return 1 if failed else 0
-
-
-def bisect_command(arguments: argparse.Namespace) -> int:
-    """Find the module and the condition from which sampler and trainer differ."""
-    from ppo_repro.checks.bisect import bisect, lines
-
-    bisection = bisect(arguments.source, arguments.set, arguments.out)
-    print_result(arguments.json, dataclasses.asdict(bisection), lines(bisection))
-    # exact numerics promise that no op differs; native ones promise nothing
-    return 1 if bisection.first_divergent_op["exact"] else 0
+    return report_difference(report.difference, arguments.json, identical)
 
 
 def dpo_command(arguments: argparse.Namespace) -> int:
     """Train by DPO on the responses of a recorded run, as a baseline."""
     from ppo_repro.config.files import load_dpo_config
 
-    config = load_dpo_config(arguments.config, arguments.set)
+    config = load_dpo_config(arguments.config, overrides(arguments))
+    say(f"{config.experiment}, seed {config.seed}: DPO on the responses of {config.run}")
     from ppo_repro.commands.progress import ConsoleProgress
     from ppo_repro.dpo.run import lines, train_dpo
 
@@ -219,52 +216,8 @@ def dpo_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def plan_command(arguments: argparse.Namespace) -> int:
-    """Work out how much memory a configuration needs, without loading a weight."""
-    from ppo_repro.config.files import load_config
-
-    config = load_config(arguments.config, arguments.set)
-    from ppo_repro.plan.report import as_json, lines
-    from ppo_repro.plan.shapes import plan_run
-
-    plan = plan_run(config)
-    print_result(arguments.json, as_json(plan), lines(plan))
-    return 0
-
-
 def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
     from ppo_repro.commands import grid
 
     return grid.run(arguments)
-
-
-def report_command(arguments: argparse.Namespace) -> int:
-    """Write one HTML page about a recorded run, or about the runs of a folder."""
-    try:
-        from analysis.report.build import write_report
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "analysis":
-            raise
-        raise UserError(
-            "report: `analysis` is not installed; it comes with the checkout, not with the wheel: "
-            "clone the repository and `pip install -e .` there"
-        ) from error
-    path, size = write_report(arguments.run, arguments.out, arguments.responses)
-    print_result(arguments.json, {"report": str(path), "bytes": size}, [f"report      {path} ({size / 1e6:.2f} MB)"])
-    return 0
-
-
-def track_command(arguments: argparse.Namespace) -> int:
-    """Copy a recorded run or grid into MLflow."""
-    from ppo_repro.records.reader import open_manifest
-
-    is_grid = (arguments.run / "grid.yaml").exists()
-    if not is_grid:
-        open_manifest(arguments.run, allow_incomplete=True)
-    from ppo_repro.tracking.mlflow_copy import track, track_grid
-
-    run_id = track_grid(arguments.run, arguments.uri) if is_grid else track(arguments.run, arguments.uri)
-    line = f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}"
-    print_result(arguments.json, {"run_id": run_id, "uri": masked(arguments.uri)}, [line])
-    return 0

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+MOST = 30  # mistakes that are told; a screen holds no more
 LIKE = 0.65  # share of letters in common from which one word may be meant by another
 Sections = tuple[type[BaseModel], ...]
 # of each kind of file a field that no other kind has, and the command that takes the file
@@ -18,7 +19,9 @@ COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "g
 
 def mistakes(model: type[BaseModel], error: ValidationError) -> list[str]:
     """One line for each mistake that pydantic found in a `model`, in the order of its fields."""
-    return [line for details in error.errors(include_url=False) for line in _lines(model, details)]
+    found = error.errors(include_url=False)
+    lines = [line for details in found[:MOST] for line in _lines(model, details)]
+    return lines if len(found) <= MOST else [*lines, f"{len(found) - MOST} more mistakes; correct these first"]
 
 
 def command_of(tree: object) -> str | None:

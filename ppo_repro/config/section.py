@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -67,6 +68,11 @@ class Experiment(Section):
     def digest(self) -> str:
         """First 12 hex digits of the SHA-256 of the canonical JSON."""
         return tree_digest(self.model_dump(mode="json"))
+
+
+def run_folder(config: Experiment, out: Path) -> Path:
+    """OUT/<experiment>/seed<seed>-<config digest>."""
+    return out / config.experiment / f"seed{config.seed}-{config.digest()}"
 
 
 def canonical_json(tree: Any) -> str:

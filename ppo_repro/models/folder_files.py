@@ -35,6 +35,8 @@ def check_config(folder: Path, where: str) -> None:
     """Raise UserError, beginning with `where`, unless config.json may describe a model in plain floating point."""
     if (folder / ADAPTER).is_file():
         raise UserError(f"{where}: has {ADAPTER}: an adapter; merge it into its base model and save that")
+    if not folder.is_dir():
+        raise UserError(f"{where}: there is no such folder{_how_to_get(folder)}")
     if not (folder / "config.json").is_file():
         raise UserError(f"{where}: must be a transformers model folder; there is no config.json in it")
     config = _read_object(folder / "config.json", where)
@@ -49,6 +51,18 @@ def check_config(folder: Path, where: str) -> None:
         if config.get(name) not in _ATTENTION:
             raise UserError(f"{where}: config.json has {name} = {config[name]!r}; must be eager or sdpa, or remove it")
     _check_sizes(config, where)
+
+
+def _how_to_get(folder: Path) -> str:
+    """What to do about a folder that is not there: a path of two names is what the Hub calls a model."""
+    named = folder.relative_to(Path.cwd()).parts if folder.is_relative_to(Path.cwd()) else folder.parts
+    if len(named) != 2 or folder.parent.is_dir():
+        return "; give the folder of a model on this machine"
+    owner, name = named
+    return (
+        f"; where {owner}/{name} is a model of the Hub, download it first: "
+        f"`hf download {owner}/{name} --local-dir models/{name}`, then give models/{name}"
+    )
 
 
 def check_tokenizer(folder: Path, where: str) -> None:
@@ -147,7 +161,7 @@ def _check_index(folder: Path, where: str) -> None:
 def _tensors_of(path: Path, where: str) -> set[str]:
     """The names of the tensors in a file, from its header. UserError where one is in no format that loads exactly."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="numpy") as file:
             kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{where}: {path.name} cannot be read ({_short(error)}); restore it") from error

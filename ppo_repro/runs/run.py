@@ -14,6 +14,7 @@ from ppo_repro.clock import OTHER, Clock
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import run_folder
 from ppo_repro.disk import durable
 from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import PromiseBroken, UserError
@@ -27,11 +28,6 @@ from ppo_repro.runs.diff import Difference, first_final_difference, iteration_di
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.lifetime import kept_if_unequal, mark_ended, new_run
-
-
-def run_folder(config: RunConfig | ControlConfig, out: Path) -> Path:
-    """OUT/<experiment>/seed<seed>-<config digest>."""
-    return out / config.experiment / f"seed{config.seed}-{config.digest()}"
 
 
 def run(

@@ -10,8 +10,10 @@ from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
-from ppo_repro.records import accuracy, reader, times
-from ppo_repro.records.accuracy import Accuracy
+from ppo_repro.config.reward import ExactMatch
+from ppo_repro.records import reader, times
+from ppo_repro.records.accuracy import Accuracy, sentence
+from ppo_repro.records.accuracy import read as read_accuracy
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
 
@@ -126,6 +128,8 @@ class LanguageSummary(Counts):
     reward_last: float
     accuracy_before: float
     accuracy_after: float
+    score_before: float  # mean score of the held-out responses, greedy
+    score_after: float
     numerical_accuracy: Accuracy | None  # of the log-probs at the start; None where it was not measured
 
 
@@ -139,20 +143,30 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Languag
         reward_last=float(rows["reward_mean"].iloc[-1]),
         accuracy_before=float(rows["eval_accuracy"].iloc[0]),
         accuracy_after=float(manifest.final["eval_accuracy"]),
-        numerical_accuracy=accuracy.read(run_dir, manifest),
+        score_before=float(rows["eval_score"].iloc[0]),
+        score_after=float(manifest.final["eval_score"]),
+        numerical_accuracy=read_accuracy(run_dir, manifest),
     )
+
+
+def _change(what: str, before: float, after: float) -> str:
+    direction = "rose" if after > before else "fell" if after < before else "stayed"
+    return f"{what} {direction} from {before:.3f} to {after:.3f} (greedy)"
 
 
 def _verdicts(summary: LanguageSummary) -> list[str]:
     config = load_recorded_config(summary.run_dir)
-    change = summary.accuracy_after - summary.accuracy_before
-    direction = "rose" if change > 0 else "fell" if change < 0 else "stayed"
+    accuracy = _change("held-out accuracy", summary.accuracy_before, summary.accuracy_after)
+    score = _change("held-out score", summary.score_before, summary.score_after)
+    # a reward of the user's own is what was trained, and its responses need not be equal to an answer
+    own = any(not isinstance(term, ExactMatch) for term in config.reward.terms)
     return [
-        f"held-out accuracy {direction} from {summary.accuracy_before:.3f} to {summary.accuracy_after:.3f} (greedy)",
+        *([score] if own else []),
+        accuracy,
         f"mean reward per response {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
         f"{summary.iterations} iterations, {summary.tokens:,} response tokens",
         *agreement(summary, config.ppo.ratio_anchor, config.value.kind != "none"),
-        *([] if summary.numerical_accuracy is None else [accuracy.sentence(summary.numerical_accuracy)]),
+        *([] if summary.numerical_accuracy is None else [sentence(summary.numerical_accuracy)]),
     ]
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from ppo_repro.config.run import ArithmeticTask, JsonlTask, RunConfig
 from ppo_repro.disk.json_lines import Line, read_lines, text_field
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
-from ppo_repro.rollout.engine import Request, Sampling, check_request
 from ppo_repro.seeding import permutation
+
+if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def encode_all(
     problems: Iterable[Problem], encode: Callable[[Problem], tuple[int, ...]], config: RunConfig, vocab_size: int
 ) -> dict[str, tuple[int, ...]]:
     """Token ids of every prompt by key; UserError names the first prompt that the engine cannot serve."""
+    from ppo_repro.rollout.engine import Request, Sampling, check_request
+
     sampling = Sampling(1.0, 0, 1.0, config.rollout.max_response_tokens)
     ids = {}
     for problem in problems:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ppo_repro.config.reward import ExactMatch, FormatReward, FunctionReward, LengthReward, RewardConfig, RewardTerm
+from ppo_repro.config.reward import ExactMatch, FormatReward, LengthReward, RewardConfig, RewardTerm
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
+from ppo_repro.tasks.function_path import function_paths, parse
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.user_functions import (
     FLOAT32_MAX,
@@ -19,7 +20,6 @@ from ppo_repro.tasks.user_functions import (
     check_repeats,
     load,
     numbers,
-    parse,
 )
 
 # thoughts, then the answer, each in its own tags and nothing outside them. DeepSeek-AI, 2025, table 1.
@@ -69,20 +69,14 @@ def formatted_answer(response: str) -> str | None:
     return None if match is None else match.group(1)
 
 
-def _functions(config: RewardConfig) -> list[tuple[str, str]]:
-    """(field, FILE.py:FUNCTION) of every function in a reward."""
-    terms = [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, FunctionReward)]
-    return terms if config.potential is None else [*terms, ("reward.potential", config.potential)]
-
-
 def reward_files(config: RewardConfig) -> list[Path]:
     """The Python files of a reward; UserError as for `load_judge`."""
-    return [parse(field, function)[0] for field, function in _functions(config)]
+    return [parse(field, function)[0] for field, function in function_paths(config)]
 
 
 def load_judge(config: RewardConfig) -> Judge:
     """The reward with the user's functions loaded; UserError names what is wrong with them."""
-    loaded = {field: load(field, function) for field, function in _functions(config)}
+    loaded = {field: load(field, function) for field, function in function_paths(config)}
     functions = tuple(loaded.get(f"reward.terms.{i}.path") for i in range(len(config.terms)))
     return Judge(config, functions, loaded.get("reward.potential"))
 

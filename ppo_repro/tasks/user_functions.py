@@ -21,6 +21,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 from ppo_repro.tasks import process_state
 from ppo_repro.tasks.containment import Contained, contained
+from ppo_repro.tasks.function_path import parse
 from ppo_repro.tasks.process_state import ProcessState
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -45,16 +46,6 @@ class UserFunction:
     line: int  # where it begins; 0 where that is unknown
     function: Callable[[str, str, str], object]
     state: ProcessState  # of the process as the file left it; every call begins in it
-
-
-def parse(field: str, function: str) -> tuple[Path, str]:
-    """File and function of `FILE.py:FUNCTION`; UserError if it has another form or there is no such file."""
-    file, colon, name = function.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f"{field} = {function!r}: must be FILE.py:FUNCTION")
-    if not Path(file).is_file():
-        raise UserError(f"{field} = {function!r}: there is no file {file}")
-    return Path(file), name
 
 
 def load(field: str, function: str) -> UserFunction:

@@ -146,6 +146,9 @@ LOGINS = [
     ("postgresql+psycopg2://u:se/cr@et@host:5/db", "postgresql+psycopg2://***@host:5/db"),
     ("failed (http://u:secret@h); see http://u:secret@h/y", "failed (http://***@h); see http://***@h/y"),
     ("http://host/?password=secret&x=1", "http://host/?password=***&x=1"),
+    ("--api-key secret --x", "--api-key *** --x"),
+    ("['--admin-api-key', 'secret']", "['--admin-api-key', '***']"),
+    ("[--hf-token=secret]", "[--hf-token=***]"),
 ]
 
 
@@ -157,7 +160,10 @@ def test_a_password_is_masked(text: str, shown: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr() == (shown + "\n", shown + "\n")
 
 
-@pytest.mark.parametrize("text", ["http://host:5000/a@b", "sqlite:////home/me@work/x.db", "a@b: c", "s3://bucket/x@y"])
+@pytest.mark.parametrize(
+    "text",
+    ["http://host:5000/a@b", "sqlite:////home/me@work/x.db", "a@b: c", "s3://bucket/x@y", "--max-total-tokens 9"],
+)
 def test_what_is_no_password_stays(text: str) -> None:
     assert masked(text) == text and not has_password(text)
 

@@ -222,8 +222,11 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.rstrip().splitlines()[-1] == "interrupted; complete iterations are kept" and "Traceback" not in err
     run_dir = next(tmp_path.rglob("manifest.json")).parent
+    assert err.rstrip().splitlines()[-1] == (
+        f"interrupted; complete iterations are kept; go on with `ppo-repro resume {run_dir}`"
+    )
+    assert "Traceback" not in err
     assert manifest.load(run_dir).status == "interrupted"
     with pytest.raises(UserError, match="the run is interrupted"):
         reader.read_tokens(run_dir)
@@ -245,6 +248,7 @@ def test_ctrl_c_before_the_first_iteration_leaves_nothing(tmp_path: Path) -> Non
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
+    assert err.rstrip().endswith("interrupted; nothing was recorded; start it again")
     assert not list(tmp_path.rglob("manifest.json"))
 
 
@@ -266,12 +270,14 @@ def test_help_needs_no_heavy_import() -> None:
 
 @pytest.mark.usefixtures("row_noise")
 def test_probe_holds_and_its_control_finds_differences(cli: Cli) -> None:
-    code, out, _ = cli("probe", SMALL, "--json")
+    code, out, err = cli("probe", SMALL, "--json")
     found = json.loads(out)
     assert code == 0 and found["failures"] == []
     assert sum(row["unequal_exact"] for row in found["rows"]) == 0
     assert next(r for r in found["rows"] if r["promise"] == "decode = full forward")["unequal_native"] > 0
     assert 0 < found["accuracy"]["ratio"] < 4 and found["accuracy"]["tokens"] > 50
+    count = 2 * len(found["rows"])
+    assert f"checks {count}/{count}: native: " in err
 
 
 def test_probe_fails_where_the_control_finds_nothing() -> None:
@@ -287,10 +293,12 @@ def test_a_probe_says_which_layer_is_inaccurate(cli: Cli, monkeypatch: pytest.Mo
     from ppo_repro.records.accuracy import Accuracy
 
     low = Accuracy(252, 5e-5, 2e-4, 1e-6, 4e-6, 50.0, "model.layers.1", 3e-4)
-    monkeypatch.setattr(probe, "probe", lambda config: probe.Probed([probe.Row(probe.CONTROL, "", 10, 0, 3)], low))
+    monkeypatch.setattr(
+        probe, "probe", lambda config, progress: probe.Probed([probe.Row(probe.CONTROL, "", 10, 0, 3)], low)
+    )
     code, out, err = cli("probe", SMALL)
     assert code == 0 and "ratio 50.00" in out
-    (line,) = err.splitlines()
+    _, line = err.splitlines()
     assert line.startswith("warning: exact log-probs") and "model.layers.1 lost most" in line
 
 

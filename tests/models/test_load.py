@@ -131,7 +131,7 @@ OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "nested too deep": (text("config.json", "[" * 100_000), r"config\.json cannot be read as JSON"),
     "no fields": (text("config.json", "{}"), "Unrecognized model"),
     "absent": (lambda folder: (folder / "config.json").unlink(), r"there is no config\.json in it"),
-    "no folder": (shutil.rmtree, r"there is no config\.json in it"),
+    "no folder": (shutil.rmtree, "there is no such folder; give the folder of a model"),
     "no heads": (config(num_attention_heads=0), "num_attention_heads = 0; must be an integer from 1"),
     "heads of keys": (config(num_key_value_heads=3), "4 heads; must be a multiple of num_key_value_heads = 3"),
     "no heads of keys": (config(num_key_value_heads=0), "num_key_value_heads = 0; must be an integer from 1"),

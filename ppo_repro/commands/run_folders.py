@@ -1,0 +1,90 @@
+"""Run folders under a folder: which there are, and which one was written last."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ppo_repro.clock import duration
+from ppo_repro.errors import UserError
+from ppo_repro.output import print_result
+
+RUNS = Path("runs")  # where commands put runs unless --out says otherwise
+LATEST = "latest"  # what stands for the newest of them
+MANIFEST = "manifest.json"
+_UNFINISHED = (".tmp", ".removed")  # folders that a killed process left
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One run folder."""
+
+    folder: str
+    kind: str
+    state: str  # as in its manifest; `killed` where that says running and nobody writes it; `damaged`
+    iterations: int
+    fingerprint: str
+    age_seconds: float  # since the manifest was written
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Every folder with a manifest below `root`, in no order; nothing inside them is looked at, no link followed."""
+    for folder, subfolders, files in os.walk(root):
+        if MANIFEST in files:
+            subfolders.clear()
+            yield Path(folder)
+        subfolders[:] = [name for name in subfolders if not name.endswith(_UNFINISHED)]
+
+
+def latest_run(root: Path = RUNS) -> Path:
+    """The run below `root` that was written last; UserError where there is none."""
+    found = list(run_folders(root))
+    if not found:
+        raise UserError(f"{LATEST}: there is no run in {root}; give the folder of a run, or go to where {root} is")
+    return max(found, key=lambda run_dir: (_written(run_dir), str(run_dir)))
+
+
+def ls_command(arguments: argparse.Namespace) -> int:
+    """List the runs of a folder, the newest first: state, iterations, fingerprint, age."""
+    if not arguments.folder.is_dir():
+        raise UserError(f"{arguments.folder}: no such folder; give the one that runs went to")
+    found = sorted((_listed(run_dir) for run_dir in run_folders(arguments.folder)), key=lambda run: run.age_seconds)
+    print_result(arguments.json, {"runs": [asdict(run) for run in found]}, _lines(found, arguments.folder))
+    return 0
+
+
+def _written(run_dir: Path) -> float:
+    try:
+        return (run_dir / MANIFEST).stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
+
+
+def _listed(run_dir: Path) -> Listed:
+    from ppo_repro.disk.folder import has_writer
+    from ppo_repro.records import manifest
+
+    age = max(time.time() - _written(run_dir), 0.0)
+    try:
+        head = manifest.load_head(run_dir)
+    except UserError:
+        return Listed(str(run_dir), "-", "damaged", 0, "-", age)
+    killed = head.status == "running" and not has_writer(run_dir)
+    state = "killed" if killed else head.status
+    return Listed(str(run_dir), head.kind, state, head.num_iterations, head.fingerprint, age)
+
+
+def _lines(found: list[Listed], root: Path) -> list[str]:
+    if not found:
+        return [f"no run in {root}"]
+    width = max(len(run.folder) for run in found)
+    lines = [f"{'run':<{width}}  {'kind':<9}{'state':<12}{'iterations':>10}  {'fingerprint':<13}age"]
+    return lines + [
+        f"{run.folder:<{width}}  {run.kind:<9}{run.state:<12}{run.iterations:>10}  {run.fingerprint[:12]:<13}"
+        f"{duration(run.age_seconds)}"
+        for run in found
+    ]

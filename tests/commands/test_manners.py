@@ -1,0 +1,253 @@
+"""Small things that a person at a terminal expects: help, words that were meant, seeds, lists, the latest run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.clock import duration
+from ppo_repro.commands.progress import ConsoleProgress
+from ppo_repro.commands.run_folders import latest_run
+from ppo_repro.config.files import load_config
+from ppo_repro.config.section import run_folder
+from ppo_repro.disk.folder import only_writer
+from ppo_repro.records import manifest
+from tests.support.cli import Cli, one_line
+from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY, TINY_GRID
+
+
+def errors(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("error: ")]
+
+
+def test_without_a_command_there_is_help(cli: Cli) -> None:
+    code, out, err = cli()
+    assert code == 0 and err == "" and out == cli("--help")[1] and "resume" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rnu", "x"], "invalid choice: 'rnu'"),
+        (["rnu", "x"], "; did you mean run?; try ppo-repro --help"),
+        (["resum", "x"], "did you mean resume?"),
+        (["run", str(TINY), "--sed", "1"], "did you mean --seed?"),
+        (["run", str(TINY), "--out-dir", "x"], "unrecognized arguments: --out-dir"),
+        (["fetch", "smolm2"], "did you mean smollm2?"),
+    ],
+)
+def test_the_word_that_was_meant(cli: Cli, arguments: list[str], said: str) -> None:
+    code, out, err = cli(*arguments)
+    assert code == 2 and out == "" and said in one_line(err)
+
+
+def test_nothing_is_guessed_for_a_word_that_is_like_none(cli: Cli) -> None:
+    assert "did you mean" not in cli("zzqqxx")[2]
+
+
+def test_all_mistakes_of_a_file_have_lines(cli: Cli, tmp_path: Path) -> None:
+    text = TINY.read_text().replace("seed:", "sed:").replace("epochs:", "epoch:")
+    (tmp_path / "c.yaml").write_text(text)
+    code, _, err = cli("plan", tmp_path / "c.yaml", "--set", "numerics.mode=exat")
+    assert code == 2 and len(errors(err)) == 5 and err.count(str(tmp_path / "c.yaml")) == 5
+    for meant in ("did you mean seed?", "did you mean ppo.epochs?", "did you mean exact?"):
+        assert meant in err
+
+
+def test_a_file_full_of_mistakes_fills_no_screen(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("".join(f"field{index}: 1\n" for index in range(1000)))
+    code, _, err = cli("plan", tmp_path / "c.yaml")
+    assert code == 2 and len(errors(err)) == 31 and errors(err)[-1].endswith("more mistakes; correct these first")
+
+
+def test_the_seed_of_the_command_line(cli: Cli) -> None:
+    code, out, _ = cli("plan", TINY, "--seed", "7", "--json")
+    assert code == 0 and json.loads(out)
+    code, _, err = cli("plan", TINY, "--seed", "7", "--set", "seed=8")
+    assert code == 2 and "--seed 7: --set seed=... gives the seed too; keep one" in one_line(err)
+    code, _, err = cli("plan", TINY, "--seed", str(2**63))
+    assert code == 2 and f"seed = {2**63}: input should be less than" in one_line(err)
+    code, _, err = cli("plan", TINY, "--seed", "-1")
+    assert code == 2
+
+
+def test_run_takes_a_file_for_control_runs(cli: Cli, tmp_path: Path) -> None:
+    code, out, err = cli("run", SMALL_CONTROL, "--out", tmp_path, "--seed", "5", "--json")
+    assert code == 0 and "seed 5: " in err
+    summary = json.loads(out)
+    assert manifest.load_head(Path(summary["run_dir"])).kind == "control" and "/seed5-" in summary["run_dir"]
+    code, _, err = cli("run", SMALL_CONTROL, "--out", tmp_path / "other", "--profile")
+    assert code == 2 and "--profile: " in one_line(err) and "have no such option" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "other"),
+    [
+        ("run", TINY_GRID, "grid"),
+        ("run", ROOT / "experiments" / "dpo.yaml", "dpo"),
+        ("plan", SMALL_CONTROL, "control"),
+        ("probe", SMALL_CONTROL, "control"),
+        ("grid", TINY, "run"),
+        ("dpo", TINY, "run"),
+        ("control", TINY, "run"),
+        ("bisect", SMALL_CONTROL, "control"),
+    ],
+)
+def test_a_file_for_another_command_names_it(cli: Cli, command: str, path: Path, other: str) -> None:
+    code, out, err = cli(command, path)
+    assert code == 2 and out == "" and f"is a file for `ppo-repro {other}`" in one_line(err)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, exact_run: Path, native_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory with runs of an hour, a day and a minute ago; the newest is damaged."""
+    root = tmp_path / "runs"
+    for name, source, age in (("a/one", exact_run, 3600), ("two", native_run, 90_000), ("a/b/three", exact_run, 200)):
+        shutil.copytree(source, root / name)
+        written = time.time() - age
+        os.utime(root / name / manifest.FILE_NAME, (written, written))
+    damaged = root / "a" / "b" / "three" / manifest.FILE_NAME
+    damaged.write_text(damaged.read_text().replace('"complete"', '"running"'))
+    os.utime(damaged, (time.time() - 200,) * 2)
+    shutil.copytree(exact_run, root / "four.tmp")
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, exact_run: Path) -> None:
+    code, out, _ = cli("ls", "--json")
+    found = json.loads(out)["runs"]
+    assert code == 0 and [run["folder"] for run in found] == ["runs/a/b/three", "runs/a/one", "runs/two"]
+    assert [run["state"] for run in found] == ["damaged", "complete", "complete"]
+    head = manifest.load_head(exact_run)
+    assert found[1]["fingerprint"] == head.fingerprint and found[1]["iterations"] == head.num_iterations
+    assert found[1]["kind"] == "language" and 3600 <= found[1]["age_seconds"] < 3700
+    code, out, _ = cli("ls", runs / "a")
+    lines = out.splitlines()
+    assert code == 0 and lines[0].split() == ["run", "kind", "state", "iterations", "fingerprint", "age"]
+    assert [line.split()[0] for line in lines[1:]] == [str(runs / "a/b/three"), str(runs / "a/one")]
+    assert lines[2].split()[1:] == [
+        "language",
+        "complete",
+        str(head.num_iterations),
+        head.fingerprint[:12],
+        "60",
+        "min",
+    ]
+
+
+def test_ls_tells_a_killed_run_from_one_that_is_written(cli: Cli, runs: Path) -> None:
+    run_dir = runs / "a" / "one"
+    head = manifest.load_head(run_dir)
+    running = head.model_copy(update={"status": "running", "final": {}, "fingerprint": "0" * 64, "ending": {}})
+    manifest.save(running, run_dir)
+    with only_writer(run_dir):
+        assert json.loads(cli("ls", runs / "a", "--json")[1])["runs"][0]["state"] == "running"
+    assert json.loads(cli("ls", runs / "a", "--json")[1])["runs"][0]["state"] == "killed"
+    with only_writer(run_dir):
+        pass  # looking left no lock
+
+
+def test_ls_of_nothing(cli: Cli, tmp_path: Path) -> None:
+    assert cli("ls", tmp_path)[:2] == (0, f"no run in {tmp_path}\n")
+    code, _, err = cli("ls", tmp_path / "absent")
+    assert code == 2 and "no such folder; give the one that runs went to" in one_line(err)
+
+
+def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
+    shutil.rmtree(runs / "a" / "b")
+    assert latest_run() == Path("runs/a/one")
+    code, out, _ = cli("show", "latest")
+    assert code == 0 and out.startswith("runs/a/one: complete")
+    assert cli("verify", "latest")[0] == 0
+    assert cli("diff", "latest", runs / "a" / "one")[0] == 0
+    assert cli("diff", "latest", runs / "two")[0] == 1
+    os.utime(runs / "two" / manifest.FILE_NAME)
+    assert cli("diff", "latest", runs / "two")[0] == 0
+
+
+def test_latest_without_a_run(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("show", "resume", "rerun", "verify", "track", "report", "replay", "bisect"):
+        code, out, err = cli(command, "latest")
+        assert code == 2 and out == "" and "there is no run in runs; give the folder of a run" in one_line(err)
+    (tmp_path / "latest").mkdir()
+    assert "latest: holds no manifest.json" in cli("show", "latest")[2], "a folder of that name is what is meant"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "2 h"), (86400 * 1.5, "2 d")]
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_progress_says_how_long_the_rest_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with ConsoleProgress() as watcher:
+        for done in range(1, 21):
+            watcher.iteration(done, 20, "x")
+            clock[0] += 30.0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "PPO 2/20: x  about 9 min left" and lines[-1] == "PPO 20/20: x"
+    assert "PPO 18/20: x  about 60 s left" in lines
+
+
+def test_the_headline_of_a_reward_of_ones_own_is_its_score(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def r(prompt, response, answer):\n    return -float(len(response))\n")
+    own = f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]"
+    code, out, _ = cli("run", SMALL, "--out", tmp_path, "--set", own, "--set", "ppo.iterations=1")
+    assert code == 0 and out.startswith("held-out score ") and out.splitlines()[1].startswith("held-out accuracy ")
+    summary = json.loads(cli("show", run_folder(load_config(SMALL, [own, "ppo.iterations=1"]), tmp_path), "--json")[1])
+    assert summary["score_before"] < 0 and f" to {summary['score_after']:.3f} (greedy)" in out.splitlines()[0]
+
+
+def test_the_headline_without_one_is_accuracy(cli: Cli, exact_run: Path) -> None:
+    out = cli("show", exact_run)[1]
+    assert "held-out accuracy " in out and "held-out score" not in out
+
+
+def completions(line: str, shell: str = "bash", cwd: Path = ROOT) -> set[str]:
+    """What a shell is offered for a line that the cursor stands behind."""
+    environment = {
+        **os.environ, "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_SHELL": shell, "_ARGCOMPLETE_STDOUT_FILENAME": "/dev/stdout", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "ppo_repro"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, check=False)
+    assert done.returncode == 0, done.stderr
+    return {word.strip() for word in done.stdout.split("\n")}
+
+
+def test_a_shell_completes_commands_options_fields_and_runs(tmp_path: Path, runs: Path) -> None:
+    pytest.importorskip("argcomplete")
+    assert completions("ppo-repro re") >= {"resume", "rerun", "report", "replay"}
+    assert "--seed" in completions("ppo-repro run --s") and "--set" in completions("ppo-repro run --s")
+    assert "ppo.objective.clip_range=" in completions("ppo-repro run x.yaml --set ppo.objective.cl")
+    assert completions("ppo-repro show lat", cwd=tmp_path) == {"latest"}
+    assert "runs/two" in completions("ppo-repro show runs/t", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_for_a_shell(cli: Cli, shell: str) -> None:
+    pytest.importorskip("argcomplete")
+    code, out, _ = cli("completion", shell)
+    assert code == 0 and "ppo-repro" in out and "_ARGCOMPLETE" in out
+    if shutil.which(shell):
+        assert subprocess.run([shell, "-n"], input=out, text=True, check=False).returncode == 0
+
+
+def test_completion_without_its_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    code, _, err = cli("completion", "bash")
+    assert code == 2 and "install it: pip install argcomplete" in one_line(err)

@@ -1,0 +1,88 @@
+"""`init`: what it writes runs as it is, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.commands.first_look import check_files
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import ModelFolder
+from tests.support.cli import Cli, one_line
+from tests.support.paths import ROOT
+
+FILES = ["prompts.jsonl", "reward.py", "run.yaml", "test_run.py"]
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+
+
+def test_a_folder_to_start_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = cli("init", "new/one")
+    assert code == 0 and sorted(p.name for p in (tmp_path / "new" / "one").iterdir()) == FILES
+    assert "cd new/one && ppo-repro run run.yaml" in out and "fetch smollm2" in out
+    monkeypatch.chdir(tmp_path / "new" / "one")
+    config = load_config(Path("run.yaml"))
+    check_files(config)
+    assert config.model.kind == "tiny" and len(Path("prompts.jsonl").read_text().splitlines()) == 400
+    done = pytest_in(tmp_path / "new" / "one", "-k", "not one_iteration")
+    assert done.returncode == 0 and "2 passed" in done.stdout
+
+
+def test_the_current_directory_is_what_is_meant_without_a_folder(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = cli("init", "--json")
+    assert code == 0 and sorted(json.loads(out)["files"]) == sorted(p.name for p in tmp_path.iterdir()) == FILES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_overwritten(cli: Cli, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    code, out, err = cli("init", tmp_path)
+    assert code == 2 and out == "" and f"{tmp_path / name}: exists already; nothing was written" in one_line(err)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_a_file_in_the_way(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    code, _, err = cli("init", tmp_path / "file" / "in")
+    assert code == 2 and "cannot be made (Not a directory); choose another folder" in one_line(err)
+
+
+def test_the_real_model_is_taken_where_it_was_fetched(
+    cli: Cli, tmp_path: Path, exact_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "models" / "smollm2"
+    shutil.copytree(exact_run / "checkpoints" / "final", model)
+    code, out, _ = cli("init", "new")
+    assert code == 0 and "SmolLM2 in models/smollm2" in out
+    monkeypatch.chdir(tmp_path / "new")
+    config = load_config(Path("run.yaml"))
+    assert isinstance(config.model, ModelFolder) and Path(config.model.path) == model
+    check_files(config)
+
+
+@pytest.mark.slow
+def test_what_it_writes_trains_and_its_own_test_passes(cli: Cli, tmp_path: Path) -> None:
+    assert cli("init", tmp_path / "new")[0] == 0
+    done = pytest_in(tmp_path / "new")
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+    command = [sys.executable, "-m", "ppo_repro", "run", "run.yaml", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "new", env=environment, check=False)
+    assert ran.returncode == 0, ran.stderr
+    summary = json.loads(ran.stdout)
+    assert summary["unequal_old_rollout_logprobs"] == 0 and summary["reward_last"] > summary["reward_first"]

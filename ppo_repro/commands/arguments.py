@@ -13,7 +13,6 @@ from ppo_repro import __version__
 from ppo_repro.commands import audit
 from ppo_repro.commands.checks import bisect_command, plan_command, probe_command
 from ppo_repro.commands.completion import SHELLS, completion_command, fields, run_names
-from ppo_repro.commands.fetch import FETCHED, fetch_command
 from ppo_repro.commands.recorded import (
     diff_command,
     replay_command,
@@ -31,7 +30,7 @@ from ppo_repro.commands.runs import (
     resume_command,
     run_command,
 )
-from ppo_repro.commands.start import init_command
+from ppo_repro.commands.start import FETCHED, fetch_command, init_command
 from ppo_repro.config.mistakes import did_you_mean
 from ppo_repro.config.section import check_path
 from ppo_repro.errors import UserError

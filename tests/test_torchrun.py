@@ -195,7 +195,9 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path, signalled: tuple[int, ...]) -> N
         processes[rank].send_signal(signal.SIGINT)
     ended = end(processes)
     assert [e.code for e in ended] == [130, 130]
-    assert ended[0].errors == ["interrupted; complete iterations are kept"] and ended[1].err == ""
+    (said,) = ended[0].errors
+    assert said.startswith("interrupted; complete iterations are kept; go on with `ppo-repro resume ")
+    assert ended[1].err == ""
     assert status(tmp_path) == "interrupted"
 
 

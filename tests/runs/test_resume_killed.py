@@ -67,8 +67,10 @@ def test_sigterm_ends_a_run_like_ctrl_c(cli: Cli, tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert code == 143 and "Traceback" not in err
-    assert err.rstrip().splitlines()[-1] == "terminated; complete iterations are kept"
-    found = manifest.load(next(tmp_path.rglob("manifest.json")).parent)
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    kept = f"complete iterations are kept; go on with `ppo-repro resume {run_dir}`"
+    assert err.rstrip().splitlines()[-1] == f"terminated; {kept}"
+    found = manifest.load(run_dir)
     assert found.status == "interrupted" and len(found.iterations) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,8 +24,9 @@ class Ended:
 
     @property
     def errors(self) -> list[str]:
-        """What was said, without progress."""
-        return [line for line in self.err.splitlines() if not line.startswith(("warm start ", "PPO "))]
+        """What was said, without the first line and progress."""
+        progress = re.compile("warm start |PPO |.* iterations into |.*: computing everything again, ")
+        return [line for line in self.err.splitlines() if not progress.match(line)]
 
 
 def free_port() -> int:

@@ -30,7 +30,9 @@ class ExactAdamWOptimizer(Optimizer):
     def _show_state(self) -> None:
         """Let torch see the moments, so that `state_dict` has them."""
         for name, parameter in self._adamw.parameters.items():
-            self.state[parameter] = dict(zip(_MOMENTS, (self._adamw.first[name], self._adamw.second[name]), strict=True))
+            self.state[parameter] = dict(
+                zip(_MOMENTS, (self._adamw.first[name], self._adamw.second[name]), strict=True)
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -73,10 +75,10 @@ def exact_adamw(
 ) -> ExactAdamWOptimizer:
     """A torch optimizer for `exact(model)`: AdamW with decoupled weight decay, the same bits on every machine.
 
-    theta <- theta (1 - lr wd) - lr m' / (sqrt(v') + eps), m' and v' the bias-corrected moments of the gradient. It reads
-    `.grad`, follows learning rate schedulers, saves its state as torch does, and goes into transformers' `Trainer` as
-    `optimizers=(exact_adamw(model, lr), None)`. torch.optim.AdamW trains with exact gradients too: its steps do not
-    depend on the batch layout either, but their last bits depend on the processor.
+    theta <- theta (1 - lr wd) - lr m' / (sqrt(v') + eps), m' and v' the bias-corrected moments of the gradient. It
+    reads `.grad`, follows learning rate schedulers, saves its state as torch does, and goes into the `Trainer` of
+    transformers as `optimizers=(exact_adamw(model, lr), None)`. torch.optim.AdamW trains with exact gradients too: its
+    steps do not depend on the batch layout either, but their last bits depend on the processor.
 
     Args:
         model: a result of `exact`; the parameters with `requires_grad` are trained.
@@ -91,11 +93,11 @@ def exact_adamw(
     >>> import torch, ppo_repro
     >>> from ppo_repro.testing.small_models import CONFIGS, small_model
     >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0), backend="eager")
-    >>> optimizer = ppo_repro.exact_adamw(model, lr=1e-3)
+    >>> adamw = ppo_repro.exact_adamw(model, lr=1e-3)
     >>> ids = torch.tensor([[1, 2, 3, 4, 5]])
     >>> before = model(ids, labels=ids).loss
     >>> before.backward()
-    >>> optimizer.step()
+    >>> adamw.step()
     >>> bool(model(ids, labels=ids).loss < before)
     True
     """

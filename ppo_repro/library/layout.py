@@ -72,7 +72,9 @@ def make_layout(
         )
     longest = int(positions.max()) + 1
     if longest > context:
-        raise UserError(f"input_ids: a sequence has {longest} tokens; exact(model, max_context={context}) takes no more")
+        raise UserError(
+            f"input_ids: a sequence has {longest} tokens; exact(model, max_context={context}) takes no more"
+        )
     first_key = torch.where(real, columns - positions, columns)
     return Layout(ids.masked_fill(~real, 0), positions, first_key, real)
 

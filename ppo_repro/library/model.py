@@ -75,17 +75,17 @@ def exact(
     context = _context(model) if max_context is None else max_context
     if context < 1:
         raise UserError(f"exact: max_context = {context}: must be at least 1")
-    copied = copy.deepcopy(model)
+    copied: Any = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.grad = None
     lower(copied, context)
     proof.use(backend, torch.get_num_threads() if threads is None else threads)
     copied._exact_gradients = ExactGradients(GradientBins(copied.named_parameters()))
-    copied._exact_context = context  # type: ignore[assignment]
-    copied.forward = MethodType(_forward, copied)  # type: ignore[method-assign]
-    copied.generate = MethodType(_no_generate, copied)  # type: ignore[method-assign]
-    copied.accepts_loss_kwargs = True  # type: ignore[assignment]  # transformers' Trainer gives num_items_in_batch then
-    return copied
+    copied._exact_context = context
+    copied.forward = MethodType(_forward, copied)
+    copied.generate = MethodType(_no_generate, copied)
+    copied.accepts_loss_kwargs = True  # transformers' Trainer gives num_items_in_batch then
+    return cast(PreTrainedModel, copied)
 
 
 def _context(model: PreTrainedModel) -> int:
@@ -124,7 +124,7 @@ def logits_at(model: PreTrainedModel, layout: Layout, rows: Tensor) -> Tensor:
 
 
 class _Sum(Function):
-    """sum_t x_t, correctly rounded in float64 and once more to float32; the gradient of each term is that of the sum."""
+    """sum_t x_t, correctly rounded in float64, then to float32; the gradient of each term is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

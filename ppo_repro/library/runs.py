@@ -12,7 +12,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import CONTROL
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import TableReader
 from ppo_repro.records.side_reader import SideTableReader

@@ -130,35 +130,46 @@ def generate(
     >>> bool((again == first.logprobs).all())
     True
     """
+    ids = _prompts(model, prompts, sampling, tokenizer)
+    if slots < 1:
+        raise UserError(f"generate: slots = {slots}: must be at least 1")
+    ends = _ends(model, tokenizer) if stop is None else frozenset(stop)
+    context = max(len(prompt) for prompt in ids) + sampling.max_response_tokens
+    engine = TorchEngine(model, ends, "exact" if is_exact(model) else "native", context, slots, 0)
+    requests = [Request(prompt, sample_seed(seed, 0, "generate", index)) for index, prompt in enumerate(ids)]
+    completions = zip(requests, engine.generate(requests, sampling), strict=True)
+    return [
+        Response(_text(c.response_ids, tokenizer), r.prompt_ids, c.response_ids, c.logprobs, c.finish_reason)
+        for r, c in completions
+    ]
+
+
+def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    return None if tokenizer is None else str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _prompts(
+    model: PreTrainedModel,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    sampling: Sampling,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[tuple[int, ...]]:
+    """Token ids of the prompts; UserError where one does not fit the model, or the sampling is out of range."""
     if isinstance(prompts, str) or not len(prompts):
         raise UserError("generate: prompts must be a list of texts or of lists of token ids, with at least one")
     ids = [_encoded(prompt, tokenizer) for prompt in prompts]
-    if slots < 1:
-        raise UserError(f"generate: slots = {slots}: must be at least 1")
     _check(sampling)
-    context = max(len(prompt) for prompt in ids) + sampling.max_response_tokens
+    longest = max(len(prompt) for prompt in ids)
     limit = model.config.max_position_embeddings
     if is_exact(model):
         gradients_of(model)
         limit = cast(int, model._exact_context)
-    if context > limit:
+    if longest + sampling.max_response_tokens > limit:
         raise UserError(
-            f"generate: a prompt of {context - sampling.max_response_tokens} tokens and max_response_tokens = "
-            f"{sampling.max_response_tokens} are together more than {limit}, the model's context; shorten one of them"
+            f"generate: a prompt of {longest} tokens and max_response_tokens = {sampling.max_response_tokens} are "
+            f"together more than {limit}, the model's context; shorten one of them"
         )
-    ends = _ends(model, tokenizer) if stop is None else frozenset(stop)
-    engine = TorchEngine(model, ends, "exact" if is_exact(model) else "native", context, slots, 0)
-    requests = [Request(prompt, sample_seed(seed, 0, "generate", index)) for index, prompt in enumerate(ids)]
-    return [
-        Response(
-            None if tokenizer is None else tokenizer.decode(list(c.response_ids), skip_special_tokens=True),
-            request.prompt_ids,
-            c.response_ids,
-            c.logprobs,
-            c.finish_reason,
-        )
-        for request, c in zip(requests, engine.generate(requests, sampling), strict=True)
-    ]
+    return ids
 
 
 def _encoded(prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

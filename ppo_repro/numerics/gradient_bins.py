@@ -66,8 +66,8 @@ class GradientBins:
             if rows is None:
                 target.add_measured(name, x, x_exponents, grad, grad_exponents, transposed)
             else:
-                parts = (part[rows] for part in (x, x_exponents, grad, grad_exponents))
-                target.add_measured(name, *parts, transposed)
+                share = x[rows], x_exponents[rows], grad[rows], grad_exponents[rows]
+                target.add_measured(name, *share, transposed)
 
     def add_rows(self, parameter: Tensor, contributions: Tensor, ids: Tensor | None = None) -> None:
         """dp += sum_t contributions[t], or dp[ids[t]] += contributions[t]. As in `GradientAccumulator`."""

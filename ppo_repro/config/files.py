@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.engine import SGLangServers
-from ppo_repro.config.reward import FunctionReward, RewardModelFolder
+from ppo_repro.config.reward import CalledReward, RewardModelFolder
 from ppo_repro.config.run import JsonlTask, ModelFolder, RolloutConfig, RunConfig
 from ppo_repro.config.section import Section
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
@@ -67,7 +67,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
         task = task.model_copy(update={"path": absolute(task.path)})
     terms = tuple(
         term.model_copy(update={"path": absolute(term.path)})
-        if isinstance(term, FunctionReward | RewardModelFolder)
+        if isinstance(term, CalledReward | RewardModelFolder)
         else term
         for term in reward.terms
     )
@@ -97,7 +97,7 @@ VARIANTS = {
     "advantages": ("gae", "group"),
     "value": ("separate", "head", "none"),
     "objective": ("clip", "adaptive_clip", "kl_penalty", "unclipped", "policy_gradient"),
-    "terms": ("exact_match", "format", "length", "function", "model", "trained_model"),
+    "terms": ("exact_match", "format", "length", "function", "trl", "verl", "model", "trained_model"),
 }
 
 

@@ -14,6 +14,7 @@ from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.reward import CalledReward, RewardModelFolder
 from ppo_repro.config.run import JsonlTask, ModelFolder, RolloutConfig, RunConfig
 from ppo_repro.config.section import Section
+from ppo_repro.config.shipped import found
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import UserError
 
@@ -152,7 +153,7 @@ def build_config(tree: Any, source: str) -> RunConfig:
 
 def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
     """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    tree = read_yaml(path)
+    tree = read_yaml(found(path))
     if isinstance(tree, dict):
         for override in overrides:
             _apply_override(tree, override)

@@ -1,3 +1,62 @@
-"""PPO on language models whose runs are reproducible to the last bit."""
+"""PPO on language models whose runs are reproducible to the last bit.
+
+The names below are loaded when they are first used; `import ppo_repro` alone loads neither torch nor pandas.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ppo_repro.errors import UserError
+    from ppo_repro.library.adamw import exact_adamw
+    from ppo_repro.library.model import exact
+    from ppo_repro.library.runs import Run, diff, fingerprint, latest_run, open_run
+    from ppo_repro.library.text import generate, logprobs
+    from ppo_repro.library.training import rerun, train
+    from ppo_repro.rollout.engine import Sampling
 
 __version__ = "0.2.0"
+
+_HOMES = {
+    "Run": "library.runs",
+    "Sampling": "rollout.engine",
+    "UserError": "errors",
+    "diff": "library.runs",
+    "exact": "library.model",
+    "exact_adamw": "library.adamw",
+    "fingerprint": "library.runs",
+    "generate": "library.text",
+    "latest_run": "library.runs",
+    "logprobs": "library.text",
+    "open_run": "library.runs",
+    "rerun": "library.training",
+    "train": "library.training",
+}
+
+__all__ = [
+    "Run",
+    "Sampling",
+    "UserError",
+    "diff",
+    "exact",
+    "exact_adamw",
+    "fingerprint",
+    "generate",
+    "latest_run",
+    "logprobs",
+    "open_run",
+    "rerun",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found  # so that this function is asked once for each name
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -33,6 +33,7 @@ PPO_REPRO = """
     runs
     audit control dpo checks grids testing replay
     commands
+    library
     __main__
 """
 ANALYSIS = """

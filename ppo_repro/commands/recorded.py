@@ -78,16 +78,15 @@ def report_difference(difference: Difference | None, as_json: bool, identical: s
 
 def report_command(arguments: argparse.Namespace) -> int:
     """Write one HTML page about a recorded run, or about the runs of a folder."""
+    from importlib import import_module
+    from importlib.util import find_spec
+
     say(f"{arguments.run}: writing a page about it")
-    try:
-        from analysis.report.build import write_report
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "analysis":
-            raise
-        raise UserError(
-            "report: `analysis` is not installed; it comes with the checkout, not with the wheel: "
-            "clone the repository and `pip install -e .` there"
-        ) from error
+    # the wheel has it below the package, a checkout beside it
+    home = next((name for name in ("ppo_repro.analysis", "analysis") if find_spec(name)), None)
+    if home is None:
+        raise UserError("report: `analysis` is not beside this package; install the wheel, or a checkout")
+    write_report = import_module(f"{home}.report.build").write_report
     path, size = write_report(arguments.run, arguments.out, arguments.responses)
     print_result(arguments.json, {"report": str(path), "bytes": size}, [f"report      {path} ({size / 1e6:.2f} MB)"])
     return 0

@@ -11,9 +11,10 @@ from pydantic import BaseModel, ValidationError
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.mistakes import command_of, mistakes
-from ppo_repro.config.reward import FunctionReward, RewardModelFolder
+from ppo_repro.config.reward import CalledReward, RewardModelFolder
 from ppo_repro.config.run import JsonlTask, ModelFolder, RolloutConfig, RunConfig
 from ppo_repro.config.section import Section
+from ppo_repro.config.shipped import found
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
 
@@ -67,7 +68,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
         task = task.model_copy(update={"path": absolute(task.path)})
     terms = tuple(
         term.model_copy(update={"path": absolute(term.path)})
-        if isinstance(term, FunctionReward | RewardModelFolder)
+        if isinstance(term, CalledReward | RewardModelFolder)
         else term
         for term in reward.terms
     )
@@ -106,7 +107,7 @@ def build_config(tree: Any, source: str) -> RunConfig:
 
 def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
     """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    tree, wrong = read_yaml(path), []
+    tree, wrong = read_yaml(found(path)), []
     for override in overrides if isinstance(tree, dict) else ():
         try:
             _apply_override(tree, override)

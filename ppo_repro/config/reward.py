@@ -42,6 +42,28 @@ class FunctionReward(Section):
     path: PathText = Field(description="`FILE.py:FUNCTION`.")
 
 
+class TrlReward(Section):
+    """A function of TRL's `reward_funcs`, called with lists of one prompt and one completion, and extra columns."""
+
+    kind: Literal["trl"] = Field(description="Call a reward function written for TRL.")
+    weight: Finite = Field(1.0, description="Factor of this term in the score.")
+    path: PathText = Field(description="`FILE.py:FUNCTION`.")
+    conversational: bool = Field(False, description="Give prompt and completion as chat messages instead of texts.")
+
+
+class VerlReward(Section):
+    """A `compute_score` of verl, called with data_source, solution_str, ground_truth and extra_info."""
+
+    kind: Literal["verl"] = Field(description="Call a reward function written for verl.")
+    weight: Finite = Field(1.0, description="Factor of this term in the score.")
+    path: PathText = Field(description="`FILE.py:FUNCTION`.")
+    data_source: str = Field("", description="The data_source that the function is told.")
+
+
+# the terms that name a function of the user's
+CalledReward = FunctionReward | TrlReward | VerlReward
+
+
 class RewardModelFolder(Section):
     """A transformers sequence classifier with one label, with the policy's tokenizer."""
 
@@ -71,7 +93,7 @@ class TrainedRewardModel(RewardModelTraining):
 
 
 RewardTerm = Annotated[
-    ExactMatch | FormatReward | LengthReward | FunctionReward | RewardModelFolder | TrainedRewardModel,
+    ExactMatch | FormatReward | LengthReward | CalledReward | RewardModelFolder | TrainedRewardModel,
     Field(discriminator="kind"),
 ]
 

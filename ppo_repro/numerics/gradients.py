@@ -211,6 +211,16 @@ class GradientAccumulator:
             places = None if ids is None else ids[rows]
             add_integer_rows(contributions[rows], exponents[rows], limit, PRODUCT_BITS - limit, places, sums)
 
+    def total(self, name: str) -> Tensor:
+        """The sum of a parameter as it is now, float64: fl64(high 2^LIMB_BITS + low) on its grid; zeros without any."""
+        if name not in self.sums:
+            return torch.zeros_like(self.parameters[name], dtype=torch.float64)
+        low, high = self.sums[name], self.high.get(name)
+        above = low >> LIMB_BITS if high is None else high.to(torch.int64) + (low >> LIMB_BITS)
+        below = low & ((1 << LIMB_BITS) - 1)
+        unit = 2.0 ** (self.grids[name] + HEADROOM - PRODUCT_BITS)
+        return (above.to(torch.float64) * 2.0**LIMB_BITS + below.to(torch.float64)) * unit
+
     def _observe_all(self, ranks: Ranks) -> None:
         """Make `largest` the largest over all ranks, so that all ranks decide the same."""
         gathered = ranks.gather([self.largest])

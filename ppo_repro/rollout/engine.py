@@ -15,10 +15,10 @@ from ppo_repro.errors import UserError
 class Sampling:
     """The distribution to sample from: softmax(logits / temperature), cut by top-k and top-p, renormalised."""
 
-    temperature: float
-    top_k: int  # 0 keeps all
-    top_p: float  # 1 keeps all
-    max_response_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0  # 1 keeps all
+    max_response_tokens: int = 64
     greedy: bool = False  # take the likeliest token; its log-prob still follows from the other fields
     mismatch_sigma: float = 0.0  # standard deviation of noise added to logits / temperature
     top_logits: int = 0  # how many of the largest logits the built-in engine returns; changes no token

@@ -6,13 +6,13 @@ import ast
 from pathlib import Path
 
 from ppo_repro.config.mistakes import did_you_mean
-from ppo_repro.config.reward import FunctionReward, RewardConfig
+from ppo_repro.config.reward import CalledReward, RewardConfig
 from ppo_repro.errors import UserError
 
 
 def function_paths(config: RewardConfig) -> list[tuple[str, str]]:
     """(field, FILE.py:FUNCTION) of every function in a reward."""
-    terms = [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, FunctionReward)]
+    terms = [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, CalledReward)]
     return terms if config.potential is None else [*terms, ("reward.potential", config.potential)]
 
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ppo_repro.config.reward import ExactMatch, FormatReward, LengthReward, RewardConfig, RewardTerm
+from ppo_repro.config.reward import CalledReward, ExactMatch, FormatReward, LengthReward, RewardConfig, RewardTerm
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
+from ppo_repro.tasks.adapters import adapter
 from ppo_repro.tasks.function_path import function_paths, parse
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.user_functions import (
@@ -76,9 +77,11 @@ def reward_files(config: RewardConfig) -> list[Path]:
 
 def load_judge(config: RewardConfig) -> Judge:
     """The reward with the user's functions loaded; UserError names what is wrong with them."""
-    loaded = {field: load(field, function) for field, function in function_paths(config)}
-    functions = tuple(loaded.get(f"reward.terms.{i}.path") for i in range(len(config.terms)))
-    return Judge(config, functions, loaded.get("reward.potential"))
+    functions = tuple(
+        load(f"reward.terms.{i}.path", term.path, adapter(term)) if isinstance(term, CalledReward) else None
+        for i, term in enumerate(config.terms)
+    )
+    return Judge(config, functions, None if config.potential is None else load("reward.potential", config.potential))
 
 
 def _format_value(config: FormatReward, response: str, answer: str) -> float:

@@ -20,6 +20,7 @@ import torch
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 from ppo_repro.tasks import process_state
+from ppo_repro.tasks.adapters import as_it_is
 from ppo_repro.tasks.containment import Contained, contained
 from ppo_repro.tasks.function_path import parse
 from ppo_repro.tasks.process_state import ProcessState
@@ -48,8 +49,10 @@ class UserFunction:
     state: ProcessState  # of the process as the file left it; every call begins in it
 
 
-def load(field: str, function: str) -> UserFunction:
-    """The function of `FILE.py:FUNCTION`; UserError names what is wrong with it, by file and line."""
+def load(
+    field: str, function: str, adapted: Callable[[Callable[..., object]], Callable[..., object]] = as_it_is
+) -> UserFunction:
+    """The function of `FILE.py:FUNCTION`, `adapted`; UserError names what is wrong with it, by file and line."""
     file, name = parse(field, function)
 
     def describe(error: BaseException) -> str:
@@ -62,8 +65,9 @@ def load(field: str, function: str) -> UserFunction:
         if not callable(loaded):
             raise UserError(f"{field} = {function!r}: {file} has no function {name}")
         line = inside.call(lambda: _first_line(loaded, file), describe)
-        found = UserFunction(field, file, line, loaded, process_state.read())
-        refusal = inside.call(lambda: _refused_arguments(loaded), describe)
+        called = adapted(loaded)
+        found = UserFunction(field, file, line, called, process_state.read())
+        refusal = inside.call(lambda: _refused_arguments(called), describe)
     if refusal:
         raise UserError(f"{field}: {_where(found)}: {name} cannot be called with prompt, response, answer ({refusal})")
     return found

@@ -1,7 +1,11 @@
-"""Tests that guard a training stack: assertions on recorded runs and log-prob dumps, and a pytest plugin.
+"""Tests that guard a training stack: assertions on runs, log-prob dumps and losses, and a pytest plugin.
 
-Installed with the package, so every pytest run has `golden_run` and `--update-golden`. PYTEST_DONT_REWRITE
+Installed with the package, so every pytest run has `golden_run` and `--update-golden`. The names about losses need
+torch, which is loaded when one of them is first used. PYTEST_DONT_REWRITE
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ppo_repro.testing.plugin import (
     GoldenCheck,
@@ -14,13 +18,42 @@ from ppo_repro.testing.plugin import (
     pytest_terminal_summary,
 )
 
+if TYPE_CHECKING:
+    from ppo_repro.testing.conformance import assert_loss_conforms, assert_loss_drift_below, check_loss, loss_drift
+    from ppo_repro.testing.losses import LossBatch, LossLayout, LossResult, LossRollout, evaluate_loss, rollout_of
+    from ppo_repro.testing.strategies import rollouts
+
 __all__ = [
     "GoldenCheck",
+    "LossBatch",
+    "LossLayout",
+    "LossResult",
+    "LossRollout",
+    "assert_loss_conforms",
+    "assert_loss_drift_below",
     "assert_matches_golden",
     "assert_mismatch_below",
     "assert_on_policy",
     "assert_same_run",
+    "check_loss",
+    "evaluate_loss",
     "golden_run",
+    "loss_drift",
     "pytest_addoption",
     "pytest_terminal_summary",
+    "rollout_of",
+    "rollouts",
 ]
+
+_HOMES = {
+    "conformance": ("assert_loss_conforms", "assert_loss_drift_below", "check_loss", "loss_drift"),
+    "losses": ("LossBatch", "LossLayout", "LossResult", "LossRollout", "evaluate_loss", "rollout_of"),
+    "strategies": ("rollouts",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ import numpy.typing as npt
 from ppo_repro.disk.json_lines import read_lines
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,40 @@ def file_pairs(path: Path, names: Names | None = None) -> Iterator[Pairs]:
     """
     for line in read_lines("the dump", path, constants=True):
         yield _response(line.where, line.number - 1, line.fields, names)
+
+
+def frame_pairs(frame: pd.DataFrame, names: Names | None = None) -> Iterator[Pairs]:
+    """One row per token: columns of both sides' log-probs, with the names of a recorded run, a known stack or `names`.
+
+    A column of the mask drops its rows of 0; `iteration`, `sequence` and `position` name a token where they are there,
+    and else its row does. UserError names a column that is missing or holds no numbers.
+    """
+    where = "the frame"
+    ours = Names("rollout_logprobs", "old_logprobs", "response_mask")
+    has_ours = {ours.sampler, ours.trainer} <= set(frame.columns)
+    used = names or (ours if has_ours else _known(where, dict.fromkeys(map(str, frame.columns))))
+    for name in (used.sampler, used.trainer):
+        if name not in frame.columns:
+            raise UserError(f"{where}: has no column '{name}'; there are {', '.join(map(str, frame.columns))}")
+    rows = np.arange(len(frame))
+    if used.mask in frame.columns:
+        if not frame[used.mask].isin([0, 1]).all():
+            raise UserError(f"{where}: {used.mask}: must hold 0 and 1, or false and true")
+        rows = np.flatnonzero(frame[used.mask].to_numpy().astype(bool))
+    kept = frame.iloc[rows]
+    try:
+        a, b = (np.ascontiguousarray(kept[name].to_numpy(), np.float32) for name in (used.sampler, used.trainer))
+        places = [
+            kept[name].to_numpy().astype(np.int64) if name in frame.columns else default
+            for name, default in (
+                ("iteration", np.zeros_like(rows)),
+                ("sequence", np.zeros_like(rows)),
+                ("position", rows),
+            )
+        ]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {used.sampler}, {used.trainer} and the places must be numbers ({error})") from error
+    yield Pairs(places[0], places[1], places[2], a, b)
 
 
 def _response(where: str, number: int, entry: Mapping[str, Any], names: Names | None) -> Pairs:

@@ -11,6 +11,8 @@ import pytest
 from ppo_repro.errors import UserError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ppo_repro.testing.mismatch import Mismatch, Names, Token
 
 GoldenCheck = Callable[[Path | str, Path | str], None]
@@ -81,7 +83,7 @@ def assert_same_run(a: Path | str, b: Path | str) -> None:
 
 
 def assert_mismatch_below(
-    run_or_file: Path | str,
+    run_or_file: Path | str | pd.DataFrame,
     *,
     mean_abs: float | None = None,
     max_abs: float | None = None,
@@ -92,11 +94,12 @@ def assert_mismatch_below(
 ) -> None:
     """Assert that the log-probs of sampler and trainer differ by no more than each limit.
 
-    `run_or_file`: a run folder, or a JSONL file with one response per line and the field names of verl, prime-rl, TRL
-    or `names`. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|, `k3` the token mean of
-    expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of tokens that differ in any
-    bit, `nonfinite` the number of tokens that may have no finite pair. AssertionError names every limit that is
-    exceeded and a token; UserError without a limit or without tokens.
+    `run_or_file`: a run folder, a JSONL file with one response per line and the field names of verl, prime-rl, TRL or
+    `names`, or a data frame with one row per token and these names, or those of the table `tokens`. With
+    delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|, `k3` the token mean of expm1(delta) - delta,
+    which estimates KL(sampler || trainer), `frac_unequal` the share of tokens that differ in any bit, `nonfinite` the
+    number of tokens that may have no finite pair. AssertionError names every limit that is exceeded and a token;
+    UserError without a limit or without tokens.
     """
     __tracebackhide__ = True
     from ppo_repro.testing import mismatch
@@ -108,10 +111,15 @@ def assert_mismatch_below(
     for name, limit in limits.items():
         if not limit >= 0:
             raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
-    path = Path(run_or_file)
-    if path.is_dir() and names is not None:
-        raise UserError(f"{path}: is a run folder, whose names are fixed; leave names out")
-    total = mismatch.mismatch(mismatch.run_pairs(path) if path.is_dir() else mismatch.file_pairs(path, names))
+    path: Path | str
+    if isinstance(run_or_file, Path | str):
+        path = Path(run_or_file)
+        if path.is_dir() and names is not None:
+            raise UserError(f"{path}: is a run folder, whose names are fixed; leave names out")
+        pairs = mismatch.run_pairs(path) if path.is_dir() else mismatch.file_pairs(path, names)
+    else:
+        path, pairs = "the frame", mismatch.frame_pairs(run_or_file, names)
+    total = mismatch.mismatch(pairs)
     if not total.tokens + total.nonfinite:
         raise UserError(f"{path}: has no token that counts; there is nothing to compare")
     exceeded = _exceeded(total, limits, nonfinite)

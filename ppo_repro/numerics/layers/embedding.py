@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
 
-from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.layers.linear import ExactModule
 
 
@@ -17,7 +17,7 @@ class _Embedding(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, accumulator: GradientAccumulator | None
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, accumulator: Gradients | None
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding_idx, ctx.accumulator = weight, padding_idx, accumulator

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.products import PreparedWeight
 
 
@@ -22,7 +22,7 @@ class ExactModule(nn.Module):
     other tensor objects from there, but the accumulator knows a parameter by its identity.
     """
 
-    accumulator: GradientAccumulator | None = None
+    accumulator: Gradients | None = None
 
 
 def _product(
@@ -44,7 +44,7 @@ class _Linear(Function):
         weight: Tensor,
         bias: Tensor | None,
         prepared: PreparedWeight,
-        accumulator: GradientAccumulator | None,
+        accumulator: Gradients | None,
         transposed: bool,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.arithmetic.grid import MAX_TERMS
-from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.layers import families
 from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU, ExactSiLU
 from ppo_repro.numerics.layers.attention import IMPLEMENTATION, attention
@@ -163,7 +163,7 @@ def _prepared(module: nn.Module) -> list[PreparedWeight]:
     return [layer.prepared for layer in module.modules() if isinstance(layer, ExactLinear | ExactConv1D)]
 
 
-def attach(module: nn.Module, accumulator: GradientAccumulator) -> None:
+def attach(module: nn.Module, accumulator: Gradients) -> None:
     """Send the gradients of the trained parameters of `module` to `accumulator`; a frozen layer gets none.
 
     Raises ValueError where a parameter is to be trained (`requires_grad`) and the accumulator does not know it.

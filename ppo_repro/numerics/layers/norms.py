@@ -14,6 +14,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.grid import DOT_BITS, MANTISSA_BITS, PRODUCT_BITS, ceil_log2, exact_dot, quantise
+from ppo_repro.numerics.gradient_bins import GradientBins, Gradients
 from ppo_repro.numerics.gradients import PIECE, GradientAccumulator
 from ppo_repro.numerics.kernels import layer_norm, norms
 from ppo_repro.numerics.kernels.layer_norm import IntegerSums
@@ -96,12 +97,15 @@ def rms_norm_backward(
     weight: Tensor,
     factor: np.ndarray,
     inverse: np.ndarray,
-    accumulator: GradientAccumulator | None,
+    accumulator: Gradients | None,
 ) -> np.ndarray:
     """The gradient of x by a kernel, that of the weight to the accumulator; inverse as of `rms_normed`.
 
     Raises NumericsError where the gradient is not finite.
     """
+    if isinstance(accumulator, GradientBins):
+        accumulator.add_rows(weight, torch.from_numpy(grad.astype(np.float64) * (x * inverse[:, None])))
+        accumulator = None
     dx = np.empty_like(x)
     for rows in _pieces(len(x)):
         sums = _sums_of(accumulator, weight, rows)
@@ -138,7 +142,7 @@ class _RMSNorm(Function):
         offset: float,
         eps: float,
         name: str,
-        accumulator: GradientAccumulator | None,
+        accumulator: Gradients | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, inverse = _rms_norm(rows, weight, offset, eps, name)
@@ -204,12 +208,17 @@ def layer_norm_backward(
     bias: Tensor,
     mean: np.ndarray,
     inverse: np.ndarray,
-    accumulator: GradientAccumulator | None,
+    accumulator: Gradients | None,
 ) -> np.ndarray:
     """The gradient of x by a kernel, those of weight and bias to the accumulator; mean, inverse of `layer_normed`.
 
     Raises NumericsError where the gradient is not finite.
     """
+    if isinstance(accumulator, GradientBins):
+        wide = grad.astype(np.float64)
+        accumulator.add_rows(weight, torch.from_numpy(wide * ((x - mean[:, None]) * inverse[:, None])))
+        accumulator.add_rows(bias, torch.from_numpy(wide))
+        accumulator = None
     dx, bits = np.empty_like(x), mean_bits(x.shape[1])
     for rows in _pieces(len(x)):
         sums = _sums_of(accumulator, weight, rows), _sums_of(accumulator, bias, rows)
@@ -246,7 +255,7 @@ class _LayerNorm(Function):
         bias: Tensor,
         eps: float,
         name: str,
-        accumulator: GradientAccumulator | None,
+        accumulator: Gradients | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, mean, inverse = _layer_norm(rows, weight, bias, eps, name)

@@ -17,7 +17,7 @@ from transformers.models.mistral.modeling_mistral import MistralModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.layers.activations import ExactSiLU
 from ppo_repro.numerics.layers.embedding import ExactEmbedding
@@ -38,7 +38,7 @@ class LinearWeights:
     weight: Tensor
     bias: Tensor | None
     bias_values: np.ndarray  # empty without a bias
-    accumulator: GradientAccumulator | None
+    accumulator: Gradients | None
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class NormWeights:
     values: np.ndarray
     eps: float
     name: str
-    accumulator: GradientAccumulator | None
+    accumulator: Gradients | None
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Trunk:
 
     embedding: Tensor
     padding_idx: int | None
-    embedding_accumulator: GradientAccumulator | None
+    embedding_accumulator: Gradients | None
     cosine: np.ndarray
     sine: np.ndarray
     layers: tuple[Layer, ...]

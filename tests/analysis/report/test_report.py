@@ -152,14 +152,14 @@ def test_mistakes_are_one_line(tmp_path: Path, hostile_run: Path, monkeypatch: p
         build.write_report(hostile_run, tmp_path / "gone" / "x.html", 1)
 
 
-def test_without_the_checkout_the_command_says_so(
+def test_without_the_analyses_the_command_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name == "analysis" or name.startswith("analysis.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "analysis", None)
     assert command(monkeypatch, "report", tmp_path) == 2
-    assert "`analysis` is not installed; it comes with the checkout" in capsys.readouterr().err
+    assert "`analysis` is not beside this package; install the wheel, or a checkout" in capsys.readouterr().err
 
 
 def test_a_grid_has_one_line_per_cell(exact_run: Path, native_run: Path, tmp_path: Path) -> None:

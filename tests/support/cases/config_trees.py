@@ -31,6 +31,8 @@ TREES: dict[str, dict[str, Any]] = {
     "term format": {"reward": {"terms": [{"kind": "format"}]}},
     "term length": {"reward": {"terms": [{"kind": "exact_match"}, {"kind": "length", "target": 3}]}},
     "term function": {"reward": {"terms": [{"kind": "function", "path": "rewards.py:g"}]}},
+    "term trl": {"reward": {"terms": [{"kind": "trl", "path": "rewards.py:h", "conversational": True}]}},
+    "term verl": {"reward": {"terms": [{"kind": "verl", "path": "rewards.py:i", "data_source": "openai/gsm8k"}]}},
     "term model": {"reward": {"terms": [{"kind": "model", "path": "some/reward_model"}]}},
     "term trained model": {"reward": {"terms": [TRAINED]}},
     "kl in reward, adaptive": {"kl": {"controller": ADAPTIVE}},

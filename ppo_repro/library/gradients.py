@@ -1,0 +1,118 @@
+"""Exact gradients in `.grad`: each backward pass adds to integer sums, and `.grad` is their sum rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from ppo_repro.errors import UserError
+from ppo_repro.numerics.gradient_bins import GradientBins
+from ppo_repro.numerics.gradients import MAX_TOKENS
+from ppo_repro.numerics.layers.lowering import attach
+
+
+class ExactGradients:
+    """The gradients of one model since they were last zeroed, and what of them is in `.grad`."""
+
+    def __init__(self, bins: GradientBins) -> None:
+        self.bins = bins
+        self._published: dict[str, tuple[Tensor, int]] = {}  # the tensor in `.grad`, and its version
+        self._tokens = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExactGradients:
+        return ExactGradients(deepcopy(self.bins, memo))
+
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters that take gradients, by name."""
+        return {name: p for name, p in self.bins.parameters.items() if p.requires_grad}
+
+    def begin(self, tokens: int) -> None:
+        """Before a backward pass: forget what was zeroed. UserError for a `.grad` that is not the sum of passes."""
+        kept = False
+        for name, parameter in self.trained().items():
+            if self._goes_on(name, parameter):
+                kept = True
+            else:
+                self.bins.forget(name)
+        self._tokens = tokens + (self._tokens if kept else 0)
+        if self._tokens > MAX_TOKENS:
+            raise UserError(
+                f"{self._tokens} tokens since the gradients were zeroed; exact gradients hold up to {MAX_TOKENS}; "
+                "take an optimizer step sooner"
+            )
+
+    def _goes_on(self, name: str, parameter: Tensor) -> bool:
+        grad, (published, version) = parameter.grad, self._published.get(name, (None, 0))
+        if grad is None:
+            return False
+        if grad is published and grad._version == version:
+            return True
+        if bool((grad != 0).any()):
+            raise UserError(
+                f"the gradient of {name} was changed since the last backward pass, so that it is no sum of gradients; "
+                "zero it before the next pass, or clip after the last one"
+            )
+        return False
+
+    def publish(self) -> None:
+        """After a backward pass: put the sums into `.grad`."""
+        for name, parameter in self.trained().items():
+            gradient = self.bins.gradient(name)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)
+            self._published[name] = parameter.grad, parameter.grad._version
+
+
+class _Pass(Function):
+    """A forward pass that autograd sees as one step; its backward runs the inner graph and fills `.grad`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, trained: Tensor, gradients: ExactGradients, compute: Callable[[], Tensor], tokens: int
+    ) -> Tensor:
+        with torch.enable_grad():
+            inner = compute()
+        ctx.inner, ctx.gradients, ctx.tokens = inner, gradients, tokens
+        ctx.versions = _versions(gradients)
+        return inner.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        if ctx.inner is None:
+            raise RuntimeError("a second backward through one pass: its activations were freed")
+        if ctx.versions != _versions(ctx.gradients):
+            raise RuntimeError("a weight was changed between the forward pass and its backward; run the forward again")
+        ctx.gradients.begin(ctx.tokens)
+        inner, ctx.inner = ctx.inner, None
+        torch.autograd.backward(inner, grad)
+        ctx.gradients.publish()
+        return None, None, None, None
+
+
+def _versions(gradients: ExactGradients) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), p._version) for p in gradients.bins.parameters.values()]
+
+
+def with_gradients(
+    model: PreTrainedModel, gradients: ExactGradients, compute: Callable[[], Tensor], tokens: int
+) -> Tensor:
+    """compute(), a forward pass of `model` over `tokens` tokens, whose backward adds to `.grad` of what is trained.
+
+    Without a parameter to train, or under `torch.no_grad()`, there is no backward.
+    """
+    trained = gradients.trained()
+    if not trained or not torch.is_grad_enabled():
+        with torch.no_grad():
+            return compute()
+    attach(model, gradients.bins)
+    return _Pass.apply(next(iter(trained.values())), gradients, compute, tokens)

@@ -1,0 +1,141 @@
+"""Recorded runs in Python: found, opened, read as pandas frames, compared. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppo_repro.config.control import ControlConfig, load_control_config
+from ppo_repro.config.files import load_config
+from ppo_repro.config.kinds import CONTROL
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest
+from ppo_repro.records.manifest import Head
+from ppo_repro.records.reader import TableReader
+from ppo_repro.records.side_reader import SideTableReader
+from ppo_repro.runs.diff import Difference, first_difference
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recorded run; what it says is read from its folder each time, so that a run in progress can be looked at."""
+
+    path: Path
+
+    @property
+    def _head(self) -> Head:
+        return manifest.load_head(self.path)
+
+    @property
+    def status(self) -> str:
+        """`running`, `complete`, `interrupted` or `failed`."""
+        return self._head.status
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over every recorded bit; of an unfinished run over what is recorded so far."""
+        return self._head.fingerprint
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations recorded so far."""
+        return self._head.num_iterations
+
+    @property
+    def final(self) -> Mapping[str, float | int | str]:
+        """The results after the last iteration, such as `eval_accuracy`; empty before."""
+        return self._head.final
+
+    @property
+    def config(self) -> RunConfig | ControlConfig:
+        """The configuration that the run was started with."""
+        load = load_control_config if self._head.kind == CONTROL else load_config
+        return load(self.path / "config.yaml")
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the tables that `table` reads; their columns are described in ppo_repro/records/README.md."""
+        recorded = manifest.load(self.path)
+        side = dict.fromkeys(file.table.name for file in manifest.side_files(recorded))
+        return (*(table.name for table in manifest.tables_of(recorded)), *side)
+
+    def table(
+        self, name: str, columns: Sequence[str] | None = None, iterations: Sequence[int] | None = None
+    ) -> pd.DataFrame:
+        """The rows of a table, of all iterations by default, bit for bit, each file compared with its digest.
+
+        Also of a run that is not complete. UserError for an unknown name, column or iteration, and where a file is
+        damaged; side tables such as `evaluations` have no choice of iterations.
+        """
+        if name not in self.tables:
+            raise UserError(f"{self.path}: no table '{name}'; there are {', '.join(self.tables)}")
+        if name in {table.name for table in manifest.tables_of(self._head)}:
+            return TableReader(name)(self.path, columns=columns, iterations=iterations, allow_incomplete=True)
+        if iterations is not None:
+            raise UserError(f"{self.path}: table {name} is read whole; leave iterations out")
+        return SideTableReader(name)(self.path, columns=columns, allow_incomplete=True)
+
+
+RunOrPath = Run | Path | str
+
+
+def open_run(path: RunOrPath) -> Run:
+    """The recorded run in a folder, complete or not. UserError where there is none, or its manifest is damaged.
+
+    Source: the format is described in ppo_repro/records/README.md.
+
+    >>> import ppo_repro
+    >>> run = ppo_repro.open_run(EXAMPLE_RUN)
+    >>> run.status, run.num_iterations
+    ('complete', 3)
+    >>> tokens = run.table("tokens", columns=["rollout_logprobs", "old_logprobs"])
+    >>> bool((tokens["rollout_logprobs"] == tokens["old_logprobs"]).all())
+    True
+    """
+    found = Run(path.path if isinstance(path, Run) else Path(path))
+    manifest.load_head(found.path)
+    return found
+
+
+def latest_run(root: Path | str = "runs") -> Run:
+    """The run below `root` that was written last, complete or not. UserError where there is none.
+
+    >>> import ppo_repro
+    >>> ppo_repro.latest_run(EXAMPLE_RUN.parent.parent).path == EXAMPLE_RUN
+    True
+    """
+    manifests = [path for path in Path(root).rglob("manifest.json") if (path.parent / "config.yaml").is_file()]
+    if not manifests:
+        raise UserError(f"{root}: holds no recorded run; give the folder that --out named, or train one first")
+    return open_run(max(manifests, key=lambda path: (path.stat().st_mtime_ns, str(path))).parent)
+
+
+def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
+    """The first bit in which two runs differ, in the order in which it was computed; None where there is none.
+
+    Of the difference, `.describe()` is one line; `.table`, `.iteration`, `.column`, `.row`, `.left`, `.right` are its
+    parts. UserError where a file is missing or damaged, or the runs are of different kinds.
+
+    >>> import ppo_repro
+    >>> print(ppo_repro.diff(EXAMPLE_RUN, EXAMPLE_RUN))
+    None
+    """
+    return first_difference(open_run(a).path, open_run(b).path)
+
+
+def fingerprint(run: RunOrPath) -> str:
+    """The fingerprint of a run: 64 hexadecimal digits, equal exactly where every recorded bit is.
+
+    UserError where there is no run.
+
+    >>> import ppo_repro
+    >>> len(ppo_repro.fingerprint(EXAMPLE_RUN))
+    64
+    """
+    return open_run(run).fingerprint

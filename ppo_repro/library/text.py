@@ -1,0 +1,203 @@
+"""Sampling from a model, and log-probs of tokens under it: the same numbers from both in exact numerics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_repro.errors import UserError
+from ppo_repro.library.layout import Layout, make_layout
+from ppo_repro.library.model import gradients_of, layout_of, logits_at
+from ppo_repro.models.load import stop_ids
+from ppo_repro.numerics.layers.lowering import is_exact
+from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.rollout.engine import Request, Sampling
+from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.seeding import sample_seed
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response of T tokens."""
+
+    text: str | None  # without special tokens; None where prompts were token ids and no tokenizer was given
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]  # [T], the end token included
+    logprobs: Tensor  # [T] float32, nats, under the distribution sampled from
+    finish_reason: str  # "stop" after an end token, "length" at the limit
+
+
+def logprobs(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    position_ids: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """log p(token | the tokens before it), nats, float32 [R, L] at the places of the tokens.
+
+    log softmax(logits / temperature). 0 at padding and at the first token of each sequence, which nothing predicts.
+    Differentiable: `(-logprobs(...) * weights).sum().backward()` fills `.grad` as `exact` has it. With an exact model
+    every number is the same bits in every layout, and those `generate` gave where top-k and top-p cut nothing.
+
+    Args:
+        model: a result of `exact`, or a stock causal model of transformers, whose numbers depend on the layout.
+        input_ids, attention_mask, position_ids: [R, L] as in `exact`.
+        temperature: above 0.
+
+    Raises UserError for wrong shapes, ids outside the vocabulary, holes in the mask, and a temperature of 0 or less.
+
+    Source: softmax over the vocabulary by exact sums, ppo_repro/numerics/README.md.
+
+    >>> import torch, ppo_repro
+    >>> from ppo_repro.testing.small_models import CONFIGS, small_model
+    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0), backend="eager")
+    >>> ppo_repro.logprobs(model, torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3])
+    """
+    if not 0 < temperature < float("inf"):
+        raise UserError(f"logprobs: temperature = {temperature!r}: must be above 0")
+    if is_exact(model):
+        layout = layout_of(model, input_ids, attention_mask, position_ids)
+    else:
+        context = int(model.config.max_position_embeddings)
+        layout = make_layout(input_ids, attention_mask, position_ids, model.config.vocab_size, context)
+    predicting = layout.follows().reshape(-1)
+    rows = torch.nonzero(predicting)[:, 0]
+    flat = layout.input_ids.reshape(-1)
+    full = torch.zeros(flat.shape, device=flat.device)
+    if not len(rows):
+        return full.view(layout.real.shape)
+    logits = logits_at(model, layout, rows) if is_exact(model) else _stock_logits(model, layout)[rows]
+    found, _ = token_statistics(logits, flat[rows + 1], temperature, None, "exact" if is_exact(model) else "native")
+    return full.index_copy(0, rows + 1, found).view(layout.real.shape)
+
+
+def _stock_logits(model: PreTrainedModel, layout: Layout) -> Tensor:
+    if bool((layout.first_key.masked_fill(~layout.real, 0).amax(1) > _first(layout)).any()):
+        raise UserError("logprobs: several sequences in a row; a stock model sees across them, give each a row")
+    mask = layout.real.to(torch.int64)
+    logits = model(input_ids=layout.input_ids, attention_mask=mask, position_ids=layout.position_ids).logits
+    return cast(Tensor, logits).to(torch.float32).flatten(0, 1)
+
+
+def _first(layout: Layout) -> Tensor:
+    """The column of the first token of each row; 0 for a row of padding."""
+    return layout.real.to(torch.int64).argmax(1)
+
+
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    stop: Sequence[int] | None = None,
+    seed: int = 0,
+    slots: int = 64,
+) -> list[Response]:
+    """One response to each prompt, in their order, by cached decoding.
+
+    A token is a function of logits, seed and position alone (Gumbel-max with hash noise, as in SGLang's seeded
+    sampler). So with an exact model a response depends on its prompt, its place in `prompts` and `seed`, but not on
+    `slots` or the other prompts, and its log-probs are bit for bit those of `logprobs`.
+
+    Args:
+        model: a result of `exact`, or a stock model of the same families.
+        prompts: texts, for which `tokenizer` is needed, or lists of token ids.
+        sampling: `ppo_repro.Sampling(temperature=, top_k=, top_p=, max_response_tokens=, greedy=)`.
+        stop: ids of end tokens; by default those of the tokenizer and of the model's generation config.
+        slots: sequences that are decoded at once; more are faster and need more memory.
+
+    Raises UserError for an empty prompt, ids outside the vocabulary, a prompt that is too long with its response, and
+    where no end token is known.
+
+    Source: Gumbel-max; the noise is described in ppo_repro/rollout/sampler.py.
+
+    >>> import torch, ppo_repro
+    >>> from ppo_repro.testing.small_models import CONFIGS, small_model
+    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0), backend="eager")
+    >>> sampling = ppo_repro.Sampling(temperature=0.8, max_response_tokens=8)
+    >>> first, second = ppo_repro.generate(model, [[5, 6, 7], [8, 9]], sampling)
+    >>> tokens = torch.tensor([[*first.prompt_ids, *first.response_ids]])
+    >>> again = ppo_repro.logprobs(model, tokens, temperature=0.8)[0, 3:]
+    >>> bool((again == first.logprobs).all())
+    True
+    """
+    ids = _prompts(model, prompts, sampling, tokenizer)
+    if slots < 1:
+        raise UserError(f"generate: slots = {slots}: must be at least 1")
+    ends = _ends(model, tokenizer) if stop is None else frozenset(stop)
+    context = max(len(prompt) for prompt in ids) + sampling.max_response_tokens
+    engine = TorchEngine(model, ends, "exact" if is_exact(model) else "native", context, slots, 0)
+    requests = [Request(prompt, sample_seed(seed, 0, "generate", index)) for index, prompt in enumerate(ids)]
+    completions = zip(requests, engine.generate(requests, sampling), strict=True)
+    return [
+        Response(_text(c.response_ids, tokenizer), r.prompt_ids, c.response_ids, c.logprobs, c.finish_reason)
+        for r, c in completions
+    ]
+
+
+def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    return None if tokenizer is None else str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _prompts(
+    model: PreTrainedModel,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    sampling: Sampling,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[tuple[int, ...]]:
+    """Token ids of the prompts; UserError where one does not fit the model, or the sampling is out of range."""
+    if isinstance(prompts, str) or not len(prompts):
+        raise UserError("generate: prompts must be a list of texts or of lists of token ids, with at least one")
+    ids = [_encoded(prompt, tokenizer) for prompt in prompts]
+    _check(sampling)
+    longest = max(len(prompt) for prompt in ids)
+    limit = model.config.max_position_embeddings
+    if is_exact(model):
+        gradients_of(model)
+        limit = cast(int, model._exact_context)
+    if longest + sampling.max_response_tokens > limit:
+        raise UserError(
+            f"generate: a prompt of {longest} tokens and max_response_tokens = {sampling.max_response_tokens} are "
+            f"together more than {limit}, the model's context; shorten one of them"
+        )
+    return ids
+
+
+def _encoded(prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return tuple(int(token) for token in prompt)
+    if tokenizer is None:
+        raise UserError("generate: prompts are texts; give their tokenizer=, or lists of token ids")
+    return tuple(tokenizer(prompt)["input_ids"])
+
+
+def _check(sampling: Sampling) -> None:
+    """UserError for numbers that no configuration of a run could have."""
+    allowed = {
+        "temperature": 0 < sampling.temperature < float("inf"),
+        "top_k": sampling.top_k >= 0,
+        "top_p": 0 < sampling.top_p <= 1,
+        "max_response_tokens": sampling.max_response_tokens >= 1,
+    }
+    for name, is_allowed in allowed.items():
+        if not is_allowed:
+            raise UserError(f"generate: sampling.{name} = {getattr(sampling, name)!r}: out of range")
+
+
+def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    if tokenizer is not None:
+        return stop_ids(model, tokenizer)
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = declared if isinstance(declared, list) else [declared]
+    if any(i is None for i in ids):
+        raise UserError("generate: the model names no end token; give stop=[...] or its tokenizer")
+    return frozenset(ids)

@@ -1,0 +1,107 @@
+"""Runs from a notebook: train and record, and execute a recorded run again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppo_repro.commands.kinds import kind_of
+from ppo_repro.commands.memory import within_memory
+from ppo_repro.config.files import absolute_paths, build_config, load_config
+from ppo_repro.config.run import RunConfig
+from ppo_repro.library.reward_file import Reward, reward_path
+from ppo_repro.library.runs import Run, RunOrPath, open_run
+from ppo_repro.ranks import ALONE
+from ppo_repro.records import reader
+from ppo_repro.runs import run as runner
+from ppo_repro.runs.language import LanguageKind
+from ppo_repro.runs.run import Rerun, run_folder
+from ppo_repro.watcher import Silent
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+OnIteration = Callable[["pd.Series[Any]"], object]
+
+
+class _Telling(Silent):
+    """Tells a function of each iteration, with its row of the table `iterations`."""
+
+    def __init__(self, run_dir: Path, on_iteration: OnIteration | None) -> None:
+        self._run_dir, self._on_iteration = run_dir, on_iteration
+
+    def iteration(self, done: int, total: int, figures: str) -> None:
+        if self._on_iteration is not None:
+            rows = reader.read_iterations(self._run_dir, iterations=[done - 1], allow_incomplete=True)
+            self._on_iteration(rows.iloc[0])
+
+    def warning(self, text: str) -> None:
+        warnings.warn(text, stacklevel=2)
+
+
+def train(
+    config: RunConfig | Mapping[str, Any] | Path | str,
+    *,
+    reward: Reward | str | None = None,
+    on_iteration: OnIteration | None = None,
+    overrides: Sequence[str] = (),
+    out: Path | str = "runs",
+) -> Run:
+    """Run PPO as `ppo-repro run` does, record every buffer, and return the run.
+
+    Args:
+        config: a YAML file, or the same tree as a dict; fields are described in ppo_repro/config/README.md.
+        reward: `reward(prompt, response, answer) -> number`, in place of the terms of the configuration's reward. It
+            must follow from its three texts alone. A function of a notebook is written to OUT/rewards/ with the modules
+            and plain constants that it uses, so that the run can be executed again; or 'FILE.py:FUNCTION'.
+        on_iteration: called after each iteration is on disk, with its row of the table `iterations`. What it raises
+            ends the run; complete iterations are kept, and `ppo-repro resume` goes on.
+        overrides: `FIELD=VALUE`, as after --set; for a YAML file only.
+        out: the run is recorded in OUT/<experiment>/seed<seed>-<digest of the configuration>.
+
+    Raises UserError in one line for whatever has to be corrected: the configuration, the reward, a run that exists.
+
+    >>> import ppo_repro
+    >>> def reward(prompt, response, answer):
+    ...     return float(response.strip() == answer)
+    >>> scores = []
+    >>> run = ppo_repro.train(
+    ...     EXAMPLE_CONFIG, reward=reward, on_iteration=lambda row: scores.append(row["score_mean"]), out=EXAMPLE_OUT
+    ... )
+    >>> run.status, len(scores) == run.num_iterations
+    ('complete', True)
+    """
+    folder = Path(out)
+    checked = _checked(config, overrides)
+    if reward is not None:
+        tree = checked.model_dump(mode="json")
+        term = {"kind": "function", "path": reward_path(reward, folder / "rewards")}
+        checked = absolute_paths(build_config({**tree, "reward": {**tree["reward"], "terms": [term]}}, "train"))
+    watcher = _Telling(run_folder(checked, folder), on_iteration)
+    with within_memory(checked, 1):
+        run_dir, _ = runner.run(LanguageKind(watcher, ALONE), checked, folder)
+    return open_run(run_dir)
+
+
+def _checked(config: RunConfig | Mapping[str, Any] | Path | str, overrides: Sequence[str]) -> RunConfig:
+    if isinstance(config, Path | str):
+        return load_config(Path(config), overrides)
+    tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else dict(config)
+    return absolute_paths(build_config(tree, "train"))
+
+
+def rerun(run: RunOrPath, overrides: Sequence[str] = ()) -> Rerun:
+    """Execute a recorded run again, in memory, and compare every buffer with its files.
+
+    `overrides` (`layout.threads=2`) may change what must not change a bit. `.difference` is None where every bit came
+    out again; `.fingerprint` and `.iterations` are of the new execution. UserError where the run is not complete, its
+    inputs have changed or an override could change a result.
+
+    >>> import ppo_repro
+    >>> print(ppo_repro.rerun(EXAMPLE_RUN).difference)
+    None
+    """
+    path = open_run(run).path
+    return runner.rerun(kind_of(path).executed_by(Silent(), ALONE), path, overrides)

@@ -1,0 +1,286 @@
+"""`exact(model)` behaves like the model it copies, and no layout of a batch changes a bit of what it computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import ppo_repro
+from ppo_repro.errors import UserError
+from ppo_repro.library.gradients import ExactGradients
+from tests.support.models import FAMILIES, VOCAB, bits, source_model, unequal
+
+ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18, 19, 20, 21], [3, 4]]
+LABELS = sum(len(row) - 1 for row in ROWS)
+LAYOUTS = [(1, "right", 0), (2, "left", 0), (4, "left", 3), (3, "right", 2)]
+
+
+def batch(rows: Sequence[Sequence[int]], padding: str, extra: int = 0) -> dict[str, Tensor]:
+    """Padded rows as a collator makes them: ids, mask and labels, -100 at padding and at each first token."""
+    width = max(map(len, rows)) + extra
+    ids = torch.full((len(rows), width), VOCAB - 1)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for index, row in enumerate(rows):
+        start = 0 if padding == "right" else width - len(row)
+        places = slice(start, start + len(row))
+        ids[index, places], mask[index, places] = torch.tensor(row), 1
+        labels[index, start + 1 : start + len(row)] = torch.tensor(row[1:])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def gradients(model: PreTrainedModel, rows: Sequence[Sequence[int]], micro: int, padding: str, extra: int) -> Tensor:
+    """All gradients of the summed loss, collected over micro-batches in `.grad`, as one vector."""
+    model.zero_grad()
+    for start in range(0, len(rows), micro):
+        tensors = batch(rows[start : start + micro], padding, extra)
+        if hasattr(model, "_exact_gradients"):
+            loss = model(**tensors, num_items_in_batch=LABELS).loss
+        else:
+            positions = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
+            loss = model(**tensors, position_ids=positions, num_items_in_batch=LABELS).loss
+        loss.backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("backend", ["eager", "float64"])
+def test_gradients_in_grad_do_not_depend_on_the_layout(architecture: str, backend: str) -> None:
+    model = ppo_repro.exact(source_model(architecture), backend=backend, threads=1)
+    expected = gradients(model, ROWS, len(ROWS), "right", 0)
+    assert len(expected) == sum(p.numel() for p in model.parameters()) and bool((expected != 0).any())
+    for layout in LAYOUTS:
+        assert unequal(gradients(model, ROWS, *layout), expected) == 0, layout
+    assert unequal(gradients(model, ROWS[::-1], 2, "right", 0), expected) == 0
+
+
+def test_gradients_of_stock_torch_depend_on_it(row_dependent: None) -> None:
+    """The negative control: the same comparison on linear layers that depend on the number of rows."""
+    model = source_model("llama")
+    expected = gradients(model, ROWS, len(ROWS), "right", 0)
+    for layout in LAYOUTS:
+        assert unequal(gradients(model, ROWS, *layout), expected) > 0, layout
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_gradients_and_logits_are_those_of_the_model_in_float64(architecture: str) -> None:
+    source = source_model(architecture)
+    wide = copy.deepcopy(source).double()
+    exact = ppo_repro.exact(source, backend="eager")
+    expected, found = gradients(wide, ROWS, 1, "right", 0), gradients(exact, ROWS, 2, "left", 0)
+    # as for the gradients of a run, tests/numerics/test_gradients.py
+    assert float((found.double() - expected).norm() / expected.norm()) < 3e-5
+    row = torch.tensor([ROWS[2]])
+    logits, stock = exact(row).logits.detach(), wide(row).logits.detach()
+    assert logits.dtype == torch.float32
+    assert float((logits.double() - stock).norm() / stock.norm()) < 3e-5
+    # the control: a model rounded to bfloat16 is outside
+    rounded = gradients(copy.deepcopy(source).bfloat16().double(), ROWS, 1, "right", 0)
+    assert float((rounded - expected).norm() / expected.norm()) > 3e-5
+
+
+def test_the_rounding_of_each_token_is_its_own() -> None:
+    """Contributions over a dozen powers of two, in passes of any order: the largest one does not come first."""
+    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    weights = {7: 2.0**-18, 11: 1.0, 14: 2.0**12}  # by first token of a row
+
+    def vector(order: Sequence[int]) -> Tensor:
+        model.zero_grad()
+        for first in order:
+            row = torch.tensor([[first, 20, 21]])
+            (-ppo_repro.logprobs(model, row).sum() * weights[first]).backward()
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+    expected = vector([7, 11, 14])
+    for order in ([14, 11, 7], [11, 14, 7], [7, 14, 11]):
+        assert unequal(vector(order), expected) == 0
+
+
+def test_zeroing_begins_anew_and_other_changes_are_refused() -> None:
+    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    tensors = batch(ROWS, "right")
+
+    def backward() -> Tensor:
+        model(**tensors).loss.backward()
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+    once = backward().clone()
+    twice = backward().clone()
+    assert unequal(once, twice) > 0
+    assert float((twice - 2 * once).norm() / once.norm()) < 1e-6  # two sums, each rounded to float32 once
+    model.zero_grad(set_to_none=False)
+    assert unequal(backward(), once) == 0
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(UserError, match="was changed since the last backward pass"):
+        backward()
+    model.zero_grad()
+    assert unequal(backward(), once) == 0
+
+
+def test_what_would_be_wrong_in_silence_is_refused_in_autograd() -> None:
+    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    loss = model(**batch(ROWS, "right")).loss
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="a weight was changed"):
+        loss.backward()
+    loss = model(**batch(ROWS, "right")).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        loss.backward()
+
+
+def test_a_copy_of_an_exact_model_has_gradients_of_its_own() -> None:
+    model = ppo_repro.exact(source_model("gpt2"), backend="eager")
+    model(**batch(ROWS, "right")).loss.backward()
+    copied = copy.deepcopy(model)
+    assert isinstance(copied._exact_gradients, ExactGradients)
+    assert copied._exact_gradients is not model._exact_gradients
+    copied(**batch(ROWS, "left", 1)).loss.backward()
+    for mine, other in zip(model.parameters(), copied.parameters(), strict=True):
+        assert mine is not other and unequal(mine.grad, other.grad) == 0
+
+
+def test_frozen_parameters_take_no_gradient() -> None:
+    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    model.model.requires_grad_(False)
+    model(**batch(ROWS, "right")).loss.backward()
+    assert model.lm_head.weight.grad is not None and model.model.norm.weight.grad is None
+    model.requires_grad_(False)
+    assert not model(**batch(ROWS, "right")).loss.requires_grad
+
+
+def test_gradient_checkpointing_changes_no_bit() -> None:
+    for architecture, backend in (("llama", "float64"), ("gpt2", "eager")):
+        model = ppo_repro.exact(source_model(architecture), backend=backend, threads=1).train()
+        expected = gradients(model, ROWS, 2, "right", 0)
+        model.gradient_checkpointing_enable()
+        assert unequal(gradients(model, ROWS, 2, "right", 0), expected) == 0
+
+
+def test_logits_of_padded_packed_and_single_rows_are_the_same_bits() -> None:
+    model = ppo_repro.exact(source_model("qwen3"), backend="eager")
+    alone = [model(torch.tensor([row])).logits[0] for row in ROWS]
+    for padding in ("right", "left"):
+        tensors = batch(ROWS, padding, 2)
+        out = model(tensors["input_ids"], tensors["attention_mask"])
+        assert out.loss is None
+        for row, mask, expected in zip(out.logits, tensors["attention_mask"], alone, strict=True):
+            assert unequal(row[mask.bool()], expected) == 0
+            assert not bool(row[~mask.bool()].any())
+    packed = torch.tensor([[token for row in ROWS for token in row]])
+    positions = torch.tensor([[i for row in ROWS for i in range(len(row))]])
+    assert unequal(model(packed, position_ids=positions).logits[0], torch.cat(alone)) == 0
+    found = ppo_repro.logprobs(model, packed, position_ids=positions)[0].split([len(row) for row in ROWS])
+    for row, logprobs in zip(ROWS, found, strict=True):
+        assert unequal(logprobs, ppo_repro.logprobs(model, torch.tensor([row]))[0]) == 0
+        assert float(logprobs[0].detach()) == 0.0
+    last = model(batch(ROWS, "left")["input_ids"], batch(ROWS, "left")["attention_mask"], logits_to_keep=2).logits
+    assert unequal(last[1], alone[1][-2:]) == 0
+
+
+def test_loss_is_the_mean_over_labels_and_a_packed_row_predicts_no_first_token() -> None:
+    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    with torch.no_grad():
+        logprobs = torch.cat([ppo_repro.logprobs(model, torch.tensor([row]))[0, 1:] for row in ROWS])
+        expected = -float(logprobs.double().sum()) / LABELS
+        packed = torch.tensor([[token for row in ROWS for token in row]])
+        positions = torch.tensor([[i for row in ROWS for i in range(len(row))]])
+        losses = [
+            model(**batch(ROWS, "right")).loss,
+            model(**batch(ROWS, "left", 1)).loss,
+            model(packed, position_ids=positions, labels=packed).loss,
+        ]
+    assert len({int(bits(loss)) for loss in losses}) == 1
+    assert float(losses[0]) == pytest.approx(expected, rel=1e-6)  # float32
+
+
+def test_generate_and_logprobs_agree_on_every_bit_and_no_slot_shows() -> None:
+    model = ppo_repro.exact(source_model("qwen3"), backend="eager")
+    sampling = ppo_repro.Sampling(temperature=0.7, max_response_tokens=6)
+    responses = ppo_repro.generate(model, ROWS, sampling)
+    for slots in (1, 3):
+        for a, b in zip(ppo_repro.generate(model, ROWS, sampling, slots=slots), responses, strict=True):
+            assert a.response_ids == b.response_ids and unequal(a.logprobs, b.logprobs) == 0
+    rows = [[*r.prompt_ids, *r.response_ids] for r in responses]
+    tensors = batch(rows, "left")
+    found = ppo_repro.logprobs(model, tensors["input_ids"], tensors["attention_mask"], temperature=0.7)
+    for row, response in zip(found, responses, strict=True):
+        assert unequal(row[len(row) - len(response.response_ids) :], response.logprobs) == 0
+    assert [r.response_ids for r in ppo_repro.generate(model, ROWS, sampling, seed=1)] != [
+        r.response_ids for r in responses
+    ]
+    stock = ppo_repro.logprobs(source_model("qwen3"), tensors["input_ids"], tensors["attention_mask"], temperature=0.7)
+    assert torch.allclose(stock, found, atol=1e-4)  # float32 against exact, nats
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.int64)
+
+
+HOLE, ROW = torch.tensor([[1, 0, 1]]), torch.tensor([[3, 4, 5]])
+MISTAKES = {
+    "float ids": (dict(input_ids=torch.ones(1, 3)), "input_ids: is torch.float32 .1, 3.; must be an int64"),
+    "one row without its dimension": (dict(input_ids=ids(3)), "must be an int64 tensor .rows, length."),
+    "no tokens": (dict(input_ids=ids(1, 0)), "neither of them 0"),
+    "a list": (dict(input_ids=[[1, 2]]), "of type list"),
+    "outside": (dict(input_ids=ids(1, 3) * VOCAB), f"input_ids.0, 0. = {VOCAB}: must be in 0..{VOCAB - 1}"),
+    "mask of another shape": (dict(input_ids=ROW, attention_mask=ids(1, 2)), r"attention_mask: .* \[1, 3\]"),
+    "a hole": (dict(input_ids=ROW, attention_mask=HOLE), "padding between its tokens"),
+    "a number in the mask": (dict(input_ids=ROW, attention_mask=HOLE * 2), "must hold 0 and 1 only"),
+    "padding alone": (dict(input_ids=ROW, attention_mask=ROW * 0), "every position is padding"),
+    "positions": (dict(input_ids=ROW, position_ids=ROW), r"position_ids\[0, 0\] = 3: must be one more"),
+    "too long": (dict(input_ids=ids(1, 65)), "a sequence has 65 tokens; exact.model, max_context=64. takes no more"),
+    "labels at padding": (
+        dict(input_ids=ROW, attention_mask=torch.tensor([[1, 1, 0]]), labels=ROW),
+        r"labels\[0, 2\] = 5: is at padding; must be -100",
+    ),
+    "labels outside": (dict(input_ids=ROW, labels=ROW + VOCAB), "must be -100 or in"),
+    "labels of another shape": (dict(input_ids=ROW, labels=ids(1, 2)), r"labels: must be whole numbers \[1, 3\]"),
+    "no label counts": (dict(input_ids=ROW, labels=ids(1, 3) * -100), "none of them counts"),
+    "a cache": (dict(input_ids=ROW, use_cache=True), "use_cache is not supported"),
+    "embeddings": (dict(input_ids=ROW, inputs_embeds=torch.ones(1, 3, 4)), "inputs_embeds is not supported"),
+    "attention weights": (dict(input_ids=ROW, output_attentions=True), "output_attentions is not supported"),
+    "kept and labelled": (dict(input_ids=ROW, labels=ROW, logits_to_keep=1), "logits_to_keep = 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return ppo_repro.exact(source_model("llama"), backend="eager")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_line(llama: PreTrainedModel, mistake: str) -> None:
+    arguments, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message) as error:
+        llama(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_mistakes_in_other_calls_are_one_line(llama: PreTrainedModel) -> None:
+    sampling = ppo_repro.Sampling(max_response_tokens=4)
+    calls = {
+        "cannot take Linear": lambda: ppo_repro.exact(torch.nn.Linear(2, 2)),
+        "cannot take LlamaForCausalLM": lambda: ppo_repro.exact(llama),
+        "is torch.float16; exact numerics need float32": lambda: ppo_repro.exact(source_model("llama").half()),
+        "the model has 64 positions": lambda: ppo_repro.exact(source_model("llama"), max_context=65),
+        "threads = 0": lambda: ppo_repro.exact(source_model("llama"), threads=0),
+        "is not exact; make it so": lambda: ppo_repro.exact_adamw(source_model("llama"), 1e-3),
+        "lr = -1: out of range": lambda: ppo_repro.exact_adamw(llama, -1),
+        "sample with ppo_repro.generate": lambda: llama.generate(ROW),
+        "temperature = 0": lambda: ppo_repro.logprobs(llama, ROW, temperature=0),
+        "give their tokenizer": lambda: ppo_repro.generate(llama, ["a"], sampling),
+        "empty prompt": lambda: ppo_repro.generate(llama, [[]], sampling),
+        "must be a list of texts": lambda: ppo_repro.generate(llama, "a", sampling),
+        "more than 64, the model's context": lambda: ppo_repro.generate(llama, [[1] * 61], sampling),
+        "top_p = 2.0: out of range": lambda: ppo_repro.generate(llama, [[1]], ppo_repro.Sampling(top_p=2.0)),
+    }
+    for message, call in calls.items():
+        with pytest.raises(UserError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)

@@ -1,0 +1,58 @@
+"""The examples in the docstrings of the library's names run, and the names load nothing heavy before they are used."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import ppo_repro
+from tests.support.paths import ROOT
+from tests.support.runs import small_config
+
+NAMES = tuple(name for name in ppo_repro.__all__ if name not in ("Run", "Sampling", "UserError"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_of_each_name_runs(name: str, exact_run: Path, tmp_path: Path) -> None:
+    function = getattr(ppo_repro, name)
+    names = {
+        **import_module(function.__module__).__dict__,
+        "EXAMPLE_RUN": exact_run,
+        "EXAMPLE_CONFIG": small_config("ppo.iterations=1", "model.warm_start_steps=50").model_dump(mode="json"),
+        "EXAMPLE_OUT": tmp_path,
+    }
+    (example,) = (e for e in doctest.DocTestFinder(recurse=False).find(function, name, globs=names) if e.examples)
+    assert "import ppo_repro" in example.examples[0].source or "ppo_repro" in example.examples[0].source
+    found = doctest.DocTestRunner().run(example)
+    assert found.attempted >= 2 and not found.failed
+
+
+def test_every_name_is_there_and_says_what_it_is() -> None:
+    for name in ppo_repro.__all__:
+        assert name in dir(ppo_repro)
+        assert (getattr(ppo_repro, name).__doc__ or "").strip(), name
+    with pytest.raises(AttributeError, match="no attribute 'exakt'"):
+        _ = ppo_repro.exakt
+
+
+def test_type_checkers_see_the_names_that_are_loaded() -> None:
+    """What is imported for type checkers, what is loaded, and `__all__` are the same names from the same modules."""
+    text = (ROOT / "ppo_repro" / "__init__.py").read_text()
+    for name, home in ppo_repro._HOMES.items():
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"from ppo_repro.{home} import"))
+        assert name in line.partition(" import ")[2].split(", ")
+    assert sorted(ppo_repro._HOMES) == sorted(ppo_repro.__all__)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = "import sys, ppo_repro; dir(ppo_repro); print({'torch', 'pandas', 'numpy', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "set()"
+    used = code.replace("dir(ppo_repro)", "ppo_repro.open_run")  # the control: the names are found by a real import
+    done = subprocess.run([sys.executable, "-c", used], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "pandas" in done.stdout and "torch" not in done.stdout

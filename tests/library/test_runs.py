@@ -1,0 +1,136 @@
+"""Runs in Python: opened, read, compared, and trained with a reward and a callback of a notebook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import ppo_repro
+from ppo_repro.errors import UserError
+from ppo_repro.library.reward_file import reward_path
+from tests.support.runs import small_config
+
+TREE = small_config("ppo.iterations=2", "model.warm_start_steps=20", "ppo.epochs=1").model_dump(mode="json")
+BONUS = 0.5
+
+
+def score(prompt: str, response: str, answer: str) -> float:
+    return float(response.strip() == answer) + 0.25
+
+
+def of_a_notebook(source: str, name: str, **around: object) -> Any:
+    """A function as a notebook makes it: in `__main__`, its source known to `linecache` alone."""
+    import linecache
+
+    file = f"<cell {name} {len(source)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    namespace: dict[str, object] = {"__name__": "__main__", **around}
+    exec(compile(source, file, "exec"), namespace)
+    return namespace[name]
+
+
+CELL = '''
+def graded(prompt, response, answer):
+    """Right answers, and a little for each digit."""
+    return float(response.strip() == answer) + BONUS * math.sqrt(sum(c.isdigit() for c in response))
+'''
+
+
+def test_a_run_opened_in_python_is_what_the_records_say(exact_run: Path) -> None:
+    run = ppo_repro.open_run(str(exact_run))
+    assert run.status == "complete" and run.num_iterations == 3 and run.config.seed == 7
+    assert len(run.table("tokens", iterations=[1])) == len(run.table("tokens").query("iteration == 1"))
+    assert set(run.table("evaluations")["iteration"]) == {0, 2, 3}
+    assert run.final["eval_accuracy"] == run.table("evaluations").query("iteration == 3")["is_correct"].mean()
+    assert ppo_repro.fingerprint(run) == run.fingerprint
+    for call, message in (
+        (lambda: run.table("tokenz"), "no table 'tokenz'; there are .*tokens"),
+        (lambda: run.table("evaluations", iterations=[1]), "is read whole"),
+        (lambda: run.table("tokens", columns=["nothing"]), "has no column 'nothing'"),
+        (lambda: ppo_repro.open_run(exact_run / "nowhere"), "no such folder"),
+        (lambda: ppo_repro.latest_run(exact_run / "checkpoints"), "holds no recorded run"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()
+
+
+def test_diff_names_what_differs(exact_run: Path, native_run: Path) -> None:
+    assert ppo_repro.diff(exact_run, ppo_repro.open_run(exact_run)) is None
+    difference = ppo_repro.diff(exact_run, native_run)
+    assert difference is not None and difference.describe().startswith("table ")
+
+
+def test_training_from_a_notebook_is_recorded_and_can_be_executed_again(tmp_path: Path) -> None:
+    rows: list[pd.Series[Any]] = []
+    reward = of_a_notebook(CELL, "graded", math=math, BONUS=BONUS)
+    run = ppo_repro.train(TREE, reward=reward, on_iteration=rows.append, out=tmp_path)
+    assert [row["iteration"] for row in rows] == [0, 1]
+    assert rows[-1]["score_mean"] == run.table("iterations")["score_mean"].iloc[-1]
+    sequences = run.table("sequences")
+    for _, row in sequences.iterrows():
+        answer = str(sum(map(int, row["prompt_key"].split("+"))))
+        assert row["scores"] == reward("", row["response"], answer)
+    (term,) = run.config.reward.terms  # type: ignore[union-attr]
+    written = Path(term.path.rpartition(":")[0])
+    assert written.parent == tmp_path / "rewards"
+    assert written.read_text().startswith("BONUS = 0.5\nimport math as math\n")
+    assert ppo_repro.rerun(run, ["layout.threads=2"]).difference is None
+    assert ppo_repro.latest_run(tmp_path) == run
+    written.write_text(written.read_text().replace("0.5", "0.75"))
+    with pytest.raises(UserError, match="changed since the run was recorded"):
+        ppo_repro.rerun(run)
+
+
+def test_an_error_of_the_callback_ends_the_run_and_keeps_what_is_complete(tmp_path: Path) -> None:
+    def stop(row: object) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        ppo_repro.train(TREE, on_iteration=stop, out=tmp_path)
+    run = ppo_repro.latest_run(tmp_path)
+    assert run.status == "failed" and run.num_iterations >= 1
+
+
+def test_a_function_of_a_module_is_taken_from_its_file(tmp_path: Path) -> None:
+    assert reward_path(score, tmp_path) == f"{__file__}:score"
+    assert reward_path("a.py:b", tmp_path) == "a.py:b"
+    assert not list(tmp_path.iterdir())
+
+
+def closure() -> Callable[..., float]:
+    bonus = 1.0
+
+    def inner(prompt: str, response: str, answer: str) -> float:
+        return bonus
+
+    return inner
+
+
+USES = "def uses(prompt, response, answer):\n    return score(prompt, response, answer)\n"
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "a lambda": (lambda prompt, response, answer: 1.0, "must be a function made by `def`"),
+    "a class": (FunctionType, "must be a function made by `def`"),
+    "a closure": (closure(), "uses 'bonus' from around it; put it inside the function, or write a file"),
+    "a helper": (of_a_notebook(USES, "uses", score=score), "uses 'score' of the notebook"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_reward_that_could_not_be_computed_again_is_refused(mistake: str, tmp_path: Path) -> None:
+    reward, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message):
+        ppo_repro.train(TREE, reward=reward, out=tmp_path)
+    assert not list(tmp_path.rglob("*.py"))
+
+
+def test_a_configuration_that_is_wrong_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^train: ppo.iterations = 'many'"):
+        ppo_repro.train({**TREE, "ppo": {**TREE["ppo"], "iterations": "many"}}, out=tmp_path)
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
+        ppo_repro.train(tmp_path / "nowhere.yaml")

@@ -1,0 +1,163 @@
+"""transformers' Trainer and a loop of one's own train `exact(model)`: the weights do not depend on the batch layout."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import ppo_repro
+from ppo_repro.numerics.optim.optimizer import weights_digest
+from tests.support.models import CLASSES, VOCAB, seeded, source_model, unequal
+
+STEPS, BATCH = 3, 8  # sequences in an optimizer step
+LAYOUTS = [(8, "right"), (4, "left"), (1, "right")]  # sequences in a pass, padding
+
+
+def examples() -> list[list[int]]:
+    """Sequences of 3 to 12 tokens; the first two are the prompt."""
+    generator = seeded(0)
+    lengths = torch.randint(3, 13, (STEPS * BATCH,), generator=generator).tolist()
+    return [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def collate(rows: list[list[int]], padding: str) -> dict[str, Tensor]:
+    width = max(map(len, rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for index, row in enumerate(rows):
+        start = 0 if padding == "right" else width - len(row)
+        ids[index, start : start + len(row)], mask[index, start : start + len(row)] = torch.tensor(row), 1
+        labels[index, start + 2 : start + len(row)] = torch.tensor(row[2:])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # what the stock model needs on the left side
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
+
+
+def trained_by_trainer(model: PreTrainedModel, micro: int, padding: str, folder: Path, own_adamw: bool) -> str:
+    """The digest of the weights after STEPS steps of transformers' Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=BATCH // micro,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="linear",
+        max_grad_norm=0.0 if own_adamw else 1.0,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    optimizers: Any = (ppo_repro.exact_adamw(model, 1e-2, max_grad_norm=1.0), None) if own_adamw else (None, None)
+    dataset: Any = examples()
+
+    def collated(rows: list[list[int]]) -> dict[str, Tensor]:
+        return collate(rows, padding)
+
+    trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=collated, optimizers=optimizers)
+    trainer.train()
+    return weights_digest(model.named_parameters())
+
+
+def trained_by_hand(model: PreTrainedModel, micro: int, padding: str, optimizer: torch.optim.Optimizer) -> str:
+    """The digest after STEPS steps of a policy gradient with weights of its own: -sum w log p over all tokens."""
+    rows = examples()
+    for start in range(0, len(rows), BATCH):
+        step = rows[start : start + BATCH]
+        tokens = sum(len(row) - 1 for row in step)
+        optimizer.zero_grad()
+        for first in range(0, BATCH, micro):
+            tensors = collate(step[first : first + micro], padding)
+            logprobs = ppo_repro.logprobs(model, tensors["input_ids"], tensors["attention_mask"])
+            advantages = (tensors["input_ids"] % 7 - 3) * tensors["attention_mask"]
+            (-(logprobs * advantages).sum() / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return weights_digest(model.named_parameters())
+
+
+def exact_model() -> PreTrainedModel:
+    return ppo_repro.exact(source_model("llama"), backend="float64", threads=1)
+
+
+@pytest.mark.parametrize("own_adamw", [True, False], ids=["exact_adamw", "torch"])
+def test_weights_of_the_trainer_do_not_depend_on_the_layout(tmp_path: Path, own_adamw: bool) -> None:
+    source = weights_digest(source_model("llama").named_parameters())
+    digests = {trained_by_trainer(exact_model(), *layout, tmp_path, own_adamw) for layout in LAYOUTS}
+    assert len(digests) == 1 and source not in digests
+
+
+def test_weights_of_stock_torch_depend_on_it(tmp_path: Path, row_dependent: None) -> None:
+    """The negative control, by construction: linear layers whose last digits depend on the number of rows."""
+    digests = {trained_by_trainer(source_model("llama"), *layout, tmp_path, own_adamw=False) for layout in LAYOUTS}
+    assert len(digests) == len(LAYOUTS)
+
+
+def test_weights_of_a_loop_of_ones_own_do_not_depend_on_the_layout() -> None:
+    digests = set()
+    for layout in LAYOUTS:
+        model = exact_model()
+        digests.add(trained_by_hand(model, *layout, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    assert len(digests) == 1
+    model = exact_model()
+    digests.add(trained_by_hand(model, 8, "right", torch.optim.SGD(model.parameters(), lr=1e-2)))
+    assert len(digests) == 2
+
+
+def test_weights_of_a_loop_with_stock_torch_depend_on_it(row_dependent: None) -> None:
+    digests = set()
+    for layout in LAYOUTS:
+        model = source_model("llama")
+        digests.add(trained_by_hand(model, *layout, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    assert len(digests) == len(LAYOUTS)
+
+
+def test_an_optimizer_goes_on_from_its_saved_state() -> None:
+    model = exact_model()
+    optimizer = ppo_repro.exact_adamw(model, 1e-2, weight_decay=0.1)
+    trained_by_hand(model, 4, "right", optimizer)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    expected = trained_by_hand(model, 4, "right", optimizer)
+
+    other = exact_model()
+    other.load_state_dict(weights)
+    again = ppo_repro.exact_adamw(other, 1e-2, weight_decay=0.1)
+    again.load_state_dict(state)
+    assert trained_by_hand(other, 8, "left", again) == expected
+    control = exact_model()
+    control.load_state_dict(weights)  # without the moments
+    assert trained_by_hand(control, 4, "right", ppo_repro.exact_adamw(control, 1e-2, weight_decay=0.1)) != expected
+
+
+def test_one_step_is_adamw_in_float64() -> None:
+    model = exact_model()
+    before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model(ids, labels=ids).loss.backward()
+    optimizer = ppo_repro.exact_adamw(model, 1e-2, weight_decay=0.1)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        g = parameter.grad.double()
+        # after one step m' = g and v' = g^2
+        expected = before[name] * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-8)
+        assert torch.allclose(parameter.detach().double(), expected, atol=1e-6)  # of weights near 1, in float32
+    assert optimizer.grad_norm > 0
+
+
+def test_the_trained_copy_is_saved_and_loads_as_a_stock_model(tmp_path: Path) -> None:
+    model = exact_model()
+    trained_by_hand(model, 8, "right", ppo_repro.exact_adamw(model, 1e-2))
+    model.save_pretrained(tmp_path)
+    stock = CLASSES[type(model.config)].from_pretrained(tmp_path)
+    assert type(stock) is type(source_model("llama"))
+    for (name, mine), (other_name, other) in zip(model.named_parameters(), stock.named_parameters(), strict=True):
+        assert name == other_name and unequal(mine, other) == 0

@@ -1,4 +1,4 @@
-"""Products of a few rows, and attention of one token of each row, in the bits of whole numbers and of the other kernels."""
+"""Products of a few rows have the bits of whole numbers, and attention of one token those of attention over a cache."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_rows_on_their_grids_and_products_with_outliers() -> None:
     inputs, scales, limits = np.zeros((8, terms + few_rows.PADDING)), np.ones(8), np.empty(rows, np.float32)
     ended = few_rows.put_on_grid(x.reshape(-1), terms, most_outliers(terms), inputs.reshape(-1), scales, limits)
     assert ended == 2 and np.isfinite(limits).tolist() == [False, True, False, False, False]
-    assert inputs[1, 7] == 0.0 and not inputs[:, terms:].any()
-    back = inputs[:rows, :terms] * scales[:rows, None]
-    back[1, 7] = x[1, 7]
-    assert np.abs(back - x).max() <= 2.0**-27 * 4
+    outliers = np.abs(x) >= limits[:, None]
+    assert outliers[1, 7] and not inputs[:rows, :terms][outliers].any() and not inputs[:, terms:].any()
+    back = np.where(outliers, x, inputs[:rows, :terms] * scales[:rows, None])
+    assert np.abs(back - x).max() <= 2.0**-27 * 4  # half a unit of a grid that ends at 4
     starts, others = np.zeros(columns + 1, np.int64), np.array([3, 7], np.int64)
     starts[3:] = 2  # of row 2 of w alone
     y = generator.normal(size=(rows, columns)).astype(np.float32)
@@ -89,9 +89,8 @@ def test_rows_on_their_grids_and_products_with_outliers() -> None:
     few_rows.add_outliers(x.reshape(-1), terms, limits, w.reshape(-1), starts, others, y.reshape(-1), columns)
     for m in range(rows):
         for n in range(columns):
-            ks = [*([7] if m == 1 else []), *([k for k in (3, 7) if (m, k) != (1, 7)] if n == 2 else [])]
             total = 0.0
-            for k in ks:
+            for k in [*np.flatnonzero(outliers[m]), *(k for k in (3, 7) if n == 2 and not outliers[m, k])]:
                 total += float(x[m, k]) * float(w[n, k])
             expected[m, n] = np.float32(float(expected[m, n]) + total)
     assert y.tobytes() == expected.tobytes()

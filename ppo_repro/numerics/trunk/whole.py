@@ -9,8 +9,8 @@ import numpy as np
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.arithmetic.grid import WEIGHT_BITS
+from ppo_repro.numerics.kernels import decoder_trunk as decoder
 from ppo_repro.numerics.kernels.core import pool
-from ppo_repro.numerics.kernels.float64 import decoder
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS
 from ppo_repro.numerics.layers.fused_attention import NOT_FINITE, cost
 from ppo_repro.numerics.layers.kv_cache import GridCache

@@ -12,6 +12,8 @@ from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.rows import largest_bits
 from ppo_repro.numerics.kernels.core.scalar import exponent32, pow2_64, round_to_f32_plus_zero
 
+# no literals, which the kernels of tiles would be compiled for once more
+_NONE, _NEXT, _ROW = np.int64(0), np.int64(1), np.int64(COLUMNS)
 # of two queries; with one or two heads in a group whole tiles would be half empty
 _scores_of_2, _rows_of_2 = set_tile(4, False, 2), set_tile(4, True, 2)
 
@@ -36,7 +38,7 @@ def _score(count, queries, dim, padded, panels, at, base, last, width, scores): 
         if count <= 2:
             _scores_of_2(queries, 0, padded, 1, panels, b, COLUMNS, scores, start, width, dim)
         else:
-            set_scores(queries, 0, padded, 1, panels, b, COLUMNS, scores, start, width, dim, min(wide, COLUMNS))
+            set_scores(queries, _NONE, padded, _NEXT, panels, b, _ROW, scores, start, width, dim, min(wide, COLUMNS))
 
 
 @inline
@@ -50,7 +52,7 @@ def _sum(count, weights, skip, width, values, at, padded, terms, sums):  # type:
     if column < padded:
         for c in range(column, padded, COLUMNS):
             wide = min(COLUMNS, padded - c)
-            set_rows(weights, skip, width, 1, values, at + c, padded, sums, c, padded, terms, wide)
+            set_rows(weights, skip, width, _NEXT, values, at + c, padded, sums, c, padded, terms, wide)
 
 
 @kernel

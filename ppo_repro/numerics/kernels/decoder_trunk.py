@@ -34,9 +34,10 @@ FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_ML
 # A layer is a row of addresses: passing arrays of arrays takes as long as a small layer. Of each matrix: panels int32,
 # scales float64 and bias float32 padded to whole panels, weights float32, starts and columns of outliers int64.
 PANELS, SCALES, BIAS, WEIGHTS, STARTS, OTHERS = range(6)
-QUERY_AT, KEY_AT, VALUE_AT, OUT_AT, GATE_AT, UP_AT, DOWN_AT = range(0, 42, 6)
+# No literals: a kernel is compiled once more for each literal it is called with.
+QUERY_AT, KEY_AT, VALUE_AT, OUT_AT, GATE_AT, UP_AT, DOWN_AT = np.arange(0, 42, 6)
 # factors of norms float32, and keys, values and scales of the cache float32
-ATTENTION_NORM_AT, QUERY_NORM_AT, KEY_NORM_AT, MLP_NORM_AT, KEYS_AT, VALUES_AT, VALUE_SCALES_AT = range(42, 49)
+ATTENTION_NORM_AT, QUERY_NORM_AT, KEY_NORM_AT, MLP_NORM_AT, KEYS_AT, VALUES_AT, VALUE_SCALES_AT = np.arange(42, 49)
 OUTLIERS_AT = 49  # of the seven matrices, in the order above: how many outliers
 FIELDS = OUTLIERS_AT + 7
 
@@ -122,13 +123,13 @@ def _make_scratch(rows, shape):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _product(row, at, index, x, terms, ended, scratch, columns, y):  # type: ignore[no-untyped-def]
+def _product(row, at, x, terms, ended, scratch, columns, y):  # type: ignore[no-untyped-def]
     """y = x W^T + b of the matrix at field `at`, with its outliers; flat x [R, terms] is in `scratch.inputs` too."""
     rows = scratch.limits.size
     multiply_rows(
         scratch.inputs, scratch.scales, rows, terms, row[at + PANELS], row[at + SCALES], row[at + BIAS], columns, y
     )
-    count = row[OUTLIERS_AT + index]
+    count = row[OUTLIERS_AT + at // 6]
     if ended > 1 or count > 0:
         weights = numba.carray(_floats(row[at + WEIGHTS]), columns * terms)
         starts = numba.carray(_integers(row[at + STARTS]), columns + 1)
@@ -171,9 +172,9 @@ def _attention(row, window, shape, cosine, sine, tokens, scratch, x, key, value)
     ended = put_on_grid(normed, hidden, shape.most_hidden, scratch.inputs, scratch.scales, scratch.limits)
     if ended == 0:
         return QUERY
-    _product(row, QUERY_AT, 0, normed, hidden, ended, scratch, own, query)
-    _product(row, KEY_AT, 1, normed, hidden, ended, scratch, shared, key)
-    _product(row, VALUE_AT, 2, normed, hidden, ended, scratch, shared, value)
+    _product(row, QUERY_AT, normed, hidden, ended, scratch, own, query)
+    _product(row, KEY_AT, normed, hidden, ended, scratch, shared, key)
+    _product(row, VALUE_AT, normed, hidden, ended, scratch, shared, value)
     if not _head_norm(row, QUERY_NORM_AT, spec.dim, shape.query_eps, query, attended):
         return QUERY_NORM
     if not _head_norm(row, KEY_NORM_AT, spec.dim, shape.key_eps, key, attended):
@@ -194,7 +195,7 @@ def _attention(row, window, shape, cosine, sine, tokens, scratch, x, key, value)
     ended = put_on_grid(attended, own, shape.most_attended, scratch.inputs, scratch.scales, scratch.limits)
     if ended == 0:
         return OUT
-    _product(row, OUT_AT, 3, attended, own, ended, scratch, hidden, scratch.out)
+    _product(row, OUT_AT, attended, own, ended, scratch, hidden, scratch.out)
     _add(x, scratch.out)
     return FINITE
 
@@ -208,13 +209,13 @@ def _mlp(row, shape, scratch, x):  # type: ignore[no-untyped-def]
     ended = put_on_grid(normed, hidden, shape.most_hidden, scratch.inputs, scratch.scales, scratch.limits)
     if ended == 0:
         return GATE
-    _product(row, GATE_AT, 4, normed, hidden, ended, scratch, wide, scratch.gate)
-    _product(row, UP_AT, 5, normed, hidden, ended, scratch, wide, scratch.up)
+    _product(row, GATE_AT, normed, hidden, ended, scratch, wide, scratch.gate)
+    _product(row, UP_AT, normed, hidden, ended, scratch, wide, scratch.up)
     silu_times_flat(scratch.gate, scratch.up, scratch.inner)
     ended = put_on_grid(scratch.inner, wide, shape.most_wide, scratch.inputs, scratch.scales, scratch.limits)
     if ended == 0:
         return DOWN
-    _product(row, DOWN_AT, 6, scratch.inner, wide, ended, scratch, hidden, scratch.out)
+    _product(row, DOWN_AT, scratch.inner, wide, ended, scratch, hidden, scratch.out)
     _add(x, scratch.out)
     return FINITE
 

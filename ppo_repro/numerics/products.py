@@ -151,6 +151,13 @@ class PreparedWeight:
             raise NumericsError(f"{self._where} is not finite")
         return packed, found
 
+    def panels(self, weight: Tensor) -> tuple[float64.Weight, Outliers]:
+        """The weight packed for products in float64 along its rows, and its outliers; NumericsError if not finite."""
+        packed, found = self._get(weight, 1, "float64")
+        if not packed.finite:
+            raise NumericsError(f"{self._where} is not finite")
+        return packed, found
+
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
         """`contract` with an input already on its grids, a result of `operand`; the bias may be empty."""
         x = operand.prepared

@@ -104,20 +104,31 @@ def statistics() -> list[Tensor]:
     return results
 
 
-def decoder() -> list[Tensor]:
-    """A small model over a batch with its gradients, and the same tokens over a cache, a prompt and then one by one."""
+def _tokens() -> tuple[Tensor, Tensor]:
+    """Three rows of 30, and their positions."""
+    ids = torch.randint(0, 61, (3, 30), generator=torch.Generator().manual_seed(5))
+    return ids, torch.arange(30).expand(3, -1)
+
+
+def training() -> list[Tensor]:
+    """A small model over a batch, with its gradients."""
     trunk = lower(_small_decoder(), CONTEXT)
     accumulator = GradientAccumulator(trunk.named_parameters())
     attach(trunk, accumulator)
-    ids = torch.randint(0, 61, (3, 30), generator=torch.Generator().manual_seed(5))
-    positions, first_key = torch.arange(30).expand(3, -1), torch.zeros(3, 30, dtype=torch.int64)
+    (ids, positions), first_key = _tokens(), torch.zeros(3, 30, dtype=torch.int64)
     for _ in range(2):
         accumulator.begin()
         hidden = TrunkForward(trunk).over_batch(ids, positions, first_key, torch.arange(90))
         hidden.backward(_numbers(6, *hidden.shape))
         sums = _sums(accumulator)
-    results = [hidden.detach(), *sums]
+    return [hidden.detach(), *sums]
+
+
+def decoding() -> list[Tensor]:
+    """The small model over a cache: a prompt, then one token of each row after the other."""
+    trunk, (ids, positions) = lower(_small_decoder(), CONTEXT), _tokens()
     cache, forward = GridCache(trunk.config, 3, CONTEXT, torch.device("cpu")), TrunkForward(trunk)
+    results = []
     for begin, end in ((0, 27), (27, 28), (28, 29), (29, 30)):
         valid = torch.ones(3, end - begin, dtype=torch.bool)
         cache.aim(torch.arange(3), positions[:, begin:end], valid)
@@ -139,6 +150,7 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
     "products": products,
     "gradients": gradients,
     "log-probs": statistics,
-    "decoder": decoder,
+    "decoding": decoding,
     "optimizer": optimizer,
+    "training": training,
 }

@@ -14,6 +14,7 @@ from ppo_repro.errors import UserError, is_out_of_memory
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.kernels.core import entries
 from ppo_repro.numerics.kernels.core.cache import NUMERICS, cache_folder
+from ppo_repro.numerics.proof import ahead
 from ppo_repro.output import say
 
 PASSED = ""
@@ -60,7 +61,9 @@ def failure(name: str) -> str:
     kept = entries.read(folder, entry)
     if kept is not None:
         return kept.decode()
-    found = first_difference(name)
+    first_use = not folder.exists()
+    with ahead.beside(name, first_use):
+        found = first_difference(name, first_use)
     entries.write(folder, entry, found.encode())
     return found
 
@@ -76,13 +79,18 @@ def machine() -> str:
     return f"torch {torch.__version__} {capped} {digest.hexdigest()[:16]}"
 
 
-def first_difference(name: str) -> str:
-    """Compute all cases eagerly and by the backend; the name of the first that differs in a bit, or PASSED."""
+def first_difference(name: str, first_use: bool = False) -> str:
+    """Compute all cases eagerly and by the backend; the name of the first that differs in a bit, or PASSED.
+
+    At the first use kernels are compiled, which takes so long that stderr says how far it is.
+    """
     from ppo_repro.numerics.proof.cases import CASES
 
     before, threads = backend.active(), torch.get_num_threads()
     try:
-        for case, compute in CASES.items():
+        for index, (case, compute) in enumerate(CASES.items()):
+            if first_use:
+                say(f"numerics: first use here, compiling kernels of {name}: {case} ({index + 1} of {len(CASES)})")
             backend.use("eager", 1)
             expected = _bytes(compute())
             for count in (1, 2):

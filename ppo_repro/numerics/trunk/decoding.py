@@ -22,6 +22,7 @@ from ppo_repro.numerics.layers.norms import input_not_finite
 from ppo_repro.numerics.products import array
 from ppo_repro.numerics.trunk.layer import Attended, Rotary, layer_forward, normalise, rotary_at
 from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, NormWeights, Trunk
+from ppo_repro.numerics.trunk.whole import WholeTrunk
 
 # every thread reads all weights of a layer for its rows; larger products are better shared out by their columns
 # (two threads, 16 rows: 0.7 of the time by rows with layers of 3 MiB, 1.4 times the time with layers of 42)
@@ -37,9 +38,24 @@ class Decoder:
         self.trunk = trunk
         linears = [linear for layer in trunk.layers for linear in layer.linears]
         self._parameters = [p for linear in linears for p in (linear.weight, linear.bias) if p is not None]
+        self._largest = max(4 * sum(linear.weight.numel() for linear in layer.linears) for layer in trunk.layers)
         self._fits = all(linear.weight.shape[1] <= MAX_TERMS for linear in linears)
         self._made_from: tuple[object, ...] = ()
         self._layers: list[decoder_layer.Weights] = []
+        self._whole: WholeTrunk | None = None
+
+    def whole(self) -> WholeTrunk | None:
+        """The trunk as one call on `float64`; None where its kernels have to be called one by one.
+
+        NumericsError where a weight is not finite.
+        """
+        threads = pool.threads()
+        made_from = ("whole", *[(p.data_ptr(), p._version) for p in self._parameters])
+        if backend.active() != "float64" or (threads > 1 and self._largest > MOST_BYTES):
+            return None
+        if self._whole is None or made_from != self._made_from:
+            self._whole, self._made_from = WholeTrunk(self.trunk), made_from
+        return self._whole
 
     def layers(self) -> list[decoder_layer.Weights]:
         """The weights of whole layers; empty where a layer's kernels have to be called one by one.
@@ -95,8 +111,13 @@ def hidden_states(decoder: Decoder, ids: Tensor, cache: GridCache, rows: Tensor 
     wanted = None if rows is None else rows.numpy()
     visible = {window: _visible(window, positions) for window in {layer.window for layer in trunk.layers}}
     x = array(trunk.embedding)[ids.reshape(-1).numpy()]
-    layers = decoder.layers() if positions.shape[1] == 1 else []
-    if layers:
+    single = positions.shape[1] == 1
+    whole = decoder.whole() if single else None
+    layers = decoder.layers() if single and whole is None else []
+    if whole is not None:
+        _through_whole_trunk(trunk, whole, x, cache)
+        x = x if wanted is None else x[wanted]
+    elif layers:
         _through_whole_layers(trunk, layers, x, cache, visible)
         x = x if wanted is None else x[wanted]
     else:
@@ -116,6 +137,14 @@ def _visible(window: int | None, positions: np.ndarray) -> Visible:
 def _keep(cache: GridCache, layer: Layer, key: np.ndarray, value: np.ndarray) -> None:
     shape = *cache.target.positions.shape, layer.spec.kv_heads, layer.spec.dim
     cache.keep(layer.index, *(torch.from_numpy(new).view(shape).transpose(1, 2) for new in (key, value)))
+
+
+def _through_whole_trunk(trunk: Trunk, whole: WholeTrunk, x: np.ndarray, cache: GridCache) -> None:
+    """Change x [R, H] from the embeddings to the last layer's result, some rows on each thread."""
+    new = whole.run(x, cache)
+    if new is not None:
+        for layer, (key, value) in zip(trunk.layers, new, strict=True):
+            _keep(cache, layer, key, value)
 
 
 def _through_whole_layers(

@@ -33,6 +33,7 @@ class TrunkForward:
     |          | not SiLU, or with hooks     |            |                        |                                  |
     | exact    | any                         | any        | of a batch             | `training`, by `layer_forward`   |
     | exact    | small enough, see `Decoder` | AMX        | one a row, over cache  | `decoding`, by `decoder_layer`   |
+    | exact    | the same, or one thread     | float64    | one a row, over cache  | `decoding`, by `decoder_trunk`   |
     | exact    | any                         | any        | over a cache           | `decoding`, by `layer_forward`   |
 
     In exact numerics every path gives the same bits. The numerics, the model's structure, its hooks and the backend

@@ -14,7 +14,7 @@ from ppo_repro.numerics.kernels import layer_norm, optimizer, outliers
 from ppo_repro.numerics.kernels.attention import forward as attention
 from ppo_repro.numerics.kernels.float64 import product
 from ppo_repro.numerics.layers import fused_attention
-from ppo_repro.numerics.proof import proof
+from ppo_repro.numerics.proof import ahead, proof
 from ppo_repro.numerics.proof.cases import CASES
 
 KERNELS = [name for name in backend.BACKENDS if name != "eager" and (name != "amx" or backend.has_amx())]
@@ -23,6 +23,7 @@ KERNELS = [name for name in backend.BACKENDS if name != "eager" and (name != "am
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = tmp_path / "cache" / "ppo_repro" / "kernels"
+    folder.mkdir(parents=True, mode=0o755)  # else a second process would compile what is compiled already
     monkeypatch.setattr(proof, "cache_folder", lambda: folder)
     return folder
 
@@ -81,7 +82,7 @@ WRONG = {
     "products": wrong_products,
     "products ": without_outliers,
     "gradients": wrong_layer_norm,
-    "decoder": wrong_attention,
+    "decoding": wrong_attention,
     "optimizer": wrong_optimizer,
 }
 
@@ -131,7 +132,7 @@ def test_a_proof_under_capped_instructions_is_another_one(name: str, monkeypatch
 
 def test_a_proof_is_kept_until_something_changes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[str] = []
-    monkeypatch.setattr(proof, "first_difference", lambda name: computed.append(name) or proof.PASSED)
+    monkeypatch.setattr(proof, "first_difference", lambda name, _: computed.append(name) or proof.PASSED)
     assert proof.failure("float64") == proof.failure("float64") == proof.PASSED
     assert computed == ["float64"] and len(list(own_cache.iterdir())) == 1
     monkeypatch.setattr(proof, "machine", lambda: "another torch")
@@ -139,10 +140,45 @@ def test_a_proof_is_kept_until_something_changes(own_cache: Path, monkeypatch: p
     assert computed == ["float64"] * 2 and len(list(own_cache.iterdir())) == 2
 
 
+def test_the_first_use_says_how_far_it_is(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    class Process:
+        """In place of a process that would compile for seconds."""
+
+        def __init__(self, arguments: list[str], **_: object) -> None:
+            started.append(arguments[1:])
+
+        def __enter__(self) -> Process:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def terminate(self) -> None: ...
+
+    monkeypatch.setattr(ahead.subprocess, "Popen", Process)
+    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: {0, 1})
+    proof.failure("float64")
+    assert capsys.readouterr().err == "" and started == []
+    for entry in own_cache.iterdir():
+        entry.unlink()
+    own_cache.rmdir()
+    proof.failure("float64")
+    lines = capsys.readouterr().err.splitlines()
+    assert [f"({i + 1} of {len(CASES)})" in line for i, line in enumerate(lines)] == [True] * len(CASES)
+    assert started == [["-m", "ppo_repro.numerics.proof.ahead", "float64"]]
+
+
+def test_what_is_compiled_ahead_is_the_last_case() -> None:
+    assert list(CASES)[-1] == ahead.CASE
+
+
 def test_a_damaged_proof_is_none(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(proof, "first_difference", lambda name: "products")
+    monkeypatch.setattr(proof, "first_difference", lambda *_: "products")
     assert proof.failure("float64") == "products"
     (entry,) = own_cache.iterdir()
     entry.write_bytes(entry.read_bytes()[: -len("products")])  # it would say that nothing differs
@@ -151,7 +187,6 @@ def test_a_damaged_proof_is_none(
 
 
 def test_a_cache_that_others_may_write_to_is_an_error_and_no_failed_proof(own_cache: Path) -> None:
-    own_cache.mkdir(parents=True)
     own_cache.chmod(0o777)
     with pytest.raises(UserError, match="others could exchange"):
         proof.use("auto", 1)

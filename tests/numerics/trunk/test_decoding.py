@@ -40,11 +40,16 @@ def same(a: list[Completion], b: list[Completion]) -> bool:
 
 
 class Called:
-    """How many passes read prompts, and how many decoded by whole layers and kernel by kernel."""
+    """How many passes read prompts, and how many decoded by the whole trunk, by whole layers and kernel by kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.prompts = self.layers = self.kernels = 0
-        layers, kernels = decoding._through_whole_layers, decoding._through_kernels
+        self.prompts = self.trunks = self.layers = self.kernels = 0
+        trunks, layers = decoding._through_whole_trunk, decoding._through_whole_layers
+        kernels = decoding._through_kernels
+
+        def through_whole_trunk(*arguments: object) -> None:
+            self.trunks += 1
+            trunks(*arguments)  # type: ignore[arg-type]
 
         def through_whole_layers(*arguments: object) -> None:
             self.layers += 1
@@ -55,6 +60,7 @@ class Called:
             self.kernels, self.prompts = self.kernels + one, self.prompts + (not one)
             return kernels(trunk, x, rotary, cache, *arguments)  # type: ignore[arg-type]
 
+        monkeypatch.setattr(decoding, "_through_whole_trunk", through_whole_trunk)
         monkeypatch.setattr(decoding, "_through_whole_layers", through_whole_layers)
         monkeypatch.setattr(decoding, "_through_kernels", through_kernels)
 
@@ -67,32 +73,61 @@ def test_prefill_and_decoding_give_the_bits_of_the_modules(
     backend.use(kernels, 1)
     called = Called(monkeypatch)
     direct = sampled(architecture)
-    assert (called.layers > 0, called.kernels > 0) == (kernels == "amx", kernels == "float64")
+    assert (called.layers > 0, called.trunks > 0, called.kernels) == (kernels == "amx", kernels == "float64", 0)
     assert called.prompts > 0
     before = vars(called).copy()
     monkeypatch.setattr(forward, "unpack", lambda trunk: None)
     assert same(direct, sampled(architecture)) and vars(called) == before
 
 
-@needs_amx
+@pytest.mark.parametrize("kernels", ["float64", pytest.param("amx", marks=needs_amx)])
 @pytest.mark.parametrize("architecture", DECODED)
-def test_rows_on_several_threads_and_kernel_by_kernel(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend.use("amx", 1)
+def test_rows_on_several_threads_and_kernel_by_kernel(
+    architecture: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.use(kernels, 1)
     called = Called(monkeypatch)
     whole = sampled(architecture)
-    backend.use("amx", 3)
+    backend.use(kernels, 3)
     monkeypatch.setattr(pool, "LEAST_NANOSECONDS", 1e-9)  # else so few rows stay on one thread
     assert same(whole, sampled(architecture)) and called.kernels == 0
     # layers too large for that
     monkeypatch.setattr(decoding, "MOST_BYTES", 0)
-    before = called.layers
-    assert same(whole, sampled(architecture)) and called.layers == before and called.kernels > 0
+    before = called.layers + called.trunks
+    assert same(whole, sampled(architecture)) and called.layers + called.trunks == before and called.kernels > 0
 
 
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend `amx` for tests that pack operands and multiply none, which ordinary instructions do."""
     monkeypatch.setattr(backend, "has_amx", lambda: True)
+
+
+def test_a_whole_trunk_sees_that_a_weight_or_the_backend_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = trunk_of(policy("llama", "exact"))
+    weights = unpack(trunk)
+    assert weights is not None
+    decoder = Decoder(weights)
+    backend.use("float64", 1)
+    first = decoder.whole()
+    assert first is not None and decoder.whole() is first
+    weight = trunk.layers[1].mlp.down_proj.weight
+    kept = weight.detach().clone()
+    before = sampled("llama")
+    try:
+        with torch.no_grad():
+            weight.mul_(0.5)
+        assert decoder.whole() is not first
+        halved = sampled("llama")
+        assert not same(before, halved)
+        monkeypatch.setattr(Decoder, "whole", lambda self: None)
+        assert same(halved, sampled("llama"))
+        monkeypatch.undo()
+        backend.use("eager", 1)
+        assert decoder.whole() is None
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
 
 
 @pytest.mark.usefixtures("packing")
@@ -156,6 +191,29 @@ def test_whole_layers_leave_inputs_with_outliers_to_the_kernels(place: str, monk
             weight.copy_(kept)
 
 
+@pytest.mark.parametrize("place", [*INPUTS, "of a weight"])
+def test_a_whole_trunk_adds_products_with_outliers(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, name = INPUTS.get(place, ("llama", "layers.1.mlp.up_proj"))
+    backend.use("float64", 1)
+    weight = trunk_of(policy(architecture, "exact")).get_parameter(f"{name}.weight")
+    kept = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            if place == "of a weight":
+                weight[2, 5] = 2.0**10
+            else:
+                stand_out(weight)
+        called = Called(monkeypatch)
+        whole = sampled(architecture)
+        assert called.trunks > 0 and called.kernels == 0
+        with monkeypatch.context() as changed:
+            changed.setattr(Decoder, "whole", lambda self: None)
+            assert same(whole, sampled(architecture)) and called.kernels > 0
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+
+
 @pytest.mark.usefixtures("packing")
 def test_weights_with_outliers_are_left_to_the_kernels() -> None:
     trunk = trunk_of(policy("llama", "exact"))
@@ -191,11 +249,13 @@ FAULTS = {
 }
 
 
-@needs_amx
+@pytest.mark.parametrize("kernels", ["float64", pytest.param("amx", marks=needs_amx)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_not_finite_is_named_as_kernel_by_kernel(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finite_is_named_as_kernel_by_kernel(
+    fault: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     architecture, name, change = FAULTS[fault]
-    backend.use("amx", 1)
+    backend.use(kernels, 1)
     model = policy(architecture, "exact")
     trunk = trunk_of(model)
     weights = unpack(trunk)
@@ -206,9 +266,10 @@ def test_what_is_not_finite_is_named_as_kernel_by_kernel(fault: str, monkeypatch
         with torch.no_grad():
             change(weight)
         messages = []
-        for path in ("layers", "kernels"):
+        for path in ("whole", "kernels"):
             if path == "kernels":
                 monkeypatch.setattr(Decoder, "layers", lambda self: [])
+                monkeypatch.setattr(Decoder, "whole", lambda self: None)
             cache, slots = GridCache(model.config, 20, CONTEXT, torch.device("cpu")), torch.arange(20)
             cache.aim(slots, torch.zeros(20, 1, dtype=torch.int64), torch.ones(20, 1, dtype=torch.bool))
             with pytest.raises(NumericsError) as error:

@@ -50,26 +50,32 @@ def _broadcast(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, one, lanes)
 
 
-def _places(builder: Any, stride: Any, vectors: int) -> list[Any]:
+def _places(builder: Any, stride: Any, vectors: int, rows: int = ROWS) -> list[Any]:
     """Offsets of the vectors of a tile, row by row."""
-    starts = [builder.mul(ir.Constant(_WORD, i), stride) for i in range(ROWS)]
+    starts = [builder.mul(ir.Constant(_WORD, i), stride) for i in range(rows)]
     return [builder.add(start, ir.Constant(_WORD, LANES * v)) for start in starts for v in range(vectors)]
 
 
 def _add_terms(
-    builder: Any, a: tuple[Any, Any, Any], b: tuple[Any, Any], low: list[Any], first: Any, count: Any
+    builder: Any,
+    a: tuple[Any, Any, Any],
+    b: tuple[Any, Any],
+    low: list[Any],
+    first: Any,
+    count: Any,
+    rows: int = ROWS,
 ) -> None:
     """low += A B over the terms first..first + count - 1; at most EXACT_TERMS, or the sum is not exact.
 
     `a` and `b` are the addresses of the first elements, then the strides of A's rows and of the terms.
     """
-    vectors = len(low) // ROWS
+    vectors = len(low) // rows
     with cgutils.for_range(builder, count) as loop:
         t = builder.add(first, loop.index)
         a_at, b_at = builder.mul(t, a[2]), builder.mul(t, b[1])
         lanes = [builder.add(b_at, ir.Constant(_WORD, LANES * v)) for v in range(vectors)]
         right = [_load_vector(builder, builder.gep(b[0], [at])) for at in lanes]
-        for i in range(ROWS):
+        for i in range(rows):
             at = builder.add(a_at, builder.mul(ir.Constant(_WORD, i), a[1]))
             left = _broadcast(builder, builder.load(builder.gep(a[0], [at])))
             for v in range(vectors):
@@ -91,8 +97,8 @@ def _carry(builder: Any, high: list[Any], low: list[Any], larger: bool) -> None:
         builder.store(error, below)
 
 
-def _set_tile(vectors: int, integers: bool) -> Callable[..., None]:
-    """An intrinsic that computes ROWS rows of C, each as `vectors` vectors.
+def set_tile(vectors: int, integers: bool, rows: int = ROWS) -> Callable[..., None]:
+    """An intrinsic that computes `rows` rows of C, each as `vectors` vectors.
 
     C[c0 + i c_row + j] = fl64(sum_t A[a0 + i a_row + t a_term] B[b0 + t b_term + j]). With `integers`, `high` starts
     at HIGH_START; else columns of B have units of their own, no start fits all of them, and `high` starts at 0.
@@ -102,16 +108,17 @@ def _set_tile(vectors: int, integers: bool) -> Callable[..., None]:
         arrays = [context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 4, 7)]
         _, a0, a_row, a_term, _, b0, b_term, _, c0, c_row, terms = arguments
         a, b, c = (builder.gep(p, [at]) for p, at in zip(arrays, (a0, b0, c0), strict=True))
-        places, start = _places(builder, c_row, vectors), _HIGH_START if integers else _ZERO
+        places, start = _places(builder, c_row, vectors, rows), _HIGH_START if integers else _ZERO
         low = [cgutils.alloca_once_value(builder, _ZERO) for _ in places]
         high = [cgutils.alloca_once_value(builder, start) for _ in places]
         # the last group, of 1 to EXACT_TERMS terms, needs no carry
         groups = builder.sdiv(builder.sub(terms, ir.Constant(_WORD, 1)), _GROUP)
         with cgutils.for_range(builder, groups) as loop:
-            _add_terms(builder, (a, a_row, a_term), (b, b_term), low, builder.mul(loop.index, _GROUP), _GROUP)
+            begin = builder.mul(loop.index, _GROUP)
+            _add_terms(builder, (a, a_row, a_term), (b, b_term), low, begin, _GROUP, rows)
             _carry(builder, high, low, integers)
         done = builder.mul(groups, _GROUP)
-        _add_terms(builder, (a, a_row, a_term), (b, b_term), low, done, builder.sub(terms, done))
+        _add_terms(builder, (a, a_row, a_term), (b, b_term), low, done, builder.sub(terms, done), rows)
         for at, above, below in zip(places, high, low, strict=True):
             whole = builder.load(above)
             whole = builder.fsub(whole, start) if integers else whole
@@ -127,7 +134,7 @@ def _set_tile(vectors: int, integers: bool) -> Callable[..., None]:
 
 
 def _add_tile(vectors: int) -> Callable[..., None]:
-    """As `_set_tile`, but HIGH + LOW += A B exactly, of integers; LOW is small enough for EXACT_TERMS more terms."""
+    """As `set_tile`, but HIGH + LOW += A B exactly, of integers; LOW is small enough for EXACT_TERMS more terms."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         arrays = [context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 4, 7, 8)]
@@ -156,8 +163,8 @@ def _add_tile(vectors: int) -> Callable[..., None]:
     return tile
 
 
-_set1, _set2, _set4 = (_set_tile(vectors, True) for vectors in (1, 2, 4))
-_score1, _score2, _score4 = (_set_tile(vectors, False) for vectors in (1, 2, 4))
+_set1, _set2, _set4 = (set_tile(vectors, True) for vectors in (1, 2, 4))
+_score1, _score2, _score4 = (set_tile(vectors, False) for vectors in (1, 2, 4))
 _add1, _add2, _add4 = (_add_tile(vectors) for vectors in (1, 2, 4))
 
 

@@ -1,0 +1,253 @@
+"""All layers of a trunk for one new token of each row, in one call, by products in float64.
+
+It calls the kernels of the single operations in their order, so it gives their bits. Called one by one from Python, the
+kernels of a small model take no longer than the calls themselves, and each is too short to be worth waking a second
+thread; all of them together are worth one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite.ir import IRBuilder as Builder
+from numba import types
+from numba.extending import intrinsic
+
+from ppo_repro.numerics.kernels.attention.block import Spec
+from ppo_repro.numerics.kernels.attention.decoding import forward_single
+from ppo_repro.numerics.kernels.attention.forward import store
+from ppo_repro.numerics.kernels.attention.tiles import COLUMNS as KEYS_IN_PANEL
+from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line
+from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS
+from ppo_repro.numerics.kernels.float64.few_rows import PADDING, add_outliers, multiply_rows, put_on_grid
+from ppo_repro.numerics.kernels.float64.tiles import ROWS
+from ppo_repro.numerics.kernels.layer_parts import rotate_rows, silu_times_flat
+from ppo_repro.numerics.kernels.norms import rms_norm_rows
+
+# How a layer ended: well, or at what was not finite, where a linear layer stands for its input, since its weight was
+# checked before.
+FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_MLP, GATE, DOWN = range(10)
+
+# A layer is a row of addresses: passing arrays of arrays takes as long as a small layer. Of each matrix: panels int32,
+# scales float64 and bias float32 padded to whole panels, weights float32, starts and columns of outliers int64.
+PANELS, SCALES, BIAS, WEIGHTS, STARTS, OTHERS = range(6)
+# No literals: a kernel is compiled once more for each literal it is called with.
+QUERY_AT, KEY_AT, VALUE_AT, OUT_AT, GATE_AT, UP_AT, DOWN_AT = np.arange(0, 42, 6)
+# factors of norms float32, and keys, values and scales of the cache float32
+ATTENTION_NORM_AT, QUERY_NORM_AT, KEY_NORM_AT, MLP_NORM_AT, KEYS_AT, VALUES_AT, VALUE_SCALES_AT = np.arange(42, 49)
+OUTLIERS_AT = 49  # of the seven matrices, in the order above: how many outliers
+FIELDS = OUTLIERS_AT + 7
+
+
+class Shape(NamedTuple):
+    """What all layers have in common."""
+
+    spec: Spec
+    hidden: int
+    wide: int  # columns of gate and up
+    attention_eps: float
+    query_eps: float
+    key_eps: float
+    mlp_eps: float
+    most_hidden: int  # outliers in a row of inputs, by their number of terms
+    most_attended: int
+    most_wide: int
+    slots: int  # of the cache
+    panels: int  # of the keys of a slot
+    context: int
+    values_row: int
+
+
+class NewTokens(NamedTuple):
+    """The new token of each row; it sees keys begin..end-1, by window."""
+
+    slots: np.ndarray  # [R] int64
+    positions: np.ndarray  # [R, 1] int64
+    valid: np.ndarray  # [R, 1] bool
+    begin: np.ndarray  # [windows, R] int64
+    end: np.ndarray  # [R] int64
+
+
+class Scratch(NamedTuple):
+    """Memory that all layers use."""
+
+    inputs: np.ndarray  # float64, rows on their grids
+    scales: np.ndarray
+    limits: np.ndarray  # float32 [R]
+    normed: np.ndarray
+    query: np.ndarray
+    attended: np.ndarray
+    gate: np.ndarray
+    up: np.ndarray
+    inner: np.ndarray
+    out: np.ndarray
+
+
+def _as_pointer(kind: types.Type) -> Any:
+    """An intrinsic that makes a pointer of an address."""
+
+    @intrinsic
+    def convert(_: Any, address: Any) -> Any:
+        def generate(context: Any, b: Builder, signature: Any, args: Any) -> Any:
+            return b.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return convert
+
+
+_floats, _integers = _as_pointer(types.float32), _as_pointer(types.int64)
+
+
+@inline
+def _make_scratch(rows, shape):  # type: ignore[no-untyped-def]
+    spec = shape.spec
+    wide, attended = shape.wide, spec.heads * spec.dim
+    padded = (rows + ROWS - 1) // ROWS * ROWS
+    inputs = np.zeros(padded * (max(wide, attended, shape.hidden) + PADDING) + LINE)
+    return Scratch(
+        align_to_line(inputs),
+        np.ones(padded),
+        np.empty(rows, np.float32),
+        np.empty(rows * shape.hidden, np.float32),
+        np.empty(rows * attended, np.float32),
+        np.empty(rows * attended, np.float32),
+        np.empty(rows * wide, np.float32),
+        np.empty(rows * wide, np.float32),
+        np.empty(rows * wide, np.float32),
+        np.empty(rows * shape.hidden, np.float32),
+    )
+
+
+@kernel
+def _product(row, at, x, terms, ended, scratch, columns, y):  # type: ignore[no-untyped-def]
+    """y = x W^T + b of the matrix at field `at`, with its outliers; flat x [R, terms] is in `scratch.inputs` too."""
+    rows = scratch.limits.size
+    multiply_rows(
+        scratch.inputs, scratch.scales, rows, terms, row[at + PANELS], row[at + SCALES], row[at + BIAS], columns, y
+    )
+    count = row[OUTLIERS_AT + at // 6]
+    if ended > 1 or count > 0:
+        weights = numba.carray(_floats(row[at + WEIGHTS]), columns * terms)
+        starts = numba.carray(_integers(row[at + STARTS]), columns + 1)
+        others = numba.carray(_integers(row[at + OTHERS]), count)
+        add_outliers(x, terms, scratch.limits, weights, starts, others, y, columns)
+
+
+@kernel
+def _normed(row, at, size, eps, x, y):  # type: ignore[no-untyped-def]
+    """y = the norm of each row of flat x. Returns whether x is finite."""
+    weight, rows = numba.carray(_floats(row[at]), size), x.size // size
+    return rms_norm_rows(x, x.view(np.int32), weight, eps, 0, rows, np.empty(rows), y)
+
+
+@inline
+def _add(x, y):  # type: ignore[no-untyped-def]
+    for i in range(x.size):
+        x[i] = x[i] + y[i]
+
+
+@inline
+def _head_norm(row, at, dim, eps, x, y):  # type: ignore[no-untyped-def]
+    """The norm of each head of x in place, where there is one. Returns whether x is finite."""
+    finite = True
+    if row[at] != 0:
+        finite = _normed(row, at, dim, eps, x, y)
+        for i in range(x.size):
+            x[i] = y[i]
+    return finite
+
+
+@inline
+def _attention(row, window, shape, cosine, sine, tokens, scratch, x, key, value):  # type: ignore[no-untyped-def]
+    """x += attention, in place. Sets `key` and `value` to the new keys and values. Returns how it ended."""
+    spec, rows, hidden = shape.spec, tokens.slots.size, shape.hidden
+    own, shared = spec.heads * spec.dim, spec.kv_heads * spec.dim
+    normed, query, attended = scratch.normed, scratch.query, scratch.attended
+    if not _normed(row, ATTENTION_NORM_AT, hidden, shape.attention_eps, x, normed):
+        return BEFORE_ATTENTION
+    ended = put_on_grid(normed, hidden, shape.most_hidden, scratch.inputs, scratch.scales, scratch.limits)
+    if ended == 0:
+        return QUERY
+    _product(row, QUERY_AT, normed, hidden, ended, scratch, own, query)
+    _product(row, KEY_AT, normed, hidden, ended, scratch, shared, key)
+    _product(row, VALUE_AT, normed, hidden, ended, scratch, shared, value)
+    if not _head_norm(row, QUERY_NORM_AT, spec.dim, shape.query_eps, query, attended):
+        return QUERY_NORM
+    if not _head_norm(row, KEY_NORM_AT, spec.dim, shape.key_eps, key, attended):
+        return KEY_NORM
+    positions = tokens.positions[:, 0]
+    rotate_rows(query, cosine, sine, positions, spec.heads, spec.dim, 0, rows)
+    rotate_rows(key, cosine, sine, positions, spec.kv_heads, spec.dim, 0, rows)
+    heads = (shape.slots, spec.kv_heads)
+    keys = numba.carray(_floats(row[KEYS_AT]), (*heads, shape.panels, spec.dim, KEYS_IN_PANEL))
+    values = numba.carray(_floats(row[VALUES_AT]), (*heads, shape.context, shape.values_row))
+    scales = numba.carray(_floats(row[VALUE_SCALES_AT]), (*heads, shape.context))
+    store(0, rows, spec, tokens.slots, tokens.positions, tokens.valid, key, value, keys, values, scales)
+    worst = forward_single(
+        rows, spec, query, tokens.slots, tokens.begin[window], tokens.end, keys, values, scales, attended
+    )
+    if worst >= INFINITY_BITS:
+        return ATTENTION
+    ended = put_on_grid(attended, own, shape.most_attended, scratch.inputs, scratch.scales, scratch.limits)
+    if ended == 0:
+        return OUT
+    _product(row, OUT_AT, attended, own, ended, scratch, hidden, scratch.out)
+    _add(x, scratch.out)
+    return FINITE
+
+
+@inline
+def _mlp(row, shape, scratch, x):  # type: ignore[no-untyped-def]
+    """x += down(silu(gate) up), in place. Returns how it ended."""
+    hidden, wide, normed = shape.hidden, shape.wide, scratch.normed
+    if not _normed(row, MLP_NORM_AT, hidden, shape.mlp_eps, x, normed):
+        return BEFORE_MLP
+    ended = put_on_grid(normed, hidden, shape.most_hidden, scratch.inputs, scratch.scales, scratch.limits)
+    if ended == 0:
+        return GATE
+    _product(row, GATE_AT, normed, hidden, ended, scratch, wide, scratch.gate)
+    _product(row, UP_AT, normed, hidden, ended, scratch, wide, scratch.up)
+    silu_times_flat(scratch.gate, scratch.up, scratch.inner)
+    ended = put_on_grid(scratch.inner, wide, shape.most_wide, scratch.inputs, scratch.scales, scratch.limits)
+    if ended == 0:
+        return DOWN
+    _product(row, DOWN_AT, scratch.inner, wide, ended, scratch, hidden, scratch.out)
+    _add(x, scratch.out)
+    return FINITE
+
+
+@kernel
+def _trunk(layers, windows, shape, cosine, sine, tokens, x, new):  # type: ignore[no-untyped-def]
+    scratch = _make_scratch(tokens.slots.size, shape)
+    for index in range(windows.size):
+        row, kept = layers[index], new[index % len(new)]
+        status = _attention(row, windows[index], shape, cosine, sine, tokens, scratch, x, kept[0], kept[1])
+        if status == FINITE:
+            status = _mlp(row, shape, scratch, x)
+        if status != FINITE:
+            return index, status
+    return -1, FINITE
+
+
+def run(
+    layers: np.ndarray,
+    windows: np.ndarray,
+    shape: Shape,
+    cosine: np.ndarray,
+    sine: np.ndarray,
+    tokens: NewTokens,
+    x: np.ndarray,
+    new: np.ndarray,
+) -> tuple[int, int]:
+    """Apply all layers to x [R, H] float32, in place, on the calling thread. Returns (-1, FINITE), or what ended it.
+
+    `layers` int64 [L, FIELDS] are addresses, see above; `windows` [L] says which of `tokens.begin` each layer takes.
+    cosine and sine [P, D] float32, flat. The new keys and values are stored in the cache on their grids, and as float32
+    in `new` [L, 2, R Hk D], or in its only element where it has one. If it ends early, any of these may have changed.
+    """
+    layer, status = _trunk(layers, windows, shape, cosine, sine, tokens, x.reshape(-1), new)
+    return int(layer), int(status)

@@ -1,8 +1,9 @@
 """The inner loop of exact products: groups of few terms in float64, their sums in two float64s.
 
-A product of grid integers has up to 49 bits, so 16 of them add up exactly in one float64. Such a sum c is then added to
-`high`, a multiple of 2^20 above HIGH_START, and what that loses to `low`. Both are exact, so neither the order of the
-terms nor how they are grouped changes the result.
+A product of grid integers has up to 49 bits, so 16 of them add up exactly in one float64. Far more do where most of
+them are small, which is usual: sum |a b| <= sqrt(sum a^2) sqrt(sum b^2), and up to 2^53 no sum loses a bit. Such a sum c
+is then added to `high`, a multiple of 2^20 above HIGH_START, and what that loses to `low`. Both are exact, so neither
+the order of the terms nor how they are grouped changes the result.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from llvmlite.ir import Value
@@ -24,6 +26,10 @@ from ppo_repro.numerics.kernels.core.compile import inline
 
 ROWS, COLUMNS = 8, 24  # of a block of the result; operands are packed for it
 BLOCK = ROWS * COLUMNS
+SQUARED = 64  # terms whose squares are added to bound a sum
+# (sum |a b|)^2 up to which sums are exact, less a margin for the rounding of the sums of squares
+_EXACT_SQUARE = 2.0**106 * 0.99
+_MOST_GROUPED = 1 << 20
 DOUBLE, I32, I64 = ir.DoubleType(), ir.IntType(32), ir.IntType(64)
 
 
@@ -88,21 +94,21 @@ def _empty(b: Builder, rows: int, sums: list[Value], high: Value, low: Value) ->
 
 
 def _tile(rows: int) -> Callable[..., None]:
-    """An intrinsic (left, right, high, low, terms): high + low += left right, of `rows` rows and TILE_COLUMNS columns.
+    """An intrinsic (left, right, high, low, terms, group): high + low += left right, of `rows` rows, TILE_COLUMNS columns.
 
-    All but the last are addresses. left float64 [terms, ROWS], right int32 [terms, COLUMNS], high and low float64
+    All but the last two are addresses; the sum of any `group` products, counted from the first, is exact. left float64 [terms, ROWS], right int32 [terms, COLUMNS], high and low float64
     [ROWS, COLUMNS].
     """
 
     def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
-        left, right, high, low, terms = args
+        left, right, high, low, terms, group_size = args
         zero = ir.Constant(_vector(DOUBLE), None)
         sums = [cgutils.alloca_once(b, _vector(DOUBLE)) for _ in range(rows * VECTORS)]
-        groups = b.udiv(b.add(terms, _number(EXACT_TERMS - 1)), _number(EXACT_TERMS))
+        groups = b.udiv(b.add(terms, b.sub(group_size, _number(1))), group_size)
         with cgutils.for_range(b, groups) as group:
-            first = b.mul(group.index, _number(EXACT_TERMS))
+            first = b.mul(group.index, group_size)
             rest = b.sub(terms, first)
-            count = b.select(b.icmp_signed("<", rest, _number(EXACT_TERMS)), rest, _number(EXACT_TERMS))
+            count = b.select(b.icmp_signed("<", rest, group_size), rest, group_size)
             for total in sums:
                 b.store(zero, total)
             with cgutils.for_range(b, count) as term:
@@ -113,8 +119,8 @@ def _tile(rows: int) -> Callable[..., None]:
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(_, left, right, high, low, terms):  # type: ignore[no-untyped-def]
-        return types.void(*[types.intp] * 5), generate
+    def tile(_, left, right, high, low, terms, group):  # type: ignore[no-untyped-def]
+        return types.void(*[types.intp] * 6), generate
 
     return tile
 
@@ -123,7 +129,16 @@ _tile_of_1, _tile_of_2, _tile_of_4, _tile_of_8 = (_tile(rows) for rows in (1, 2,
 
 
 @inline
-def multiply(left, right, high, low, terms, rows):  # type: ignore[no-untyped-def]
+def exact_terms(left, right):  # type: ignore[no-untyped-def]
+    """How many terms add up exactly, given the `squares` of a block and of a panel; see `operands`."""
+    bound = left * right
+    if bound > _EXACT_SQUARE:
+        return EXACT_TERMS
+    return SQUARED * np.int64(min(np.sqrt(_EXACT_SQUARE / max(bound, 1.0)), _MOST_GROUPED))
+
+
+@inline
+def multiply(left, right, high, low, terms, rows, group):  # type: ignore[no-untyped-def]
     """high + low += left right for the first `rows` rows of a block; see `_tile`."""
     for column in range(0, COLUMNS, TILE_COLUMNS):
         b = right + 4 * column
@@ -131,10 +146,10 @@ def multiply(left, right, high, low, terms, rows):  # type: ignore[no-untyped-de
             at, count = 8 * (row * COLUMNS + column), min(rows - row, TILE_ROWS)
             a, h, w = left + 8 * row, high + at, low + at
             if count > 4:
-                _tile_of_8(a, b, h, w, terms)
+                _tile_of_8(a, b, h, w, terms, group)
             elif count > 2:
-                _tile_of_4(a, b, h, w, terms)
+                _tile_of_4(a, b, h, w, terms, group)
             elif count > 1:
-                _tile_of_2(a, b, h, w, terms)
+                _tile_of_2(a, b, h, w, terms, group)
             else:
-                _tile_of_1(a, b, h, w, terms)
+                _tile_of_1(a, b, h, w, terms, group)

@@ -26,11 +26,21 @@ from ppo_repro.numerics.kernels.core.scalar import (
     pow2_64,
 )
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS, ROWS, SQUARED
-from ppo_repro.numerics.kernels.float64.vectors import LANES, large_numbers_at, largest_bits_at, largest_square, rows_on_grids
+from ppo_repro.numerics.kernels.float64.vectors import (
+    LANES,
+    columns_on_grids,
+    large_numbers_at,
+    largest_bits_at,
+    largest_square,
+    rows_on_grids,
+    terms_on_grids,
+)
 
 _ROOM, _ONE = np.float32(ROOM), np.float32(1.0)
 _LOOKED_AT = 16  # groups of LANES numbers in which the large ones are counted first
 _block_of_rows, _panel_of_rows = rows_on_grids(False, ROWS), rows_on_grids(True, COLUMNS)
+_block_of_terms, _panel_of_terms = terms_on_grids(False, ROWS), terms_on_grids(True, COLUMNS)
+_panel_of_columns = columns_on_grids(COLUMNS)
 _square_of_block, _square_of_panel = largest_square(False, ROWS), largest_square(True, COLUMNS)
 
 
@@ -255,7 +265,12 @@ def pack_columns(w, columns, panel, first, last, exponents, bits, out):  # type:
     for c in range(width):
         e = exponents[start + c]
         ups[c], limits[c] = pow2_64(bits - e), pow2_32(e) if e < 128 else np.float32(np.inf)
-    for t in range(last - first):
+    if width == COLUMNS:
+        source = w.ctypes.data + 4 * (first * columns + start)
+        laws = limits.ctypes.data, ups.ctypes.data
+        _panel_of_columns(source, 4 * columns, room, laws[0], laws[1], out.ctypes.data, last - first)
+    # not left before: what is no longer used is freed, and addresses do not count as a use
+    for t in range(0 if width < COLUMNS else last - first, last - first):
         row = w[(first + t) * columns + start : (first + t) * columns + start + width]
         target = out[t * COLUMNS : t * COLUMNS + COLUMNS]
         for c in range(width):
@@ -271,7 +286,9 @@ def _scaled_panels(x, columns, up, first, last, panels, squares):  # type: ignor
         start = panel * COLUMNS
         width = min(COLUMNS, columns - start)
         out = panels[panel * terms * COLUMNS : (panel + 1) * terms * COLUMNS]
-        for t in range(terms):
+        if width == COLUMNS:
+            _panel_of_terms(x.ctypes.data + 4 * start, 4 * columns, up.ctypes.data, out.ctypes.data, terms)
+        for t in range(0 if width < COLUMNS else terms, terms):
             row, target = x[t * columns + start : t * columns + start + width], out[t * COLUMNS : (t + 1) * COLUMNS]
             for c in range(width):
                 target[c] = np.int32(np.rint(np.float64(row[c]) * up[t]))
@@ -295,6 +312,9 @@ def scaled_block(x, columns, up, block, out):  # type: ignore[no-untyped-def]
     """rne(x[t, n] up[t]) as one block of a left operand with terms t; flat x [T, columns], up [T]. Returns its squares."""
     terms, start = up.size, block * ROWS
     height = min(ROWS, columns - start)
+    if height == ROWS:
+        _block_of_terms(x.ctypes.data + 4 * start, 4 * columns, up.ctypes.data, out.ctypes.data, terms)
+        return _squares_of_block(out, terms)
     for t in range(terms):
         row, target = x[t * columns + start : t * columns + start + height], out[t * ROWS : (t + 1) * ROWS]
         for c in range(height):

@@ -18,7 +18,7 @@ from ppo_repro.numerics.kernels.float64.operands import (
     scaled_panels,
     squares_of_panel,
 )
-from ppo_repro.numerics.kernels.float64.tiles import BLOCK, COLUMNS, ROWS, exact_terms, multiply
+from ppo_repro.numerics.kernels.float64.tiles import BLOCK, COLUMNS, ROWS, exact_terms, multiply, multiply_and_round, multiply_exactly
 from ppo_repro.numerics.kernels.float64.vectors import rounded_sums
 
 # terms multiplied at a time: a panel of so many stays in the second-level cache
@@ -31,18 +31,12 @@ _rounded_sums = rounded_sums(COLUMNS, HIGH_START)
 
 
 @inline
-def _store(high, low, rows, first_row, first_column, scales, column_scales, bias, scratch, y, columns):  # type: ignore[no-untyped-def]
-    """Round a block of sums and write it to flat y [.., columns]."""
-    width, at = min(COLUMNS, columns - first_column), first_row * columns + first_column
-    whole = width == COLUMNS
-    target, stride = (y.ctypes.data + 4 * at, 4 * columns) if whole else (scratch.ctypes.data, 4 * COLUMNS)
-    sums, scale = (high.ctypes.data, low.ctypes.data), scales.ctypes.data + 8 * first_row
-    _rounded_sums(sums[0], sums[1], scale, column_scales.ctypes.data, bias.ctypes.data, target, stride, rows)
-    if not whole:
-        for i in range(rows):
-            row, out = scratch[i * COLUMNS : i * COLUMNS + width], y[at + i * columns : at + i * columns + width]
-            for c in range(width):
-                out[c] = row[c]
+def _copy(block, rows, width, at, y, columns):  # type: ignore[no-untyped-def]
+    """The first columns of a block of float32 to flat y [.., columns] from `at` on."""
+    for i in range(rows):
+        row, out = block[i * COLUMNS : i * COLUMNS + width], y[at + i * columns : at + i * columns + width]
+        for c in range(width):
+            out[c] = row[c]
 
 
 @kernel
@@ -56,8 +50,11 @@ def _contract(blocks, left_squares, scales, panels, right_squares, w, exponents,
     high, low, column_scales = np.empty(size), np.empty(size), np.zeros(COLUMNS)
     own_bias, rounded = np.zeros(COLUMNS, np.float32), np.empty(BLOCK, np.float32)
     scratch = np.empty(0 if panels.size else min(terms, _DEPTH) * COLUMNS, np.int32)
+    factors, offsets = column_scales.ctypes.data, own_bias.ctypes.data
     for panel in range(first, last):
-        for c in range(min(COLUMNS, columns - panel * COLUMNS)):
+        width = min(COLUMNS, columns - panel * COLUMNS)
+        whole = width == COLUMNS
+        for c in range(width):
             column_scales[c] = pow2_64(exponents[panel * COLUMNS + c] - bits)
             own_bias[c] = bias[panel * COLUMNS + c] if bias.size else _ZERO
         for start in range(0, terms, _DEPTH):
@@ -69,15 +66,22 @@ def _contract(blocks, left_squares, scales, panels, right_squares, w, exponents,
                 right, square = scratch.ctypes.data, squares_of_panel(scratch, depth)
             for block in range(count):
                 height, at = min(ROWS, rows - block * ROWS), block * apart
-                h, lo = high[at : at + BLOCK], low[at : at + BLOCK]
-                if start == 0:
-                    h[:], lo[:] = HIGH_START, 0.0
-                left = blocks.ctypes.data + 8 * ROWS * (block * terms + start)
+                place = block * ROWS * columns + panel * COLUMNS
+                target, stride = (y.ctypes.data + 4 * place, 4 * columns) if whole else (rounded.ctypes.data, 4 * COLUMNS)
+                left, scale = blocks.ctypes.data + 8 * ROWS * (block * terms + start), scales.ctypes.data + 8 * ROWS * block
                 group = exact_terms(left_squares[block], square)
-                multiply(left, right, h.ctypes.data, lo.ctypes.data, depth, height, group)
-                if start + depth == terms:
-                    place = block * ROWS, panel * COLUMNS
-                    _store(h, lo, height, place[0], place[1], scales, column_scales, own_bias, rounded, y, columns)
+                if group >= terms and height == ROWS and apart == 0:
+                    multiply_and_round(left, right, depth, scale, factors, offsets, target, stride)
+                else:
+                    h, lo = high[at : at + BLOCK], low[at : at + BLOCK]
+                    if start == 0:
+                        h[:], lo[:] = HIGH_START, 0.0
+                    sums = h.ctypes.data, lo.ctypes.data
+                    multiply(left, right, sums[0], sums[1], depth, height, group)
+                    if start + depth == terms:
+                        _rounded_sums(sums[0], sums[1], scale, factors, offsets, target, stride, height)
+                if not whole and start + depth == terms:
+                    _copy(rounded, height, width, place, y, columns)
 
 
 def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.ndarray) -> bool:
@@ -116,23 +120,29 @@ def pack_inputs(x: np.ndarray, x_up: np.ndarray) -> GradientInputs:
 @kernel
 def _accumulate(grad, up, rows, panels, squares, tokens, columns, first, last, fresh, sums):  # type: ignore[no-untyped-def]
     """Row blocks first..last-1 of `accumulate`, flat."""
-    left, high, low = np.empty(tokens * ROWS), np.empty(BLOCK), np.empty(BLOCK)
+    left, high, low, integers = np.empty(tokens * ROWS), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK, np.int64)
     for block in range(first, last):
         height = min(ROWS, rows - block * ROWS)
         square = scaled_block(grad, rows, up, block, left)
         for panel in range((columns + COLUMNS - 1) // COLUMNS):
             width = min(COLUMNS, columns - panel * COLUMNS)
-            high[:], low[:] = HIGH_START, 0.0
-            right = panels.ctypes.data + 4 * COLUMNS * panel * tokens
+            right, place = panels.ctypes.data + 4 * COLUMNS * panel * tokens, block * ROWS * columns + panel * COLUMNS
             group = exact_terms(square, squares[panel])
-            multiply(left.ctypes.data, right, high.ctypes.data, low.ctypes.data, tokens, height, group)
+            if group >= tokens:
+                if fresh and width == COLUMNS and height == ROWS:
+                    multiply_exactly(left.ctypes.data, right, tokens, sums.ctypes.data + 8 * place, 8 * columns)
+                    continue
+                multiply_exactly(left.ctypes.data, right, tokens, integers.ctypes.data, 8 * COLUMNS)
+            else:
+                high[:], low[:] = HIGH_START, 0.0
+                multiply(left.ctypes.data, right, high.ctypes.data, low.ctypes.data, tokens, height, group)
+                for c in range(BLOCK):
+                    integers[c] = np.int64(high[c] - HIGH_START) + np.int64(low[c])
             for i in range(height):
-                start = (block * ROWS + i) * columns + panel * COLUMNS
-                out = sums[start : start + width]
-                h, w = high[i * COLUMNS : i * COLUMNS + width], low[i * COLUMNS : i * COLUMNS + width]
+                out = sums[place + i * columns : place + i * columns + width]
+                row = integers[i * COLUMNS : i * COLUMNS + width]
                 for c in range(width):
-                    total = np.int64(h[c] - HIGH_START) + np.int64(w[c])
-                    out[c] = total if fresh else out[c] + total
+                    out[c] = row[c] if fresh else out[c] + row[c]
 
 
 def accumulate(grad: np.ndarray, up: np.ndarray, x: GradientInputs, sums: np.ndarray, fresh: bool) -> None:

@@ -30,7 +30,7 @@ SQUARED = 64  # terms whose squares are added to bound a sum
 # (sum |a b|)^2 up to which sums are exact, less a margin for the rounding of the sums of squares
 _EXACT_SQUARE = 2.0**106 * 0.99
 _MOST_GROUPED = 1 << 20
-DOUBLE, I32, I64 = ir.DoubleType(), ir.IntType(32), ir.IntType(64)
+FLOAT, DOUBLE, I32, I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType(64)
 
 
 def _has_wide_registers() -> bool:
@@ -93,29 +93,33 @@ def _empty(b: Builder, rows: int, sums: list[Value], high: Value, low: Value) ->
             b.store(b.fadd(b.load(w, align=8), lost), w, align=8)
 
 
+def _add_terms(b: Builder, rows: int, left: Value, right: Value, first: Value, count: Value) -> list[Value]:
+    """Places of the sums of `count` terms from `first` on, a vector for each row and VECTORS columns."""
+    sums = [cgutils.alloca_once(b, _vector(DOUBLE)) for _ in range(rows * VECTORS)]
+    for total in sums:
+        b.store(ir.Constant(_vector(DOUBLE), None), total)
+    with cgutils.for_range(b, count) as term:
+        k = b.add(first, term.index)
+        at_left = b.add(left, b.mul(k, _number(8 * ROWS)))
+        _add_term(b, rows, at_left, b.add(right, b.mul(k, _number(4 * COLUMNS))), sums)
+    return sums
+
+
 def _tile(rows: int) -> Callable[..., None]:
     """An intrinsic (left, right, high, low, terms, group): high + low += left right, of `rows` rows, TILE_COLUMNS columns.
 
-    All but the last two are addresses; the sum of any `group` products, counted from the first, is exact. left float64 [terms, ROWS], right int32 [terms, COLUMNS], high and low float64
-    [ROWS, COLUMNS].
+    All but the last two are addresses; the sum of any `group` products, counted from the first, is exact. left float64
+    [terms, ROWS], right int32 [terms, COLUMNS], high and low float64 [ROWS, COLUMNS].
     """
 
     def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
         left, right, high, low, terms, group_size = args
-        zero = ir.Constant(_vector(DOUBLE), None)
-        sums = [cgutils.alloca_once(b, _vector(DOUBLE)) for _ in range(rows * VECTORS)]
         groups = b.udiv(b.add(terms, b.sub(group_size, _number(1))), group_size)
         with cgutils.for_range(b, groups) as group:
             first = b.mul(group.index, group_size)
             rest = b.sub(terms, first)
             count = b.select(b.icmp_signed("<", rest, group_size), rest, group_size)
-            for total in sums:
-                b.store(zero, total)
-            with cgutils.for_range(b, count) as term:
-                k = b.add(first, term.index)
-                at_left = b.add(left, b.mul(k, _number(8 * ROWS)))
-                _add_term(b, rows, at_left, b.add(right, b.mul(k, _number(4 * COLUMNS))), sums)
-            _empty(b, rows, sums, high, low)
+            _empty(b, rows, _add_terms(b, rows, left, right, first, count), high, low)
         return context.get_dummy_value()
 
     @intrinsic
@@ -125,7 +129,61 @@ def _tile(rows: int) -> Callable[..., None]:
     return tile
 
 
+def _rounded_tile(rows: int) -> Callable[..., None]:
+    """An intrinsic (left, right, terms, scales, column_scales, bias, target, stride): products whose sums are exact.
+
+    target[i, c] = (fl32(sum_k left[k, i] right[k, c] scales[i] column_scales[c]) + 0) + bias[c], with `stride` bytes
+    between its rows. All but `terms` and `stride` are addresses; scales and column_scales float64, the rest float32.
+    """
+
+    def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
+        left, right, terms, scales, column_scales, bias, target, stride = args
+        sums = _add_terms(b, rows, left, right, _number(0), terms)
+        zeros = ir.Constant(_vector(FLOAT), [0.0] * LANES)
+        factors = [b.load(_pointer(b, _vector(DOUBLE), column_scales, 8 * LANES * v), align=8) for v in range(VECTORS)]
+        biases = [b.load(_pointer(b, _vector(FLOAT), bias, 4 * LANES * v), align=4) for v in range(VECTORS)]
+        for i in range(rows):
+            scale = _spread(b, b.load(_pointer(b, DOUBLE, scales, 8 * i), align=8))
+            for v in range(VECTORS):
+                total = b.fmul(b.fmul(b.load(sums[i * VECTORS + v]), scale), factors[v])
+                y = b.fadd(b.fadd(b.fptrunc(total, _vector(FLOAT)), zeros), biases[v])
+                b.store(y, _pointer(b, _vector(FLOAT), target, 4 * LANES * v), align=4)
+            target = b.add(target, stride)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(_, left, right, terms, scales, column_scales, bias, target, stride):  # type: ignore[no-untyped-def]
+        return types.void(*[types.intp] * 8), generate
+
+    return tile
+
+
+def _integer_tile(rows: int) -> Callable[..., None]:
+    """An intrinsic (left, right, terms, target, stride): target = left right, int64, of products whose sums are exact.
+
+    All but `terms` and `stride`, the bytes between rows of the target, are addresses.
+    """
+
+    def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
+        left, right, terms, target, stride = args
+        sums = _add_terms(b, rows, left, right, _number(0), terms)
+        for i in range(rows):
+            for v in range(VECTORS):
+                integers = b.fptosi(b.load(sums[i * VECTORS + v]), _vector(I64))
+                b.store(integers, _pointer(b, _vector(I64), target, 8 * LANES * v), align=8)
+            target = b.add(target, stride)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(_, left, right, terms, target, stride):  # type: ignore[no-untyped-def]
+        return types.void(*[types.intp] * 5), generate
+
+    return tile
+
+
 _tile_of_1, _tile_of_2, _tile_of_4, _tile_of_8 = (_tile(rows) for rows in (1, 2, 4, 8))
+
+_rounded_tile_of_rows, _integer_tile_of_rows = _rounded_tile(TILE_ROWS), _integer_tile(TILE_ROWS)
 
 
 @inline
@@ -153,3 +211,22 @@ def multiply(left, right, high, low, terms, rows, group):  # type: ignore[no-unt
                 _tile_of_2(a, b, h, w, terms, group)
             else:
                 _tile_of_1(a, b, h, w, terms, group)
+
+
+@inline
+def multiply_and_round(left, right, terms, scales, column_scales, bias, target, stride):  # type: ignore[no-untyped-def]
+    """A whole block of the result, where all terms add up exactly; see `_rounded_tile`."""
+    for column in range(0, COLUMNS, TILE_COLUMNS):
+        for row in range(0, ROWS, TILE_ROWS):
+            a, b, out = left + 8 * row, right + 4 * column, target + row * stride + 4 * column
+            factors, offsets = column_scales + 8 * column, bias + 4 * column
+            _rounded_tile_of_rows(a, b, terms, scales + 8 * row, factors, offsets, out, stride)
+
+
+@inline
+def multiply_exactly(left, right, terms, target, stride):  # type: ignore[no-untyped-def]
+    """A whole block of integer sums, where all terms add up exactly; see `_integer_tile`."""
+    for column in range(0, COLUMNS, TILE_COLUMNS):
+        for row in range(0, ROWS, TILE_ROWS):
+            out = target + row * stride + 8 * column
+            _integer_tile_of_rows(left + 8 * row, right + 4 * column, terms, out, stride)

@@ -38,6 +38,16 @@ def _call(b: Builder, name: str, kind: ir.Type, *arguments: Value) -> Value:
     return b.call(cgutils.get_or_insert_function(b.module, function, name), arguments)
 
 
+def _rint(b: Builder, x: Value) -> Value:
+    return _call(b, "llvm.rint.v8f64", _vector(_DOUBLE), x)
+
+
+def _inside(b: Builder, x: Value, room: Value, limit: Value) -> Value:
+    """x, but 0 unless |x room| < limit."""
+    inside = b.fcmp_ordered("<", _call(b, "llvm.fabs.v8f32", _vector(_FLOAT), b.fmul(x, room)), limit)
+    return b.select(inside, x, ir.Constant(_vector(_FLOAT), [0.0] * LANES))
+
+
 def _transpose(b: Builder, rows: list[Value]) -> list[Value]:
     """Eight vectors whose lane i of vector k was lane k of vector i."""
     for size in (4, 2, 1):  # swap the off-diagonal blocks of this size
@@ -70,11 +80,7 @@ def rows_on_grids(integers: bool, columns: int) -> Any:
                     x = b.load(_pointer(b, _vector(_FLOAT), row), align=4)
                     limit = _spread(b, _FLOAT, b.load(_pointer(b, _FLOAT, limits, 4 * i), align=4))
                     up = _spread(b, _DOUBLE, b.load(_pointer(b, _DOUBLE, ups, 8 * i), align=8))
-                    size_of_x = _call(b, "llvm.fabs.v8f32", _vector(_FLOAT), b.fmul(x, room))
-                    inside = b.fcmp_ordered("<", size_of_x, limit)
-                    kept = b.select(inside, x, ir.Constant(_vector(_FLOAT), [0.0] * LANES))
-                    scaled = b.fmul(b.fpext(kept, _vector(_DOUBLE)), up)
-                    number = _call(b, "llvm.rint.v8f64", _vector(_DOUBLE), scaled)
+                    number = _rint(b, b.fmul(b.fpext(_inside(b, x, room, limit), _vector(_DOUBLE)), up))
                     rows.append(b.fptosi(number, _vector(_I32)) if integers else number)
                     row = b.add(row, stride)
                 out = b.add(target, b.mul(part.index, ir.Constant(_I64, LANES * size * columns)))
@@ -204,3 +210,59 @@ def large_numbers_at(_: Any, source: Any, parts: Any, room: Any, least: Any) -> 
         return _reduced(b, b.load(counts), b.add)
 
     return types.int32(types.intp, types.intp, types.float32, types.float32), generate
+
+
+def terms_on_grids(integers: bool, columns: int) -> Any:
+    """An intrinsic (source, stride, ups, target, terms): target[t, c] = rne(source[t, c] ups[t]).
+
+    source float32, `stride` bytes between its terms; ups float64 [terms]; target float64, or int32, [terms, columns].
+    """
+    element, size = (_I32, 4) if integers else (_DOUBLE, 8)
+
+    @intrinsic
+    def write(_: Any, source: Any, stride: Any, ups: Any, target: Any, terms: Any) -> Any:
+        def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+            source, stride, ups, target, terms = args
+            with cgutils.for_range(b, terms) as term:
+                row = b.add(source, b.mul(term.index, stride))
+                out = b.add(target, b.mul(term.index, ir.Constant(_I64, size * columns)))
+                up = b.load(_pointer(b, _DOUBLE, b.add(ups, b.mul(term.index, ir.Constant(_I64, 8)))), align=8)
+                for c in range(0, columns, LANES):
+                    x = b.fpext(b.load(_pointer(b, _vector(_FLOAT), row, 4 * c), align=4), _vector(_DOUBLE))
+                    number = _rint(b, b.fmul(x, _spread(b, _DOUBLE, up)))
+                    number = b.fptosi(number, _vector(_I32)) if integers else number
+                    b.store(number, _pointer(b, _vector(element), out, size * c), align=size)
+            return ctx.get_dummy_value()
+
+        return types.void(*[types.intp] * 5), generate
+
+    return write
+
+
+def columns_on_grids(columns: int) -> Any:
+    """An intrinsic (source, stride, room, limits, ups, target, terms): target[t, c] = rne(source[t, c] ups[c]).
+
+    0 where |source[t, c] room| < limits[c] does not hold. source float32, `stride` bytes between its terms; limits
+    [columns] float32, ups [columns] float64; target int32 [terms, columns].
+    """
+
+    @intrinsic
+    def write(_: Any, source: Any, stride: Any, room: Any, limits: Any, ups: Any, target: Any, terms: Any) -> Any:
+        def generate(ctx: Any, b: Builder, __: Any, args: Any) -> Value:
+            source, stride, room, limits, ups, target, terms = args
+            parts, room = range(0, columns, LANES), _spread(b, _FLOAT, room)
+            bounds = [b.load(_pointer(b, _vector(_FLOAT), limits, 4 * c), align=4) for c in parts]
+            units = [b.load(_pointer(b, _vector(_DOUBLE), ups, 8 * c), align=8) for c in parts]
+            with cgutils.for_range(b, terms) as term:
+                row = b.add(source, b.mul(term.index, stride))
+                out = b.add(target, b.mul(term.index, ir.Constant(_I64, 4 * columns)))
+                for c, bound, unit in zip(parts, bounds, units, strict=True):
+                    x = _inside(b, b.load(_pointer(b, _vector(_FLOAT), row, 4 * c), align=4), room, bound)
+                    number = _rint(b, b.fmul(b.fpext(x, _vector(_DOUBLE)), unit))
+                    b.store(b.fptosi(number, _vector(_I32)), _pointer(b, _vector(_I32), out, 4 * c), align=4)
+            return ctx.get_dummy_value()
+
+        arguments = types.intp, types.intp, types.float32, types.intp, types.intp, types.intp, types.intp
+        return types.void(*arguments), generate
+
+    return write

@@ -149,7 +149,7 @@ def quantise_inputs(x: np.ndarray) -> Inputs:
     rows, terms = x.shape
     count = _count(rows, ROWS)
     blocks, squares = np.empty(count * terms * ROWS), np.empty(count)
-    scales, exponents = np.ones(rows), np.empty(rows, np.int64)
+    scales, exponents = np.empty(rows), np.empty(rows, np.int64)
     outliers, flat = np.zeros(rows, np.bool_), x.reshape(-1)
 
     def run(first: int, last: int) -> bool:

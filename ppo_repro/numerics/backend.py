@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.kernels.core import pool
-from ppo_repro.numerics.kernels.core.memory import keep_freed_memory
 from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
+from ppo_repro.numerics.kernels.core.memory import keep_freed_memory
 
 BACKENDS = ("eager", "float64", "amx")
 

@@ -1,8 +1,8 @@
 """Operands of products in float64: matrices on their grids, in the order in which the inner loop reads them.
 
 Left operands lie in blocks of ROWS rows, float64 [terms, ROWS] each; right operands in panels of COLUMNS columns of the
-result, int32 [terms, COLUMNS] each. What pads the last block or panel is 0. The `squares` of a block or panel bound its sums:
-the largest sum of squares of the integers of one row, or column, over SQUARED terms in a row, counted from the first.
+result, int32 [terms, COLUMNS] each. What pads the last block or panel is 0. The `squares` of a block or panel bound
+its sums: of the sums of squares of its rows, or columns, over SQUARED terms counted from the first, the largest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, MIN_EXPONENT, ROOM, WEIGHT_BITS, WEIGHT_GAP
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
-from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
+from ppo_repro.numerics.kernels.core.pool import results_of_parts
 from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent
 from ppo_repro.numerics.kernels.core.scalar import (
     INFINITY_BITS,
@@ -33,13 +33,11 @@ from ppo_repro.numerics.kernels.float64.vectors import (
     largest_bits_at,
     largest_square,
     rows_on_grids,
-    terms_on_grids,
 )
 
 _ROOM, _ONE = np.float32(ROOM), np.float32(1.0)
 _LOOKED_AT = 16  # groups of LANES numbers in which the large ones are counted first
 _block_of_rows, _panel_of_rows = rows_on_grids(False, ROWS), rows_on_grids(True, COLUMNS)
-_block_of_terms, _panel_of_terms = terms_on_grids(False, ROWS), terms_on_grids(True, COLUMNS)
 _panel_of_columns = columns_on_grids(COLUMNS)
 _square_of_block, _square_of_panel = largest_square(False, ROWS), largest_square(True, COLUMNS)
 
@@ -78,7 +76,7 @@ def _on_grid(x, room, limit, up):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _squares_of_block(block, terms):  # type: ignore[no-untyped-def]
+def squares_of_block(block, terms):  # type: ignore[no-untyped-def]
     """The `squares` of flat float64 [terms, ROWS]."""
     largest = 0.0
     for start in range(0, terms, SQUARED):
@@ -140,7 +138,7 @@ def _fill_inputs(x, terms, gap, most, bits, first, last, blocks, squares, scales
             at = (block * ROWS + min(i, height - 1)) * terms
             for k in range(done, terms):
                 out[k * ROWS + i] = _on_grid(x[at + k], one, limit, up)
-        squares[block] = _squares_of_block(out, terms)
+        squares[block] = squares_of_block(out, terms)
     return finite
 
 
@@ -277,48 +275,3 @@ def pack_columns(w, columns, panel, first, last, exponents, bits, out):  # type:
             target[c] = np.int32(_on_grid(row[c], room, limits[c], ups[c]))
         for c in range(width, COLUMNS):
             target[c] = 0
-
-
-@kernel
-def _scaled_panels(x, columns, up, first, last, panels, squares):  # type: ignore[no-untyped-def]
-    terms = up.size
-    for panel in range(first, last):
-        start = panel * COLUMNS
-        width = min(COLUMNS, columns - start)
-        out = panels[panel * terms * COLUMNS : (panel + 1) * terms * COLUMNS]
-        if width == COLUMNS:
-            _panel_of_terms(x.ctypes.data + 4 * start, 4 * columns, up.ctypes.data, out.ctypes.data, terms)
-        for t in range(0 if width < COLUMNS else terms, terms):
-            row, target = x[t * columns + start : t * columns + start + width], out[t * COLUMNS : (t + 1) * COLUMNS]
-            for c in range(width):
-                target[c] = np.int32(np.rint(np.float64(row[c]) * up[t]))
-            for c in range(width, COLUMNS):
-                target[c] = 0
-        squares[panel] = squares_of_panel(out, terms)
-
-
-def scaled_panels(x: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """rne(x[t, k] up[t]) as a right operand with terms t, and its squares; x [T, K] float32, up [T] float64."""
-    (terms, columns), flat = x.shape, x.reshape(-1)
-    count = _count(columns, COLUMNS)
-    panels, squares = np.empty(count * terms * COLUMNS, np.int32), np.empty(count)
-    work = lambda i, j: _scaled_panels(flat, columns, up, i, j, panels, squares)  # noqa: E731
-    in_parts(work, count, 0.5 * COLUMNS * terms)
-    return panels, squares
-
-
-@kernel
-def scaled_block(x, columns, up, block, out):  # type: ignore[no-untyped-def]
-    """rne(x[t, n] up[t]) as one block of a left operand with terms t; flat x [T, columns], up [T]. Returns its squares."""
-    terms, start = up.size, block * ROWS
-    height = min(ROWS, columns - start)
-    if height == ROWS:
-        _block_of_terms(x.ctypes.data + 4 * start, 4 * columns, up.ctypes.data, out.ctypes.data, terms)
-        return _squares_of_block(out, terms)
-    for t in range(terms):
-        row, target = x[t * columns + start : t * columns + start + height], out[t * ROWS : (t + 1) * ROWS]
-        for c in range(height):
-            target[c] = np.rint(np.float64(row[c]) * up[t])
-        for c in range(height, ROWS):
-            target[c] = 0.0
-    return _squares_of_block(out, terms)

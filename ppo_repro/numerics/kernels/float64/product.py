@@ -14,11 +14,18 @@ from ppo_repro.numerics.kernels.float64.operands import (
     Inputs,
     Weight,
     pack_columns,
-    scaled_block,
-    scaled_panels,
     squares_of_panel,
 )
-from ppo_repro.numerics.kernels.float64.tiles import BLOCK, COLUMNS, ROWS, exact_terms, multiply, multiply_and_round, multiply_exactly
+from ppo_repro.numerics.kernels.float64.tiles import (
+    BLOCK,
+    COLUMNS,
+    ROWS,
+    exact_terms,
+    multiply,
+    multiply_and_round,
+    multiply_exactly,
+)
+from ppo_repro.numerics.kernels.float64.token_operands import scaled_block, scaled_panels
 from ppo_repro.numerics.kernels.float64.vectors import rounded_sums
 
 # terms multiplied at a time: a panel of so many stays in the second-level cache
@@ -40,8 +47,9 @@ def _copy(block, rows, width, at, y, columns):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _contract(blocks, left_squares, scales, panels, right_squares, w, exponents, bits, bias, terms, columns, first, last, y):  # type: ignore[no-untyped-def]
+def _contract(x, weight, bits, bias, terms, columns, first, last, y):  # type: ignore[no-untyped-def]
     """Panels first..last-1 of `contract`, flat; empty `panels`: they are packed from flat w [terms, columns]."""
+    (blocks, left_squares, scales), (panels, right_squares, w, exponents) = x, weight
     rows = scales.size
     count = (rows + ROWS - 1) // ROWS
     # the sums of every block are kept only where they go on in another part
@@ -67,8 +75,11 @@ def _contract(blocks, left_squares, scales, panels, right_squares, w, exponents,
             for block in range(count):
                 height, at = min(ROWS, rows - block * ROWS), block * apart
                 place = block * ROWS * columns + panel * COLUMNS
-                target, stride = (y.ctypes.data + 4 * place, 4 * columns) if whole else (rounded.ctypes.data, 4 * COLUMNS)
-                left, scale = blocks.ctypes.data + 8 * ROWS * (block * terms + start), scales.ctypes.data + 8 * ROWS * block
+                target, stride = y.ctypes.data + 4 * place, 4 * columns
+                if not whole:
+                    target, stride = rounded.ctypes.data, 4 * COLUMNS
+                left = blocks.ctypes.data + 8 * ROWS * (block * terms + start)
+                scale = scales.ctypes.data + 8 * ROWS * block
                 group = exact_terms(left_squares[block], square)
                 if group >= terms and height == ROWS and apart == 0:
                     multiply_and_round(left, right, depth, scale, factors, offsets, target, stride)
@@ -95,7 +106,7 @@ def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.n
     rows, columns = y.shape
     terms = x.blocks.size // (-(-rows // ROWS) * ROWS) if rows else 0
     left, right = (x.blocks, x.squares, x.scales), (weight.panels, weight.squares, w.reshape(-1), weight.exponents)
-    arguments = *left, *right, WEIGHT_BITS, bias, terms, columns
+    arguments = left, right, WEIGHT_BITS, bias, terms, columns
     flat = y.reshape(-1)
     work = lambda i, j: _contract(*arguments, i, j, flat)  # noqa: E731
     in_parts(work, -(-columns // COLUMNS), _NANOSECONDS * rows * terms * COLUMNS)

@@ -1,8 +1,8 @@
 """The inner loop of exact products: groups of few terms in float64, their sums in two float64s.
 
 A product of grid integers has up to 49 bits, so 16 of them add up exactly in one float64. Far more do where most of
-them are small, which is usual: sum |a b| <= sqrt(sum a^2) sqrt(sum b^2), and up to 2^53 no sum loses a bit. Such a sum c
-is then added to `high`, a multiple of 2^20 above HIGH_START, and what that loses to `low`. Both are exact, so neither
+them are small, which is usual: sum |a b| <= sqrt(sum a^2) sqrt(sum b^2), and up to 2^53 no sum loses a bit. Such a sum
+c is then added to `high`, a multiple of 2^20 above HIGH_START, and what that loses to `low`. Both are exact, so neither
 the order of the terms nor how they are grouped changes the result.
 """
 
@@ -106,10 +106,11 @@ def _add_terms(b: Builder, rows: int, left: Value, right: Value, first: Value, c
 
 
 def _tile(rows: int) -> Callable[..., None]:
-    """An intrinsic (left, right, high, low, terms, group): high + low += left right, of `rows` rows, TILE_COLUMNS columns.
+    """An intrinsic (left, right, high, low, terms, group): high + low += left right.
 
-    All but the last two are addresses; the sum of any `group` products, counted from the first, is exact. left float64
-    [terms, ROWS], right int32 [terms, COLUMNS], high and low float64 [ROWS, COLUMNS].
+    It has `rows` rows and TILE_COLUMNS columns. All but the last two are addresses; the sum of any `group` products,
+    counted from the first, is exact. left float64 [terms, ROWS], right int32 [terms, COLUMNS], high and low float64
+    [ROWS, COLUMNS].
     """
 
     def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
+from ppo_repro.numerics.kernels.core.memory import keep_freed_memory
 
 BACKENDS = ("eager", "float64", "amx")
 
@@ -55,6 +56,8 @@ def use(backend: str, threads: int) -> str:
     _active = backend
     pool.set_threads(threads)
     torch.set_num_threads(threads if backend == "eager" else 1)
+    if backend != "eager":
+        keep_freed_memory()
     return backend
 
 

@@ -16,7 +16,7 @@ KEY_PANEL, VALUE_LANES, TILE = 32, 8, 1024
 LOGITS_AT_ONCE = 1 << 24
 # weights and inputs as the exact kernels keep them, in bytes per number; a weight that is multiplied across its rows,
 # as in a backward pass, is packed block by block while it is used: only the grids are kept
-FLOAT64_WEIGHT, FLOAT64_INPUT, FLOAT64_COLUMNS = 4, 8, 24
+FLOAT64_WEIGHT, FLOAT64_INPUT, FLOAT64_COLUMNS, FLOAT64_SQUARES = 4, 8, 24, 8
 GRID, OUTLIERS = 8, 1  # of each output: exponent or scale of its grid, and whether it has outliers
 AMX_MAX_TERMS, AMX_WEIGHT, AMX_INPUT = 1 << 14, 3, 4
 # sums of gradients: a lower limb, and an upper one in steps of more tokens than this, prompts included
@@ -166,8 +166,8 @@ def prepared_bytes(matrix: Linear, transposed: bool, work: Work) -> int:
     if work.kernels == "amx" and terms <= AMX_MAX_TERMS:
         blocks = ceil(columns / 16)
         return blocks * ceil(terms / 64) * AMX_WEIGHT * TILE + blocks * 16 * GRID + columns * OUTLIERS
-    panels = ceil(columns / FLOAT64_COLUMNS) * FLOAT64_COLUMNS if transposed == matrix.across else 0
-    return FLOAT64_WEIGHT * panels * terms + columns * (GRID + OUTLIERS)
+    panels = ceil(columns / FLOAT64_COLUMNS) if transposed == matrix.across else 0
+    return panels * (FLOAT64_WEIGHT * FLOAT64_COLUMNS * terms + FLOAT64_SQUARES) + columns * (GRID + OUTLIERS)
 
 
 def cache_bytes(shape: ModelShape, work: Work) -> int:

@@ -160,7 +160,7 @@ def forget_operands(module: nn.Module, but_of: Iterable[nn.Module] = ()) -> None
 
 
 def _prepared(module: nn.Module) -> list[PreparedWeight]:
-    return [layer.prepared for layer in module.modules() if isinstance(layer, ExactLinear | ExactConv1D)]
+    return [layer.prepared for layer in families.modules_of(module) if isinstance(layer, ExactLinear | ExactConv1D)]
 
 
 def attach(module: nn.Module, accumulator: Gradients) -> None:

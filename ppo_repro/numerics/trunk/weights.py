@@ -21,6 +21,7 @@ from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.layers.activations import ExactSiLU
 from ppo_repro.numerics.layers.embedding import ExactEmbedding
+from ppo_repro.numerics.layers.families import modules_of
 from ppo_repro.numerics.layers.fused_attention import spec_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.norms import ExactRMSNorm
@@ -103,12 +104,12 @@ def unpack(trunk: PreTrainedModel) -> Trunk | None:
     That is the case for a family of another structure, for a layer of a kind not known here, and where a module has
     hooks.
     """
-    modules = list(trunk.modules())
+    modules = modules_of(trunk)
     if type(trunk) not in TRUNKS or any(_has_hooks(m) for m in modules):
         return None
     model = cast(Any, trunk)
     known = type(model.embed_tokens) is ExactEmbedding and type(model.rotary_emb) is ExactRotary
-    leaves = [m for layer in model.layers for m in layer.modules() if not m._modules]
+    leaves = [m for layer in model.layers for m in modules_of(layer) if not m._modules]
     if not known or any(type(m) not in (ExactLinear, ExactRMSNorm, ExactSiLU) for m in leaves):
         return None
     return Trunk(

@@ -1,7 +1,8 @@
 """Operands of products in float64: matrices on their grids, in the order in which the inner loop reads them.
 
 Left operands lie in blocks of ROWS rows, float64 [terms, ROWS] each; right operands in panels of COLUMNS columns of the
-result, int32 [terms, COLUMNS] each. What pads the last block or panel is 0.
+result, int32 [terms, COLUMNS] each. What pads the last block or panel is 0. The `squares` of a block or panel bound
+its sums: of the sums of squares of its rows, or columns, over SQUARED terms counted from the first, the largest.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
-from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, ROOM, WEIGHT_BITS, WEIGHT_GAP
+from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, MIN_EXPONENT, ROOM, WEIGHT_BITS, WEIGHT_GAP
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
-from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
-from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent, largest_bits
+from ppo_repro.numerics.kernels.core.pool import results_of_parts
+from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent
 from ppo_repro.numerics.kernels.core.scalar import (
     INFINITY_BITS,
     MAGNITUDE32,
@@ -24,10 +25,21 @@ from ppo_repro.numerics.kernels.core.scalar import (
     pow2_32,
     pow2_64,
 )
-from ppo_repro.numerics.kernels.float64.tiles import COLUMNS, ROWS
+from ppo_repro.numerics.kernels.float64.tiles import COLUMNS, ROWS, SQUARED
+from ppo_repro.numerics.kernels.float64.vectors import (
+    LANES,
+    columns_on_grids,
+    large_numbers_at,
+    largest_bits_at,
+    largest_square,
+    rows_on_grids,
+)
 
 _ROOM, _ONE = np.float32(ROOM), np.float32(1.0)
-_ACROSS = 64  # terms of several rows at a time: what they are written to stays in the first-level cache
+_LOOKED_AT = 16  # groups of LANES numbers in which the large ones are counted first
+_block_of_rows, _panel_of_rows = rows_on_grids(False, ROWS), rows_on_grids(True, COLUMNS)
+_panel_of_columns = columns_on_grids(COLUMNS)
+_square_of_block, _square_of_panel = largest_square(False, ROWS), largest_square(True, COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Inputs:
     """Inputs [M, K] on grids of 26 bits, without their outliers."""
 
     blocks: np.ndarray  # float64 [M / ROWS, K, ROWS]
+    squares: np.ndarray  # float64 [M / ROWS]
     scales: np.ndarray  # float64 [M]
     exponents: np.ndarray  # int64 [M] of the largest number of each row, see `rows.row_exponents`
     outliers: np.ndarray  # bool [M], rows that have some
@@ -46,6 +59,7 @@ class Weight:
     """Weights on grids of 23 bits, without their outliers: `panels` of a whole matrix, or none, see `pack_columns`."""
 
     panels: np.ndarray  # int32 [N / COLUMNS, K, COLUMNS]
+    squares: np.ndarray  # float64 [N / COLUMNS], of panels
     exponents: np.ndarray  # int64 [N] of the grids
     outliers: np.ndarray  # bool [N], rows that have some
     finite: bool
@@ -62,7 +76,39 @@ def _on_grid(x, room, limit, up):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _fill_inputs(x, terms, gap, most, bits, first, last, blocks, scales, exponents, outliers):  # type: ignore[no-untyped-def]
+def squares_of_block(block, terms):  # type: ignore[no-untyped-def]
+    """The `squares` of flat float64 [terms, ROWS]."""
+    largest = 0.0
+    for start in range(0, terms, SQUARED):
+        address = block.ctypes.data + 8 * ROWS * start
+        largest = max(largest, _square_of_block(address, min(SQUARED, terms - start)))
+    return largest
+
+
+@kernel
+def squares_of_panel(panel, terms):  # type: ignore[no-untyped-def]
+    """The `squares` of flat int32 [terms, COLUMNS]."""
+    largest = 0.0
+    for start in range(0, terms, SQUARED):
+        address = panel.ctypes.data + 4 * COLUMNS * start
+        largest = max(largest, _square_of_panel(address, min(SQUARED, terms - start)))
+    return largest
+
+
+@inline
+def _grid_without_outliers(row, terms, largest, room, gap, most):  # type: ignore[no-untyped-def]
+    """The exponent of the grid of the row at an address as far as a few numbers tell, and whether they do.
+
+    They do where so many of them are large that the row has no outliers, which is usual.
+    """
+    e = exponent32(magnitude_bits(np.int32(largest).view(np.float32) * room))
+    if e - gap < MIN_EXPONENT:
+        return e, True
+    return e, large_numbers_at(row, min(terms // LANES, _LOOKED_AT), room, pow2_32(e - gap)) > most
+
+
+@kernel
+def _fill_inputs(x, terms, gap, most, bits, first, last, blocks, squares, scales, exponents, outliers):  # type: ignore[no-untyped-def]
     finite, one = True, _ONE
     ups, limits = np.zeros(ROWS), np.zeros(ROWS, np.float32)
     rows = scales.size
@@ -71,23 +117,28 @@ def _fill_inputs(x, terms, gap, most, bits, first, last, blocks, scales, exponen
         ups[:], limits[:] = 0.0, _ONE
         for i in range(height):
             r = block * ROWS + i
-            row = x[r * terms : r * terms + terms]
-            largest = largest_bits(row.view(np.int32))
+            largest = largest_bits_at(x.ctypes.data + 4 * r * terms, terms)
             if largest >= INFINITY_BITS:
                 finite = False
                 continue
-            e, outliers[r] = grid_exponent(row, one, gap, most)
+            e, has_none = _grid_without_outliers(x.ctypes.data + 4 * r * terms, terms, largest, one, gap, most)
+            if not has_none:
+                e, outliers[r] = grid_exponent(x[r * terms : r * terms + terms], one, gap, most)
             exponents[r] = NOTHING if largest == 0 else exponent32(largest)
             scales[r], ups[i] = pow2_64(e - bits), pow2_64(bits - e)
             limits[i] = pow2_32(e) if e < 128 else np.float32(np.inf)
         out = blocks[block * terms * ROWS : (block + 1) * terms * ROWS]
-        for start in range(0, terms, _ACROSS):
-            stop = min(start + _ACROSS, terms)
-            for i in range(ROWS):
-                up, limit = ups[i], limits[i]
-                at = (block * ROWS + min(i, height - 1)) * terms
-                for k in range(start, stop):
-                    out[k * ROWS + i] = _on_grid(x[at + k], one, limit, up)
+        done = 0
+        if height == ROWS:
+            done = terms // LANES * LANES
+            source = x.ctypes.data + 4 * block * ROWS * terms
+            _block_of_rows(source, 4 * terms, one, limits.ctypes.data, ups.ctypes.data, out.ctypes.data, done)
+        for i in range(ROWS):
+            up, limit = ups[i], limits[i]
+            at = (block * ROWS + min(i, height - 1)) * terms
+            for k in range(done, terms):
+                out[k * ROWS + i] = _on_grid(x[at + k], one, limit, up)
+        squares[block] = squares_of_block(out, terms)
     return finite
 
 
@@ -95,19 +146,20 @@ def quantise_inputs(x: np.ndarray) -> Inputs:
     """Inputs x [M, K] float32, C-contiguous, on their grids."""
     rows, terms = x.shape
     count = _count(rows, ROWS)
-    blocks, scales, exponents = np.empty(count * terms * ROWS), np.ones(rows), np.empty(rows, np.int64)
+    blocks, squares = np.empty(count * terms * ROWS), np.empty(count)
+    scales, exponents = np.empty(rows), np.empty(rows, np.int64)
     outliers, flat = np.zeros(rows, np.bool_), x.reshape(-1)
 
     def run(first: int, last: int) -> bool:
         law = INPUT_GAP, most_outliers(terms), INPUT_BITS
-        return bool(_fill_inputs(flat, terms, *law, first, last, blocks, scales, exponents, outliers))
+        return bool(_fill_inputs(flat, terms, *law, first, last, blocks, squares, scales, exponents, outliers))
 
-    finite = results_of_parts(run, count, 1.5 * ROWS * terms)
-    return Inputs(blocks, scales, exponents, outliers, all(finite))
+    finite = results_of_parts(run, count, 0.5 * ROWS * terms)
+    return Inputs(blocks, squares, scales, exponents, outliers, all(finite))
 
 
 @kernel
-def _fill_weight(w, terms, gap, most, bits, first, last, panels, exponents, outliers):  # type: ignore[no-untyped-def]
+def _fill_weight(w, terms, gap, most, bits, first, last, panels, squares, exponents, outliers):  # type: ignore[no-untyped-def]
     finite, rows, room = True, exponents.size, _ROOM
     ups, limits = np.zeros(COLUMNS), np.zeros(COLUMNS, np.float32)
     for panel in range(first, last):
@@ -115,21 +167,29 @@ def _fill_weight(w, terms, gap, most, bits, first, last, panels, exponents, outl
         ups[:], limits[:] = 0.0, _ONE
         for i in range(width):
             r = panel * COLUMNS + i
-            row = w[r * terms : r * terms + terms]
-            if not fits(largest_bits(row.view(np.int32)), room):
+            largest = largest_bits_at(w.ctypes.data + 4 * r * terms, terms)
+            if not fits(largest, room):
                 finite = False
                 continue
-            e, outliers[r] = grid_exponent(row, room, gap, most)
+            e, has_none = _grid_without_outliers(w.ctypes.data + 4 * r * terms, terms, largest, room, gap, most)
+            if not has_none:
+                e, outliers[r] = grid_exponent(w[r * terms : r * terms + terms], room, gap, most)
             exponents[r], ups[i] = e, pow2_64(bits - e)
             limits[i] = pow2_32(e) if e < 128 else np.float32(np.inf)
         out = panels[panel * terms * COLUMNS : (panel + 1) * terms * COLUMNS]
-        for start in range(0, terms, _ACROSS):
-            stop = min(start + _ACROSS, terms)
-            for i in range(COLUMNS):
+        for group in range(0, COLUMNS, LANES):
+            done = 0
+            if group + LANES <= width:
+                done = terms // LANES * LANES
+                source, target = w.ctypes.data + 4 * (panel * COLUMNS + group) * terms, out.ctypes.data + 4 * group
+                laws = limits.ctypes.data + 4 * group, ups.ctypes.data + 8 * group
+                _panel_of_rows(source, 4 * terms, room, *laws, target, done)
+            for i in range(group, group + LANES):
                 up, limit = ups[i], limits[i]
                 at = (panel * COLUMNS + min(i, width - 1)) * terms
-                for k in range(start, stop):
+                for k in range(done, terms):
                     out[k * COLUMNS + i] = np.int32(_on_grid(w[at + k], room, limit, up))
+        squares[panel] = squares_of_panel(out, terms)
     return finite
 
 
@@ -137,15 +197,15 @@ def pack_weight(w: np.ndarray) -> Weight:
     """Weights w [N, K] float32, C-contiguous, for products along K."""
     rows, terms = w.shape
     count = _count(rows, COLUMNS)
-    panels, exponents, outliers = np.empty(count * terms * COLUMNS, np.int32), np.zeros(rows, np.int64), _none(rows)
-    flat = w.reshape(-1)
+    panels, squares = np.empty(count * terms * COLUMNS, np.int32), np.empty(count)
+    exponents, outliers, flat = np.zeros(rows, np.int64), _none(rows), w.reshape(-1)
 
     def run(first: int, last: int) -> bool:
         law = WEIGHT_GAP, most_outliers(terms), WEIGHT_BITS
-        return bool(_fill_weight(flat, terms, *law, first, last, panels, exponents, outliers))
+        return bool(_fill_weight(flat, terms, *law, first, last, panels, squares, exponents, outliers))
 
-    finite = results_of_parts(run, count, 1.5 * COLUMNS * terms)
-    return Weight(panels, exponents, outliers, all(finite))
+    finite = results_of_parts(run, count, 0.5 * COLUMNS * terms)
+    return Weight(panels, squares, exponents, outliers, all(finite))
 
 
 def _none(rows: int) -> np.ndarray:
@@ -191,7 +251,7 @@ def column_grids(w: np.ndarray) -> Weight:
         return all([_column_grids(flat, terms, columns, *law, a, z, exponents, outliers) for a, z in pairwise(bounds)])
 
     finite = results_of_parts(run, _count(columns, COLUMNS), 0.5 * COLUMNS * terms)
-    return Weight(np.empty(0, np.int32), exponents, outliers, all(finite))
+    return Weight(np.empty(0, np.int32), np.empty(0), exponents, outliers, all(finite))
 
 
 @kernel
@@ -203,50 +263,15 @@ def pack_columns(w, columns, panel, first, last, exponents, bits, out):  # type:
     for c in range(width):
         e = exponents[start + c]
         ups[c], limits[c] = pow2_64(bits - e), pow2_32(e) if e < 128 else np.float32(np.inf)
-    for t in range(last - first):
+    if width == COLUMNS:
+        source = w.ctypes.data + 4 * (first * columns + start)
+        laws = limits.ctypes.data, ups.ctypes.data
+        _panel_of_columns(source, 4 * columns, room, laws[0], laws[1], out.ctypes.data, last - first)
+    # not left before: what is no longer used is freed, and addresses do not count as a use
+    for t in range(0 if width < COLUMNS else last - first, last - first):
         row = w[(first + t) * columns + start : (first + t) * columns + start + width]
         target = out[t * COLUMNS : t * COLUMNS + COLUMNS]
         for c in range(width):
             target[c] = np.int32(_on_grid(row[c], room, limits[c], ups[c]))
         for c in range(width, COLUMNS):
             target[c] = 0
-
-
-@kernel
-def _scaled_panels(x, columns, up, first, last, panels):  # type: ignore[no-untyped-def]
-    terms = up.size
-    for panel in range(first, last):
-        start = panel * COLUMNS
-        width = min(COLUMNS, columns - start)
-        out = panels[panel * terms * COLUMNS : (panel + 1) * terms * COLUMNS]
-        for t in range(terms):
-            row, target = x[t * columns + start : t * columns + start + width], out[t * COLUMNS : (t + 1) * COLUMNS]
-            for c in range(width):
-                target[c] = np.int32(np.rint(np.float64(row[c]) * up[t]))
-            for c in range(width, COLUMNS):
-                target[c] = 0
-
-
-def scaled_panels(x: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """rne(x[t, k] up[t]) as a right operand with terms t; x [T, K] float32, up [T] float64."""
-    terms, columns = x.shape
-    panels, flat = np.empty(_count(columns, COLUMNS) * terms * COLUMNS, np.int32), x.reshape(-1)
-    work = lambda i, j: _scaled_panels(flat, columns, up, i, j, panels)  # noqa: E731
-    in_parts(work, _count(columns, COLUMNS), 0.5 * COLUMNS * terms)
-    return panels
-
-
-@kernel
-def scaled_blocks(x, columns, up, first, last, blocks):  # type: ignore[no-untyped-def]
-    """rne(x[t, n] up[t]) as blocks first..last-1 of a left operand with terms t; flat x [T, columns], up [T]."""
-    terms = up.size
-    for block in range(first, last):
-        start = block * ROWS
-        height = min(ROWS, columns - start)
-        out = blocks[(block - first) * terms * ROWS : (block - first + 1) * terms * ROWS]
-        for t in range(terms):
-            row, target = x[t * columns + start : t * columns + start + height], out[t * ROWS : (t + 1) * ROWS]
-            for c in range(height):
-                target[c] = np.rint(np.float64(row[c]) * up[t])
-            for c in range(height, ROWS):
-                target[c] = 0.0

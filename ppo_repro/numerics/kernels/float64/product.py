@@ -9,65 +9,90 @@ import numpy as np
 from ppo_repro.numerics.arithmetic.grid import HIGH_START, WEIGHT_BITS
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts
-from ppo_repro.numerics.kernels.core.scalar import pow2_64, round_to_f32_plus_zero
+from ppo_repro.numerics.kernels.core.scalar import pow2_64
 from ppo_repro.numerics.kernels.float64.operands import (
     Inputs,
     Weight,
     pack_columns,
-    scaled_blocks,
-    scaled_panels,
+    squares_of_panel,
 )
-from ppo_repro.numerics.kernels.float64.tiles import BLOCK, COLUMNS, ROWS, multiply
+from ppo_repro.numerics.kernels.float64.tiles import (
+    BLOCK,
+    COLUMNS,
+    ROWS,
+    exact_terms,
+    multiply,
+    multiply_and_round,
+    multiply_exactly,
+)
+from ppo_repro.numerics.kernels.float64.token_operands import scaled_block, scaled_panels
+from ppo_repro.numerics.kernels.float64.vectors import rounded_sums
 
 # terms multiplied at a time: a panel of so many stays in the second-level cache
 _DEPTH = 4096
+_ZERO = np.float32(0.0)
 _NANOSECONDS = 0.025  # of a product; only to decide how many threads are worth waking
 
 
+_rounded_sums = rounded_sums(COLUMNS, HIGH_START)
+
+
 @inline
-def _store(high, low, at, rows, first_row, first_column, scales, column_scales, bias, y, columns):  # type: ignore[no-untyped-def]
-    """Round a block of sums and write it to flat y [.., columns]."""
-    width = min(COLUMNS, columns - first_column)
+def _copy(block, rows, width, at, y, columns):  # type: ignore[no-untyped-def]
+    """The first columns of a block of float32 to flat y [.., columns] from `at` on."""
     for i in range(rows):
-        start = (first_row + i) * columns + first_column
-        out, scale = y[start : start + width], scales[first_row + i]
-        h, w = high[at + i * COLUMNS : at + i * COLUMNS + width], low[at + i * COLUMNS : at + i * COLUMNS + width]
-        if bias.size:
-            b = bias[first_column : first_column + width]
-            for c in range(width):
-                out[c] = round_to_f32_plus_zero(((h[c] - HIGH_START) + w[c]) * scale * column_scales[c]) + b[c]
-        else:
-            for c in range(width):
-                out[c] = round_to_f32_plus_zero(((h[c] - HIGH_START) + w[c]) * scale * column_scales[c])
+        row, out = block[i * COLUMNS : i * COLUMNS + width], y[at + i * columns : at + i * columns + width]
+        for c in range(width):
+            out[c] = row[c]
 
 
 @kernel
-def _contract(blocks, scales, panels, w, exponents, bits, bias, terms, columns, first, last, y):  # type: ignore[no-untyped-def]
+def _contract(x, weight, bits, bias, terms, columns, first, last, y):  # type: ignore[no-untyped-def]
     """Panels first..last-1 of `contract`, flat; empty `panels`: they are packed from flat w [terms, columns]."""
+    (blocks, left_squares, scales), (panels, right_squares, w, exponents) = x, weight
     rows = scales.size
     count = (rows + ROWS - 1) // ROWS
-    high, low, column_scales = np.empty(count * BLOCK), np.empty(count * BLOCK), np.zeros(COLUMNS)
+    # the sums of every block are kept only where they go on in another part
+    apart = BLOCK if terms > _DEPTH else 0
+    size = BLOCK + max(count - 1, 0) * apart
+    high, low, column_scales = np.empty(size), np.empty(size), np.zeros(COLUMNS)
+    own_bias, rounded = np.zeros(COLUMNS, np.float32), np.empty(BLOCK, np.float32)
     scratch = np.empty(0 if panels.size else min(terms, _DEPTH) * COLUMNS, np.int32)
+    factors, offsets = column_scales.ctypes.data, own_bias.ctypes.data
     for panel in range(first, last):
-        for c in range(min(COLUMNS, columns - panel * COLUMNS)):
+        width = min(COLUMNS, columns - panel * COLUMNS)
+        whole = width == COLUMNS
+        for c in range(width):
             column_scales[c] = pow2_64(exponents[panel * COLUMNS + c] - bits)
-        high[:], low[:] = HIGH_START, 0.0
+            own_bias[c] = bias[panel * COLUMNS + c] if bias.size else _ZERO
         for start in range(0, terms, _DEPTH):
             depth = min(_DEPTH, terms - start)
-            right = panels.ctypes.data + 4 * COLUMNS * (panel * terms + start)
-            if not panels.size:
+            if panels.size:
+                right, square = panels.ctypes.data + 4 * COLUMNS * (panel * terms + start), right_squares[panel]
+            else:
                 pack_columns(w, columns, panel, start, start + depth, exponents, bits, scratch)
-                right = scratch.ctypes.data
+                right, square = scratch.ctypes.data, squares_of_panel(scratch, depth)
             for block in range(count):
-                left, at = blocks.ctypes.data + 8 * ROWS * (block * terms + start), 8 * block * BLOCK
-                multiply(
-                    left, right, high.ctypes.data + at, low.ctypes.data + at, depth, min(ROWS, rows - block * ROWS)
-                )
-        for block in range(count):
-            height = min(ROWS, rows - block * ROWS)
-            _store(
-                high, low, block * BLOCK, height, block * ROWS, panel * COLUMNS, scales, column_scales, bias, y, columns
-            )
+                height, at = min(ROWS, rows - block * ROWS), block * apart
+                place = block * ROWS * columns + panel * COLUMNS
+                target, stride = y.ctypes.data + 4 * place, 4 * columns
+                if not whole:
+                    target, stride = rounded.ctypes.data, 4 * COLUMNS
+                left = blocks.ctypes.data + 8 * ROWS * (block * terms + start)
+                scale = scales.ctypes.data + 8 * ROWS * block
+                group = exact_terms(left_squares[block], square)
+                if group >= terms and height == ROWS and apart == 0:
+                    multiply_and_round(left, right, depth, scale, factors, offsets, target, stride)
+                else:
+                    h, lo = high[at : at + BLOCK], low[at : at + BLOCK]
+                    if start == 0:
+                        h[:], lo[:] = HIGH_START, 0.0
+                    sums = h.ctypes.data, lo.ctypes.data
+                    multiply(left, right, sums[0], sums[1], depth, height, group)
+                    if start + depth == terms:
+                        _rounded_sums(sums[0], sums[1], scale, factors, offsets, target, stride, height)
+                if not whole and start + depth == terms:
+                    _copy(rounded, height, width, place, y, columns)
 
 
 def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.ndarray) -> bool:
@@ -80,7 +105,8 @@ def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.n
         return False
     rows, columns = y.shape
     terms = x.blocks.size // (-(-rows // ROWS) * ROWS) if rows else 0
-    arguments = x.blocks, x.scales, weight.panels, w.reshape(-1), weight.exponents, WEIGHT_BITS, bias, terms, columns
+    left, right = (x.blocks, x.squares, x.scales), (weight.panels, weight.squares, w.reshape(-1), weight.exponents)
+    arguments = left, right, WEIGHT_BITS, bias, terms, columns
     flat = y.reshape(-1)
     work = lambda i, j: _contract(*arguments, i, j, flat)  # noqa: E731
     in_parts(work, -(-columns // COLUMNS), _NANOSECONDS * rows * terms * COLUMNS)
@@ -92,34 +118,42 @@ class GradientInputs:
     """The inputs of a layer as a right operand whose terms are tokens."""
 
     panels: np.ndarray  # int32 [K / COLUMNS, T, COLUMNS]
+    squares: np.ndarray  # float64 [K / COLUMNS]
     tokens: int
     columns: int
 
 
 def pack_inputs(x: np.ndarray, x_up: np.ndarray) -> GradientInputs:
     """rne(x[t, k] x_up[t]), at most 2^22; x [T, K] float32, x_up [T] float64, C-contiguous."""
-    return GradientInputs(scaled_panels(x, x_up), *x.shape)
+    return GradientInputs(*scaled_panels(x, x_up), *x.shape)
 
 
 @kernel
-def _accumulate(grad, up, rows, panels, tokens, columns, first, last, fresh, sums):  # type: ignore[no-untyped-def]
+def _accumulate(grad, up, rows, panels, squares, tokens, columns, first, last, fresh, sums):  # type: ignore[no-untyped-def]
     """Row blocks first..last-1 of `accumulate`, flat."""
-    left, high, low = np.empty(tokens * ROWS), np.empty(BLOCK), np.empty(BLOCK)
+    left, high, low, integers = np.empty(tokens * ROWS), np.empty(BLOCK), np.empty(BLOCK), np.empty(BLOCK, np.int64)
     for block in range(first, last):
         height = min(ROWS, rows - block * ROWS)
-        scaled_blocks(grad, rows, up, block, block + 1, left)
+        square = scaled_block(grad, rows, up, block, left)
         for panel in range((columns + COLUMNS - 1) // COLUMNS):
             width = min(COLUMNS, columns - panel * COLUMNS)
-            high[:], low[:] = HIGH_START, 0.0
-            right = panels.ctypes.data + 4 * COLUMNS * panel * tokens
-            multiply(left.ctypes.data, right, high.ctypes.data, low.ctypes.data, tokens, height)
+            right, place = panels.ctypes.data + 4 * COLUMNS * panel * tokens, block * ROWS * columns + panel * COLUMNS
+            group = exact_terms(square, squares[panel])
+            if group >= tokens:
+                if fresh and width == COLUMNS and height == ROWS:
+                    multiply_exactly(left.ctypes.data, right, tokens, sums.ctypes.data + 8 * place, 8 * columns)
+                    continue
+                multiply_exactly(left.ctypes.data, right, tokens, integers.ctypes.data, 8 * COLUMNS)
+            else:
+                high[:], low[:] = HIGH_START, 0.0
+                multiply(left.ctypes.data, right, high.ctypes.data, low.ctypes.data, tokens, height, group)
+                for c in range(BLOCK):
+                    integers[c] = np.int64(high[c] - HIGH_START) + np.int64(low[c])
             for i in range(height):
-                start = (block * ROWS + i) * columns + panel * COLUMNS
-                out = sums[start : start + width]
-                h, w = high[i * COLUMNS : i * COLUMNS + width], low[i * COLUMNS : i * COLUMNS + width]
+                out = sums[place + i * columns : place + i * columns + width]
+                row = integers[i * COLUMNS : i * COLUMNS + width]
                 for c in range(width):
-                    total = np.int64(h[c] - HIGH_START) + np.int64(w[c])
-                    out[c] = total if fresh else out[c] + total
+                    out[c] = row[c] if fresh else out[c] + row[c]
 
 
 def accumulate(grad: np.ndarray, up: np.ndarray, x: GradientInputs, sums: np.ndarray, fresh: bool) -> None:
@@ -129,6 +163,6 @@ def accumulate(grad: np.ndarray, up: np.ndarray, x: GradientInputs, sums: np.nda
     the sum of all products fits into int64.
     """
     rows, columns = sums.shape
-    arguments, flat = (grad.reshape(-1), up, rows, x.panels, x.tokens, columns), sums.reshape(-1)
+    arguments, flat = (grad.reshape(-1), up, rows, x.panels, x.squares, x.tokens, columns), sums.reshape(-1)
     work = lambda i, j: _accumulate(*arguments, i, j, fresh, flat)  # noqa: E731
     in_parts(work, -(-rows // ROWS), _NANOSECONDS * ROWS * x.tokens * columns)

@@ -1,8 +1,9 @@
 """The inner loop of exact products: groups of few terms in float64, their sums in two float64s.
 
-A product of grid integers has up to 49 bits, so 16 of them add up exactly in one float64. Such a sum c is then added to
-`high`, a multiple of 2^20 above HIGH_START, and what that loses to `low`. Both are exact, so neither the order of the
-terms nor how they are grouped changes the result.
+A product of grid integers has up to 49 bits, so 16 of them add up exactly in one float64. Far more do where most of
+them are small, which is usual: sum |a b| <= sqrt(sum a^2) sqrt(sum b^2), and up to 2^53 no sum loses a bit. Such a sum
+c is then added to `high`, a multiple of 2^20 above HIGH_START, and what that loses to `low`. Both are exact, so neither
+the order of the terms nor how they are grouped changes the result.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from llvmlite.ir import Value
@@ -24,7 +26,11 @@ from ppo_repro.numerics.kernels.core.compile import inline
 
 ROWS, COLUMNS = 8, 24  # of a block of the result; operands are packed for it
 BLOCK = ROWS * COLUMNS
-DOUBLE, I32, I64 = ir.DoubleType(), ir.IntType(32), ir.IntType(64)
+SQUARED = 64  # terms whose squares are added to bound a sum
+# (sum |a b|)^2 up to which sums are exact, less a margin for the rounding of the sums of squares
+_EXACT_SQUARE = 2.0**106 * 0.99
+_MOST_GROUPED = 1 << 20
+FLOAT, DOUBLE, I32, I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType(64)
 
 
 def _has_wide_registers() -> bool:
@@ -87,33 +93,90 @@ def _empty(b: Builder, rows: int, sums: list[Value], high: Value, low: Value) ->
             b.store(b.fadd(b.load(w, align=8), lost), w, align=8)
 
 
-def _tile(rows: int) -> Callable[..., None]:
-    """An intrinsic (left, right, high, low, terms): high + low += left right, of `rows` rows and TILE_COLUMNS columns.
+def _add_terms(b: Builder, rows: int, left: Value, right: Value, first: Value, count: Value) -> list[Value]:
+    """Places of the sums of `count` terms from `first` on, a vector for each row and VECTORS columns."""
+    sums = [cgutils.alloca_once(b, _vector(DOUBLE)) for _ in range(rows * VECTORS)]
+    for total in sums:
+        b.store(ir.Constant(_vector(DOUBLE), None), total)
+    with cgutils.for_range(b, count) as term:
+        k = b.add(first, term.index)
+        at_left = b.add(left, b.mul(k, _number(8 * ROWS)))
+        _add_term(b, rows, at_left, b.add(right, b.mul(k, _number(4 * COLUMNS))), sums)
+    return sums
 
-    All but the last are addresses. left float64 [terms, ROWS], right int32 [terms, COLUMNS], high and low float64
+
+def _tile(rows: int) -> Callable[..., None]:
+    """An intrinsic (left, right, high, low, terms, group): high + low += left right.
+
+    It has `rows` rows and TILE_COLUMNS columns. All but the last two are addresses; the sum of any `group` products,
+    counted from the first, is exact. left float64 [terms, ROWS], right int32 [terms, COLUMNS], high and low float64
     [ROWS, COLUMNS].
     """
 
     def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
-        left, right, high, low, terms = args
-        zero = ir.Constant(_vector(DOUBLE), None)
-        sums = [cgutils.alloca_once(b, _vector(DOUBLE)) for _ in range(rows * VECTORS)]
-        groups = b.udiv(b.add(terms, _number(EXACT_TERMS - 1)), _number(EXACT_TERMS))
+        left, right, high, low, terms, group_size = args
+        groups = b.udiv(b.add(terms, b.sub(group_size, _number(1))), group_size)
         with cgutils.for_range(b, groups) as group:
-            first = b.mul(group.index, _number(EXACT_TERMS))
+            first = b.mul(group.index, group_size)
             rest = b.sub(terms, first)
-            count = b.select(b.icmp_signed("<", rest, _number(EXACT_TERMS)), rest, _number(EXACT_TERMS))
-            for total in sums:
-                b.store(zero, total)
-            with cgutils.for_range(b, count) as term:
-                k = b.add(first, term.index)
-                at_left = b.add(left, b.mul(k, _number(8 * ROWS)))
-                _add_term(b, rows, at_left, b.add(right, b.mul(k, _number(4 * COLUMNS))), sums)
-            _empty(b, rows, sums, high, low)
+            count = b.select(b.icmp_signed("<", rest, group_size), rest, group_size)
+            _empty(b, rows, _add_terms(b, rows, left, right, first, count), high, low)
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(_, left, right, high, low, terms):  # type: ignore[no-untyped-def]
+    def tile(_, left, right, high, low, terms, group):  # type: ignore[no-untyped-def]
+        return types.void(*[types.intp] * 6), generate
+
+    return tile
+
+
+def _rounded_tile(rows: int) -> Callable[..., None]:
+    """An intrinsic (left, right, terms, scales, column_scales, bias, target, stride): products whose sums are exact.
+
+    target[i, c] = (fl32(sum_k left[k, i] right[k, c] scales[i] column_scales[c]) + 0) + bias[c], with `stride` bytes
+    between its rows. All but `terms` and `stride` are addresses; scales and column_scales float64, the rest float32.
+    """
+
+    def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
+        left, right, terms, scales, column_scales, bias, target, stride = args
+        sums = _add_terms(b, rows, left, right, _number(0), terms)
+        zeros = ir.Constant(_vector(FLOAT), [0.0] * LANES)
+        factors = [b.load(_pointer(b, _vector(DOUBLE), column_scales, 8 * LANES * v), align=8) for v in range(VECTORS)]
+        biases = [b.load(_pointer(b, _vector(FLOAT), bias, 4 * LANES * v), align=4) for v in range(VECTORS)]
+        for i in range(rows):
+            scale = _spread(b, b.load(_pointer(b, DOUBLE, scales, 8 * i), align=8))
+            for v in range(VECTORS):
+                total = b.fmul(b.fmul(b.load(sums[i * VECTORS + v]), scale), factors[v])
+                y = b.fadd(b.fadd(b.fptrunc(total, _vector(FLOAT)), zeros), biases[v])
+                b.store(y, _pointer(b, _vector(FLOAT), target, 4 * LANES * v), align=4)
+            target = b.add(target, stride)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(_, left, right, terms, scales, column_scales, bias, target, stride):  # type: ignore[no-untyped-def]
+        return types.void(*[types.intp] * 8), generate
+
+    return tile
+
+
+def _integer_tile(rows: int) -> Callable[..., None]:
+    """An intrinsic (left, right, terms, target, stride): target = left right, int64, of products whose sums are exact.
+
+    All but `terms` and `stride`, the bytes between rows of the target, are addresses.
+    """
+
+    def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
+        left, right, terms, target, stride = args
+        sums = _add_terms(b, rows, left, right, _number(0), terms)
+        for i in range(rows):
+            for v in range(VECTORS):
+                integers = b.fptosi(b.load(sums[i * VECTORS + v]), _vector(I64))
+                b.store(integers, _pointer(b, _vector(I64), target, 8 * LANES * v), align=8)
+            target = b.add(target, stride)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(_, left, right, terms, target, stride):  # type: ignore[no-untyped-def]
         return types.void(*[types.intp] * 5), generate
 
     return tile
@@ -121,9 +184,20 @@ def _tile(rows: int) -> Callable[..., None]:
 
 _tile_of_1, _tile_of_2, _tile_of_4, _tile_of_8 = (_tile(rows) for rows in (1, 2, 4, 8))
 
+_rounded_tile_of_rows, _integer_tile_of_rows = _rounded_tile(TILE_ROWS), _integer_tile(TILE_ROWS)
+
 
 @inline
-def multiply(left, right, high, low, terms, rows):  # type: ignore[no-untyped-def]
+def exact_terms(left, right):  # type: ignore[no-untyped-def]
+    """How many terms add up exactly, given the `squares` of a block and of a panel; see `operands`."""
+    bound = left * right
+    if bound > _EXACT_SQUARE:
+        return EXACT_TERMS
+    return SQUARED * np.int64(min(np.sqrt(_EXACT_SQUARE / max(bound, 1.0)), _MOST_GROUPED))
+
+
+@inline
+def multiply(left, right, high, low, terms, rows, group):  # type: ignore[no-untyped-def]
     """high + low += left right for the first `rows` rows of a block; see `_tile`."""
     for column in range(0, COLUMNS, TILE_COLUMNS):
         b = right + 4 * column
@@ -131,10 +205,29 @@ def multiply(left, right, high, low, terms, rows):  # type: ignore[no-untyped-de
             at, count = 8 * (row * COLUMNS + column), min(rows - row, TILE_ROWS)
             a, h, w = left + 8 * row, high + at, low + at
             if count > 4:
-                _tile_of_8(a, b, h, w, terms)
+                _tile_of_8(a, b, h, w, terms, group)
             elif count > 2:
-                _tile_of_4(a, b, h, w, terms)
+                _tile_of_4(a, b, h, w, terms, group)
             elif count > 1:
-                _tile_of_2(a, b, h, w, terms)
+                _tile_of_2(a, b, h, w, terms, group)
             else:
-                _tile_of_1(a, b, h, w, terms)
+                _tile_of_1(a, b, h, w, terms, group)
+
+
+@inline
+def multiply_and_round(left, right, terms, scales, column_scales, bias, target, stride):  # type: ignore[no-untyped-def]
+    """A whole block of the result, where all terms add up exactly; see `_rounded_tile`."""
+    for column in range(0, COLUMNS, TILE_COLUMNS):
+        for row in range(0, ROWS, TILE_ROWS):
+            a, b, out = left + 8 * row, right + 4 * column, target + row * stride + 4 * column
+            factors, offsets = column_scales + 8 * column, bias + 4 * column
+            _rounded_tile_of_rows(a, b, terms, scales + 8 * row, factors, offsets, out, stride)
+
+
+@inline
+def multiply_exactly(left, right, terms, target, stride):  # type: ignore[no-untyped-def]
+    """A whole block of integer sums, where all terms add up exactly; see `_integer_tile`."""
+    for column in range(0, COLUMNS, TILE_COLUMNS):
+        for row in range(0, ROWS, TILE_ROWS):
+            out = target + row * stride + 8 * column
+            _integer_tile_of_rows(left + 8 * row, right + 4 * column, terms, out, stride)

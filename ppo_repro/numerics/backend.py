@@ -56,8 +56,7 @@ def use(backend: str, threads: int) -> str:
     _active = backend
     pool.set_threads(threads)
     torch.set_num_threads(threads if backend == "eager" else 1)
-    if backend != "eager":
-        keep_freed_memory()
+    keep_freed_memory()
     return backend
 
 

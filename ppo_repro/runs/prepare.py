@@ -15,7 +15,6 @@ from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, Value
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import JsonlTask, ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
-from ppo_repro.models.freed_memory import return_large_blocks
 from ppo_repro.models.load import input_files, load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
 from ppo_repro.models.lora_optimizer import make_lora_optimizer
@@ -226,7 +225,6 @@ def prepare(
     this run left it; it replaces the model of the configuration and its warm start.
     """
     proof.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
-    return_large_blocks()
     disable_progress_bar()  # the run shows its own
     judge = load_judge(config.reward)  # before the minutes that a warm start takes
     problems = load_problems(config.task, config.seed)

@@ -17,15 +17,16 @@ from ppo_repro.numerics.kernels.core.compile import inline
 LINE = 64  # bytes
 # numbers of options of glibc's mallopt, and bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT, _OWN_MAPPING = 128 << 20, 32 << 20
+_KEPT, _OWN_MAPPING = 128 << 20, 4 << 20
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Let the C library keep up to 128 MiB of freed memory for the next arrays, where it is glibc; else do nothing.
+    """Let the C library keep freed memory for the next arrays, but give back arrays of 4 MiB and more; only in glibc.
 
-    It gives most of it back by default, and the system clears every page of it again: a twelfth of the time of a small
-    model's training. Arrays above 32 MiB, the most that glibc itself comes to, still have mappings of their own.
+    By default it gives most of what lies at the end back at once, and the system clears every page of it again: a
+    twelfth of the time of a small model's training. And it keeps arrays of up to 32 MiB, which fit others of another
+    size badly: the operands of one model's matrices left 1 of 17 GB in holes while another model was trained.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

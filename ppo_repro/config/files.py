@@ -12,8 +12,9 @@ from pydantic_core import ErrorDetails
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.reward import FunctionReward, RewardModelFolder
-from ppo_repro.config.run import JsonlTask, ModelFolder, RolloutConfig, RunConfig
+from ppo_repro.config.run import ModelFolder, RolloutConfig, RunConfig
 from ppo_repro.config.section import Section
+from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import UserError
 
@@ -63,7 +64,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     model, task, reward = config.model, config.task, config.reward
     if isinstance(model, ModelFolder):
         model = model.model_copy(update={"path": absolute(model.path)})
-    if isinstance(task, JsonlTask):
+    if isinstance(task, JsonlTask | PythonTask):
         task = task.model_copy(update={"path": absolute(task.path)})
     terms = tuple(
         term.model_copy(update={"path": absolute(term.path)})
@@ -91,13 +92,13 @@ ENGINE_KIND = "rollout.engine.kind"
 VARIANTS = {
     "engine": ("torch", "sglang"),
     "model": ("tiny", "folder"),
-    "task": ("arithmetic", "jsonl"),
+    "task": ("arithmetic", "jsonl", "reasoning_gym", "python"),
     "kl": ("reward", "loss", "none"),
     "controller": ("fixed", "adaptive"),
     "advantages": ("gae", "group"),
     "value": ("separate", "head", "none"),
     "objective": ("clip", "adaptive_clip", "kl_penalty", "unclipped", "policy_gradient"),
-    "terms": ("exact_match", "format", "length", "function", "model", "trained_model"),
+    "terms": ("exact_match", "format", "length", "function", "verifier", "model", "trained_model"),
 }
 
 

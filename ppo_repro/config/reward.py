@@ -42,6 +42,13 @@ class FunctionReward(Section):
     path: PathText = Field(description="`FILE.py:FUNCTION`.")
 
 
+class Verifier(Section):
+    """What the task's own verifier says: of reasoning-gym's data set, or `score` of a Python task."""
+
+    kind: Literal["verifier"] = Field(description="Ask the verifier that the task brings.")
+    weight: Finite = Field(1.0, description="Factor of this term in the score.")
+
+
 class RewardModelFolder(Section):
     """A transformers sequence classifier with one label, with the policy's tokenizer."""
 
@@ -71,7 +78,7 @@ class TrainedRewardModel(RewardModelTraining):
 
 
 RewardTerm = Annotated[
-    ExactMatch | FormatReward | LengthReward | FunctionReward | RewardModelFolder | TrainedRewardModel,
+    ExactMatch | FormatReward | LengthReward | FunctionReward | Verifier | RewardModelFolder | TrainedRewardModel,
     Field(discriminator="kind"),
 ]
 

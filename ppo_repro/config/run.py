@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -32,6 +32,7 @@ from ppo_repro.config.section import (
     Threads,
     with_usual,
 )
+from ppo_repro.config.tasks import ArithmeticTask, TaskConfig, require_judged, with_usual_terms
 
 # what a group of fields is when it does not say: (group, field, value)
 USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
@@ -75,27 +76,13 @@ class ModelFolder(Section):
     path: PathText = Field(description="Folder with config.json, safetensors and tokenizer files.")
 
 
-class ArithmeticTask(Section):
-    """Additions such as `47+38=`; the answer is verifiable and its length in tokens varies."""
-
-    kind: Literal["arithmetic"] = Field(description="Generate the prompts here.")
-    max_operand: Count = Field(description="Operands are drawn from 0 to this number, both included.")
-    num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
-
-
-class JsonlTask(Section):
-    """One JSON object per line with `prompt`, `answer` and optionally `key`."""
-
-    kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
-    path: PathText = Field(description="The JSON Lines file.")
-    num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
-    chat_template: bool = Field(
-        False, description="Render each prompt as a user turn with the tokenizer's chat template."
-    )
+StopText = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class RolloutConfig(Section):
     """What is sampled in one iteration, and from which distribution."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"stop"})
 
     prompts_per_iteration: Count = Field(description="Distinct prompts per iteration.")
     samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")
@@ -104,6 +91,9 @@ class RolloutConfig(Section):
     top_k: Index = Field(0, description="Keep only the k likeliest tokens; 0 keeps all.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."
+    )
+    stop: Annotated[tuple[StopText, ...], Field(strict=False)] = Field(
+        (), description="Texts that end a turn of the model like an end token; they stay part of it. [] for none."
     )
     mismatch_sigma: Positive | None = Field(
         None,
@@ -196,7 +186,7 @@ class RunConfig(Experiment):
     """One run."""
 
     model: TinyModel | ModelFolder = Field(discriminator="kind")
-    task: ArithmeticTask | JsonlTask = Field(discriminator="kind")
+    task: TaskConfig = Field(discriminator="kind")
     rollout: RolloutConfig
     reward: RewardConfig = RewardConfig()
     kl: KLConfig = KLInReward()
@@ -219,14 +209,12 @@ class RunConfig(Experiment):
     @model_validator(mode="before")
     @classmethod
     def _usual_variants(cls, tree: Any) -> Any:
-        return with_usual(tree, USUAL)
+        return with_usual_terms(with_usual(tree, USUAL))
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        for broken in (_sizes, _numerics, _algorithm, _value):
+        for broken in (_sizes, _numerics, _algorithm, _value, _task):
             broken(self)
-        if isinstance(self.model, TinyModel) and isinstance(self.task, JsonlTask) and self.task.chat_template:
-            raise ValueError("task.chat_template needs model.kind = folder: the tiny tokenizer has no template")
         return self
 
 
@@ -271,6 +259,16 @@ def _algorithm(config: RunConfig) -> None:
         raise ValueError("ppo.objective.target_kl needs more than one optimizer step per iteration to see a KL")
     if config.advantages.kind == "group" and config.rollout.samples_per_prompt == 1:
         raise ValueError("advantages.kind = group needs rollout.samples_per_prompt of at least 2")
+
+
+def _task(config: RunConfig) -> None:
+    if isinstance(config.model, TinyModel) and config.task.chat_template:
+        raise ValueError("task.chat_template needs model.kind = folder: the tiny tokenizer has no template")
+    require_judged(config.task, config.reward)
+    if config.task.turns > 1 and config.rollout.engine.kind == "sglang":
+        raise ValueError("task.max_turns greater than 1 needs rollout.engine.kind = torch: SGLang samples one turn")
+    if config.rollout.stop and config.rollout.engine.kind == "sglang":
+        raise ValueError("rollout.stop needs rollout.engine.kind = torch: SGLang's servers here have no tokenizer")
 
 
 def _value(config: RunConfig) -> None:

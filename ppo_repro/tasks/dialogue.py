@@ -87,9 +87,7 @@ class Conversations:
                 f"leaves no room in rollout.max_response_tokens = {self.max_response_tokens}; return less, or raise it"
             )
         if not ids:
-            raise UserError(
-                f"{where}: step returned {text!r}, which has no tokens; return None to end it"
-            )
+            raise UserError(f"{where}: step returned {text!r}, which has no tokens; return None to end it")
         return ids
 
     def _tokens(self, text: str, last: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema, side_reader
+from ppo_repro.records.arrow import column_of
 from ppo_repro.records.manifest import Manifest
 
 ROWS = "(rows)"
@@ -163,8 +164,8 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
     for column in table.columns:
         if not column.is_compared or not (_has(left, column) and _has(right, column)):
             continue
-        left_column = digests.plain(column.kind, _column(left, column))
-        right_column = digests.plain(column.kind, _column(right, column))
+        left_column = digests.plain(column.kind, column_of(left, column))
+        right_column = digests.plain(column.kind, column_of(right, column))
         rows = np.flatnonzero(_unequal(column.kind, left_column, right_column))
         if rows.size == 0:
             continue
@@ -183,13 +184,6 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
             rows=left.num_rows,
         )
     return None
-
-
-def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | pa.Array:
-    """The values; null in every row where a run without turns lacks a column of turns."""
-    if column.name in data.column_names:
-        return data.column(column.name)
-    return pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])
 
 
 def _has(data: pa.Table, column: schema.Column) -> bool:

@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from analysis.tokenization.retokenize import AUDIT_COLUMNS, retokenization
+from analysis.tokenization.tokenizer import recorded_tokenizer
 from ppo_repro.buffers import Episode
 from ppo_repro.config.files import build_config, dump_yaml, load_config
 from ppo_repro.config.yaml_text import parse_yaml
@@ -32,7 +34,7 @@ from ppo_repro.stages.rollout import roll_out
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, resume
-from tests.support.paths import TINY
+from tests.support.paths import ROOT, TINY
 from tests.support.resume import Recorded, record
 from tests.support.turns import TASK, turns_config
 
@@ -294,3 +296,15 @@ def test_runs_with_and_without_turns_are_compared(recorded: Recorded, tmp_path: 
     assert first_difference(recorded.whole, recorded.whole) is None
     assert reader.read_sequences(plain.whole)["is_forced"].isna().all()
     assert "is_forced" not in pq.read_schema(manifest.table_path(plain.whole, "sequences", 0)).names
+
+
+def test_dpo_refuses_episodes_of_several_turns(recorded: Recorded, tmp_path: Path, cli: Cli) -> None:
+    config = ROOT / "experiments" / "dpo.yaml"
+    code, _, err = cli("dpo", config, "--set", f"run={recorded.whole}", "--out", tmp_path)
+    assert code == 2 and "its episodes have several turns" in one_line(err)
+
+
+def test_a_tokenization_audit_refuses_them_too(recorded: Recorded) -> None:
+    tokenizer = recorded_tokenizer(recorded.whole)
+    with pytest.raises(UserError, match="the audit is for runs of one turn"):
+        retokenization(reader.read_sequences(recorded.whole, columns=AUDIT_COLUMNS), tokenizer)

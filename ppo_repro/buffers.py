@@ -39,8 +39,20 @@ class Spans:
 
 
 @dataclass(frozen=True)
+class Episode:
+    """All that follows a prompt where the environment speaks too. The last token is a sampled one."""
+
+    ids: tuple[int, ...]  # sampled tokens and those that the environment put in, in order
+    is_forced: tuple[bool, ...]  # which ones the environment put in
+    turns: tuple[str, ...]  # the texts, the model's first; empty where they come from records
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """The sampled responses. A token's log-prob is that of the distribution it was drawn from."""
+    """The sampled responses. A token's log-prob is that of the distribution it was drawn from.
+
+    Only sampled tokens are among the N: what the environment puts in is in `episodes`, and has no row anywhere.
+    """
 
     prompts: Prompts
     response_ids: Tensor  # [N] int64
@@ -53,8 +65,16 @@ class Rollout:
     finish_reasons: tuple[str, ...]  # [B] "stop" or "length"
     servers: tuple[str | None, ...]  # [B] URL of the SGLang server; None for the built-in engine
     latencies: tuple[float | None, ...]  # [B] seconds from the server's receipt of the request to its last token
-    responses: tuple[str, ...]  # [B] decoded text without special tokens
+    responses: tuple[str, ...]  # [B] decoded text without special tokens, of whole episodes
     spans: tuple[Spans, ...]  # [B]
+    episodes: tuple[Episode, ...] | None = None  # [B]; None where every episode is one turn
+
+    def whole(self, sequence: int) -> tuple[int, ...]:
+        """All tokens of a sequence after its prompt."""
+        if self.episodes is not None:
+            return self.episodes[sequence].ids
+        start = int(self.lengths[:sequence].sum())
+        return tuple(self.response_ids[start : start + int(self.lengths[sequence])].tolist())
 
     def starts(self) -> Tensor:
         """[B] int64 index of each sequence's first token in the [N] fields."""
@@ -209,6 +229,7 @@ class Evaluation:
     scores: tuple[float, ...]  # [E]
     score_parts: tuple[tuple[float, ...], ...]  # [E] unweighted value of every reward term
     is_correct: tuple[bool, ...]  # [E]
+    episodes: tuple[Episode, ...] | None = None  # [E]; None where every episode is one turn
 
     @property
     def accuracy(self) -> float:

@@ -172,7 +172,7 @@ def test_only_the_update_takes_optimizer_steps() -> None:
 
 
 def test_heavy_libraries_have_one_importer() -> None:
-    homes = {"mlflow": "tracking", "sglang": "sglang_plugin", "gymnasium": "control"}
+    homes = {"mlflow": "tracking", "sglang": "sglang_plugin", "gymnasium": "control", "reasoning_gym": "tasks"}
     for path in files("ppo_repro/**/*.py"):
         package = package_of(path, ROOT / "ppo_repro")
         for library, home in homes.items():

@@ -11,7 +11,7 @@ from analysis.tokenization.summary import ratio_of_sums
 from analysis.tokenization.tokenizer import RecordedTokenizer
 from ppo_repro.errors import UserError
 
-AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_reason"]
+AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_reason", "episode_ids"]
 
 
 def edit_operations(a: Sequence[int], b: Sequence[int]) -> int:
@@ -34,9 +34,16 @@ def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tupl
     The end token of a response that stopped is in neither. UserError where the decoded text is not the recorded one:
     then the tokenizer is not the run's.
     """
+    if "episode_ids" in sequences and sequences["episode_ids"].notna().any():
+        raise UserError(
+            "task.max_turns: the run has episodes in which an environment speaks, whose text no tokenizer encodes as "
+            "it was; the audit is for runs of one turn"
+        )
     ids = [list(map(int, row)) for row in sequences["response_ids"]]
     stopped = (sequences["finish_reason"] == "stop").to_numpy(bool)
-    text_ids = [row[:-1] if stop else row for row, stop in zip(ids, stopped, strict=True)]
+    # a stop text ends a response too, and belongs to it
+    ended = [stop and row[-1] in tokenizer.special_ids for row, stop in zip(ids, stopped, strict=True)]
+    text_ids = [row[:-1] if end else row for row, end in zip(ids, ended, strict=True)]
     texts = tokenizer.decode(text_ids)
     for text, recorded, sequence in zip(texts, sequences["response"], sequences["sequence"], strict=True):
         if text != recorded:

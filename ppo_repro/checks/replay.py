@@ -52,8 +52,7 @@ class Replay(TorchEngine):
         ids, logits = top_logits(logits, sampling.temperature, sampling.top_logits)
         drawn = Drawn(logprobs.numpy(), mass.numpy(), kept_tokens.numpy(), ids.numpy(), logits.numpy())
         for row, (item, token) in enumerate(zip(turn, tokens.tolist(), strict=True)):
-            item.tokens.append(token)
-            item.samples.append((drawn, row))
+            item.add(token, drawn, row)
 
     def _finish_reason(self, item: _Active, sampling: Sampling) -> str:
         known = self.completions[item.index]

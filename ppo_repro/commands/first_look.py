@@ -47,12 +47,12 @@ def check_files(config: RunConfig) -> None:
 
 
 def _prompts(config: RunConfig) -> None:
-    from ppo_repro.config.run import JsonlTask
+    from ppo_repro.config.tasks import JsonlTask
 
     if isinstance(config.task, JsonlTask):
-        from ppo_repro.tasks.problems import load_problems
+        from ppo_repro.tasks.problems import read_jsonl, split
 
-        load_problems(config.task, config.seed)
+        split(read_jsonl(Path(config.task.path)), config.task.num_eval_prompts, config.seed)
 
 
 def _functions(config: RunConfig) -> None:

@@ -12,9 +12,10 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.mistakes import command_of, mistakes
 from ppo_repro.config.reward import CalledReward, RewardModelFolder
-from ppo_repro.config.run import JsonlTask, ModelFolder, RolloutConfig, RunConfig
+from ppo_repro.config.run import ModelFolder, RolloutConfig, RunConfig
 from ppo_repro.config.section import Section
 from ppo_repro.config.shipped import found
+from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
 
@@ -64,7 +65,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     model, task, reward = config.model, config.task, config.reward
     if isinstance(model, ModelFolder):
         model = model.model_copy(update={"path": absolute(model.path)})
-    if isinstance(task, JsonlTask):
+    if isinstance(task, JsonlTask | PythonTask):
         task = task.model_copy(update={"path": absolute(task.path)})
     terms = tuple(
         term.model_copy(update={"path": absolute(term.path)})

@@ -64,6 +64,13 @@ class VerlReward(Section):
 CalledReward = FunctionReward | TrlReward | VerlReward
 
 
+class Verifier(Section):
+    """What the task's own verifier says: of reasoning-gym's data set, or `score` of a Python task."""
+
+    kind: Literal["verifier"] = Field(description="Ask the verifier that the task brings.")
+    weight: Finite = Field(1.0, description="Factor of this term in the score.")
+
+
 class RewardModelFolder(Section):
     """A transformers sequence classifier with one label, with the policy's tokenizer."""
 
@@ -93,7 +100,7 @@ class TrainedRewardModel(RewardModelTraining):
 
 
 RewardTerm = Annotated[
-    ExactMatch | FormatReward | LengthReward | CalledReward | RewardModelFolder | TrainedRewardModel,
+    ExactMatch | FormatReward | LengthReward | CalledReward | Verifier | RewardModelFolder | TrainedRewardModel,
     Field(discriminator="kind"),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -35,6 +35,7 @@ from ppo_repro.config.section import (
     Width,
     with_usual,
 )
+from ppo_repro.config.tasks import ArithmeticTask, TaskConfig, misjudged, with_usual_terms
 
 # what a group of fields is when it does not say: (group, field, value)
 USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
@@ -78,27 +79,13 @@ class ModelFolder(Section):
     path: PathText = Field(description="Folder with config.json, safetensors and tokenizer files.")
 
 
-class ArithmeticTask(Section):
-    """Additions such as `47+38=`; the answer is verifiable and its length in tokens varies."""
-
-    kind: Literal["arithmetic"] = Field(description="Generate the prompts here.")
-    max_operand: Count = Field(description="Operands are drawn from 0 to this number, both included.")
-    num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
-
-
-class JsonlTask(Section):
-    """One JSON object per line with `prompt`, `answer` and optionally `key`."""
-
-    kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
-    path: PathText = Field(description="The JSON Lines file.")
-    num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
-    chat_template: bool = Field(
-        False, description="Render each prompt as a user turn with the tokenizer's chat template."
-    )
+StopText = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class RolloutConfig(Section):
     """What is sampled in one iteration, and from which distribution."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"stop"})
 
     prompts_per_iteration: Count = Field(description="Distinct prompts per iteration.")
     samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")
@@ -107,6 +94,9 @@ class RolloutConfig(Section):
     top_k: Index = Field(0, description="Keep only the k likeliest tokens; 0 keeps all.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."
+    )
+    stop: Annotated[tuple[StopText, ...], Field(strict=False)] = Field(
+        (), description="Texts that end a turn of the model like an end token; they stay part of it. [] for none."
     )
     mismatch_sigma: Positive | None = Field(
         None,
@@ -199,7 +189,7 @@ class RunConfig(Experiment):
     """One run."""
 
     model: TinyModel | ModelFolder = Field(discriminator="kind")
-    task: ArithmeticTask | JsonlTask = Field(discriminator="kind")
+    task: TaskConfig = Field(discriminator="kind")
     rollout: RolloutConfig
     reward: RewardConfig = RewardConfig()
     kl: KLConfig = KLInReward()
@@ -222,11 +212,11 @@ class RunConfig(Experiment):
     @model_validator(mode="before")
     @classmethod
     def _usual_variants(cls, tree: Any) -> Any:
-        return with_usual(tree, USUAL)
+        return with_usual_terms(with_usual(tree, USUAL))
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        wrong = [line for check in (_sizes, _numerics, _algorithm, _value, _template) for line in check(self)]
+        wrong = [line for check in (_sizes, _numerics, _algorithm, _value, _template, _task) for line in check(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
@@ -273,6 +263,14 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         yield "advantages.kind = group needs rollout.samples_per_prompt of at least 2"
 
 
+def _task(config: RunConfig) -> Iterator[str]:
+    yield from misjudged(config.task, config.reward)
+    if config.task.turns > 1 and config.rollout.engine.kind == "sglang":
+        yield "task.max_turns greater than 1 needs rollout.engine.kind = torch: SGLang samples one turn"
+    if config.rollout.stop and config.rollout.engine.kind == "sglang":
+        yield "rollout.stop needs rollout.engine.kind = torch: SGLang's servers here have no tokenizer"
+
+
 def _value(config: RunConfig) -> Iterator[str]:
     if (config.advantages.kind == "gae") == (config.value.kind == "none"):
         yield "advantages.kind = gae needs a value model, and group has no use for one: value.kind = none"
@@ -295,5 +293,5 @@ def _value(config: RunConfig) -> Iterator[str]:
 
 
 def _template(config: RunConfig) -> Iterator[str]:
-    if isinstance(config.model, TinyModel) and isinstance(config.task, JsonlTask) and config.task.chat_template:
+    if isinstance(config.model, TinyModel) and config.task.chat_template:
         yield "task.chat_template needs model.kind = folder: the tiny tokenizer has no template"

@@ -7,9 +7,9 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 MOST = 2**31 - 1  # of anything that is counted
 LONGEST_PATH = 3000  # bytes, which leaves room for the files of a run below what systems allow
@@ -51,6 +51,18 @@ class Section(BaseModel):
     """A frozen group of fields; an unknown field or a value of another type is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    # fields that are written down only where they say something: configurations without them keep their digest
+    absent_at_default: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        tree: dict[str, Any] = serialize(self)
+        fields = type(self).model_fields
+        return {
+            name: value
+            for name, value in tree.items()
+            if name not in self.absent_at_default or getattr(self, name) != fields[name].default
+        }
 
 
 class Experiment(Section):

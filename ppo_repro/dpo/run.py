@@ -99,6 +99,8 @@ def _recorded(config: DPOConfig) -> tuple[Manifest, RunConfig]:
     run_dir = Path(config.run)
     recorded = reader.open_manifest(run_dir)
     of_run = load_recorded_config(run_dir).model_dump(mode="json")
+    if of_run["task"].get("max_turns", 1) > 1:
+        raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
     check_inputs(recorded.inputs)
     ours = {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
     built_in = {

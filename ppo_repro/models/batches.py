@@ -23,11 +23,17 @@ class TokenBatch:
     real_tokens: int  # inputs that are not padding
 
 
-def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], padding: str) -> TokenBatch:
+def lay_out(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    padding: str,
+    is_forced: Sequence[Sequence[bool]] | None = None,
+) -> TokenBatch:
     """Place sequences (prompt + response) in rows, padded `right` or `left`, or packed in one row with `none`.
 
     The last response token is not an input: nothing is predicted from it. Padding is token 0 and sees only itself,
-    so that no query is without a key; no other token sees padding.
+    so that no query is without a key; no other token sees padding. Response tokens that are forced are inputs like
+    those of the prompt, and are not scored; None: none is.
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     if padding == "none":
@@ -47,12 +53,20 @@ def lay_out(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
         first_key[row, start:end] = start
         predictors.append(row * width + start + torch.arange(len(prompt) - 1, length))
     targets = torch.tensor([token for response in responses for token in response], dtype=torch.int64)
-    return TokenBatch(input_ids, position_ids, first_key, torch.cat(predictors), targets, sum(lengths))
+    scored = torch.cat(predictors)
+    if is_forced is not None:
+        sampled = ~torch.tensor([forced for response in is_forced for forced in response], dtype=torch.bool)
+        scored, targets = scored[sampled], targets[sampled]
+    return TokenBatch(input_ids, position_ids, first_key, scored, targets, sum(lengths))
 
 
 def input_tokens(rollout: Rollout, sequences: Tensor) -> int:
     """Number of input tokens of the sequences in a forward pass, prompts included: the sum of `real_tokens`."""
-    return sum(len(rollout.prompts.prompt_ids[i]) + int(rollout.lengths[i]) - 1 for i in sequences.tolist())
+
+    def after_prompt(i: int) -> int:
+        return int(rollout.lengths[i]) if rollout.episodes is None else len(rollout.episodes[i].ids)
+
+    return sum(len(rollout.prompts.prompt_ids[i]) + after_prompt(i) - 1 for i in sequences.tolist())
 
 
 @dataclass(frozen=True)
@@ -70,7 +84,12 @@ def micro_batches(rollout: Rollout, sequences: Tensor, size: int, padding: str) 
         return micro
     for chunk in sequences.split(size or len(sequences)):
         tokens = rollout.tokens_of(chunk)
-        responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
         prompts = [rollout.prompts.prompt_ids[i] for i in chunk.tolist()]
-        micro.append(MicroBatch(lay_out(prompts, [r.tolist() for r in responses], padding), tokens))
+        if rollout.episodes is None:
+            responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
+            batch = lay_out(prompts, [r.tolist() for r in responses], padding)
+        else:
+            episodes = [rollout.episodes[i] for i in chunk.tolist()]
+            batch = lay_out(prompts, [e.ids for e in episodes], padding, [e.is_forced for e in episodes])
+        micro.append(MicroBatch(batch, tokens))
     return micro

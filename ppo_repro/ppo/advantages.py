@@ -18,7 +18,9 @@ def gae(
 
     rewards, values [N] float32, lengths [B] int64 with sum N -> [N] float32. `final_values` [B] float32 is V
     after the last step of each sequence: 0 where the episode ended there, the value of the next state where it
-    was only cut off. gae_lambda 0 is the one-step error, TD(0); 1 is the Monte Carlo return minus the value.
+    was only cut off. t counts decisions: what an environment puts in between two tokens is part of the transition,
+    without an error or a discount of its own. gae_lambda 0 is the one-step error, TD(0); 1 is the Monte Carlo return
+    minus the value.
     """
     assert rewards.shape == values.shape == (int(lengths.sum()),)
     assert final_values.shape == lengths.shape == (lengths.numel(),)

@@ -92,6 +92,13 @@ def to_arrow(
     return result
 
 
+def column_of(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | pa.Array:
+    """The values of a column; null in every row where a run without turns lacks a column of turns."""
+    if column.name in data.column_names:
+        return data.column(column.name)
+    return pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])
+
+
 def to_parquet(table: schema.Table, data: pa.Table) -> memoryview:
     """The content of the Parquet file, every bit of every value as in `data`."""
     sink = pa.BufferOutputStream()

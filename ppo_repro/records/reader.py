@@ -57,11 +57,11 @@ def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) 
     `verify`: first the bytes of the file, then its values, against their digests.
     """
     loaded = _load_parquet(path, verify, entry.file_digest)
-    written = schema.with_retired(table, loaded.column_names)
+    written = schema.as_digested(table, loaded.column_names)
     data = _to_plain(path, written.columns, loaded)
     if verify and (data.num_rows != entry.rows or digests.table_digest(written, data) != entry.digest):
         raise UserError(f"{path}: {_DAMAGED}")
-    return data.select([column.name for column in table.columns])
+    return _to_plain(path, table.columns, data.select([c.name for c in table.columns if c in written.columns]))
 
 
 def to_frame(columns: Sequence[schema.Column], tables: Sequence[pa.Table]) -> pd.DataFrame:

@@ -29,12 +29,13 @@ class Column:
     nullable: bool = False
     in_fingerprint: bool = True
     level: Level = "lean"  # the lowest that records it
+    of_turns: bool = False  # only in the files, and in the fingerprint, of runs whose episodes have several turns
     also_compared: bool = False  # a result though outside the fingerprint: compared where both runs have it
 
     @property
     def may_be_missing(self) -> bool:
         """Whether files may lack it, of a lower level or an earlier version; null then stands for its values."""
-        return self.nullable and not self.in_fingerprint
+        return self.nullable and (self.of_turns or not self.in_fingerprint)
 
     @property
     def is_compared(self) -> bool:
@@ -63,16 +64,29 @@ class Table:
     retired: tuple[Column, ...] = ()  # last columns in the files of earlier versions, and in their digests
 
 
-def at_level(table: Table, level: Level) -> Table:
-    """The table with the columns that are recorded at a level."""
+def at_level(table: Table, level: Level, turns: bool = False) -> Table:
+    """The table with the columns that are recorded at a level, those of several turns with `turns`."""
     included = LEVELS[: LEVELS.index(level) + 1]
-    return replace(table, columns=tuple(column for column in table.columns if column.level in included))
+    columns = (c for c in table.columns if c.level in included and (turns or not c.of_turns))
+    return replace(table, columns=tuple(columns))
 
 
 def level_of(table: Table, names: Collection[str]) -> Level:
     """The level at which data with the columns `names` was built; the lowest, where a table is alike at several."""
     highest = max((LEVELS.index(column.level) for column in table.columns if column.name in names), default=0)
     return LEVELS[highest]
+
+
+def as_built(table: Table, names: Collection[str]) -> Table:
+    """The table as data with the columns `names` was built."""
+    turns = any(column.of_turns for column in table.columns if column.name in names)
+    return at_level(table, level_of(table, names), turns)
+
+
+def as_digested(table: Table, names: Collection[str]) -> Table:
+    """The table as it is in the digest of a file with the columns `names`: with its retired columns, not others' turns."""
+    columns = tuple(column for column in table.columns if column.name in names or not column.of_turns)
+    return with_retired(replace(table, columns=columns), names)
 
 
 def with_retired(table: Table, names: Collection[str]) -> Table:
@@ -109,6 +123,8 @@ SEQUENCES = Table(
         Column("is_correct", "bool", "", "Response equals the answer and ended by itself."),
         Column("kl_penalty_sum", "float64", "reward", "Sum of kl_penalties over the response."),
         Column("reward_sum", "float64", "", "Sum of rewards over the response."),
+        Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, those that the environment put in included; only where task.max_turns is greater than 1.", nullable=True, of_turns=True),
+        Column("is_forced", "list<int32>", "", "For each of episode_ids 1 where the environment put it in, 0 where it was sampled; only likewise.", nullable=True, of_turns=True),
         full("final_values", "float32", "reward", "Value after the last token of a response that is bootstrapped, else 0; null without a value model."),
         Column("server", "string", "", "SGLang server that sampled the response; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),
         Column("latency", "float64", "s", "From the server's receipt of the request to its last token; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),

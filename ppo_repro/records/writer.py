@@ -128,8 +128,7 @@ def _write_side_tables(
     for name, data in tables.items():
         if name not in by_name:
             raise ValueError(f"has table {name}, expected only {', '.join(by_name)}")
-        table = by_name[name]
-        _as_built(table, data, iteration)
+        table = _as_built(by_name[name], data, iteration)
         path = manifest.side_path(run_dir, name, iteration)
         try:
             path.parent.mkdir(exist_ok=True)
@@ -242,7 +241,7 @@ def _save(run_dir: Path, current: Head, changes: dict[str, Any]) -> Head:
 
 def _as_built(table: schema.Table, data: pa.Table, iteration: int | None) -> schema.Table:
     """The table at the level of its data; ValueError where the data does not belong here."""
-    built = schema.at_level(table, schema.level_of(table, data.column_names))
+    built = schema.as_built(table, data.column_names)
     if data.schema != arrow.arrow_schema(built):
         raise ValueError(f"table {table.name}: has another schema; build it with to_arrow")
     if iteration is None:

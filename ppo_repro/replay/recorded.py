@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import Advantages, Evaluation, ForwardPass, Prompts, Rewards, Rollout, Spans
+from ppo_repro.buffers import Advantages, Episode, Evaluation, ForwardPass, Prompts, Rewards, Rollout, Spans
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, side_reader
 from ppo_repro.records.manifest import Manifest
@@ -101,7 +101,16 @@ def rollout_of(records: Records) -> Rollout:
         latencies=(None,) * len(lengths),
         responses=of_sequences["response"],
         spans=_spans(records, lengths.tolist()),
+        episodes=_episodes(records, "sequences"),
     )
+
+
+def _episodes(records: Records, table: str) -> tuple[Episode, ...] | None:
+    """What the environment put in; None where it never speaks. The texts of turns are in no record."""
+    if not records.has(table, "episode_ids"):
+        return None
+    rows = zip(records.values(table, "episode_ids"), records.values(table, "is_forced"), strict=True)
+    return tuple(Episode(tuple(ids), tuple(map(bool, forced)), ()) for ids, forced in rows)
 
 
 _SEQUENCE_COLUMNS = (
@@ -187,4 +196,5 @@ def evaluation_of(records: Records) -> Evaluation | None:
         scores=column("scores"),
         score_parts=tuple(tuple(parts) for parts in column("score_parts")),
         is_correct=column("is_correct"),
+        episodes=_episodes(records, "evaluations"),
     )

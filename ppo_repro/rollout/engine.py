@@ -36,6 +36,18 @@ class Request:
     seed: int
 
 
+class Dialogue(Protocol):
+    """What else ends a turn of the model, and what the environment says then."""
+
+    def ends(self, turn: Sequence[int]) -> bool:
+        """Whether the tokens of a turn so far end it, though the last one is no end token."""
+        ...
+
+    def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        """The tokens to put in after the model's `turns` of request `index`; None where the episode is over."""
+        ...
+
+
 @dataclass(frozen=True)
 class Completion:
     """T sampled tokens, with fields as in `buffers.Rollout`."""
@@ -49,11 +61,20 @@ class Completion:
     finish_reason: str  # "stop" or "length"
     server: str | None
     latency: float | None
+    episode_ids: tuple[int, ...] = ()  # with a dialogue: all tokens after the prompt
+    is_forced: tuple[bool, ...] = ()  # which of them the dialogue put in
 
 
 class Engine(Protocol):
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion for each request, in their order; UserError for a request that cannot be served."""
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        """One completion for each request, in their order; UserError for a request that cannot be served.
+
+        Without a dialogue an end token ends a completion. With one, the tokens of its reply follow as they are, and
+        sampling goes on after them while fewer than `max_response_tokens` are there; a reply that leaves no room for
+        another token is not put in, and ends the completion as the limit does.
+        """
         ...
 
 

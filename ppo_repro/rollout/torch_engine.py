@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
 from ppo_repro.numerics.trunk.forward import Cache, TrunkForward
-from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
+from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.sampler import sample
 
@@ -32,19 +32,39 @@ class Drawn:
 
 @dataclass
 class _Active:
-    """A request in a slot and its tokens sampled so far."""
+    """A request in a slot and its tokens so far."""
 
     index: int
     request: Request
     slot: int
-    known: int = 0  # prompt tokens whose keys and values are in the slot
-    tokens: list[int] = field(default_factory=list)
-    samples: list[tuple[Drawn, int]] = field(default_factory=list)
+    known: int = 0  # tokens whose keys and values are in the slot when a prefill begins
+    tokens: list[int] = field(default_factory=list)  # after the prompt: sampled, and put in by a dialogue
+    samples: list[tuple[Drawn, int]] = field(default_factory=list)  # of the sampled ones
+    turns: list[list[int]] = field(default_factory=lambda: [[]])  # the sampled ones by turn
+    forced: list[bool] = field(default_factory=list)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All tokens, prompt first."""
+        return (*self.request.prompt_ids, *self.tokens)
 
     @property
     def last_position(self) -> int:
-        """Position of the last token the model knows, prompt and samples together."""
+        """Position of the last token the model knows."""
         return len(self.request.prompt_ids) + len(self.tokens) - 1
+
+    def add(self, token: int, drawn: Drawn, row: int) -> None:
+        """A sampled token."""
+        self.tokens.append(token)
+        self.forced.append(False)
+        self.turns[-1].append(token)
+        self.samples.append((drawn, row))
+
+    def put_in(self, tokens: Sequence[int]) -> None:
+        """Tokens of the environment, after which another turn begins."""
+        self.tokens += tokens
+        self.forced += [True] * len(tokens)
+        self.turns.append([])
 
 
 class TorchEngine:
@@ -67,7 +87,9 @@ class TorchEngine:
         self._trunk = TrunkForward(trunk_of(policy))  # of the generation in progress
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
         for request in requests:
             check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
         slots = min(self.slots, len(requests))
@@ -78,9 +100,14 @@ class TorchEngine:
         prefixes = PrefixIndex()
         waiting = deque(enumerate(requests))
         active: list[_Active] = []
+        answered: list[_Active] = []  # the environment has spoken, and the model has not read it
         done: dict[int, Completion] = {}
-        while waiting or active:
-            if waiting and free:
+        while waiting or active or answered:
+            if answered:
+                turn, answered = answered, []
+                logits = self._read_on(cache, turn)
+                active += turn
+            elif waiting and free:
                 turn = [_Active(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
                 logits = self._prefill(cache, prefixes, turn)
                 active += turn
@@ -90,13 +117,36 @@ class TorchEngine:
             self._sample(turn, logits, sampling)
             for item in turn:
                 reason = self._finish_reason(item, sampling)
-                if reason:
+                if dialogue is not None:
+                    reason = self._after_dialogue(item, reason, sampling, dialogue)
+                if item.forced[-1]:
+                    answered.append(item)
+                elif reason:
                     done[item.index] = _completion(item, reason)
                     free.append(item.slot)
-                    prefixes.hold(item.slot, (*item.request.prompt_ids, *item.tokens[:-1]))
-            active = [item for item in active if item.index not in done]
+                    prefixes.hold(item.slot, item.context[:-1])
+            active = [item for item in active if item.index not in done and not item.forced[-1]]
         self._trunk = TrunkForward(trunk_of(self.policy))  # the old one may hold operands
         return [done[index] for index in range(len(requests))]
+
+    def _after_dialogue(self, item: _Active, reason: str, sampling: Sampling, dialogue: Dialogue) -> str:
+        """Why the completion ends, empty where it does not; what the environment says is put in where there is room."""
+        if reason != "stop" and not dialogue.ends(item.turns[-1]):
+            return reason
+        reply = dialogue.reply(item.index, item.turns)
+        if reply is None:
+            return "stop"
+        if len(item.tokens) + len(reply) >= sampling.max_response_tokens:
+            return "length"
+        # keys and values of all but the last token are in the slot
+        item.known = item.last_position if self.prefix_cache else 0
+        item.put_in(reply)
+        return ""
+
+    def _read_on(self, cache: Cache, turn: list[_Active]) -> Tensor:
+        """Compute the tokens that the slots do not have yet; logits [len(turn), V] after the last one."""
+        logits_of = {item.index: logits for item, logits in self._chunks(cache, turn)}
+        return torch.stack([logits_of[item.index] for item in turn])
 
     def _admit(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
         """Copy known prefixes of the prompts into their slots; returns the prompts to prefill, then copies of them."""
@@ -134,16 +184,16 @@ class TorchEngine:
         return out
 
     def _chunks(self, cache: Cache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
-        """Prefill `prefill_chunk` tokens of each prompt at a time; yields logits [V] where a prompt ends."""
+        """Prefill `prefill_chunk` tokens of each context at a time; yields logits [V] where one ends."""
         while items:
-            pieces = [item.request.prompt_ids[item.known : item.known + self.prefill_chunk] for item in items]
+            pieces = [item.context[item.known : item.known + self.prefill_chunk] for item in items]
             hidden = self._forward(cache, [item.slot for item in items], pieces, [item.known for item in items])
             for item, piece in zip(items, pieces, strict=True):
                 item.known += len(piece)
-            ends = [row for row, item in enumerate(items) if item.known == len(item.request.prompt_ids)]
+            ends = [row for row, item in enumerate(items) if item.known == len(item.context)]
             if ends:
                 yield from zip((items[row] for row in ends), head_of(self.policy)(hidden[ends]), strict=True)
-            items = [item for item in items if item.known < len(item.request.prompt_ids)]
+            items = [item for item in items if item.known < len(item.context)]
 
     def _decode(self, cache: Cache, turn: list[_Active]) -> Tensor:
         """Take in the last token of each response; logits [len(turn), V] after it."""
@@ -171,8 +221,7 @@ class TorchEngine:
         names = (field.name for field in fields(Drawn))
         drawn = Drawn(*(getattr(samples, name).numpy() for name in names))
         for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
-            item.tokens.append(token)
-            item.samples.append((drawn, row))
+            item.add(token, drawn, row)
 
     def _finish_reason(self, item: _Active, sampling: Sampling) -> str:
         if item.tokens[-1] in self.stop_ids:
@@ -182,7 +231,7 @@ class TorchEngine:
 
 def _completion(item: _Active, reason: str) -> Completion:
     return Completion(
-        response_ids=tuple(item.tokens),
+        response_ids=tuple(token for turn in item.turns for token in turn),
         logprobs=torch.from_numpy(np.array([drawn.logprobs[row] for drawn, row in item.samples])),
         log_kept_mass=torch.from_numpy(np.array([drawn.log_kept_mass[row] for drawn, row in item.samples])),
         kept_tokens=_stacked([drawn.kept_tokens for drawn, _ in item.samples], item),
@@ -191,6 +240,8 @@ def _completion(item: _Active, reason: str) -> Completion:
         finish_reason=reason,
         server=None,
         latency=None,
+        episode_ids=tuple(item.tokens),
+        is_forced=tuple(item.forced),
     )
 
 

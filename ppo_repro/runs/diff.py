@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema, side_reader
+from ppo_repro.records.arrow import column_of
 from ppo_repro.records.manifest import Manifest
 
 ROWS = "(rows)"
@@ -163,8 +164,8 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
     for column in table.columns:
         if not column.is_compared or not (_has(left, column) and _has(right, column)):
             continue
-        left_column = digests.plain(column.kind, left.column(column.name))
-        right_column = digests.plain(column.kind, right.column(column.name))
+        left_column = digests.plain(column.kind, column_of(left, column))
+        right_column = digests.plain(column.kind, column_of(right, column))
         rows = np.flatnonzero(_unequal(column.kind, left_column, right_column))
         if rows.size == 0:
             continue

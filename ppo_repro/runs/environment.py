@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 from ppo_repro import __version__
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
+from ppo_repro.tasks.reasoning_gym_task import PACKAGE
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "pandas", "pyarrow", "pydantic")
 
@@ -46,6 +49,13 @@ def code_digest() -> str:
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
 
+def _of_task(config: RunConfig | ControlConfig) -> tuple[str, ...]:
+    """The package that makes the prompts, if one does and is there."""
+    if isinstance(config, ControlConfig) or not isinstance(config.task, ReasoningGymTask):
+        return ()
+    return (PACKAGE,) if find_spec("reasoning_gym") else ()
+
+
 def describe_environment(config: RunConfig | ControlConfig, processes: int) -> dict[str, Any]:
     """Everything needed to understand why two runs might differ."""
     status = _git("status", "--porcelain")
@@ -53,7 +63,7 @@ def describe_environment(config: RunConfig | ControlConfig, processes: int) -> d
     return {
         "ppo_repro": __version__,
         "python": sys.version.split()[0],
-        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "packages": {name: metadata.version(name) for name in (*PACKAGES, *_of_task(config))},
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -13,7 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 from ppo_repro.accuracy.measurement import measure, text_of
 from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, ValueHead
 from ppo_repro.config.reward import RewardModelFolder
-from ppo_repro.config.run import JsonlTask, ModelFolder, RunConfig, TinyModel
+from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
+from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files, load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
@@ -44,8 +45,10 @@ from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.prompts import Task
-from ppo_repro.tasks.problems import Split, encode_all, encoder, load_problems
-from ppo_repro.tasks.rewards import Judge, check_functions, load_judge, reward_files
+from ppo_repro.tasks.problems import Split, encode_all, encoder
+from ppo_repro.tasks.python_task import PythonFile
+from ppo_repro.tasks.rewards import Judge, check_functions, for_source, load_judge, reward_files
+from ppo_repro.tasks.sources import check_source, load_source
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
 
@@ -71,7 +74,7 @@ def run_inputs(config: RunConfig) -> list[Path]:
 
 def task_inputs(config: RunConfig) -> list[Path]:
     """The input files that are not the model's: prompts and reward, a reward model's folder included."""
-    files = [Path(config.task.path)] if isinstance(config.task, JsonlTask) else []
+    files = [Path(config.task.path)] if isinstance(config.task, JsonlTask | PythonTask) else []
     model = config.reward.model
     folder = input_files(Path(model.path)) if isinstance(model, RewardModelFolder) else []
     return [*files, *reward_files(config.reward), *folder]
@@ -98,13 +101,13 @@ def prepare_task(
     source: PreTrainedModel,
     judge: Judge,
     progress: WarmStartProgress,
+    environment: PythonFile | None = None,
 ) -> tuple[Task, RewardTraining | None]:
     """Encode and check every prompt; load the reward model, or train it and return how that went."""
-    chat = isinstance(config.task, JsonlTask) and config.task.chat_template
-    vocab_size = source.config.vocab_size
-    ids = encode_all([*problems.train, *problems.held_out], encoder(tokenizer, chat), config, vocab_size)
+    encode = encoder(tokenizer, config.task.chat_template, config.task.system_prompt)
+    ids = encode_all([*problems.train, *problems.held_out], encode, config, source.config.vocab_size)
     reward_model, training = _reward_model(config, problems, ids, tokenizer, source, progress)
-    return Task(problems, ids, judge, reward_model, tokenizer), training
+    return Task(problems, ids, judge, reward_model, tokenizer, environment), training
 
 
 def _reward_model(
@@ -227,13 +230,16 @@ def prepare(
     proof.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
     disable_progress_bar()  # the run shows its own
     judge = load_judge(config.reward)  # before the minutes that a warm start takes
-    problems = load_problems(config.task, config.seed)
+    brought = load_source(config.task, config.seed)
+    problems = brought.problems
+    judge = for_source(judge, brought, config.task.answer_extraction)
     check_functions(judge, problems.train)
+    check_source(brought, problems.train)
     if start_folder is None:
         source, tokenizer, steps = _source(config, problems, progress)
     else:
         source, tokenizer, steps = *load_folder(start_folder), ()
-    task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress)
+    task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context

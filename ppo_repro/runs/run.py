@@ -162,7 +162,7 @@ def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Map
 
 def _digest(table: schema.Table, computed: pa.Table) -> str:
     """The digest of a table that was computed, at whatever level."""
-    return digests.table_digest(schema.at_level(table, schema.level_of(table, computed.column_names)), computed)
+    return digests.table_digest(schema.as_built(table, computed.column_names), computed)
 
 
 def _recorded_config(

@@ -20,6 +20,7 @@ from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs import profiling
 from ppo_repro.runs.profiling import Peak
+from ppo_repro.side_tables.evaluation import episode_columns
 from ppo_repro.stages.agreement import differing
 from ppo_repro.stages.level_columns import Columns, columns_above_lean, of_step, or_null, per_token
 from ppo_repro.stages.update import learning_rates
@@ -42,7 +43,8 @@ def iteration_tables(item: Iteration, config: RunConfig, peak: Peak | None = Non
     }
     for name, more in columns_above_lean(item, level).items():
         columns[name] |= more
-    return {table.name: to_arrow(schema.at_level(table, level), columns[table.name]) for table in schema.TABLES}
+    turns = config.task.turns > 1
+    return {table.name: to_arrow(schema.at_level(table, level, turns), columns[table.name]) for table in schema.TABLES}
 
 
 def _int32(values: Any) -> np.ndarray:
@@ -77,6 +79,7 @@ def _sequences(item: Iteration) -> Columns:
         "is_correct": rewards.is_correct.numpy(),
         "kl_penalty_sum": exact_sums(rewards.kl_penalties, lengths).numpy(),
         "reward_sum": exact_sums(rewards.rewards, lengths).numpy(),
+        **episode_columns(rollout.episodes),
     }
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from ppo_repro.buffers import Evaluation
+from ppo_repro.buffers import Episode, Evaluation
 from ppo_repro.records import side_schema
 from ppo_repro.records.arrow import to_arrow
+from ppo_repro.records.schema import as_built
 
 
 def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Table]:
@@ -29,5 +31,15 @@ def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Tab
         "scores": evaluation.scores,
         "score_parts": evaluation.score_parts,
         "is_correct": evaluation.is_correct,
+        **episode_columns(evaluation.episodes),
     }
-    return {side_schema.EVALUATIONS.name: to_arrow(side_schema.EVALUATIONS, columns)}
+    table = as_built(side_schema.EVALUATIONS, columns)
+    return {table.name: to_arrow(table, columns)}
+
+
+def episode_columns(episodes: Sequence[Episode] | None) -> dict[str, Any]:
+    """The columns that only episodes of several turns have; none where there are no such episodes."""
+    if episodes is None:
+        return {}
+    ids, forced = [e.ids for e in episodes], [[int(put_in) for put_in in e.is_forced] for e in episodes]
+    return {"episode_ids": ids, "is_forced": forced}

@@ -7,40 +7,42 @@ from collections.abc import Sequence
 from ppo_repro.buffers import Evaluation
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import Ranks
-from ppo_repro.rollout.engine import Engine, Request
+from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.prompts import Task
 from ppo_repro.stages.rewards import judge
-from ppo_repro.stages.rollout import generate, sampling_of
+from ppo_repro.stages.rollout import Sampled, episodes_of, generate, sampling_of
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.rewards import Samples
-from ppo_repro.tasks.tokenizer import decode
 
 
 def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
     """The greedy responses to the held-out prompts, judged."""
     problems: Sequence[Problem] = task.problems.held_out
-    requests = [Request(task.prompt_ids[p.key], 0) for p in problems]
-    completions = generate(config, engine, requests, sampling_of(config, greedy=True), ranks)
-    responses = [decode(task.tokenizer, c.response_ids) for c in completions]
+    greedy = Sampled(sampling_of(config, greedy=True), [0] * len(problems))
+    answers = generate(config, task, engine, problems, greedy, ranks)
+    completions = [answer.completion for answer in answers]
+    episodes = episodes_of(answers)
     samples = Samples(
         [p.key for p in problems],
         [p.prompt for p in problems],
-        responses,
+        [answer.text for answer in answers],
         [p.answer for p in problems],
         [c.finish_reason == "stop" for c in completions],
         [len(c.response_ids) for c in completions],
+        None if episodes is None else [episode.turns for episode in episodes],
     )
     prompt_ids = tuple(task.prompt_ids[p.key] for p in problems)
-    judged = judge(config, task, prompt_ids, [c.response_ids for c in completions], samples, ranks)
+    judged = judge(config, task, prompt_ids, [answer.ids for answer in answers], samples, ranks)
     return Evaluation(
         keys=tuple(p.key for p in problems),
         texts=tuple(p.prompt for p in problems),
         answers=tuple(p.answer for p in problems),
         prompt_ids=prompt_ids,
         response_ids=tuple(tuple(c.response_ids) for c in completions),
-        responses=tuple(responses),
+        responses=tuple(answer.text for answer in answers),
         finish_reasons=tuple(c.finish_reason for c in completions),
         scores=tuple(judged.scores),
         score_parts=tuple(tuple(row) for row in judged.term_values),
         is_correct=tuple(judged.correct),
+        episodes=episodes,
     )

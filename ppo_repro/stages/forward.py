@@ -89,12 +89,11 @@ def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: Run
     if state.value_model is None or not isinstance(advantages, GaeAdvantages) or advantages.truncation == "terminal":
         return final_values
     cut = [i for i in mine.tolist() if rollout.finish_reasons[i] == "length"]
-    responses = torch.split(rollout.response_ids, rollout.lengths.tolist())
     values: list[float] = []
     size = config.layout.forward_micro_batch or max(1, len(cut))
     for start in range(0, len(cut), size):
         chunk = cut[start : start + size]
-        sequences = [(*rollout.prompts.prompt_ids[i], *responses[i].tolist()) for i in chunk]
+        sequences = [(*rollout.prompts.prompt_ids[i], *rollout.whole(i)) for i in chunk]
         # an additional token after each sequence: it is not an input, and its predictor is the last real token
         batch = lay_out(sequences, [(0,)] * len(sequences), config.layout.padding)
         values += _values(state.value_model, hidden_states(state.value_model.trunk, batch), state).tolist()

@@ -47,7 +47,7 @@ def compute_rewards(
     config: RunConfig, task: Task, rollout: Rollout, forward: ForwardPass, kl_coef: float, ranks: Ranks
 ) -> Rewards:
     """Judge the responses, place the scores on tokens, charge the KL penalty, shape, whiten."""
-    ids = [response.tolist() for response in torch.split(rollout.response_ids, rollout.lengths.tolist())]
+    ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
     samples = Samples(
         rollout.prompts.keys,
         rollout.prompts.texts,
@@ -55,6 +55,7 @@ def compute_rewards(
         rollout.prompts.answers,
         [reason == "stop" for reason in rollout.finish_reasons],
         rollout.lengths.tolist(),
+        None if rollout.episodes is None else [episode.turns for episode in rollout.episodes],
     )
     judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
     phi = None if task.judge.potential is None else _potentials(task, rollout, ranks)
@@ -111,7 +112,8 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
 def _potentials(task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
     prompts = rollout.prompts
     rows = zip(prompts.keys, prompts.texts, rollout.responses, prompts.answers, strict=True)
-    texts, char_starts = [Texts(*row) for row in rows], [spans.char_start for spans in rollout.spans]
+    texts = [Texts(*row, task.judge.fields_of(row[0])) for row in rows]
+    char_starts = [spans.char_start for spans in rollout.spans]
     return torch.tensor(ranks.first(potentials, task.judge, texts, char_starts), dtype=torch.float64)
 
 

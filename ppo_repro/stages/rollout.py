@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import compress
 
 import torch
 
-from ppo_repro.buffers import Prompts, Rollout
+from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
 from ppo_repro.stages.prompts import Task
+from ppo_repro.tasks.dialogue import Conversations
+from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.tokenizer import decode, spans
 
 
@@ -30,6 +34,14 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
     )
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """How some responses are sampled: from which distribution, and with which seed each."""
+
+    sampling: Sampling
+    seeds: Sequence[int]
+
+
 def require_undisturbed(config: RunConfig) -> None:
     """Raise UserError where the configuration adds noise to the sampler, which hides its real mismatch."""
     sigma = config.rollout.mismatch_sigma
@@ -39,20 +51,74 @@ def require_undisturbed(config: RunConfig) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A completion as text."""
+
+    completion: Completion
+    text: str  # of all its tokens, without special ones
+    episode: Episode | None  # None where every episode is one turn
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens after the prompt."""
+        return self.completion.response_ids if self.episode is None else self.episode.ids
+
+
 def generate(
-    config: RunConfig, engine: Engine, requests: Sequence[Request], sampling: Sampling, ranks: Ranks
-) -> list[Completion]:
-    """All completions, in the order of the requests; each rank generates its share."""
-    mine = ranks.mine(len(requests), config.layout.rank_shares)
-    return ranks.gather(engine.generate([requests[i] for i in mine], sampling))
+    config: RunConfig, task: Task, engine: Engine, problems: Sequence[Problem], sampled: Sampled, ranks: Ranks
+) -> list[Answered]:
+    """One answer to each problem, in their order; each rank generates its share, its environment's turns included."""
+    mine = ranks.mine(len(problems), config.layout.rank_shares)
+    requests = [Request(task.prompt_ids[problems[i].key], sampled.seeds[i]) for i in mine]
+    if task.environment is None and not config.rollout.stop:
+        completions = engine.generate(requests, sampled.sampling)
+        return ranks.gather([Answered(c, decode(task.tokenizer, c.response_ids), None) for c in completions])
+    conversations = Conversations(
+        task.tokenizer,
+        config.rollout.stop,
+        task.environment,
+        [problems[i] for i in mine],
+        config.task.turns,
+        config.rollout.max_response_tokens,
+        config.task.chat_template,
+    )
+    completions = engine.generate(requests, sampled.sampling, conversations)
+    answers = [_answered(task, conversations, index, completion) for index, completion in enumerate(completions)]
+    return ranks.gather(answers)
+
+
+def _answered(task: Task, conversations: Conversations, index: int, c: Completion) -> Answered:
+    episode = None
+    if task.environment is not None:
+        episode = Episode(c.episode_ids, c.is_forced, conversations.turns_of(index, c))
+    return Answered(c, decode(task.tokenizer, c.response_ids if episode is None else episode.ids), episode)
+
+
+def episodes_of(answers: Sequence[Answered]) -> tuple[Episode, ...] | None:
+    """The episodes of all answers; None where every episode is one turn."""
+    found = tuple(a.episode for a in answers if a.episode is not None)
+    return found or None
+
+
+def _spans(task: Task, answer: Answered) -> Spans:
+    """Where the text of each sampled token lies in the text of all."""
+    of_all = spans(task.tokenizer, answer.ids, answer.text)
+    if answer.episode is None:
+        return of_all
+    sampled = [not forced for forced in answer.episode.is_forced]
+    return Spans(*(list(compress(getattr(of_all, column.name), sampled)) for column in fields(Spans)))
 
 
 def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
     """Sample one response to every prompt."""
-    requests = [Request(ids, seed) for ids, seed in zip(prompts.prompt_ids, prompts.seeds, strict=True)]
-    completions = generate(config, engine, requests, sampling_of(config), ranks)
+    asked = [
+        Problem(key, text, answer, task.judge.fields_of(key))
+        for key, text, answer in zip(prompts.keys, prompts.texts, prompts.answers, strict=True)
+    ]
+    answers = generate(config, task, engine, asked, Sampled(sampling_of(config), prompts.seeds), ranks)
+    completions = [answer.completion for answer in answers]
     ids = torch.tensor([token for c in completions for token in c.response_ids], dtype=torch.int64)
-    responses = tuple(decode(task.tokenizer, c.response_ids) for c in completions)
     return Rollout(
         prompts=prompts,
         response_ids=ids,
@@ -65,8 +131,7 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
         finish_reasons=tuple(c.finish_reason for c in completions),
         servers=tuple(c.server for c in completions),
         latencies=tuple(c.latency for c in completions),
-        responses=responses,
-        spans=tuple(
-            spans(task.tokenizer, c.response_ids, text) for c, text in zip(completions, responses, strict=True)
-        ),
+        responses=tuple(answer.text for answer in answers),
+        spans=tuple(_spans(task, answer) for answer in answers),
+        episodes=episodes_of(answers),
     )

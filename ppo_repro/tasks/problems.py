@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppo_repro.config.run import ArithmeticTask, JsonlTask, RunConfig
-from ppo_repro.disk.json_lines import Line, read_lines, text_field
+from ppo_repro.config.run import RunConfig
+from ppo_repro.disk.json_lines import read_lines, text_field
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 from ppo_repro.seeding import permutation
@@ -24,6 +25,7 @@ class Problem:
     key: str
     prompt: str
     answer: str
+    fields: str = "{}"  # its other fields, for functions that ask for them: a JSON object with sorted names
 
 
 @dataclass(frozen=True)
@@ -41,35 +43,42 @@ def arithmetic(max_operand: int) -> list[Problem]:
     ]
 
 
-def _problem(line: Line) -> Problem:
-    prompt, answer = (text_field(line.where, name, line.fields.get(name)) for name in ("prompt", "answer"))
+def make_problem(where: str, fields: Mapping[str, object]) -> Problem:
+    """The problem in the fields of a JSON object; UserError names `where` and the field that is wrong."""
+    prompt, answer = (text_field(where, name, fields.get(name)) for name in ("prompt", "answer"))
     if not prompt:
-        raise UserError(f"{line.where}: field 'prompt' is empty; a prompt needs at least one character")
-    key = text_field(line.where, "key", line.fields.get("key", prompt))
+        raise UserError(f"{where}: field 'prompt' is empty; a prompt needs at least one character")
+    key = text_field(where, "key", fields.get("key", prompt))
     if not key:
-        raise UserError(f"{line.where}: field 'key' is empty; it names the prompt, leave it out or give a text")
-    return Problem(key, prompt, answer)
+        raise UserError(f"{where}: field 'key' is empty; it names the prompt, leave it out or give a text")
+    others = {name: value for name, value in fields.items() if name not in ("prompt", "answer", "key")}
+    return Problem(key, prompt, answer, json.dumps(others, sort_keys=True))
 
 
-def read_jsonl(path: Path) -> list[Problem]:
-    """Read one problem per line; UserError names file and line of the first mistake.
+def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
+    """The problems of (where, name, problem).
 
-    No key and no prompt may appear twice: a prompt could be trained on and held out.
+    UserError for a key or prompt that appears twice: it could be trained on and held out.
     """
     problems: list[Problem] = []
-    keys: dict[str, int] = {}
-    prompts: dict[str, int] = {}
-    for line in read_lines("task.path", path):
-        problem = _problem(line)
+    keys: dict[str, str] = {}
+    prompts: dict[str, str] = {}
+    for where, name, problem in entries:
         for what, text, first in (("key", problem.key, keys), ("prompt", problem.prompt, prompts)):
             if text in first:
                 raise UserError(
-                    f"{line.where}: {what} '{shown(text)}' is also that of line {first[text]}; "
+                    f"{where}: {what} '{shown(text)}' is also that of {first[text]}; "
                     f"give each prompt once, with its own key"
                 )
-            first[text] = line.number
+            first[text] = name
         problems.append(problem)
     return problems
+
+
+def read_jsonl(path: Path) -> list[Problem]:
+    """Read one problem per line; UserError names file and line of the first mistake."""
+    lines = read_lines("task.path", path)
+    return all_different((line.where, f"line {line.number}", make_problem(line.where, line.fields)) for line in lines)
 
 
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
@@ -83,25 +92,34 @@ def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Spli
     return Split(tuple(shuffled[num_eval_prompts:]), tuple(shuffled[:num_eval_prompts]))
 
 
-def load_problems(task: ArithmeticTask | JsonlTask, seed: int) -> Split:
-    """The problems of a task section."""
-    problems = arithmetic(task.max_operand) if isinstance(task, ArithmeticTask) else read_jsonl(Path(task.path))
-    return split(problems, task.num_eval_prompts, seed)
-
-
-def encoder(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> Callable[[Problem], tuple[int, ...]]:
+def encoder(
+    tokenizer: PreTrainedTokenizerBase, chat_template: bool, system_prompt: str | None = None
+) -> Callable[[Problem], tuple[int, ...]]:
     """The function from a problem to the token ids of its prompt. UserError if a chat template is missing."""
     if chat_template and not tokenizer.chat_template:
         raise UserError("task.chat_template = true: this tokenizer has no chat template; set it to false")
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
 
     def encode(problem: Problem) -> tuple[int, ...]:
         if not chat_template:
             return tuple(tokenizer(problem.prompt)["input_ids"])
-        turn = [{"role": "user", "content": problem.prompt}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        turns = [*system, {"role": "user", "content": problem.prompt}]
+        text = rendered(tokenizer, turns)
+        if system_prompt is not None and system_prompt.strip() not in text:
+            raise UserError("task.system_prompt: this tokenizer's chat template leaves it out; remove it")
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return encode
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+    """The text of a chat up to where the model goes on; UserError where the template refuses it."""
+    from jinja2.exceptions import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise UserError(f"task.chat_template: the tokenizer's template refuses the chat ({error})") from error
 
 
 def encode_all(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
@@ -36,6 +37,7 @@ class Texts:
     prompt: str
     response: str
     answer: str
+    fields: str = "{}"  # the prompt's other fields, a JSON object
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,13 @@ class UserFunction:
     field: str  # of the configuration
     file: Path
     line: int  # where it begins; 0 where that is unknown
-    function: Callable[[str, str, str], object]
+    function: Callable[..., object]
     state: ProcessState  # of the process as the file left it; every call begins in it
+    takes_fields: bool  # whether it has a parameter `fields`
+
+    def __call__(self, texts: Texts) -> object:
+        more = {"fields": json.loads(texts.fields)} if self.takes_fields else {}
+        return self.function(texts.prompt, texts.response, texts.answer, **more)
 
 
 def load(
@@ -56,37 +63,46 @@ def load(
     file, name = parse(field, function)
 
     def describe(error: BaseException) -> str:
-        line = _line_of(error, file)
-        return f"{field}: {file}{f':{line}' if line else ''} fails to load ({_described(error)})"
+        line = line_of(error, file)
+        return f"{field}: {file}{f':{line}' if line else ''} fails to load ({described(error)})"
 
     with contained() as inside:
-        module = inside.call(lambda: _module(field, file), describe)
+        module = inside.call(lambda: module_of(field, file), describe)
         loaded = inside.call(lambda: getattr(module, name, None), describe)
         if not callable(loaded):
             raise UserError(f"{field} = {function!r}: {file} has no function {name}")
-        line = inside.call(lambda: _first_line(loaded, file), describe)
+        line = inside.call(lambda: first_line(loaded, file), describe)
         called = adapted(loaded)
-        found = UserFunction(field, file, line, called, process_state.read())
-        refusal = inside.call(lambda: _refused_arguments(called), describe)
+        takes_fields = inside.call(lambda: "fields" in _parameters(called), describe)
+        found = UserFunction(field, file, line, called, process_state.read(), takes_fields)
+        refusal = inside.call(lambda: _refused_arguments(called, takes_fields), describe)
     if refusal:
         raise UserError(f"{field}: {_where(found)}: {name} cannot be called with prompt, response, answer ({refusal})")
     return found
 
 
-def _refused_arguments(function: Callable[..., object]) -> str:
+def _parameters(function: Callable[..., object]) -> Collection[str]:
+    """The names of the function's parameters; none where it has no signature to look at."""
+    try:
+        return inspect.signature(function).parameters.keys()
+    except (TypeError, ValueError):  # some built-in functions
+        return ()
+
+
+def _refused_arguments(function: Callable[..., object], takes_fields: bool) -> str:
     """Why the function cannot be called with three texts; empty where it can, or has no signature to look at."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions
         return ""
     try:
-        signature.bind("prompt", "response", "answer")
+        signature.bind("prompt", "response", "answer", **({"fields": {}} if takes_fields else {}))
     except TypeError as error:
         return str(error)
     return ""
 
 
-def _module(field: str, file: Path) -> ModuleType:
+def module_of(field: str, file: Path) -> ModuleType:
     """Execute the file: always its present text, whose digest is recorded, never what an earlier process compiled."""
     name = "ppo_repro_user_" + re.sub(r"\W", "_", field)
     spec = importlib.util.spec_from_file_location(name, file)
@@ -98,7 +114,7 @@ def _module(field: str, file: Path) -> ModuleType:
     return module
 
 
-def _first_line(function: Callable[..., object], file: Path) -> int:
+def first_line(function: Callable[..., object], file: Path) -> int:
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code.co_firstlineno if code is not None and code.co_filename == str(file) else 0
 
@@ -107,7 +123,7 @@ def _where(function: UserFunction) -> str:
     return f"{function.file}:{function.line}" if function.line else str(function.file)
 
 
-def _line_of(error: BaseException, file: Path) -> int:
+def line_of(error: BaseException, file: Path) -> int:
     """The last line of the file that the error went through; 0 where it went through none."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 0
@@ -115,7 +131,7 @@ def _line_of(error: BaseException, file: Path) -> int:
     return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == str(file)), 0)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Type and message on one line."""
     try:
         message = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -143,21 +159,21 @@ def numbers(function: UserFunction, rows: Sequence[Texts], seed: int | None = No
 
 def _ask(inside: Contained, function: UserFunction, texts: Texts) -> float:
     def compute() -> float:
-        return number(function.function(texts.prompt, texts.response, texts.answer))
+        return number(function(texts))
 
     def describe(error: BaseException) -> str:
-        place = f"{function.field}: {function.file}:{_line_of(error, function.file) or function.line}"
-        if isinstance(error, _NotANumber):
-            return f"{place}: the function returned {error} for {_of_prompt(texts)}; must be {_ALLOWED}"
-        return f"{place}: the function raised {_described(error)}; {_of_prompt(texts)}"
+        place = f"{function.field}: {function.file}:{line_of(error, function.file) or function.line}"
+        if isinstance(error, NotANumber):
+            return f"{place}: the function returned {error} for {_of_prompt(texts)}; must be {ALLOWED}"
+        return f"{place}: the function raised {described(error)}; {_of_prompt(texts)}"
 
     return inside.call(compute, describe)
 
 
-_ALLOWED = "a finite number within float32 (3.4e+38)"
+ALLOWED = "a finite number within float32 (3.4e+38)"
 
 
-class _NotANumber(Exception):
+class NotANumber(Exception):
     """A value that is no score; the message shows value and type."""
 
 
@@ -170,15 +186,15 @@ def number(value: object) -> float:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and not value.shape:
         plain = value.item()
     if not isinstance(plain, Real | Decimal):
-        raise _NotANumber(_value(value))
+        raise NotANumber(_value(value))
     try:
         converted = float(plain)
     except (OverflowError, ValueError):
-        raise _NotANumber(_value(value)) from None
+        raise NotANumber(_value(value)) from None
     if not abs(converted) <= FLOAT32_MAX:
-        raise _NotANumber(_value(value))
+        raise NotANumber(_value(value))
     if converted != plain:
-        raise _NotANumber(f"{_value(value)}, which no float64 is exactly")
+        raise NotANumber(f"{_value(value)}, which no float64 is exactly")
     return converted
 
 

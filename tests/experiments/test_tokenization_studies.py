@@ -13,7 +13,7 @@ from experiments.tokenization import topics
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.models.tiny import make_tokenizer
-from ppo_repro.tasks.problems import load_problems
+from ppo_repro.tasks.sources import load_source
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "experiments" / "tokenization"
@@ -55,7 +55,7 @@ def test_the_tokenizers_of_the_language_fit_and_the_matched_lambdas_are_those_of
         assert isinstance(config.model, TinyModel) and config.advantages.kind == "gae"
         kind = config.model.tokenizer, config.model.vocab_size
         if kind not in fertility:
-            train = load_problems(config.task, 0).train
+            train = load_source(config.task, 0).problems.train
             answers = [problem.answer for problem in train]
             ids = make_tokenizer(train, kind[1], kind[0])(answers)["input_ids"]
             fertility[kind] = sum(len(row) + 1 for row in ids) / sum(map(len, answers))

@@ -36,6 +36,18 @@ def test_right_padding_by_hand() -> None:
     assert batch.real_tokens == 4
 
 
+@PADDINGS
+def test_forced_tokens_are_inputs_and_not_targets(padding: str) -> None:
+    prompts, responses = [[1, 2], [9]], [[3, 4, 5, 6], [7, 8]]
+    forced = [[False, True, True, False], [False, False]]
+    batch, free = lay_out(prompts, responses, padding, forced), lay_out(prompts, responses, padding)
+    assert torch.equal(batch.input_ids, free.input_ids) and batch.real_tokens == free.real_tokens == 7
+    # the 6 is predicted from the forced 5 before it
+    assert batch.targets.tolist() == [3, 6, 7, 8]
+    assert batch.predictors.tolist() == free.predictors[torch.tensor([0, 3, 4, 5])].tolist()
+    assert batch.input_ids.flatten()[batch.predictors].tolist() == [2, 5, 9, 7]
+
+
 def test_left_padding_by_hand() -> None:
     batch = laid_out([([5, 6], [7, 8]), ([9], [4])], "left")
     assert batch.input_ids.tolist() == [[5, 6, 7], [0, 0, 9]]

@@ -207,11 +207,13 @@ def test_null_is_recorded_where_the_configuration_has_no_such_thing(exact_run: P
         f"{table.name}.{column.name}" for table in schema.TABLES for column in table.columns if column.level == "deep"
     }
     served = {"sequences.server", "sequences.latency"}
+    turns = {"sequences.episode_ids", "sequences.is_forced"}
     sampling_and_shaping = {"tokens.kept_tokens", "tokens.potentials", "tokens.shaping_rewards"}
     kl_elsewhere = {"tokens.reverse_ref_kl", "updates.kl_terms", "steps.kl_loss"}
     other_objectives = {"updates.importance_weights", "updates.penalty_terms", "steps.penalty_loss"}
     not_recorded = unprofiled | deep | {"iterations.eval_accuracy", "iterations.eval_score"}
-    assert nulls == coefficients | served | sampling_and_shaping | kl_elsewhere | other_objectives | not_recorded
+    elsewhere = kl_elsewhere | other_objectives
+    assert nulls == coefficients | served | turns | sampling_and_shaping | elsewhere | not_recorded
     iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
     assert (iterations["policy_steps"] == steps.groupby("iteration").size()).all()
     assert (iterations["kl_coef"] == 0.05).all()

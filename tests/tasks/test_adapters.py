@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from ppo_repro.config.files import build_config
 from ppo_repro.config.reward import RewardConfig, TrlReward, VerlReward
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.adapters import adapter
-from ppo_repro.tasks.problems import Problem
+from ppo_repro.tasks.problems import Problem, read_jsonl
 from ppo_repro.tasks.rewards import Samples, check_functions, judge_samples, load_judge, reward_files
 from tests.support.runs import small_config
 
@@ -138,3 +139,18 @@ def test_a_reward_that_depends_on_earlier_calls_is_refused(tmp_path: Path) -> No
     judge = load_judge(config_of("trl", tmp_path / "r.py", "f"))
     with pytest.raises(UserError, match="for the same input"):
         check_functions(judge, [Problem("1", "p", "a"), Problem("2", "q", "b")])
+
+
+def test_other_fields_of_the_file_reach_the_function(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "p", "answer": "a", "level": 3, "data_source": "own"}\n{"prompt": "q", "answer": "b", "level": 4}\n'
+    )
+    (tmp_path / "r.py").write_text(
+        "def t(completions, level, **_): return [float(n) for n in level]\n"
+        "def v(data_source, solution_str, ground_truth, extra_info): return extra_info['level'] + len(data_source)\n"
+    )
+    problems = {p.key: p.fields for p in read_jsonl(tmp_path / "p.jsonl")}
+    for kind, name, expected in (("trl", "t", [3.0, 4.0]), ("verl", "v", [6.0, 4.0])):
+        judge = replace(load_judge(config_of(kind, tmp_path / "r.py", name)), fields=problems)
+        samples = Samples(["p", "q"], ["p", "q"], ["x", "y"], ["a", "b"], [True, True], [1, 1])
+        assert judge_samples(judge, samples, []).scores == expected

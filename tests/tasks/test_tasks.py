@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.config.reward import RewardConfig
-from ppo_repro.config.run import ArithmeticTask, JsonlTask
+from ppo_repro.config.tasks import ArithmeticTask, JsonlTask
 from ppo_repro.errors import UserError
+from ppo_repro.tasks.answers import matches
 from ppo_repro.tasks.problems import (
     Problem,
     arithmetic,
     choose,
     encode_all,
     encoder,
-    load_problems,
     read_jsonl,
     split,
 )
@@ -31,10 +31,10 @@ from ppo_repro.tasks.rewards import (
     formatted_answer,
     judge_samples,
     load_judge,
-    matches,
     potentials,
     reward_files,
 )
+from ppo_repro.tasks.sources import load_source
 from ppo_repro.tasks.tokenizer import train_bpe
 from ppo_repro.tasks.user_functions import Texts
 from tests.support.runs import small_config
@@ -90,14 +90,15 @@ def test_a_split_leaves_something_to_train_on(count: int) -> None:
 
 def test_problems_of_both_tasks(tmp_path: Path) -> None:
     task = ArithmeticTask(kind="arithmetic", max_operand=4, num_eval_prompts=5)
-    assert load_problems(task, 3) == split(arithmetic(4), 5, 3)
+    assert load_source(task, 3).problems == split(arithmetic(4), 5, 3)
     path = jsonl(tmp_path, *({"prompt": p.prompt, "answer": p.answer, "key": p.key} for p in numbered(6)))
-    assert load_problems(JsonlTask(kind="jsonl", path=str(path), num_eval_prompts=2), 3) == split(numbered(6), 2, 3)
+    jsonl_task = JsonlTask(kind="jsonl", path=str(path), num_eval_prompts=2)
+    assert load_source(jsonl_task, 3).problems == split(numbered(6), 2, 3)
 
 
 def test_jsonl_keeps_texts_and_uses_the_prompt_as_key(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": "a b", "answer": ""}, "  ", {"prompt": "é", "answer": "1", "key": "k", "more": 3})
-    assert read_jsonl(path) == [Problem("a b", "a b", ""), Problem("k", "é", "1")]
+    assert read_jsonl(path) == [Problem("a b", "a b", ""), Problem("k", "é", "1", '{"more": 3}')]
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     assert [p.key for p in read_jsonl(path)] == ["a b", "k"]
 

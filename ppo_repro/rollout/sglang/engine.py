@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.output import say
-from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.rollout.sglang import weights
 from ppo_repro.rollout.sglang.client import Call, ServerGone
 from ppo_repro.rollout.sglang.fleet import Fleet
@@ -52,7 +53,11 @@ class SGLangEngine:
             self.fleet.end()
             shutil.rmtree(self.fleet.model_folder, ignore_errors=True)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        if dialogue is not None:
+            raise UserError("rollout.engine.kind = sglang: samples one turn, which an end token ends; take kind torch")
         digest = weights_digest(self.policy.named_parameters())
         ranges = share_ranges(len(requests), [1] * len(self.fleet.servers))
         shares = {index: requests[share.start : share.stop] for index, share in enumerate(ranges) if share}

@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from ppo_repro.config.files import build_config
 from ppo_repro.config.run import RunConfig, Section
@@ -18,6 +19,8 @@ from tests.support.paths import SMALL
 
 FOLDER = {"kind": "folder", "path": "some/model"}
 JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
+EVALUATED = {"num_eval_prompts": 3}
+GYM = {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 9, **EVALUATED}
 TRAINED = {"kind": "trained_model", "num_pairs": 8, "minibatch_size": 4, "learning_rate": 1e-3}
 ADAPTIVE = {"kind": "adaptive", "target_kl": 0.5}
 WEIGHTS = {"kind": "truncated", "level": "sequence"}
@@ -27,7 +30,9 @@ ROLLOUT = {"prompts_per_iteration": 24, "samples_per_prompt": 2, "max_response_t
 TREES: dict[str, dict[str, Any]] = {
     "all usual": {},
     "model folder": {"model": FOLDER},
-    "task jsonl": {"model": FOLDER, "task": JSONL},
+    "task jsonl": {"model": FOLDER, "task": {**JSONL, "chat_template": True}},
+    "task reasoning_gym": {"model": FOLDER, "task": {**GYM, "chat_template": True}},
+    "task python": {"model": FOLDER, "task": {"kind": "python", "path": "task.py", "chat_template": True} | EVALUATED},
     "term format": {"reward": {"terms": [{"kind": "format"}]}},
     "term length": {"reward": {"terms": [{"kind": "exact_match"}, {"kind": "length", "target": 3}]}},
     "term function": {"reward": {"terms": [{"kind": "function", "path": "rewards.py:g"}]}},
@@ -145,16 +150,21 @@ class Leaf:
     key: Key
     annotation: Any
     value: Any  # as in JSON
+    is_written: bool  # not left out because it has its default
 
 
 def leaves(config: RunConfig) -> Iterator[Leaf]:
     """All of them."""
     below = [((), config), *((there.path, there.section) for there in held(config) if there.section is not None)]
     for path, section in below:
-        values = section.model_dump(mode="json")
+        # a field that is not written down at its default has it
+        usual = {name: type(section).model_fields[name].default for name in section.absent_at_default}
+        written_down = section.model_dump(mode="json")
+        values = {**to_jsonable_python(usual), **written_down}
         for name, field in type(section).model_fields.items():
             if not sections_in(field):
-                yield Leaf((*path, name), (type(section).__name__, name), field.annotation, values[name])
+                key = type(section).__name__, name
+                yield Leaf((*path, name), key, field.annotation, values[name], name in written_down)
 
 
 def written(path: Path) -> str:

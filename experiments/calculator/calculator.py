@@ -1,0 +1,28 @@
+"""Products that the model has to ask a calculator for: it writes `12*34=`, and the environment puts in `408`."""
+
+import re
+
+SIDE = 12
+_ASKED = re.compile(r"(\d{1,6})\*(\d{1,6})=")
+
+
+def prompts():
+    """Every product of two numbers below SIDE, with the conversation that is wanted as its answer."""
+    return [
+        {"prompt": f"{a} times {b}:", "answer": f"{a}*{b}={a * b}", "key": f"{a}*{b}"}
+        for a in range(SIDE)
+        for b in range(SIDE)
+    ]
+
+
+def step(transcript):
+    """The calculator's answer to the first turn, which has to end with a product; afterwards the episode is over."""
+    asked = _ASKED.fullmatch(transcript.last)
+    if asked is None or len(transcript.turns) > 1:
+        return None
+    return str(int(asked[1]) * int(asked[2]))
+
+
+def score(transcripts):
+    """1 where the right product was asked for and nothing was added, 0.2 where any product was, else 0."""
+    return [1.0 if t.text == t.answer and len(t.turns) == 3 else 0.2 * (len(t.turns) == 3) for t in transcripts]

@@ -1,0 +1,112 @@
+"""The `task` section: where prompts come from, how they are put to the model, what of a response is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from ppo_repro.config.reward import FormatReward, RewardConfig, Verifier
+from ppo_repro.config.section import Count, Index, PathText, Section
+
+AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
+
+
+class ArithmeticTask(Section):
+    """Additions such as `47+38=`; the answer is verifiable and its length in tokens varies."""
+
+    kind: Literal["arithmetic"] = Field(description="Generate the prompts here.")
+    max_operand: Count = Field(description="Operands are drawn from 0 to this number, both included.")
+    num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
+
+    chat_template: ClassVar[bool] = False
+    system_prompt: ClassVar[str | None] = None
+    answer_extraction: ClassVar[AnswerExtraction] = "exact"
+    turns: ClassVar[int] = 1
+
+
+class TextTask(Section):
+    """What every task of somebody else's prompts has."""
+
+    turns: ClassVar[int] = 1
+
+    num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
+    chat_template: bool = Field(
+        False, description="Render each prompt as a user turn with the tokenizer's chat template."
+    )
+    system_prompt: str | None = Field(
+        None, min_length=1, description="The system's turn before each prompt, in the chat template; null: none."
+    )
+    answer_extraction: AnswerExtraction = Field(
+        "exact",
+        description="What of a response is the answer: all of it, its last number, or the text in answer tags.",
+    )
+
+    @model_validator(mode="after")
+    def _system_prompt_has_a_template(self) -> Self:
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("system_prompt needs chat_template: true, which says where it belongs")
+        return self
+
+
+class JsonlTask(TextTask):
+    """One JSON object per line with `prompt`, `answer` and optionally `key`."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"system_prompt", "answer_extraction"})
+
+    kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
+    path: PathText = Field(description="The JSON Lines file.")
+
+
+class ReasoningGymTask(TextTask):
+    """A data set of reasoning-gym, whose own verifier gives the score. Stojanovski et al., 2025."""
+
+    kind: Literal["reasoning_gym"] = Field(description="Generate the prompts with reasoning-gym, the extra [tasks].")
+    dataset: Annotated[str, Field(min_length=1)] = Field(description="Name of the data set, such as chain_sum.")
+    settings: dict[str, JsonValue] = Field({}, description="Settings of the data set by name; {} for its own.")
+    data_seed: Index = Field(0, description="Seed of the data set; `seed` does not change its prompts.")
+    size: Count = Field(description="Entries to generate; a question that repeats counts once.")
+
+    @model_validator(mode="after")
+    def _fields_of_their_own(self) -> Self:
+        for name, field in (("seed", "data_seed"), ("size", "size")):
+            if name in self.settings:
+                raise ValueError(f"settings.{name} has a field of its own, task.{field}; give it there")
+        return self
+
+
+class PythonTask(TextTask):
+    """A Python file with `prompts()`, `score(transcripts)` and, for several turns, `step(transcript)`."""
+
+    kind: Literal["python"] = Field(description="Take the prompts, and their verifier, from a Python file.")
+    path: PathText = Field(description="The Python file.")
+    max_turns: Count = Field(
+        1, description="Most turns of the model in an episode; more than 1 needs a function `step` in the file."
+    )
+
+    @property
+    def turns(self) -> int:  # type: ignore[override] # other tasks have one
+        return self.max_turns
+
+
+TaskConfig = ArithmeticTask | JsonlTask | ReasoningGymTask | PythonTask
+
+
+def with_usual_terms(tree: Any) -> Any:
+    """The tree of a run in which a task with a verifier of its own is judged by it, where no terms are given."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("task"), dict):
+        return tree
+    reward = tree.get("reward", {})
+    if tree["task"].get("kind") not in ("reasoning_gym", "python") or not isinstance(reward, dict):
+        return tree
+    return {**tree, "reward": {"terms": [{"kind": "verifier"}], **reward}}
+
+
+def misjudged(task: TaskConfig, reward: RewardConfig) -> Iterator[str]:
+    """A line for each way in which task and reward do not fit together."""
+    has_verifier = isinstance(task, ReasoningGymTask | PythonTask)
+    if any(isinstance(term, Verifier) for term in reward.terms) and not has_verifier:
+        yield "reward.terms of kind verifier need task.kind = reasoning_gym or python, which bring one"
+    if task.answer_extraction != "exact" and any(isinstance(term, FormatReward) for term in reward.terms):
+        yield "task.answer_extraction must be exact beside a reward term of kind format, which has its own"

@@ -1,0 +1,50 @@
+"""The example of a tool between two turns, as it stands in the checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.config.files import load_config
+from ppo_repro.config.tasks import PythonTask
+from ppo_repro.records import manifest, reader
+from ppo_repro.tasks.python_task import load_file, read_prompts, scores, take_step
+from ppo_repro.tasks.transcripts import make_transcript
+from ppo_repro.watcher import Silent
+from tests.support.language import rerun, run
+from tests.support.paths import ROOT
+
+CONFIG = ROOT / "experiments" / "calculator" / "calculator.yaml"
+
+
+@pytest.fixture(autouse=True)
+def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_calculator_answers_products_and_nothing_else() -> None:
+    task = load_config(CONFIG).task
+    assert isinstance(task, PythonTask)
+    of = load_file(task)
+    prompt = next(p for p in read_prompts(of) if p.key == "7*11")
+
+    def said(*turns: str) -> str | None:
+        return take_step(of, make_transcript(prompt.key, prompt.prompt, prompt.answer, prompt.fields, turns))
+
+    assert [said("7*11="), said("12*0="), said("7*11"), said("="), said("7+11="), said("7*11=", "77", "=")] == [
+        *("77", "0"),
+        *(None, None, None, None),
+    ]
+    turns = (("7*11=", "77", ""), ("7*1=", "7", ""), ("7*11=77",), ("7*11=", "77", "0"))
+    rows = [make_transcript(prompt.key, prompt.prompt, prompt.answer, prompt.fields, texts) for texts in turns]
+    assert scores(of, rows) == [1.0, 0.2, 0.0, 0.2]
+
+
+@pytest.mark.slow
+def test_the_example_uses_the_tool_and_repeats_itself(tmp_path: Path) -> None:
+    run_dir = run(load_config(CONFIG, ["ppo.iterations=2"]), tmp_path, Silent())[0]
+    forced = reader.read_sequences(run_dir, columns=["is_forced"])["is_forced"]
+    assert sum(max(of_episode) for of_episode in forced) > len(forced) // 4
+    found = rerun(run_dir, Silent(), ["layout.prefix_cache=false", "layout.threads=2", "layout.padding=none"])
+    assert found.difference is None and found.fingerprint == manifest.load(run_dir).fingerprint

@@ -1,0 +1,77 @@
+"""Prompts and verifiers of reasoning-gym, and its messages for what is wrong."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_repro.config.files import load_config
+from ppo_repro.config.tasks import ReasoningGymTask
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest
+from ppo_repro.tasks.reasoning_gym_task import gym_scores, load_gym
+from ppo_repro.watcher import Silent
+from tests.support.cli import Cli, one_line
+from tests.support.language import rerun, run
+from tests.support.paths import TINY
+
+SETTINGS = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+
+
+def gym(**changes: Any) -> ReasoningGymTask:
+    usual = {"kind": "reasoning_gym", "dataset": "chain_sum", "settings": SETTINGS, "size": 40, "num_eval_prompts": 5}
+    return ReasoningGymTask(**{**usual, **changes})
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(UserError, match=r"^task\.kind = reasoning_gym: needs reasoning-gym.*'ppo-repro\[tasks\]'$"):
+        load_gym(gym())
+
+
+def test_the_entries_are_those_of_the_package() -> None:
+    load_gym(gym())  # which imports the package without its warnings
+    import reasoning_gym
+
+    problems, verifier = load_gym(gym(data_seed=3))
+    entries = list(reasoning_gym.create_dataset("chain_sum", seed=3, size=40, **SETTINGS))
+    first = {entry["question"]: entry["answer"] for entry in reversed(entries)}
+    assert {p.prompt: p.answer for p in problems} == first
+    assert len(problems) == len({p.key for p in problems}) < 40, "a question that repeats counts once"
+    assert [p.prompt for p in load_gym(gym(data_seed=4))[0]] != [p.prompt for p in problems]
+    keys = [p.key for p in problems]
+    right, wrong = [p.answer for p in problems], [p.answer + "1" for p in problems]
+    assert gym_scores(verifier, keys, right) == [1.0] * len(keys)
+    assert max(gym_scores(verifier, keys, wrong)) < 1.0
+    assert gym_scores(verifier, keys, [None] * len(keys)) == [0.0] * len(keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": "chain_sun"}, r"^task\.dataset = 'chain_sun': must be one of .*chain_sum"),
+        ({"settings": {"terms": 2}}, r"^task\.settings\.terms: unknown setting of chain_sum; it has .*min_terms"),
+        ({"settings": {"min_terms": 0}}, r"^task\.settings: chain_sum refuses .*min_terms must be positive"),
+        ({"settings": {"min_terms": "two"}}, r"^task\.settings: chain_sum refuses .*TypeError"),
+    ],
+)
+def test_an_unknown_data_set_or_setting_is_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_gym(gym(**changes))
+
+
+def test_a_run_records_the_version_and_runs_again(tmp_path: Path, cli: Cli) -> None:
+    task = "{kind: reasoning_gym, dataset: chain_sum, size: 30, num_eval_prompts: 5, answer_extraction: last_number, "
+    task += "settings: {min_terms: 2, max_terms: 2, max_digits: 1}}"
+    fields = [f"task={task}", "model.vocab_size=60", "model.warm_start_steps=5", "numerics.max_context=80"]
+    run_dir = run(load_config(TINY, fields), tmp_path, Silent())[0]
+    assert re.search(r'"reasoning-gym": "0\.1\.\d+"', (run_dir / "environment.json").read_text())
+    found = rerun(run_dir, Silent(), ["layout.padding=left"])
+    assert found.difference is None and found.fingerprint == manifest.load(run_dir).fingerprint
+    code, _, err = cli("run", run_dir / "config.yaml", "--set", "task.dataset=nothing", "--out", tmp_path / "other")
+    assert code == 2 and one_line(err).startswith("error: task.dataset = 'nothing': must be one of ")

@@ -22,7 +22,7 @@ from ppo_repro.shares import check_shares, share_ranges
 from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import TINY
-from tests.support.processes.ranks_worker import QUICK, RUNS, note_tokens
+from tests.support.processes.ranks_worker import FIRST, QUICK, RUNS, note_tokens
 from tests.support.ranks import cli_ranks, end, start_ranks
 
 pytestmark = pytest.mark.timeout(600)  # of a machine that others use too
@@ -84,22 +84,35 @@ class Together:
     tokens: list[int]  # of each optimizer step of the one alone
 
 
-@pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
-    folder = tmp_path_factory.mktemp("ranks")
+def _together(folder: Path, *arguments: str) -> Together:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(optimizer, "assert_no_wrap", optimizer.assert_no_wrap)  # put back afterwards
         noted = note_tokens()
         run_dir, _ = run(load_config(TINY, QUICK), folder / "made", Silent())
     shutil.copytree(run_dir, folder / "alone")
     (folder / "two").mkdir()
-    ended = end(start_ranks(*[["-m", "tests.support.processes.ranks_worker", str(folder / "two")]] * 2))
+    command = ["-m", "tests.support.processes.ranks_worker", str(folder / "two"), *arguments]
+    ended = end(start_ranks(command, command))
     assert [e.code for e in ended] == [0, 0], ended
     found = [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in range(2)]
     whole = manifest.load(run_dir)
     return Together(found, folder, whole.fingerprint, [entry.chain for entry in whole.iterations], noted)
 
 
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
+    """Two processes on all the runs of the worker: for slow tests."""
+    return _together(tmp_path_factory.mktemp("ranks"), "whole")
+
+
+def test_two_processes_exchange_and_record_what_one_does(tmp_path: Path) -> None:
+    short = _together(tmp_path)
+    exchanged = [found["exchanges"]["first"] for found in short.found]
+    assert exchanged == ["rank 0"] * 2
+    assert [found[f"chain of {FIRST}"] for found in short.found] == [short.chain[:1]] * 2
+
+
+@pytest.mark.slow
 def test_every_rank_sees_the_same_whole(together: Together) -> None:
     expected = {
         "gather": [[1, [0, 1, 2]]],
@@ -112,6 +125,7 @@ def test_every_rank_sees_the_same_whole(together: Together) -> None:
         assert found["exchanges in small buckets"] == expected
 
 
+@pytest.mark.slow
 def test_what_is_not_the_same_is_refused_on_every_rank(together: Together) -> None:
     for found in together.found:
         assert found["same"] == "nothing"
@@ -120,43 +134,51 @@ def test_what_is_not_the_same_is_refused_on_every_rank(together: Together) -> No
         assert found["other shapes"].startswith("PromiseBroken: shapes of the tensors to sum: rank 1 has ")
 
 
+@pytest.mark.slow
 def test_two_processes_leave_the_fingerprint_of_one(together: Together) -> None:
     assert [found["equal"] for found in together.found] == [together.alone] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["three to one", "all on the second"])
 def test_two_processes_with_unequal_shares_record_what_one_does(together: Together, name: str) -> None:
     assert [found[f"chain of {name}"] for found in together.found] == [together.chain[:1]] * 2
 
 
+@pytest.mark.slow
 def test_the_overflow_bound_is_asked_about_the_tokens_of_all_ranks(together: Together) -> None:
     assert len(set(together.tokens)) > 3
     assert [found["tokens"] for found in together.found] == [together.tokens] * 2
 
 
+@pytest.mark.slow
 def test_minibatches_smaller_than_the_number_of_processes(together: Together, tmp_path: Path) -> None:
     name = "one sequence a minibatch"
     run_dir, _ = run(load_config(TINY, RUNS[name]), tmp_path, Silent())
     assert together.found[0][name] == manifest.load(run_dir).fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("row_noise")
 def test_two_native_processes_leave_another_fingerprint(together: Together, tmp_path: Path) -> None:
     run_dir, _ = run(load_config(TINY, RUNS["native"]), tmp_path, Silent())
     assert together.found[0]["native"] != manifest.load(run_dir).fingerprint
 
 
+@pytest.mark.slow
 def test_two_processes_rerun_what_one_recorded(together: Together) -> None:
     for found in together.found:
         assert found["rerun"] == [True, together.alone]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_added_up_are_noticed(together: Together) -> None:
     for found in together.found:
         assert found["broken"].startswith("PromiseBroken: weights after an update: rank 1 has ")
     assert not list((together.folder / "two" / "broken").rglob("manifest.json"))
 
 
+@pytest.mark.slow
 def test_only_the_first_rank_records(together: Together) -> None:
     run_dir = next((together.folder / "two" / "equal").rglob("manifest.json")).parent
     assert manifest.load(run_dir).status == "complete"

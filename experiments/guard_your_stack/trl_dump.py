@@ -51,8 +51,10 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     given = options()
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        given.model, dtype=getattr(torch, given.dtype), trust_remote_code=False, use_safetensors=True
+    )
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}

@@ -42,6 +42,7 @@ from ppo_repro.plan.memory import Linear, Work, mixed_precision_bytes
 from ppo_repro.plan.phases import make_plan
 from ppo_repro.plan.shapes import model_shape, plan_run
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
+from tests.support.cli import one_line
 from tests.support.models import CLASSES, CONFIGS, CONTEXT, fill, kept_bytes, ragged, source_model
 from tests.support.runs import small_config
 
@@ -412,8 +413,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path, capsys: p
     with pytest.raises(UserError, match="architecture BertModel; must be one of LlamaForCausalLM"):
         plan_run(small_config(f"model={{kind: folder, path: {tmp_path}}}"))
     assert _run(["plan", "tests/support/small.yaml", "--set", "layout.backend=eager"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "layout.backend = eager" in said
+    assert "layout.backend = eager" in one_line(capsys.readouterr().err)
 
 
 def test_smaller_pieces_of_work_need_less_and_the_same_stays() -> None:

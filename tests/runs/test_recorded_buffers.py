@@ -25,6 +25,7 @@ from ppo_repro.records import digests, schema, side_schema
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.watcher import Silent
 from tests.support.paths import ROOT, TINY
+from tests.support.turns import turns_config
 
 README = ROOT / "ppo_repro" / "records" / "README.md"
 RECORDED = (*schema.TABLES, *side_schema.BESIDE)
@@ -142,6 +143,8 @@ def held_rows(item: Iteration, field: Field, column: Field, rows: int) -> list[A
         steps = [u.policy if column[1].startswith("policy_") else u.value for u in updates]
         values = [[getattr(g, name) for g in step.gradients] if step and step.gradients else None for step in steps]
         return [v if v is None or name != "name" else " ".join(v) for v in values]
+    if stage == "Episode":
+        return episode_rows(item, name)
     found: list[Any] = []
     for u in updates:
         step = {"PolicyUpdate": u.policy, "ValueUpdate": u.value, "MinibatchUpdate": u}[stage]
@@ -154,6 +157,16 @@ def held_rows(item: Iteration, field: Field, column: Field, rows: int) -> list[A
     return found
 
 
+def episode_rows(item: Iteration, name: str) -> list[Any]:
+    """A field of every episode; where each is one turn, that turn is the response."""
+    episodes = item.rollout.episodes
+    if episodes is None:
+        assert name == "turns"
+        return list(item.rollout.responses)
+    rows = [getattr(episode, name) for episode in episodes]
+    return ["".join(turns) for turns in rows] if name == "turns" else [[int(x) for x in row] for row in rows]
+
+
 def unequal(item: Iteration, tables: Tables) -> set[Field]:
     """The fields whose recorded values are not those of the buffers."""
     found = set()
@@ -161,6 +174,9 @@ def unequal(item: Iteration, tables: Tables) -> set[Field]:
         for column in place.columns:
             if column[0] == "evaluations" and column[0] not in tables:
                 assert item.evaluation is None
+                continue
+            if COLUMNS[column].of_turns and column[1] not in tables[column[0]].column_names:
+                assert item.rollout.episodes is None
                 continue
             kind, recorded = COLUMNS[column].kind, recorded_rows(tables, column)
             held = held_rows(item, field, column, len(recorded))
@@ -218,6 +234,7 @@ OPTIONS = {
         "ppo.objective={kind: adaptive_clip, target_kl: 0.01}",
     ),
 }
+TURNS = "turns"
 POTENTIAL = "def phi(prompt, response, answer):\n    return 0.5 + len(response)\n"
 
 
@@ -230,12 +247,13 @@ class Recorded:
     tables: tuple[Tables, ...]
 
 
-@pytest.fixture(scope="module", params=list(OPTIONS))
+@pytest.fixture(scope="module", params=[*OPTIONS, TURNS])
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder: Path = tmp_path_factory.mktemp("run")
     (folder / "potential.py").write_text(POTENTIAL)
-    options = [*COMMON, *OPTIONS[request.param], f"reward.potential='{folder}/potential.py:phi'"]
-    with LanguageKind(Silent()).begin(load_config(TINY, options), None) as execution:
+    options = [*COMMON, *OPTIONS.get(request.param, ()), f"reward.potential='{folder}/potential.py:phi'"]
+    config = turns_config(folder, *options) if request.param == TURNS else load_config(TINY, options)
+    with LanguageKind(Silent()).begin(config, None) as execution:
         items = tuple(execution.iterations())
         return Recorded(request.param, items, tuple(execution.tables(item) for item in items))
 
@@ -253,7 +271,10 @@ def test_a_buffer_with_another_bit_is_noticed(recorded: Recorded) -> None:
 
     def other(value: Tensor) -> Tensor:
         changed = value.clone()
-        changed.view(-1)[-1] = 1 - changed.view(-1)[-1] if value.dtype != torch.bool else ~changed.view(-1)[-1]
+        last = changed.view(-1)[-1]
+        changed.view(-1)[-1] = (
+            ~last if value.dtype == torch.bool else last + 1 if last.is_floating_point() else 1 - last
+        )
         return changed
 
     checked = 0
@@ -278,6 +299,7 @@ HAS_VALUES = {
         *(("steps", "value_tensors"), ("iterations", "return_mean")),
     },
     "value head": {*EVERYWHERE, ("updates", "kl_terms"), ("steps", "kl_loss"), ("iterations", "clip_range")},
+    TURNS: (("sequences", "episode_ids"), ("sequences", "is_forced")),
 }
 
 

@@ -58,7 +58,7 @@ def test_a_potential_changes_every_summed_reward_by_that_of_the_start(tmp_path: 
 
 
 def test_a_reward_model_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"reward model .*nowhere: must be a transformers model folder"):
+    with pytest.raises(UserError, match=r"reward model .*nowhere: there is no such folder; give the folder of a model"):
         recorded(tmp_path, f"reward.terms=[{{kind: model, path: '{tmp_path}/nowhere'}}]")
     assert not list(tmp_path.rglob("manifest.json"))
 

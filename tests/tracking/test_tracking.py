@@ -12,6 +12,7 @@ import pytest
 from ppo_repro.commands.cli import _run
 from ppo_repro.records import accuracy, manifest, reader, times
 from tests.support import synthetic_run
+from tests.support.cli import one_line
 from tests.support.paths import TINY
 from tests.support.ranks import free_port
 
@@ -206,7 +207,7 @@ def test_a_grid_is_a_parent_with_its_cells(store: str, tmp_path: Path) -> None:
 def test_a_uri_that_is_none_is_one_line(exact_run: Path, uri: str, said: str, capsys: Any) -> None:
     assert _run(["track", str(exact_run), "--uri", uri]) == 2
     err = capsys.readouterr().err
-    assert said in err and "secret" not in err and len(err.splitlines()) == 1
+    assert said in one_line(err) and "secret" not in err
 
 
 def test_a_file_that_is_no_database_is_one_line_and_left_alone(exact_run: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,6 +1,6 @@
 """One process of several: runs everything `test_ranks.py` looks at, so that the slow imports are paid once.
 
-Arguments: a folder to write to. Leaves `<rank>.json` there, and the recorded runs of the first rank.
+Arguments: a folder to write to, and `whole` for all of it. Leaves `<rank>.json` there, and the recorded runs of the first rank.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.support.row_dependent import NOISE, row_dependent_linear
 
 QUICK = ["model.warm_start_steps=4"]  # each process computes all of the warm start
 SHORT = [*QUICK, "ppo.iterations=1"]
+FIRST = "three to one"  # the only run of a short call
 RUNS = {
     "equal": QUICK,
     "three to one": [*SHORT, "layout.rank_shares=[3,1]", "layout.padding=none", "layout.update_micro_batch=1"],
@@ -77,7 +78,7 @@ def exchanges(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, is_whole: bool) -> None:
     found: dict[str, Any] = {}
     with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) as ranks:
         found["exchanges"] = exchanges(ranks)
@@ -89,13 +90,16 @@ def main(folder: Path) -> None:
         found["out of step"] = refused(out_of_step)
         found["other shapes"] = refused(lambda: ranks.add_up([torch.zeros(1 + ranks.rank)]))
         noted = note_tokens()
-        for name, overrides in RUNS.items():
+        for name, overrides in RUNS.items() if is_whole else [(FIRST, RUNS[FIRST])]:
             with row_dependent_linear(NOISE):  # the layers of exact numerics are others
                 run_dir, _ = run(load_config(TINY, overrides), folder / name, Silent(), ranks)
             found.setdefault("tokens", list(noted))  # of the first run
             ranks.check()
             whole = manifest.load(run_dir)
             found[name], found[f"chain of {name}"] = whole.fingerprint, [entry.chain for entry in whole.iterations]
+        if not is_whole:
+            (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+            return
         report = rerun(folder.parent / "alone", Silent(), ["layout.rank_shares=[2,1]"], ranks)
         found["rerun"] = (report.difference is None, report.fingerprint)
         broken = WithoutReduction(ranks.rank, ranks.size)
@@ -104,5 +108,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] == ["whole"])
     end_process(0)

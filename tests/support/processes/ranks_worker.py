@@ -1,6 +1,7 @@
 """One process of several: runs everything `test_ranks.py` looks at, so that the slow imports are paid once.
 
-Arguments: a folder to write to, and `whole` for all of it. Leaves `<rank>.json` there, and the recorded runs of the first rank.
+Arguments: a folder to write to, and `whole` for all of it. Leaves `<rank>.json` there, and the recorded runs of the
+first rank.
 """
 
 from __future__ import annotations

@@ -73,14 +73,14 @@ def test_gradients_and_logits_are_those_of_the_model_in_float64(architecture: st
     exact = ppo_repro.exact(source, backend="eager")
     expected, found = gradients(wide, ROWS, 1, "right", 0), gradients(exact, ROWS, 2, "left", 0)
     # as for the gradients of a run, tests/numerics/test_gradients.py
-    assert float((found.double() - expected).norm() / expected.norm()) < 3e-5
+    assert float((found.double() - expected).norm() / expected.norm()) < 6e-6
     row = torch.tensor([ROWS[2]])
     logits, stock = exact(row).logits.detach(), wide(row).logits.detach()
     assert logits.dtype == torch.float32
-    assert float((logits.double() - stock).norm() / stock.norm()) < 3e-5
+    assert float((logits.double() - stock).norm() / stock.norm()) < 6e-6
     # the control: a model rounded to bfloat16 is outside
     rounded = gradients(copy.deepcopy(source).bfloat16().double(), ROWS, 1, "right", 0)
-    assert float((rounded - expected).norm() / expected.norm()) > 3e-5
+    assert float((rounded - expected).norm() / expected.norm()) > 6e-6
 
 
 def test_the_rounding_of_each_token_is_its_own() -> None:

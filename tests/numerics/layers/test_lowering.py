@@ -61,15 +61,14 @@ def logits_error(architecture: str, mode: str, padding: str) -> float:
 @pytest.mark.parametrize("padding", ["right", "left", "none"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_those_of_the_unmodified_model(architecture: str, padding: str) -> None:
-    # operands of 20 bits lose 2^-21 each, about 1e-6 per product; two layers deep 4e-6 to 1.2e-5 was measured
-    assert 0 < logits_error(architecture, "exact", padding) < 3e-5
-    # float32 loses 2^-24; 1e-6 was measured
-    assert 0 < logits_error(architecture, "native", padding) < 3e-6
+    # weights lose 2^-24 of the largest of a row, as float32 does: 1e-6 was measured at most, on either side
+    for mode in ("exact", "native"):
+        assert 0 < logits_error(architecture, mode, padding) < 3e-6
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_other_settings_are_those_of_the_unmodified_model(variant: str) -> None:
-    assert 0 < logits_error(variant, "exact", "none") < 3e-5
+    assert 0 < logits_error(variant, "exact", "none") < 3e-6
     assert 0 < logits_error(variant, "native", "right") < 3e-6
 
 
@@ -89,8 +88,8 @@ def test_native_and_exact_values_agree_closely(architecture: str) -> None:
     with torch.no_grad():
         exact = value_predictions(value_model(architecture, "exact"), batch)
         native = value_predictions(value_model(architecture, "native"), batch)
-    # the tolerance of the logits
-    assert float((exact - native).norm() / native.norm()) < 3e-5
+    # the tolerance of the logits, of each
+    assert float((exact - native).norm() / native.norm()) < 6e-6
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

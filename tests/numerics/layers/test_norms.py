@@ -85,11 +85,11 @@ def test_values_and_gradients_are_those_of_float64(kind: str) -> None:
     upstream = torch.randn(expected.shape, generator=seeded(2))
     expected.backward(upstream.double())
     y, dx, parameters = gradients(kind, x, upstream, 50)
-    # operands of 20 bits: 2^-21 of a row's largest element, here 200 times the others; means are exact to 2^-40
+    # operands of 26 bits: 2^-27 of a row's largest element, here 200 times the others; means are exact to 2^-40
     pairs = [(y, expected.detach()), (dx, wide.grad), *((parameters[n], p.grad) for n, p in module.named_parameters())]
     assert len(pairs) == 3 + (kind != "gemma")
     for got, reference in pairs:
-        assert float((got - reference).norm() / reference.norm()) < 5e-6
+        assert float((got - reference).norm() / reference.norm()) < 3e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)

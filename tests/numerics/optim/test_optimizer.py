@@ -34,8 +34,8 @@ def test_adamw_is_its_definition_in_float64() -> None:
         error = (reference(x) - target).detach() * factor
         gradients = {"weight": error.t() @ x, "bias": error.sum(0)}
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
-        # float32 forward and operands of 20 bits
-        assert report.grad_norm == pytest.approx(norm, rel=1e-5)
+        # float32 forward, and operands of 22 to 27 bits
+        assert report.grad_norm == pytest.approx(norm, rel=1e-6)
         with torch.no_grad():
             for name, p in reference.named_parameters():
                 g = gradients[name] * min(1.0, SETTINGS.max_grad_norm / (norm + 1e-6))

@@ -78,10 +78,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.section import run_folder
 
     set_fields = overrides(arguments)
-    if command_of(read_tree(arguments.config, set_fields)) == "control":
-        return _run_control(arguments)
     clock, folder, alone = Clock(), list[Path](), processes()[1] == 1
     if alone:  # several processes hear of each other's mistakes, and torch is what they hear by
+        if command_of(read_tree(arguments.config, set_fields)) == "control":
+            return _run_control(arguments)
         _look(load_config(arguments.config, set_fields), arguments.out)
     with _saying_how_to_go_on(folder), _working_together() as (ranks, watcher):
         config = load_config(arguments.config, set_fields)

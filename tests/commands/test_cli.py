@@ -221,7 +221,7 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
     wait_for(lambda: recorded_iterations(tmp_path) > 1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     run_dir = next(tmp_path.rglob("manifest.json")).parent
     assert err.rstrip().splitlines()[-1] == (
         f"interrupted; complete iterations are kept; go on with `ppo-repro resume {run_dir}`"

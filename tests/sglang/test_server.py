@@ -222,12 +222,12 @@ def test_an_exact_server_killed_in_the_middle_is_replaced_and_no_bit_changes(exa
     exact.engine.generate(requests[:2], PLAIN)
     hit = exact.engine.fleet.servers[1].process
     assert hit is not None
-    before = hit.log.stat().st_size
+    scheduler = scheduler_of(hit.group)
+    os.kill(scheduler, signal.SIGSTOP)  # so that it cannot have answered all by then
 
     def kill() -> None:
-        while hit.log.stat().st_size == before:  # until it computes the first batch
-            time.sleep(0.01)
-        os.kill(scheduler_of(hit.group), signal.SIGKILL)
+        time.sleep(1.0)
+        os.kill(scheduler, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()

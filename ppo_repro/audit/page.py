@@ -28,6 +28,8 @@ def sentence(side: Side) -> str:
     """The verdict about one side."""
     if side.is_right:
         return f"{side.name} is right: {side.rms:.2g} nats (rms) from the exact log-probs"
+    if not side.tokens:
+        return f"{side.name} is wrong: {side.cause}"
     left = "" if side.cause.startswith("unknown") or not side.tried else f"; that leaves {side.left:.2g} nats"
     return f"{side.name} is wrong: {side.rms:.2g} nats (rms) from the exact log-probs; {side.cause}{left}"
 

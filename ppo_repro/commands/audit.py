@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_result
+
+if TYPE_CHECKING:
+    from ppo_repro.audit.dump import Response
 
 
 def add_options(parser: argparse.ArgumentParser, path: Callable[[str], Path]) -> None:
@@ -23,6 +27,10 @@ def add_options(parser: argparse.ArgumentParser, path: Callable[[str], Path]) ->
     parser.add_argument("--out", metavar="PAGE", type=path, help="write an HTML page")
 
 
+def _length(response: Response) -> int:
+    return len(response.prompt_ids) + len(response.response_ids)
+
+
 def audit_command(arguments: argparse.Namespace) -> int:
     """Say which side of another stack's dump is wrong, by the exact model, and why; exit 1 if one is."""
     from ppo_repro.audit.dump import FORMATS, read_dump
@@ -36,6 +44,8 @@ def audit_command(arguments: argparse.Namespace) -> int:
     for name, value, least in (("--top-k", arguments.top_k, 0), ("--responses", arguments.responses, 1)):
         if value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}; make it")
     responses = read_dump(arguments.dump, arguments.format, arguments.responses)
 
     from ppo_repro.audit.conditions import Subject
@@ -48,9 +58,16 @@ def audit_command(arguments: argparse.Namespace) -> int:
 
     proof.use("auto", 1)
     model, tokenizer = load_folder(arguments.model)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    for response in responses:
+        if positions is not None and _length(response) > positions:
+            raise UserError(
+                f"{arguments.dump}: row {response.row}: {_length(response)} tokens; the model has {positions} "
+                "positions; give the folder of the model that the dump was made with"
+            )
     others = {f"weights of {folder}": load_folder(folder)[0] for folder in arguments.also}
-    longest = max(len(r.prompt_ids) + len(r.response_ids) for r in responses)
-    subject = Subject(model, others, tokenizer.bos_token_id, longest + 2)
+    # the last token is no input, and a BOS token may be put in front
+    subject = Subject(model, others, tokenizer.bos_token_id, max(_length(r) for r in responses))
     found = audit(subject, responses, Settings(arguments.temperature, arguments.top_p, arguments.top_k))
     said = lines(found)
     if arguments.out is not None:

@@ -80,11 +80,34 @@ def test_dumps_of_the_real_trl(cli: Cli, dump: tuple[Path, Path], options: str) 
         (["--responses", "0"], "--responses 0: must be at least 1"),
         (["--format", "verl"], "row 1: no column 'responses'"),
         (["--model", "nowhere"], "nowhere"),
+        (["--out", "nowhere/page.html"], "--out nowhere/page.html: there is no folder nowhere; make it"),
     ],
 )
 def test_mistakes_are_one_line(cli: Cli, dump: tuple[Path, Path], options: list[str], message: str) -> None:
     code, out, err = cli("audit", dump[0], "--model", dump[1], *options)
     assert (code, out) == (2, "") and message in one_line(err)
+
+
+def test_rows_as_long_as_the_model_has_positions_and_longer_ones(
+    cli: Cli, dump: tuple[Path, Path], tmp_path: Path
+) -> None:
+    row = json.loads(dump[0].read_text().splitlines()[0])
+    positions = json.loads((dump[1] / "config.json").read_text())["max_position_embeddings"]
+    for more, expected in ((0, 1), (1, 2)):
+        filled = (row["prompt_ids"] * positions)[: positions + more - len(row["response_ids"])]
+        (tmp_path / "dump.jsonl").write_text(json.dumps({**row, "prompt_ids": filled}) + "\n")
+        code, _, err = cli("audit", tmp_path / "dump.jsonl", "--model", dump[1])
+        assert code == expected
+    assert f"row 1: {positions + 1} tokens; the model has {positions} positions" in one_line(err)
+
+
+def test_a_side_without_log_probs_has_no_distance(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+    row = json.loads(dump[0].read_text().splitlines()[0])
+    row["rollout_logprobs"] = [None] * len(row["response_ids"])
+    (tmp_path / "dump.jsonl").write_text(json.dumps(row) + "\n")
+    code, out, _ = cli("audit", tmp_path / "dump.jsonl", "--model", dump[1])
+    count = len(row["response_ids"])
+    assert code == 1 and f"sampler is wrong: {count} of {count} tokens have no log-prob or a 0\n" in out
 
 
 def test_tokens_that_the_model_has_not_are_refused(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:

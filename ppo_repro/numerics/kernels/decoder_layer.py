@@ -19,12 +19,22 @@ from ppo_repro.numerics.kernels.attention.forward import forward_cached, store
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line
 from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS
-from ppo_repro.numerics.kernels.layer_parts import rotate_rows, silu_times_flat
+from ppo_repro.numerics.kernels.layer_parts import (
+    ATTENTION,
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    DOWN,
+    FINITE,
+    GATE,
+    KEY_NORM,
+    OUT,
+    OUTLIERS,
+    QUERY,
+    QUERY_NORM,
+    rotate_rows,
+    silu_times_flat,
+)
 from ppo_repro.numerics.kernels.norms import rms_norm_rows
-
-# How a layer ended: well, or at what was not finite, where a linear layer stands for its input, since its weight was
-# checked before; or at an input of a linear layer that has outliers, whose products are not computed here.
-FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_MLP, GATE, DOWN, OUTLIERS = range(11)
 
 
 class Norm(NamedTuple):

@@ -24,12 +24,21 @@ from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line
 from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS
 from ppo_repro.numerics.kernels.float64.few_rows import PADDING, add_outliers, multiply_rows, put_on_grid
 from ppo_repro.numerics.kernels.float64.tiles import ROWS
-from ppo_repro.numerics.kernels.layer_parts import rotate_rows, silu_times_flat
+from ppo_repro.numerics.kernels.layer_parts import (
+    ATTENTION,
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    DOWN,
+    FINITE,
+    GATE,
+    KEY_NORM,
+    OUT,
+    QUERY,
+    QUERY_NORM,
+    rotate_rows,
+    silu_times_flat,
+)
 from ppo_repro.numerics.kernels.norms import rms_norm_rows
-
-# How a layer ended: well, or at what was not finite, where a linear layer stands for its input, since its weight was
-# checked before.
-FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_MLP, GATE, DOWN = range(10)
 
 # A layer is a row of addresses: passing arrays of arrays takes as long as a small layer. Of each matrix: panels int32,
 # scales float64 and bias float32 padded to whole panels, weights float32, starts and columns of outliers int64.

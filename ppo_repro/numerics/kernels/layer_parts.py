@@ -11,6 +11,10 @@ from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts
 from ppo_repro.numerics.kernels.core.scalar import exp32
 
+# How a layer ended: well, or at what was not finite, where a linear layer stands for its input, since its weight was
+# checked before; or, where their products are not computed, at an input of a linear layer that has outliers.
+FINITE, BEFORE_ATTENTION, QUERY, QUERY_NORM, KEY_NORM, ATTENTION, OUT, BEFORE_MLP, GATE, DOWN, OUTLIERS = range(11)
+
 _ONE = np.float32(1.0)
 
 

@@ -9,18 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
-from ppo_repro.numerics.kernels import decoder_layer
+from ppo_repro.numerics.kernels import decoder_layer, layer_parts
 from ppo_repro.numerics.kernels.amx import product
 from ppo_repro.numerics.kernels.amx.operands import MAX_TERMS
 from ppo_repro.numerics.kernels.core import pool
-from ppo_repro.numerics.layers.fused_attention import NOT_FINITE, attend_arrays, cost
+from ppo_repro.numerics.layers.fused_attention import attend_arrays, cost
 from ppo_repro.numerics.layers.kv_cache import GridCache
-from ppo_repro.numerics.layers.norms import input_not_finite
 from ppo_repro.numerics.products import array
-from ppo_repro.numerics.trunk.layer import Attended, Rotary, layer_forward, normalise, rotary_at
+from ppo_repro.numerics.trunk.layer import Attended, Rotary, layer_forward, layer_not_finite, normalise, rotary_at
 from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, NormWeights, Trunk
 from ppo_repro.numerics.trunk.whole import WholeTrunk
 
@@ -167,10 +165,10 @@ def _through_whole_layers(
             contents, result = decoder_layer.LayerCache(*cache.arrays[layer.index]), (x[own], key[own], value[own])
             before = x[own].copy()
             status = decoder_layer.decoder_layer(w, layer.spec, *tables, places, contents, *result)
-            if status == decoder_layer.OUTLIERS:
+            if status == layer_parts.OUTLIERS:
                 x[own] = _again(trunk, layer, before, own, cache, visible, key, value)
-            elif status != decoder_layer.FINITE:
-                raise _not_finite(layer, status)
+            elif status != layer_parts.FINITE:
+                raise layer_not_finite(layer, status)
 
     product_cost = PRODUCT_NANOSECONDS * sum(matrix.terms * matrix.columns for w in weights for matrix in _matrices(w))
     attention_cost = len(weights) * cost(spec, *visible[trunk.layers[0].window]) / rows
@@ -204,24 +202,6 @@ def _again(
 
     with pool.limited_to(1):
         return layer_forward(layer, x, rotary_at(trunk, part.target.arrays[1][:, 0]), attend)[0]
-
-
-def _not_finite(layer: Layer, status: int) -> NumericsError:
-    """The error that `layer_forward` raises, given what was not finite in a whole layer."""
-    norms = {
-        decoder_layer.BEFORE_ATTENTION: layer.attention_norm,
-        decoder_layer.QUERY_NORM: layer.query_norm,
-        decoder_layer.KEY_NORM: layer.key_norm,
-        decoder_layer.BEFORE_MLP: layer.mlp_norm,
-    }
-    if status == decoder_layer.ATTENTION:
-        return NumericsError(f"layer {layer.index}: {NOT_FINITE}")
-    norm = norms.get(status)
-    if norm is not None:
-        return input_not_finite(norm.name)
-    linears = {decoder_layer.QUERY: layer.query, decoder_layer.OUT: layer.out, decoder_layer.GATE: layer.gate}
-    linear = linears.get(status, layer.down)
-    return NumericsError(f"the input or the weight of {linear.prepared.name} is not finite")
 
 
 def _through_kernels(

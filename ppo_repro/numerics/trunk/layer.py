@@ -12,7 +12,8 @@ import numpy as np
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.kernels import layer_parts
-from ppo_repro.numerics.layers.norms import rms_normed
+from ppo_repro.numerics.layers.fused_attention import NOT_FINITE
+from ppo_repro.numerics.layers.norms import input_not_finite, rms_normed
 from ppo_repro.numerics.products import operand as prepare_operand
 from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, NormWeights, Trunk
 
@@ -136,3 +137,21 @@ def _head_norm(norm: NormWeights | None, x: np.ndarray) -> tuple[np.ndarray, Nor
         return x, None
     result = normalise(norm, x.reshape(-1, len(norm.values)))
     return result.y.reshape(x.shape), result
+
+
+def layer_not_finite(layer: Layer, status: int) -> NumericsError:
+    """The error that `layer_forward` raises, given what a kernel of a whole layer found not finite."""
+    norms = {
+        layer_parts.BEFORE_ATTENTION: layer.attention_norm,
+        layer_parts.QUERY_NORM: layer.query_norm,
+        layer_parts.KEY_NORM: layer.key_norm,
+        layer_parts.BEFORE_MLP: layer.mlp_norm,
+    }
+    if status == layer_parts.ATTENTION:
+        return NumericsError(f"layer {layer.index}: {NOT_FINITE}")
+    norm = norms.get(status)
+    if norm is not None:
+        return input_not_finite(norm.name)
+    linears = {layer_parts.QUERY: layer.query, layer_parts.OUT: layer.out, layer_parts.GATE: layer.gate}
+    linear = linears.get(status, layer.down)
+    return NumericsError(f"the input or the weight of {linear.prepared.name} is not finite")

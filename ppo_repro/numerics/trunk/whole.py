@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.arithmetic.grid import WEIGHT_BITS
 from ppo_repro.numerics.kernels import decoder_trunk as decoder
+from ppo_repro.numerics.kernels import layer_parts
 from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS
-from ppo_repro.numerics.layers.fused_attention import NOT_FINITE, cost
+from ppo_repro.numerics.layers.fused_attention import cost
 from ppo_repro.numerics.layers.kv_cache import GridCache
-from ppo_repro.numerics.layers.norms import input_not_finite
 from ppo_repro.numerics.products import array
+from ppo_repro.numerics.trunk.layer import layer_not_finite
 from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, Trunk
 
 PRODUCT_NANOSECONDS = 0.02  # of a multiplication; only to decide how many threads are worth waking
@@ -81,8 +81,8 @@ class WholeTrunk:
             tokens = decoder.NewTokens(slots[own], positions[own], valid[own], begin, end[own])
             mine = np.empty((count, 2, (last - first) * width), np.float32)
             index, status = decoder.run(self._fields, self._window_of, shape, *self._tables, tokens, x[own], mine)
-            if status != decoder.FINITE:
-                raise _not_finite(self._trunk.layers[index], status)
+            if status != layer_parts.FINITE:
+                raise layer_not_finite(self._trunk.layers[index], status)
             if cache.keeps:
                 new[:, :, own] = mine.reshape(count, 2, last - first, width)
 
@@ -129,21 +129,3 @@ def _shape(layer: Layer, cache: GridCache) -> decoder.Shape:
         context=values.shape[2],
         values_row=values.shape[3],
     )
-
-
-def _not_finite(layer: Layer, status: int) -> NumericsError:
-    """The error that `layer_forward` raises, given what was not finite in a layer."""
-    norms = {
-        decoder.BEFORE_ATTENTION: layer.attention_norm,
-        decoder.QUERY_NORM: layer.query_norm,
-        decoder.KEY_NORM: layer.key_norm,
-        decoder.BEFORE_MLP: layer.mlp_norm,
-    }
-    if status == decoder.ATTENTION:
-        return NumericsError(f"layer {layer.index}: {NOT_FINITE}")
-    norm = norms.get(status)
-    if norm is not None:
-        return input_not_finite(norm.name)
-    linears = {decoder.QUERY: layer.query, decoder.OUT: layer.out, decoder.GATE: layer.gate}
-    linear = linears.get(status, layer.down)
-    return NumericsError(f"the input or the weight of {linear.prepared.name} is not finite")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.gradients import HEADROOM, MAX_TOKENS, GradientAccumulator
-from ppo_repro.numerics.products import NOTHING, input_exponents, row_exponents
+from ppo_repro.numerics.gradients import HEADROOM, MAX_TOKENS, GradientAccumulator, factor_exponents
+from ppo_repro.numerics.products import NOTHING, row_exponents
 
 BIN_BITS = 8  # of exponents in a bin: a contribution keeps 27 - 8 bits at least
 # bins below the highest one that count: the others hold contributions below 2^-24 of the largest, as float32 drops them
@@ -50,9 +50,7 @@ class GradientBins:
     def add_linear(self, weight: Tensor, x: Tensor, grad: Tensor, transposed: bool = False) -> None:
         """dW[n, k] += sum_t grad[t, n] x[t, k]; x [T, K] and grad [T, N] float32. As in `GradientAccumulator`."""
         name = self.names[id(weight)]
-        x_exponents, grad_exponents = input_exponents(x), row_exponents(grad)
-        if x_exponents is None or grad_exponents is None:
-            raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+        x_exponents, grad_exponents = factor_exponents(name, x, grad)
         self.add_measured(name, x, x_exponents, grad, grad_exponents, transposed)
 
     def add_measured(

@@ -76,6 +76,14 @@ def _to_float32(integers: Tensor, high: Tensor | None, unit: float) -> Tensor:
     return out.copy_((total * unit).to(torch.float32))
 
 
+def factor_exponents(name: str, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponents of the rows of x and grad, int64 [T] each; NumericsError where the gradient of `name` is not finite."""
+    x_exponents, grad_exponents = input_exponents(x), row_exponents(grad)
+    if x_exponents is None or grad_exponents is None:
+        raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+    return x_exponents, grad_exponents
+
+
 class GradientAccumulator:
     """Collects the integer gradients of one module's parameters over any number of backward passes."""
 
@@ -153,9 +161,7 @@ class GradientAccumulator:
         and Z = rne(grad 2^(ex - E - HEADROOM + 27)), ex the exponent of x's row.
         """
         name = self.names[id(weight)]
-        x_exponents, grad_exponents = input_exponents(x), row_exponents(grad)
-        if x_exponents is None or grad_exponents is None:
-            raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+        x_exponents, grad_exponents = factor_exponents(name, x, grad)
         self.add_measured(name, x, x_exponents, grad, grad_exponents, transposed)
 
     def add_measured(

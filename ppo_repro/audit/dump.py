@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ppo_repro.disk.json_lines import read_lines
-from ppo_repro.errors import UserError
+from ppo_repro.errors import UserError, is_out_of_memory
 from ppo_repro.output import shown
 
 
@@ -100,7 +100,11 @@ def _tensor_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give a file that torch.save wrote") from error
     except Exception as error:  # damaged files fail in many ways
+        if is_out_of_memory(error):
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         advice = "save a dict of tensors and lists, or a list of such dicts, with torch.save"
         raise UserError(f"{path}: cannot be read without running code from it ({shown(reason)}); {advice}") from error

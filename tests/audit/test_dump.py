@@ -123,6 +123,12 @@ def test_other_files_are_refused(name: str, content: bytes, message: str, tmp_pa
         read_dump(tmp_path / name, "verl", 1)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".pt"])
+def test_a_file_that_is_not_there_is_named_as_such(suffix: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"x\{suffix}.*No such file or directory"):
+        read_dump(tmp_path / f"x{suffix}", "verl", 1)
+
+
 def test_a_dump_in_which_nothing_counts_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", [changed(response_mask=[0, 0, 0])])
     with pytest.raises(UserError, match="has no response with a token that counts"):

@@ -1,19 +1,30 @@
-"""Ctrl-C and SIGTERM as exceptions in the main thread, never at a moment when the exception would be lost.
+"""Ctrl-C and SIGTERM as exceptions in the main thread, never at a moment when the exception would be lost or do harm.
 
 While Numba compiles or loads code, LLVM calls back into Python through ctypes, which prints an exception and drops it:
-the run would continue, or fail with a compiler error. A signal that arrives then is sent again a moment later.
+the run would continue, or fail with a compiler error. In the midst of taking or giving back a lock of the standard
+library an exception leaves the lock taken (another thread waits for ever) or given back twice (RuntimeError). A signal
+that arrives at such a moment is sent again a moment later.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import queue
 import signal
 import sys
 import threading
+from pathlib import Path
+from types import FrameType
 
 from ppo_repro.errors import Terminated
 
 AGAIN_SECONDS = 0.05
+# written in Python, with locks that no exception may meet half taken
+_WITH_LOCKS = (threading.__file__, queue.__file__, str(Path(concurrent.futures.__file__).parent))
+
+# the instruction at which the last signal found the thread inside of such code
+_stood_at: tuple[int, int] | None = None
 
 
 def install() -> None:
@@ -23,8 +34,8 @@ def install() -> None:
         signal.signal(signal.SIGINT, _interrupt)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    if is_compiling():
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if is_compiling() or _is_moving_through_locks(frame):
         again = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()
@@ -38,3 +49,18 @@ def is_compiling() -> bool:
     """Whether this thread holds the lock of Numba's compiler. Numba is not imported here: most commands do without."""
     module = sys.modules.get("numba.core.compiler_lock")
     return module is not None and bool(module.global_compiler_lock.is_locked())
+
+
+def _is_moving_through_locks(frame: FrameType | None) -> bool:
+    """Whether the thread runs code with locks, and does not stand where the signal before this one found it.
+
+    A thread that stands still waits for something, and waiting is written so that an exception may end it.
+    """
+    global _stood_at
+    before, _stood_at = _stood_at, None
+    while frame is not None and not frame.f_code.co_filename.startswith(_WITH_LOCKS):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    _stood_at = (id(frame), frame.f_lasti)
+    return _stood_at != before

@@ -1,13 +1,19 @@
-"""A signal while machine code is made: raised once that is done, where the default handler loses it in a callback."""
+"""A signal while machine code is made, or a lock is taken: raised once that is done.
+
+The default handler loses it in a callback of the compiler, and leaves locks taken or given back twice.
+"""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from numba.core.compiler_lock import global_compiler_lock
@@ -92,6 +98,64 @@ def test_a_signal_waits_for_the_compiler_only(number: int, expected: type[BaseEx
         time.sleep(4 * interrupts.AGAIN_SECONDS)  # sent again and again
     with pytest.raises(expected):
         time.sleep(60)
+
+
+def signal_at_event(event_number: int, action: Callable[[], None]) -> tuple[BaseException | None, bool]:
+    """What `action` raises when SIGINT comes at the n-th line it executes in threading.py, and whether it came so far."""
+    events = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal events
+        if frame.f_code.co_filename != threading.__file__:
+            return None
+        if event == "line":
+            events += 1
+            if events == event_number:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except BaseException as error:
+        return error, events >= event_number
+    finally:
+        sys.settrace(before)
+    return None, events >= event_number
+
+
+def every_event() -> list[tuple[BaseException | None, bool]]:
+    """For SIGINT at each line of a wait: what was raised, and whether the lock is free afterwards."""
+    outcomes = []
+    for event_number in range(1, 1000):
+        condition = threading.Condition(threading.Lock())
+
+        def wait_with(condition: threading.Condition = condition) -> None:
+            with condition:
+                condition.wait(0.1)
+            time.sleep(0.1)
+
+        error, is_reached = signal_at_event(event_number, wait_with)
+        if not is_reached:
+            return outcomes
+        outcomes.append((error, condition.acquire(blocking=False)))
+    raise AssertionError("a wait has fewer lines")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_signal_anywhere_in_a_wait_leaves_its_lock_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "AGAIN_SECONDS", 0.01)
+    outcomes = every_event()
+    assert len(outcomes) >= 10
+    assert all(type(error) is KeyboardInterrupt and is_free for error, is_free in outcomes), outcomes
+
+
+def test_the_default_handler_breaks_locks() -> None:
+    with hearing_ctrl_c():
+        outcomes = every_event()
+    assert any(isinstance(error, RuntimeError) for error, _ in outcomes)
+    assert any(not is_free for _, is_free in outcomes)
 
 
 def test_a_process_that_is_to_ignore_ctrl_c_ignores_it() -> None:

@@ -101,7 +101,7 @@ def test_a_signal_waits_for_the_compiler_only(number: int, expected: type[BaseEx
 
 
 def signal_at_event(event_number: int, action: Callable[[], None]) -> tuple[BaseException | None, bool]:
-    """What `action` raises when SIGINT comes at the n-th line it executes in threading.py, and whether it came so far."""
+    """What `action` raises when SIGINT comes at the n-th line it executes of threading.py, and whether it came."""
     events = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

@@ -103,7 +103,7 @@ def logits_of(model: PreTrainedModel, fed: Fed, response: Response) -> Tensor:
         use_cache=False,
         logits_to_keep=len(response.response_ids),
     ).logits[0]
-    return logits.float()  # type: ignore[no-any-return]
+    return torch.as_tensor(logits).float()
 
 
 def logprobs(logits: Tensor, ids: Sequence[int], temperature: float, eligible: Tensor | None) -> Tensor:

@@ -110,7 +110,8 @@ def turns_of(counts: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 def _response(where: str, row: int, fields: Mapping[str, Any], names: Names) -> Response | None:
     tokens = _ids(where, names.tokens, _column(where, fields, names.tokens))
-    prompt, padding = [], ()
+    prompt: list[int] = []
+    padding: tuple[int, ...] = ()
     if names.prompt is not None:
         prompt, padding = _prompt(where, fields, names.prompt, names.padding_mask)
     elif names.response_length is not None:
@@ -132,10 +133,11 @@ def _response(where: str, row: int, fields: Mapping[str, Any], names: Names) -> 
         return None
     if not prompt:
         raise UserError(f"{where}: has no prompt token, so nothing predicts its first token")
-    sampler, trainer = (np.array(lists[n][:end], np.float32) for n in (names.sampler, names.trainer))
+    with np.errstate(over="ignore"):  # what is no float32 becomes infinite
+        sampler, trainer = (np.array(lists[n][:end]).astype(np.float32) for n in (names.sampler, names.trainer))
     counts = np.array(lists[names.mask][:end], bool)
-    for name, values in ((names.sampler, sampler), (names.trainer, trainer)):
-        if (above := values[counts & np.isfinite(values) & (values > ROUNDING)]).size:
+    for name, logp in ((names.sampler, sampler), (names.trainer, trainer)):
+        if (above := logp[counts & np.isfinite(logp) & (logp > ROUNDING)]).size:
             raise UserError(f"{where}: {name} has {above[0]:.4g}; a log-prob is at most 0, give nats and not losses")
     given = turns_of(counts) if turns is None else np.array(lists["turns"][:end], np.int64)
     return Response(row, tuple(prompt), tuple(tokens[:end]), sampler, trainer, counts, given, padding)

@@ -78,7 +78,9 @@ class Audit:
 def audit(subject: Subject, responses: Sequence[Response], settings: Settings) -> Audit:
     """Judge both sides of a dump. UserError where the model cannot have been the one of the dump."""
     _check(subject, responses)
-    policy, exact, stock = make_policy(subject.model, "exact", subject.max_context), [], []
+    policy = make_policy(subject.model, "exact", subject.max_context)
+    exact: list[Tensor] = []
+    stock: list[Tensor] = []
     for r in responses:
         text, plain = Text([r.prompt_ids], [r.response_ids]), Fed(r.prompt_ids)
         for found, logits in ((exact, policy_scores(policy, text).logits), (stock, logits_of(subject.model, plain, r))):

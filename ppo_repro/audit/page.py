@@ -88,8 +88,9 @@ def _tried(side: Side, temperature: float) -> str:
         return _text(" and ".join(words) or "as it is"), f"{left:.2e}", _bar(left / whole, share)
 
     rows = [row(t.conditions.deviations(temperature), t.left) for t in side.tried]
-    about = f"<p>The distance of {side.tried_tokens:,} of its tokens from each of these; the best explanation first.</p>"
-    return f"<h2>What explains the {side.name}</h2>{about}{_table('', ('the exact model, but', 'left, nats rms', ''), rows)}"
+    about = f"<p>How far {side.tried_tokens:,} of its tokens are from each of these; the best explanation first.</p>"
+    table = _table("", ("the exact model, but", "left, nats rms", ""), rows)
+    return f"<h2>What explains the {side.name}</h2>{about}{table}"
 
 
 def _bar(share: float, label: str) -> str:
@@ -114,13 +115,13 @@ def _binned(caption: str, scored: Scored, key: Tensor, edges: Sequence[float]) -
 def _by(caption: str, scored: Scored, key: Tensor, name: Callable[[int], str]) -> str:
     """A row for each value of `key`: all of them in order, or those with the most of the squared distance first."""
     values, of = key.unique(return_inverse=True)
-    squares = sum(_distance(scored, side).nan_to_num(0.0, 0.0, 0.0).square() for side in DISTANCES[1:])
     order = torch.arange(len(values))
     if len(values) > WORST:
         caption = f"{caption}: the {WORST} of {len(values):,} with most of the distance"
-        order = (
-            torch.zeros(len(values)).double().index_add(0, of, squares).argsort(descending=True, stable=True)[:WORST]
-        )
+        summed = torch.zeros(len(values), dtype=torch.float64)
+        for side in DISTANCES[1:]:
+            summed.index_add_(0, of, _distance(scored, side).nan_to_num(0.0, 0.0, 0.0).square())
+        order = summed.argsort(descending=True, stable=True)[:WORST]
     rows = [[_text(name(int(values[i]))), *_distances(scored, of == i)] for i in order.tolist()]
     return _table(caption, ("", *DISTANCES), rows)
 

@@ -69,7 +69,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("options", REAL)
+@pytest.mark.parametrize("options", [pytest.param(o, marks=[pytest.mark.slow] * (o != "float32")) for o in REAL])
 def test_dumps_of_the_real_trl(cli: Cli, dump: tuple[Path, Path], options: str) -> None:
     path = Path(__file__).parent / "trl" / f"{options.replace(' --', '_')}.jsonl"
     code, out, err = cli("audit", path, "--model", dump[1], "--format", "trl", "--temperature", "0.8", "--json")
@@ -102,7 +102,10 @@ OF_SGLANG = {
 }
 
 
-@pytest.mark.parametrize("name", OF_SGLANG)
+QUICK = "float32", "float32_trainer_without_temperature"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in OF_SGLANG])
 def test_dumps_of_the_real_sglang(cli: Cli, dump: tuple[Path, Path], name: str) -> None:
     reference, later = dump[1], final_folder(dump[1].parents[1])
     models = ["--model", later, "--also", reference] if name == "float32_stale" else ["--model", reference]
@@ -218,6 +221,7 @@ def test_rows_that_do_not_fit_are_one_line(
     assert (code, out) == (2, "") and message in one_line(err)
 
 
+@pytest.mark.slow
 def test_log_probs_that_are_no_numbers_are_a_verdict(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
     rows = [json.loads(line) for line in dump[0].read_text().splitlines()]
     for row in rows:

@@ -162,7 +162,8 @@ WRONG: dict[str, Callable[[Material], Values]] = {
     f"{BF16} and {BOS}": lambda m: m.logprobs(m.logits(bf16(m), FEEDS[BOS])),
     f"{BF16} and {LEFT}": lambda m: moved(m.logprobs(m.logits(bf16(m)))),
     f"{BOS} and {NO_TEMPERATURE}": lambda m: m.logprobs(m.logits(feed=FEEDS[BOS]), 1.0),
-    f"{ways.PADDED} and {CUT}": lambda m: m.logprobs(m.logits(feed=FEEDS[ways.PADDED]), top_k=8),
+    f"{ways.PADDED} and {NO_TEMPERATURE}": lambda m: m.logprobs(m.logits(feed=FEEDS[ways.PADDED]), 1.0),
+    f"{NO_TEMPERATURE} and {CUT}": lambda m: m.logprobs(m.logits(), 1.0, top_k=8),
     f"{ways.TOO_HIGH} and {LEFT}": lambda m: moved(m.logprobs(m.logits(feed=FEEDS[ways.TOO_HIGH]))),
     f"{NO_TEMPERATURE} and {LEFT}": lambda m: moved(m.logprobs(m.logits(), 1.0)),
     f"weights of old and {NO_TEMPERATURE}": lambda m: m.logprobs(m.logits(old()), 1.0),
@@ -246,7 +247,7 @@ def test_what_no_trial_is_like_is_unknown(made: Material, subject: Subject, spoi
 def test_of_a_known_and_an_unknown_fault_the_known_one_is_named_as_a_part(made: Material, subject: Subject) -> None:
     good, bad = made.logprobs(made.logits()), made.logprobs(made.logits(feed=FEEDS[BOS]))
     generator = seeded(5)
-    noise = [(torch.tensor(v) + 0.05 * torch.randn(len(v), generator=generator)).tolist() for v in bad]
+    noise = [(torch.tensor(v) + 0.2 * torch.randn(len(v), generator=generator)).tolist() for v in bad]
     cause = judged(made, subject, noise, good).sampler.cause
     assert cause == f"unknown, in part {BOS}"
 

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import settings
 
 from ppo_repro.config.run import RunConfig
+from tests.support.browser import browser
 from tests.support.cli import cli
 from tests.support.runs import small_config
 
-__all__ = ["cli"]  # a fixture
+__all__ = ["browser", "cli"]  # fixtures
 
 # the same cases every time; `make test-long` takes the profile `new`, which draws others and prints how to repeat them
 settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy.scores import Text, policy_scores, stock_scores
 from ppo_repro.audit.dump import Response
-from ppo_repro.models.networks import make_policy
+from ppo_repro.audit.ways import AS_DUMPED, Fed, Special
+from ppo_repro.rollout.engine import Sampling
+from ppo_repro.rollout.sampler import cut
 
-EXACT, AS_DUMPED = "exact", "as dumped"
+FLOAT32 = "float32"
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-WITHOUT_FIRST, WITH_BOS = "without its first token", "with a BOS token before it"
+WHOLE, TOP_P, TOP_K, BOTH = "all", "top-p", "top-k", "top-p and top-k"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the stack says it sampled with."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+    def cuts(self) -> list[str]:
+        """Which tokens probabilities may be normalised over."""
+        given = [name for name, is_given in ((TOP_P, self.top_p < 1.0), (TOP_K, self.top_k > 0)) if is_given]
+        return [WHOLE, *given, *([BOTH] if len(given) > 1 else [])]
 
 
 @dataclass(frozen=True)
 class Inputs:
     """What a forward pass is of."""
 
-    weights: str  # EXACT, a name in HALF, or the name of other weights
-    prompt: str  # AS_DUMPED, WITHOUT_FIRST or WITH_BOS
+    weights: str  # FLOAT32, a name in HALF, or the name of other weights
+    way: str  # AS_DUMPED, or the words of another way
+
+    def deviations(self) -> list[str]:
+        """What differs from the model and the dump, in words."""
+        found = []
+        if self.weights != FLOAT32:
+            found.append(f"computed in {self.weights}" if self.weights in HALF else self.weights)
+        return [*found, self.way] if self.way != AS_DUMPED else found
 
 
 @dataclass(frozen=True)
@@ -35,20 +56,16 @@ class Conditions:
 
     inputs: Inputs
     temperature: float
-    is_cut: bool  # renormalised over the tokens that top-p and top-k keep
+    kept: str  # WHOLE, or which cut they were renormalised after
     shift: int  # 1: the entry of a token is that of the token after it
 
     def deviations(self, temperature: float) -> list[str]:
-        """What differs from the exact model at the run's own temperature, in words."""
-        found = []
-        if self.inputs.weights != EXACT:
-            found.append(f"computed in {self.inputs.weights}" if self.inputs.weights in HALF else self.inputs.weights)
-        if self.inputs.prompt != AS_DUMPED:
-            found.append(f"prompt {self.inputs.prompt}")
+        """What differs from the model, the dump and the run's own temperature, in words."""
+        found = self.inputs.deviations()
         if self.temperature != temperature:
             found.append(f"temperature {self.temperature:.4g} instead of {temperature:.4g}")
-        if self.is_cut:
-            found.append("normalised over the tokens that top-p and top-k keep")
+        if self.kept != WHOLE:
+            found.append(f"normalised over the tokens that {self.kept} keep{'s' * (self.kept != BOTH)}")
         if self.shift:
             found.append("moved by one token to the " + ("left" if self.shift > 0 else "right"))
         return found
@@ -60,49 +77,52 @@ class Subject:
 
     model: PreTrainedModel
     others: Mapping[str, PreTrainedModel]  # older weights by name
-    bos_token_id: int | None
+    special: Special
     max_context: int
 
 
-def all_inputs(subject: Subject, responses: Sequence[Response]) -> list[Inputs]:
-    """Every combination of weights and prompts that can be tried."""
-    prompts = [AS_DUMPED]
-    if all(len(r.prompt_ids) > 1 for r in responses):
-        prompts.append(WITHOUT_FIRST)
-    if subject.bos_token_id is not None and any(r.prompt_ids[0] != subject.bos_token_id for r in responses):
-        prompts.append(WITH_BOS)
-    return [Inputs(weights, prompt) for weights in (EXACT, *HALF, *subject.others) for prompt in prompts]
+def weights_of(subject: Subject, name: str) -> PreTrainedModel:
+    """Unmodified transformers, float32 or a copy in 16 bits."""
+    if name not in HALF:
+        return subject.others.get(name, subject.model)
+    found = copy.deepcopy(subject.model)
+    for parameter in found.parameters():  # not rotary frequencies, which from_pretrained leaves in float32
+        parameter.data = parameter.data.to(HALF[name])
+    return found
 
 
-def text_of(response: Response, prompt: str, bos_token_id: int | None) -> Text:
-    """The tokens of one response behind its prompt, or behind a changed one."""
-    ids = response.prompt_ids
-    if prompt == WITHOUT_FIRST:
-        ids = ids[1:]
-    elif prompt == WITH_BOS:
-        assert bos_token_id is not None
-        ids = (bos_token_id, *ids)
-    return Text([ids], [response.response_ids])
-
-
-def logits_of(subject: Subject, inputs: Inputs) -> Callable[[Response], Tensor]:
-    """A function of a response: the logits [n, V] float32 that predict its tokens."""
-    source = subject.others.get(inputs.weights, subject.model)
-    if inputs.weights in HALF:
-        stock: Any = copy.deepcopy(source)
-        stock.to(HALF[inputs.weights])
-        score = partial(stock_scores, stock)
-    else:
-        score = partial(policy_scores, make_policy(source, "exact", subject.max_context))
-    return lambda response: score(text_of(response, inputs.prompt, subject.bos_token_id)).logits.float()
+def logits_of(model: PreTrainedModel, fed: Fed, response: Response) -> Tensor:
+    """Logits [n, V] float32 that predict the response tokens, by the model's own forward."""
+    ids = [*fed.before, *response.response_ids[:-1]]
+    positions = range(len(ids)) if fed.positions is None else fed.positions
+    stock: Any = model
+    logits = stock(
+        input_ids=torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),  # else positions that begin again cut the sequence
+        position_ids=torch.tensor([list(positions)]),
+        use_cache=False,
+        logits_to_keep=len(response.response_ids),
+    ).logits[0]
+    return torch.as_tensor(logits).float()
 
 
 def logprobs(logits: Tensor, ids: Sequence[int], temperature: float, eligible: Tensor | None) -> Tensor:
-    """log p of each token, float64 [n]: of softmax(logits / temperature) over the eligible tokens; -inf for others."""
-    scaled = logits.double() / temperature
+    """log p of each token, float64 [n]: of softmax(logits / temperature) over the eligible tokens; -inf for others.
+
+    The softmax is in the logits' own dtype.
+    """
+    scaled = logits / temperature
     if eligible is not None:
         scaled = scaled.masked_fill(~eligible, -torch.inf)
-    return scaled.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    return scaled.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].double()
+
+
+def eligible_of(logits: Tensor, temperature: float, kept: str, settings: Settings) -> Tensor | None:
+    """Which tokens a cut keeps, bool [n, V]; None: all."""
+    if kept == WHOLE:
+        return None
+    top_k, top_p = settings.top_k if kept != TOP_P else 0, settings.top_p if kept != TOP_K else 1.0
+    return cut(logits / temperature, Sampling(temperature, top_k, top_p, 1))[0]
 
 
 def shifted(values: Tensor, by: int) -> Tensor:

@@ -1,137 +1,153 @@
-"""An audit in words, and as one HTML page that needs no network and no script."""
+"""An audit as one HTML page that needs no network and no script."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ppo_repro.audit.judge import Audit, Side
+from ppo_repro.audit.judge import Audit, Scored, Side
+from ppo_repro.audit.words import lines, sentence, verdict
+from ppo_repro.output import printable
 
-WORST = 20
+WORST = 20  # rows of the tables that begin with the farthest
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
-    "td:first-child,th:first-child{text-align:left}.right{color:#176639}.wrong{color:#a51d2d}"
-    "i{display:inline-block;height:.7em;background:#3465a4;vertical-align:middle}"
-)
+BAR = 120  # pixels
+DISTANCES = ("tokens", "sampler", "trainer")
+Decode = Callable[[int], str]
 
 
-def sentence(side: Side) -> str:
-    """The verdict about one side."""
-    if side.is_right:
-        return f"{side.name} is right: {side.rms:.2g} nats (rms) from the exact log-probs"
-    if not side.tokens:
-        return f"{side.name} is wrong: {side.cause}"
-    left = "" if side.cause.startswith("unknown") or not side.tried else f"; that leaves {side.left:.2g} nats"
-    return f"{side.name} is wrong: {side.rms:.2g} nats (rms) from the exact log-probs; {side.cause}{left}"
-
-
-def lines(found: Audit) -> list[str]:
-    """The audit in words, the verdict last."""
+def page(found: Audit, title: str, temperature: float, decode: Decode, skipped: int = 0) -> str:
+    """The page. decode: the text of a token id."""
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     sides = (found.sampler, found.trainer)
-    wrong = [side.name for side in sides if not side.is_right]
-    verdict = {0: "both sides are right", 1: f"the {''.join(wrong)} is wrong", 2: "both sides are wrong"}[len(wrong)]
-    return [
-        f"{len(found.scored.exact):,} tokens of {found.responses:,} responses; stock float32 is {found.floor:.2g} nats "
-        "(rms) from the exact log-probs",
-        *(sentence(side) for side in sides),
-        f"verdict: {verdict}",
-    ]
-
-
-def fields(found: Audit) -> dict[str, Any]:
-    """The audit for JSON, without its tokens."""
-
-    def side(of: Side) -> dict[str, Any]:
-        tried = [{"left": t.left, **asdict(t.conditions)} for t in of.tried]
-        return {**{k: v for k, v in asdict(of).items() if k != "tried"}, "tried": tried}
-
-    return {
-        "responses": found.responses,
-        "tokens": len(found.scored.exact),
-        "tried_tokens": found.tried_tokens,
-        "float32_rms": found.floor,
-        "sampler": side(found.sampler),
-        "trainer": side(found.trainer),
-    }
-
-
-def page(found: Audit, title: str, temperature: float) -> str:
-    """The page."""
-    verdicts = "".join(
-        f"<li class={'right' if s.is_right else 'wrong'}>{html.escape(sentence(s))}</li>"
-        for s in (found.sampler, found.trainer)
+    said = "".join(
+        f'<li class="{"right" if s.is_right else "wrong"}">{_mark(s)}{_text(sentence(s, found.responses))}</li>'
+        for s in sides
     )
-    words = lines(found)
+    scored = found.scored
     parts = [
-        f"<h1>{html.escape(title)}</h1><p>{html.escape(words[0])}.</p><ul>{verdicts}</ul>"
-        f"<p><b>{html.escape(words[-1])}</b></p>",
-        *(_tried(side, temperature) for side in (found.sampler, found.trainer) if side.tried),
-        _binned("By exact probability", found, found.scored.exact.exp(), PROBABILITIES, "{:g} to {:g}"),
-        _binned("By position in the response", found, found.scored.position.double(), _powers(found), "{:g} to {:g}"),
-        _worst(found),
+        f"<h1>{_text(title)}</h1><p>{_text(lines(found, skipped)[0])}.</p>",
+        f'<p class="verdict">{_text(verdict(found).capitalize())}.</p><ul class="sides">{said}</ul>',
+        *(_tried(side, temperature) for side in sides if side.tried),
+        '<h2>Where</h2><p>Distances from the exact log-probs in nats, rms.</p><div class="tables">',
+        _binned("By exact probability", scored, scored.exact.exp(), PROBABILITIES),
+        _binned("By position in the response", scored, scored.position.double(), _powers(scored)),
+        _by("By turn", scored, scored.turn, str) if scored.turn.unique().numel() > 1 else "",
+        _by("By token", scored, scored.token_id, lambda i: f"{i} {_quoted(decode(i))}"),
+        _by("By response (row of the file)", scored, scored.row, str) if found.responses > 1 else "",
+        "</div>",
+        _worst(scored, decode),
     ]
-    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
-    return head + "".join(parts) + "</html>\n"
+    head = (
+        '<meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'; "
+        f'img-src data:"/><link rel="icon" href="data:,"/><title>{_text(title)}</title><style>{style}</style>'
+    )
+    body = f'<main id="audit">{"".join(parts)}</main>'
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
-def _table(heading: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
+def _text(words: str) -> str:
+    return html.escape(printable(words))
 
-    return f"<h2>{heading}</h2><table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"
+
+def _quoted(words: str) -> str:
+    return f"“{printable(words)}”"
+
+
+def _mark(side: Side) -> str:
+    return f'<span class="mark" aria-hidden="true">{"✓" if side.is_right else "✗"}</span>'
+
+
+def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML; the first column is words."""
+
+    def row(cells: Sequence[str]) -> str:
+        return f'<tr><th scope="row">{cells[0]}</th>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>'
+
+    columns = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    body = "".join(map(row, rows))
+    table = f"<table><caption>{_text(caption)}</caption><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
 def _tried(side: Side, temperature: float) -> str:
+    whole = max(t.left for t in side.tried) or 1.0
+
     def row(words: list[str], left: float) -> tuple[str, str, str]:
-        width = 0.0 if side.rms == 0 else min(left / side.rms, 1.0)
-        return (
-            html.escape(" and ".join(words) or "the exact model"),
-            f"{left:.2e}",
-            f"<i style=width:{10 * width:.2f}em></i>",
-        )
+        share = f"{left / whole:.0%} of the longest bar"
+        return _text(" and ".join(words) or "as it is"), f"{left:.2e}", _bar(left / whole, share)
 
     rows = [row(t.conditions.deviations(temperature), t.left) for t in side.tried]
-    return _table(f"What explains the {side.name}", ("computed", "left, nats rms", ""), rows)
+    about = f"<p>How far {side.tried_tokens:,} of its tokens are from each of these; the best explanation first.</p>"
+    table = _table("", ("the exact model, but", "left, nats rms", ""), rows)
+    return f"<h2>What explains the {side.name}</h2>{about}{table}"
 
 
-def _powers(found: Audit) -> tuple[float, ...]:
-    longest = int(found.scored.position.max())
-    return (0.0, *(2.0**k for k in range(longest.bit_length() + 1)))
+def _bar(share: float, label: str) -> str:
+    inside = f'<rect width="{max(1.0, BAR * share):.1f}" height="10"/>'
+    return f'<svg class="bar" width="{BAR}" height="10" role="img" aria-label="{label}">{inside}</svg>'
 
 
-def _binned(heading: str, found: Audit, key: Tensor, edges: Sequence[float], name: str) -> str:
+def _powers(scored: Scored) -> tuple[float, ...]:
+    return (0.0, *(2.0**k for k in range(int(scored.position.max()).bit_length() + 1)))
+
+
+def _binned(caption: str, scored: Scored, key: Tensor, edges: Sequence[float]) -> str:
     rows = []
     for low, high in pairwise(edges):
         within = (key >= low) & ((key < high) | ((high == edges[-1]) & (key <= high)))
         if within.any():
-            distances = (_rms_of(found.scored, side, within) for side in ("sampler", "trainer"))
-            rows.append((name.format(low, high), f"{int(within.sum()):,}", *(f"{d:.2e}" for d in distances)))
-    return _table(heading, ("", "tokens", "sampler, nats rms", "trainer, nats rms"), rows)
+            last = high - 1 if edges[-1] > 1.0 else high  # positions are whole numbers
+            rows.append([f"{low:g}" if last == low else f"{low:g} to {last:g}", *_distances(scored, within)])
+    return _table(caption, ("", *DISTANCES), rows)
 
 
-def _rms_of(scored: Any, side: str, within: Tensor) -> float:
-    distance = (getattr(scored, side) - scored.exact)[within]
-    finite = distance[distance.isfinite()]
-    return float(finite.square().mean().sqrt()) if len(finite) else math.nan
+def _by(caption: str, scored: Scored, key: Tensor, name: Callable[[int], str]) -> str:
+    """A row for each value of `key`: all of them in order, or those with the most of the squared distance first."""
+    values, of = key.unique(return_inverse=True)
+    order = torch.arange(len(values))
+    if len(values) > WORST:
+        caption = f"{caption}: the {WORST} of {len(values):,} with most of the distance"
+        summed = torch.zeros(len(values), dtype=torch.float64)
+        for side in DISTANCES[1:]:
+            summed.index_add_(0, of, _distance(scored, side).nan_to_num(0.0, 0.0, 0.0).square())
+        order = summed.argsort(descending=True, stable=True)[:WORST]
+    rows = [[_text(name(int(values[i]))), *_distances(scored, of == i)] for i in order.tolist()]
+    return _table(caption, ("", *DISTANCES), rows)
 
 
-def _worst(found: Audit) -> str:
-    scored = found.scored
-    distance: Callable[[Tensor], Tensor] = lambda x: (x - scored.exact).abs().nan_to_num(torch.inf, torch.inf)  # noqa: E731
-    order = torch.maximum(distance(scored.sampler), distance(scored.trainer)).argsort(descending=True, stable=True)
+def _distance(scored: Scored, side: str) -> Tensor:
+    values: Tensor = getattr(scored, side)
+    return values - scored.exact
+
+
+def _distances(scored: Scored, within: Tensor) -> list[str]:
+    found = [f"{int(within.sum()):,}"]
+    for side in DISTANCES[1:]:
+        distance = _distance(scored, side)[within]
+        finite = distance[distance.isfinite()]
+        found.append(f"{float(finite.square().mean().sqrt()):.2e}" if len(finite) else "none")
+    return found
+
+
+def _worst(scored: Scored, decode: Decode) -> str:
+    far = torch.maximum(*(_distance(scored, side).abs().nan_to_num(math.inf, math.inf) for side in DISTANCES[1:]))
+    order = far.argsort(descending=True, stable=True)[:WORST].tolist()
     columns = (scored.row, scored.position, scored.token_id, scored.exact, scored.sampler, scored.trainer)
     rows = []
-    for i in order[:WORST].tolist():
-        values = [column[i].item() for column in columns]
-        rows.append([str(v) for v in values[:3]] + [f"{v:.6g}" for v in values[3:]])
-    head = ("row", "position", "token id", "exact, nats", "sampler", "trainer")
-    return _table(f"The {len(rows)} tokens farthest from the exact model", head, rows)
+    for i in order:
+        row, position, token, *logps = (column[i].item() for column in columns)
+        text = _text(f"{token} {_quoted(decode(int(token)))}")
+        rows.append([text, str(row), str(position), *(f"{v:.6g}" if math.isfinite(v) else "none" for v in logps)])
+    head = ("token", "row", "position", "exact", "sampler", "trainer")
+    return f"<h2>The {len(rows)} tokens farthest from the exact model</h2>{_table('Log-probs in nats', head, rows)}"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ppo_repro.records import reader
 from ppo_repro.records.contents import final_folder, reference_folder
 from ppo_repro.watcher import Silent
+from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
 from tests.support.language import run
 from tests.support.runs import small_config
@@ -44,6 +47,12 @@ def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> No
     assert code == 1 and found["trainer"]["cause"] == found["sampler"]["cause"] == "temperature 1 instead of 0.5"
 
 
+@pytest.mark.slow
+def test_a_folder_that_is_not_the_one_is_refused(cli: Cli, dump: tuple[Path, Path]) -> None:
+    code, out, err = cli("audit", dump[0], "--model", final_folder(dump[1].parents[1]))
+    assert (code, out) == (2, "") and "give the folder of the weights that the dump was made with" in one_line(err)
+
+
 def test_other_weights_are_wrong_and_named_where_they_are_given(cli: Cli, dump: tuple[Path, Path]) -> None:
     later = final_folder(dump[1].parents[1])
     code, out, _ = cli("audit", dump[0], "--model", later, "--also", dump[1], "--json")
@@ -55,30 +64,80 @@ def test_other_weights_are_wrong_and_named_where_they_are_given(cli: Cli, dump: 
 REAL = {
     "float32": ("", ""),
     "float32 --raw": ("temperature 1 instead of 0.8", ""),
-    "bfloat16": ("about as far as bfloat16 rounding is", "about as far as bfloat16 rounding is"),
+    "bfloat16": ("bfloat16", "bfloat16"),  # "computed in" it, or "about as far as" it rounds: the processor decides
     "float32 --checkpointing": ("unknown", ""),  # the key/value cache is off, which `generate` does not notice
 }
 
 
-@pytest.mark.parametrize("options", REAL)
+@pytest.mark.parametrize("options", [pytest.param(o, marks=[pytest.mark.slow] * (o != "float32")) for o in REAL])
 def test_dumps_of_the_real_trl(cli: Cli, dump: tuple[Path, Path], options: str) -> None:
     path = Path(__file__).parent / "trl" / f"{options.replace(' --', '_')}.jsonl"
-    sets = ["--format", "trl", "--temperature", "0.8"]
-    code, out, err = cli("audit", path, "--model", dump[1], *sets, "--json")
-    found = json.loads(out)
+    code, out, err = cli("audit", path, "--model", dump[1], "--format", "trl", "--temperature", "0.8", "--json")
     assert "error: " not in err and code == int(any(REAL[options]))
-    for side, cause in zip(("sampler", "trainer"), REAL[options], strict=True):
-        assert found[side]["is_right"] == (cause == "") and found[side]["cause"].startswith(cause)
+    assert says(json.loads(out), *REAL[options])
+
+
+def says(found: dict[str, Any], sampler: str, trainer: str) -> bool:
+    """Whether each side's cause names that; "" is for a side that is right."""
+    return all(
+        found[side]["is_right"] == (cause == "") and cause in found[side]["cause"]
+        for side, cause in (("sampler", sampler), ("trainer", trainer))
+    )
+
+
+# What stock SGLang 0.5.21 servers on the CPU sampled, with the log-probs of stock transformers: sglang/README.md.
+RAW = "temperature 1 instead of 0.8"
+OF_SGLANG = {
+    "float32": ("", ""),
+    "float32_trainer_bfloat16": ("", "bfloat16"),
+    "float32_trainer_without_temperature": ("", RAW),
+    "float32_top_p": ("", ""),  # SGLang's log-probs are of all tokens, whatever top-p keeps
+    "float32_rescored": (RAW, ""),  # SGLang divides by the temperature while it samples, and not in a prefill
+    "float32_stale": ("weights of ", ""),
+    "float32_raw": (RAW, ""),
+    "bfloat16": ("bfloat16", ""),
+    "bfloat16_trainer_bfloat16": ("bfloat16", "bfloat16"),
+    "bfloat16_trainer_without_temperature": ("bfloat16", RAW),
+    "bfloat16_raw": (RAW, ""),
+}
+
+
+QUICK = "float32", "float32_trainer_without_temperature"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in OF_SGLANG])
+def test_dumps_of_the_real_sglang(cli: Cli, dump: tuple[Path, Path], name: str) -> None:
+    reference, later = dump[1], final_folder(dump[1].parents[1])
+    models = ["--model", later, "--also", reference] if name == "float32_stale" else ["--model", reference]
+    path = Path(__file__).parent / "sglang" / f"{name}.jsonl"
+    code, out, err = cli("audit", path, *models, "--temperature", "0.8", "--json")
+    assert "error: " not in err and code == int(any(OF_SGLANG[name]))
+    assert says(json.loads(out), *OF_SGLANG[name])
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+    with sglang_dumps.stock_server(dump[1], tmp_path, "bfloat16", raw=False) as url:
+        sglang_dumps.dump(url, dump[1], tmp_path / "now.jsonl", ("--temperature", "0.8"))
+    code, out, _ = cli("audit", tmp_path / "now.jsonl", "--model", dump[1], "--temperature", "0.8", "--json")
+    found = json.loads(out)
+    assert code == 1 and found["trainer"]["is_right"] and "bfloat16" in found["sampler"]["cause"]
+
+
+def test_every_dump_of_sglang_has_a_verdict_here() -> None:
+    assert OF_SGLANG.keys() == {made.name for made in sglang_dumps.DUMPS}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--format", "other"], "--format other: must be one of ppo_repro, verl, trl, slime, prime-rl"),
+        (["--format", "other"], "--format other: must be one of ppo_repro, verl, trl, slime, prime-rl, areal"),
         (["--temperature", "0"], "--temperature 0.0: must be greater than 0"),
         (["--top-p", "2"], "--top-p 2.0: must be greater than 0 and at most 1"),
         (["--top-k", "-1"], "--top-k -1: must be at least 0"),
         (["--responses", "0"], "--responses 0: must be at least 1"),
+        (["--threads", "0"], "--threads 0: must be at least 1"),
         (["--format", "verl"], "row 1: no column 'responses'"),
         (["--model", "nowhere"], "nowhere"),
         (["--out", "nowhere/page.html"], "--out nowhere/page.html: there is no folder nowhere; make it"),
@@ -117,3 +176,59 @@ def test_tokens_that_the_model_has_not_are_refused(cli: Cli, dump: tuple[Path, P
     (tmp_path / "dump.jsonl").write_text(json.dumps(row) + "\n")
     code, _, err = cli("audit", tmp_path / "dump.jsonl", "--model", dump[1])
     assert code == 2 and "token 1000000 is not in the model's vocabulary" in one_line(err)
+
+
+ATTACKS: list[tuple[str, str, bytes, str]] = [
+    ("words", "x.jsonl", b"hello\n", "not valid JSON"),
+    ("a list", "x.jsonl", b"[1, 2]\n", "must be an object, is list"),
+    ("cut off", "x.jsonl", b'{"prompt_ids": [1, 2], "response_ids": [3', "not valid JSON"),
+    ("binary", "x.jsonl", bytes(range(256)), "x.jsonl:1: "),
+    ("not Parquet", "x.parquet", b"PAR1" + bytes(60), "give a whole Parquet file"),
+    ("not a tensor file", "x.pt", b"\x80\x04 nothing", "cannot be read without running code from it"),
+    ("no log-probs", "x.jsonl", b'{"prompt_ids": [1], "response_ids": [2]}\n', "row 1: no column 'rollout_logprobs'"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [a[1:] for a in ATTACKS], ids=[a[0] for a in ATTACKS])
+def test_files_that_are_no_dump_are_one_line(
+    cli: Cli, dump: tuple[Path, Path], tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, out, err = cli("audit", tmp_path / name, "--model", dump[1])
+    assert (code, out) == (2, "") and message in one_line(err)
+
+
+ROW = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rollout_logprobs": [-1.0, -2.0], "old_logprobs": [-1.0, -2.0]}
+ROWS: list[tuple[dict[str, object], str]] = [
+    ({"response_ids": []}, "row 1: rollout_logprobs has 2 entries for 0 response tokens"),
+    ({"response_ids": [], "rollout_logprobs": [], "old_logprobs": []}, "has no response with a token that counts"),
+    ({"prompt_ids": []}, "row 1: has no prompt token"),
+    ({"old_logprobs": [-1.0]}, "row 1: old_logprobs has 1 entries for 2 response tokens"),
+    ({"old_logprobs": [1.0, 2.0]}, "row 1: old_logprobs has 1; a log-prob is at most 0"),
+    ({"old_logprobs": [[-1.0], [-2.0]]}, "row 1: old_logprobs = [[-1.0], [-2.0]]: must be a list of log-probs"),
+    ({"response_ids": [7.0, 8.0]}, "row 1: response_ids = [7.0, 8.0]: must be a list of token ids"),
+    ({"response_ids": [7, 999]}, "row 1: token 999 is not in the model's vocabulary"),
+    ({"turns": ["a", "b"]}, "row 1: turns = ['a', 'b']: must be a list of turns, whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), ROWS, ids=[message for _, message in ROWS])
+def test_rows_that_do_not_fit_are_one_line(
+    cli: Cli, dump: tuple[Path, Path], tmp_path: Path, changed: dict[str, object], message: str
+) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({**ROW, **changed}) + "\n")
+    code, out, err = cli("audit", tmp_path / "x.jsonl", "--model", dump[1])
+    assert (code, out) == (2, "") and message in one_line(err)
+
+
+@pytest.mark.slow
+def test_log_probs_that_are_no_numbers_are_a_verdict(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in dump[0].read_text().splitlines()]
+    for row in rows:
+        row["old_logprobs"][0], row["old_logprobs"][-1] = float("nan"), float("-inf")
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    torch.save(columns, tmp_path / "x.pt")
+    said = [cli("audit", tmp_path / name, "--model", dump[1])[:2] for name in ("x.jsonl", "x.pt")]
+    assert said[0] == said[1] and said[0][0] == 1
+    assert "tokens have no log-prob or a 0\n" in said[0][1] and said[0][1].endswith("verdict: the trainer is wrong\n")

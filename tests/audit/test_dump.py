@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from ppo_repro.audit.dump import FORMATS, Response, read_dump
+from ppo_repro.audit.dump import FORMATS, Response, read_dump, turns_of
 from ppo_repro.errors import UserError
 
 SAMPLER, TRAINER = [-0.5, -1.25, -2.0], [-0.5, -1.5, -2.0]
@@ -29,12 +31,16 @@ ROWS: dict[str, dict[str, Any]] = {
         "sampling_per_token_logps": SAMPLER, "old_per_token_logps": TRAINER, "completion_mask": [1, 0, 1],
     },
     "slime": {
-        "tokens": [5, 6, 7, 8, 9], "response_length": 3, "rollout_log_probs": SAMPLER, "log_probs": TRAINER,
-        "loss_mask": [1, 0, 1],
+        "tokens": [5, 6, 7, 8, 9], "response_lengths": 3, "rollout_log_probs": SAMPLER, "log_probs": TRAINER,
+        "loss_masks": [1, 0, 1],
     },
     "prime-rl": {
         "token_ids": [5, 6, 7, 8, 9], "inference_logprobs": [0.0, 0.0, *SAMPLER],
         "trainer_logprobs": [0.0, 0.0, *TRAINER], "loss_mask": [0, 0, 1, 0, 1],
+    },
+    "areal": {  # `prox_logp` is about the token after
+        "input_ids": [5, 6, 7, 8, 9, 0], "attention_mask": [1, 1, 1, 1, 1, 0],
+        "logprobs": [0.0, 0.0, *SAMPLER, 0.0], "prox_logp": [0.0, *TRAINER, 0.0, 0.0], "loss_mask": [0, 0, 1, 0, 1, 0],
     },
 }  # fmt: skip
 
@@ -58,12 +64,65 @@ def counted(response: Response) -> list[tuple[int, float, float]]:
 @pytest.mark.parametrize("form", ROWS)
 def test_every_format_and_file_gives_the_same_tokens(form: str, suffix: str, tmp_path: Path) -> None:
     found = read_dump(write(tmp_path / f"dump{suffix}", [ROWS[form]] * 3), form, 2)
-    assert [r.row for r in found] == [1, 2]
-    for response in found:
+    assert [r.row for r in found.responses] == [1, 2] and found.skipped == 0
+    for response in found.responses:
         assert counted(response) == [(7, -0.5, -0.5), (9, -2.0, -2.0)]
-        # the log-probs of prime-rl are of the whole sequence: its first token is the prompt, masked ones are context
-        whole = (*response.prompt_ids, *response.response_ids)
-        assert whole == (5, 6, 7, 8, 9) and len(response.prompt_ids) == (1 if form == "prime-rl" else 2)
+        assert (response.prompt_ids, response.response_ids) == ((5, 6), (7, 8, 9))
+        assert response.turns.tolist() == [1, 1, 2]  # a token between that does not count ends a turn
+        assert response.padding == ((0,) if form in ("verl", "trl") else ())
+
+
+def read(path: Path, form: str) -> list[Response]:
+    return read_dump(path, form, 9).responses
+
+
+def same(a: Sequence[Response], b: Sequence[Response]) -> bool:
+    return [(r.prompt_ids, counted(r)) for r in a] == [(r.prompt_ids, counted(r)) for r in b]
+
+
+def test_the_two_files_of_slime(tmp_path: Path) -> None:
+    expected = read(write(tmp_path / "x.jsonl", [ROWS["slime"]] * 2), "slime")
+    rows = [{name: torch.tensor(v) if isinstance(v, list) else v for name, v in ROWS["slime"].items()}] * 2
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    whole = {
+        "rollout_data": {**columns, "global_batch_sizes": [2], "raw_reward": [1.0] * 5},
+        "rollout_id": 3,
+        "rank": 0,
+    }
+    torch.save(whole, tmp_path / "one.pt")
+    torch.save({"format_version": 2, "samples": rows, "dp_shards": [{}], "rollout_id": 3}, tmp_path / "two.pt")
+    for name in ("one.pt", "two.pt"):
+        assert same(read(tmp_path / name, "slime"), expected)
+
+
+def test_areal_after_its_advantages_and_as_a_list_of_batches(tmp_path: Path) -> None:
+    row = ROWS["areal"]
+    expected = read(write(tmp_path / "x.jsonl", [row] * 2), "areal")
+    after = {name: [*row[name][1:], 0] if name in ("logprobs", "loss_mask") else row[name] for name in row}
+    after["advantages"] = [0.0] * 6
+    batch = {name: torch.tensor([after[name]]) for name in after}
+    torch.save([batch, batch], tmp_path / "after.pt")
+    assert same(read(tmp_path / "after.pt", "areal"), expected)
+
+
+def test_what_does_not_count_at_the_end_is_left_out_and_so_are_rows_without_a_token_that_counts(tmp_path: Path) -> None:
+    rows = [
+        changed(response_mask=[0, 0, 0]),
+        changed(response_mask=[1, 0, 0]),
+        {**ROWS["verl"], "responses": [], "rollout_log_probs": [], "old_log_probs": [], "response_mask": []},
+        ROWS["verl"],
+    ]
+    found = read_dump(write(tmp_path / "x.jsonl", rows), "verl", 9)
+    assert [r.response_ids for r in found.responses] == [(7,), (7, 8, 9)] and found.skipped == 2
+
+
+def test_turns_of_a_column_come_before_those_of_the_mask(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", [{**ROWS["ppo_repro"], "turns": [4, 4, 5]}])
+    assert read(path, "ppo_repro")[0].turns.tolist() == [4, 4, 5]
+
+
+def test_turns_by_hand() -> None:
+    assert turns_of(np.array([0, 1, 1, 0, 0, 1, 0, 1], bool)).tolist() == [0, 1, 1, 1, 1, 2, 2, 3]
 
 
 def test_every_format_has_a_row_here() -> None:
@@ -82,13 +141,15 @@ BAD = [
     (changed(response_mask=[1, 2, 0]), "row 2: response_mask = [1, 2, 0]: must be a list of 0 and 1"),
     (changed(attention_mask=[1]), "row 2: attention_mask is shorter than prompts"),
     (changed(attention_mask=[0] * 6), "row 2: has no prompt token"),
-    ({**ROWS["slime"], "response_length": 5}, "row 2: response_length = 5: must leave at least one of 5 tokens"),
+    ({**ROWS["slime"], "response_lengths": 5}, "row 2: response_lengths = 5: must leave at least one of 5 tokens"),
+    (changed(old_log_probs=[0.5, -1.0, -1.0]), "row 2: old_log_probs has 0.5; a log-prob is at most 0, give nats"),
+    (changed(rollout_log_probs=None), "row 2: no column 'rollout_log_probs'"),
 ]
 
 
 @pytest.mark.parametrize(("row", "message"), BAD, ids=[message for _, message in BAD])
 def test_what_is_wrong_is_named_with_its_row(row: dict[str, Any], message: str, tmp_path: Path) -> None:
-    form = "slime" if "response_length" in row else "verl"
+    form = "slime" if "response_lengths" in row else "verl"
     path = write(tmp_path / "dump.jsonl", [ROWS[form], row])
     with pytest.raises(UserError) as refused:
         read_dump(path, form, 9)

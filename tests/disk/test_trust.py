@@ -33,7 +33,7 @@ MAY_PICKLE = {"ppo_repro/collectives.py", "ppo_repro/rollout/sglang/weights.py",
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # of the base class SafeLoader; the text of the file that a user names as a reward
 MAY_CALL = {("ppo_repro/config/yaml_text.py", "yaml.load"), ("ppo_repro/tasks/user_functions.py", "exec")}
-MAY_CALL |= {("ppo_repro/audit/dump.py", "torch.load")}  # which builds tensors and containers only: see below
+MAY_CALL |= {("ppo_repro/audit/files.py", "torch.load")}  # which builds tensors and containers only: see below
 NEVER = {"torch.load", "numpy.load", "np.load", "pd.read_pickle", "pandas.read_pickle", "yaml.load", "eval", "exec"}
 NEVER |= {"os.system", "yaml.unsafe_load", "yaml.full_load", "torch.jit.load", "torch.hub.load"}
 

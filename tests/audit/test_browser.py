@@ -1,0 +1,81 @@
+"""The page of an audit in a real browser: nothing is loaded, nothing is cut, wide or narrow, light or dark."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_repro.audit.conditions import FLOAT32, Conditions, Inputs
+from ppo_repro.audit.judge import Audit, Scored, Side
+from ppo_repro.audit.page import page
+from ppo_repro.audit.trials import Tried
+from ppo_repro.audit.ways import AS_DUMPED, PADDED
+from ppo_repro.testing.small_models import seeded
+from tests.support.browser import find, look, opened
+from tests.support.html_page import tags, tree
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+HOSTILE = "<script>document.title='ran'</script>"
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of 3,000 tokens in 40 responses of three turns, with long causes and tokens that are markup."""
+    generator, n = seeded(1), 3000
+    exact = -torch.rand(n, generator=generator).double() * 5
+    sampler = exact + 0.2 * torch.randn(n, generator=generator)
+    sampler[5] = torch.nan
+    index = torch.arange(n)
+    scored = Scored(index // 75, index % 75 // 25 + 1, index % 75, index % 97, exact, sampler, exact + 1e-7)
+    conditions = [
+        Conditions(Inputs(FLOAT32, AS_DUMPED), 0.8, "all", 0),
+        Conditions(Inputs(f"weights of /checkpoints/{'deep/' * 30}step_100", PADDED), 0.73, "top-p and top-k", 1),
+    ]
+    tried = tuple(Tried(c, 0.2 / (i + 1), 0.0) for i, c in enumerate(conditions))
+    wrong = Side("sampler", n - 1, 1, 0.2, 0.9, 0.01, 40, False, "unknown", 0.2, 512, tried)
+    right = replace(wrong, name="trainer", empty=0, wrong_responses=0, is_right=True, cause="", tried=())
+    path = tmp_path_factory.mktemp("audit") / "page.html"
+    path.write_text(page(Audit(40, 1e-6, wrong, right, scored), f"Audit of {'x' * 200}", 0.8, lambda i: HOSTILE))
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_nothing_is_loaded_run_or_cut(browser: Any, shown: Path, scheme: str, width: int) -> None:
+    opened(browser, shown)
+    look(browser, scheme, width)
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert browser.title.startswith("Audit of x") and HOSTILE not in shown.read_text()
+    # what is wider than the window scrolls in its own box; everything else fits
+    assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    outside = (
+        "[...document.querySelectorAll('h1, h2, p, li')].filter(n => n.getBoundingClientRect().right > innerWidth)"
+    )
+    assert browser.execute_script(f"return {outside}.length") == 0
+    colours = "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    text, ground = (
+        sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in browser.execute_script(f"return {colours}")
+    )
+    assert abs(text - ground) > 400 and (text > ground) == (scheme == "dark")
+
+
+def test_every_table_has_its_rows_and_the_parser_mends_nothing(browser: Any, shown: Path) -> None:
+    opened(browser, shown)
+    assert [c.text for c in find(browser, "caption") if c.text] == [
+        "By exact probability",
+        "By position in the response",
+        "By turn",
+        "By token: the 20 of 97 with most of the distance",
+        "By response (row of the file): the 20 of 40 with most of the distance",
+        "Log-probs in nats",
+    ]
+    assert len(find(browser, ".tables tbody tr")) == 6 + 8 + 3 + 20 + 20 and len(find(browser, "svg rect")) == 2
+    mended = "new DOMParser().parseFromString(arguments[0], 'text/html')"
+    script = f"return [...{mended}.querySelectorAll('*')].map(n => n.localName)"
+    assert browser.execute_script(script, shown.read_text()) == tags(tree(shown.read_text()))

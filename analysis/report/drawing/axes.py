@@ -25,13 +25,17 @@ PLAIN = (1e-2, 1e5)
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: label with unit, range in the units of the data, linear or log10; `ticks` replaces the usual ones."""
+    """One axis: label with unit, range in the units of the data, linear or log10; `ticks` replaces the usual ones.
+
+    `whole`: of numbers without fractions, such as iterations; its ticks have none either.
+    """
 
     label: str
     lo: float
     hi: float
     log: bool = False
     ticks: tuple[tuple[float, str], ...] = ()
+    whole: bool = False
 
     def at(self, values: Floats | float) -> Floats:
         """Where values lie between the ends, 0 at `lo` and 1 at `hi`, clipped to the ends; NaN stays NaN."""
@@ -79,7 +83,8 @@ def axis_for(label: str, values: Iterable[object], log: bool = False, include: S
     else:
         room = (hi - lo) * 0.04
     # an axis of a quantity that is never negative begins at 0, not below
-    return Axis(label, max(lo - room, 0.0) if lo >= 0 else lo - room, hi + room)
+    whole = bool(len(usable)) and bool((usable == np.round(usable)).all())
+    return Axis(label, max(lo - room, 0.0) if lo >= 0 else lo - room, hi + room, whole=whole)
 
 
 def ticks(axis: Axis) -> list[tuple[float, str]]:
@@ -92,7 +97,9 @@ def ticks(axis: Axis) -> list[tuple[float, str]]:
         return [(10.0**power, _power(power)) for power in range(lo, hi + 1, every)]
     raw = (axis.hi - axis.lo) / 5
     magnitude = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * magnitude for m in (1.0, 2.0, 2.5, 5.0, 10.0) if m * magnitude >= raw * 0.999)
+    rounded = (1.0, 2.0, 5.0, 10.0) if axis.whole else (1.0, 2.0, 2.5, 5.0, 10.0)
+    step = next(m * magnitude for m in rounded if m * magnitude >= raw * 0.999)
+    step = max(step, 1.0) if axis.whole else step
     first = math.ceil(axis.lo / step - 1e-9)
     count = math.floor(axis.hi / step + 1e-9) - first
     scale = 10.0 ** power_of(axis)

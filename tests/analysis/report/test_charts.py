@@ -197,6 +197,12 @@ def test_the_pointer_finds_a_cell_and_a_bar() -> None:
     assert [text for _, text in bars["at"]] == ["p 0 to 1\nn: 4", "p 1 to 3\nn: 0"]
 
 
+@given(st.lists(st.integers(0, 10**4), min_size=1, max_size=20))
+def test_iterations_have_ticks_without_fractions(values: list[int]) -> None:
+    places = [value for value, _ in ticks(axis_for("iteration", [np.array(values)]))]
+    assert places and all(value == round(value) for value in places)
+
+
 @pytest.mark.parametrize(
     ("hi", "power", "last"), [(0.5, 0, "0.5"), (99999.0, 0, "80000"), (3e-4, -6, "300"), (2e6, 6, "2"), (5e-9, -9, "5")]
 )

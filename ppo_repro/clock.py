@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 OTHER = "other"  # what lies between the phases that have a name
 
@@ -13,10 +14,26 @@ def now() -> float:
     return time.perf_counter()
 
 
+def moment() -> float:
+    """Now, in seconds since the beginning of 1970, UTC."""
+    return time.time()
+
+
+def as_text(seconds: float) -> str:
+    """A moment as ISO 8601 in UTC, to the millisecond."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def from_text(text: str) -> float:
+    """The moment of such a text; ValueError where it is none."""
+    return datetime.fromisoformat(text).timestamp()
+
+
 class Clock:
     """Wall seconds by phase; they add up to the time from the start to the last lap."""
 
     def __init__(self) -> None:
+        self.started = moment()
         self.seconds: dict[str, float] = {}
         self._last = now()
 

@@ -16,10 +16,10 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 # do not import each other. A file directly in ppo_repro/ or analysis/ counts as a package.
 PPO_REPRO = """
     errors secrets clock buffers seeding watcher
-    output
+    output analysis_home
     shares interrupts heartbeats collectives disk config numerics.arithmetic
     assets ranks ppo records numerics.kernels.core
-    tracking numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
+    numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
     numerics
     numerics.layers
@@ -32,14 +32,18 @@ PPO_REPRO = """
     loop side_tables
     runs
     audit control dpo checks grids testing replay
+    tracking
     commands
     library
     __main__
 """
 ANALYSIS = """
-    stats pairs clipping tokenization diagnosis report.drawing
+    words stats pairs clipping tokenization diagnosis report.drawing
     mismatch dialects report.figures
-    compare grids report
+    compare grids report.reading
+    report.tokens
+    report.pages
+    report
     notebooks
 """
 
@@ -155,7 +159,7 @@ def test_no_test_imports_another_test() -> None:
 
 
 def test_analyses_read_records_only() -> None:
-    allowed = ("ppo_repro.records", "ppo_repro.disk", "ppo_repro.errors", "ppo_repro.config")
+    allowed = ("ppo_repro.records", "ppo_repro.disk", "ppo_repro.errors", "ppo_repro.config", "ppo_repro.dpo.records")
     for path in files("analysis/**/*.py"):
         names = imports(path)
         assert not {"torch", "transformers", "mlflow"} & top(names), path

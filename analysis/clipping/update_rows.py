@@ -102,22 +102,27 @@ def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.
 
 
 def load_iterations(
-    run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
+    run_dir: Path | str,
+    *,
+    iterations: Sequence[int] | None = None,
+    band: tuple[float, float] | None = None,
+    allow_incomplete: bool = False,
 ) -> Iterator[IterationRows]:
     """The iterations of a run, one at a time; raises UserError on what is missing, damaged or not clipped."""
-    config = recorded_config(run_dir)
-    overview = reader.read_iterations(run_dir, iterations=iterations)
+    config, also = recorded_config(run_dir), allow_incomplete
+    overview = reader.read_iterations(run_dir, iterations=iterations, allow_incomplete=also)
     for _, row in overview.iterrows():
         index = int(row["iteration"])
         rule = clip_rule(run_dir, config, row, band)
-        tokens = reader.read_tokens(run_dir, iterations=[index], columns=TOKEN_COLUMNS)
-        updates = reader.read_updates(run_dir, iterations=[index]).drop(columns="iteration")
+        only, names = [index], ["sequence", "response", "scores"]
+        tokens = reader.read_tokens(run_dir, iterations=only, columns=TOKEN_COLUMNS, allow_incomplete=also)
+        updates = reader.read_updates(run_dir, iterations=only, allow_incomplete=also).drop(columns="iteration")
         yield IterationRows(
             iteration=index,
             rule=rule,
-            sequences=reader.read_sequences(run_dir, iterations=[index], columns=["sequence", "response", "scores"]),
+            sequences=reader.read_sequences(run_dir, iterations=only, columns=names, allow_incomplete=also),
             tokens=tokens,
-            steps=reader.read_steps(run_dir, iterations=[index], columns=STEP),
+            steps=reader.read_steps(run_dir, iterations=only, columns=STEP, allow_incomplete=also),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
 

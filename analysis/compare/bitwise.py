@@ -29,22 +29,22 @@ class FirstDifference:
         return f"{start}, {self.table}.{self.column}"
 
 
-def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
+def manifests(run_a: Path | str, run_b: Path | str, allow_incomplete: bool = False) -> tuple[Manifest, Manifest]:
     """Both manifests; raises UserError where a run is incomplete or damaged, or where the kinds differ."""
-    a, b = reader.open_manifest(run_a), reader.open_manifest(run_b)
+    a, b = (reader.open_manifest(run, allow_incomplete) for run in (run_a, run_b))
     if a.kind != b.kind:
         raise UserError(f"{run_a} is a {a.kind} run, {run_b} a {b.kind} run; compare runs of one kind")
     return a, b
 
 
-def first_difference(run_a: Path | str, run_b: Path | str) -> FirstDifference | None:
+def first_difference(run_a: Path | str, run_b: Path | str, allow_incomplete: bool = False) -> FirstDifference | None:
     """The first iteration, table and column, in the order of computation; None where no digest differs.
 
     Compares what came before the first iteration and the iterations that both have: of these the tables that both
     have, and the columns that are in the digest of a table. Of the others, those above level `lean`, `ppo-repro diff`
     may name an earlier one. Raises UserError on damaged records.
     """
-    a, b = manifests(run_a, run_b)
+    a, b = manifests(run_a, run_b, allow_incomplete)
     tables = (*side_tables_of(a), *tables_of(a))
     for (iteration, listed_a), (_, listed_b) in zip(_listed(a), _listed(b), strict=False):
         for table in tables:

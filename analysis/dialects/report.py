@@ -13,6 +13,7 @@ import pandas as pd
 from analysis.clipping.update_rows import IterationRows, load_iterations
 from analysis.dialects import cleanrl, nemo_rl, openrlhf, prime_rl, slime, tinker, trl, verl, verl_rollout_corr
 from analysis.dialects.definition import Definition
+from analysis.words import explained
 from ppo_repro.errors import UserError
 
 KEYS = ("iteration", "epoch", "minibatch")
@@ -40,7 +41,10 @@ DIALECTS = (
 
 
 def definitions() -> pd.DataFrame:
-    """One row per published key: framework, key, formula, anchor, reduction, difference, is_derived, source."""
+    """One row per published key: framework, key, formula, anchor, reduction, difference, is_derived, source, words.
+
+    `in_words` explains the terms that occur in reduction and difference.
+    """
     rows = []
     for dialect in DIALECTS:
         for definition in dialect.definitions:
@@ -56,6 +60,7 @@ def definitions() -> pd.DataFrame:
                     "repository": definition.source.repository,
                     "path": definition.source.path,
                     "commit": definition.source.commit,
+                    "in_words": explained(f"{definition.reduction}; {definition.difference}"),
                 }
             )
     return pd.DataFrame(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +34,20 @@ def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(frame[column].to_numpy(), dtype=np.float32)
 
 
-def parity(run_dir: Path | str) -> Parity:
+def parity(run_dir: Path | str, *, iterations: Sequence[int] | None = None, allow_incomplete: bool = False) -> Parity:
     """Count the disagreements in a run; raises UserError where records are missing or damaged."""
-    tokens = reader.read_tokens(run_dir, columns=[*KEY, "rollout_logprobs", "old_logprobs", "values"])
-    updates = reader.read_updates(run_dir, columns=[*KEY, "epoch", "minibatch", "ratios", "new_values"])
+    tokens = reader.read_tokens(
+        run_dir,
+        columns=[*KEY, "rollout_logprobs", "old_logprobs", "values"],
+        iterations=iterations,
+        allow_incomplete=allow_incomplete,
+    )
+    updates = reader.read_updates(
+        run_dir,
+        columns=[*KEY, "epoch", "minibatch", "ratios", "new_values"],
+        iterations=iterations,
+        allow_incomplete=allow_incomplete,
+    )
     joined = updates.merge(tokens, on=KEY, how="left", validate="many_to_one")
     first = joined[(joined["epoch"] == 0) & (joined["minibatch"] == 0)]
     rollout, old = _float32(tokens, "rollout_logprobs"), _float32(tokens, "old_logprobs")

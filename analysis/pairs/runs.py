@@ -38,6 +38,7 @@ def run_pairs(
     iterations: Sequence[int] | None = None,
     rows: int = ROWS,
     verify: reader.Verification = "contents",
+    allow_incomplete: bool = False,
 ) -> Iterator[pd.DataFrame]:
     """The pairs of a recorded run, with entropies, log_kept_mass and advantages.
 
@@ -50,28 +51,33 @@ def run_pairs(
     if pair not in PAIRS:
         raise UserError(f"pair = {pair!r}: must be {' or '.join(PAIRS)}")
     if pair == "old_vs_first_new":
-        return _first_new(run_dir, iterations)
+        return _first_new(run_dir, iterations, allow_incomplete)
     columns = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL]
-    chunks = reader.stream(run_dir, "tokens", columns=columns, iterations=iterations, rows=rows, verify=verify)
+    chunks = reader.stream(
+        run_dir,
+        "tokens",
+        columns=columns,
+        iterations=iterations,
+        rows=rows,
+        verify=verify,
+        allow_incomplete=allow_incomplete,
+    )
     names = {"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"}
     return whole_sequences(chunk.rename(columns=names) for chunk in chunks)
 
 
-def _first_new(run_dir: Path | str, iterations: Sequence[int] | None) -> Iterator[pd.DataFrame]:
-    recorded = range(len(reader.open_manifest(run_dir).iterations))
+def _first_new(run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool) -> Iterator[pd.DataFrame]:
+    recorded = range(len(reader.open_manifest(run_dir, allow_incomplete).iterations))
     for iteration in recorded if iterations is None else iterations:
-        iterations_read = [iteration]
-        tokens = reader.read_tokens(
-            run_dir, iterations=iterations_read, columns=[*KEY, "token_id", "old_logprobs", *OPTIONAL]
-        )
+        only, names = [iteration], [*KEY, "token_id", "old_logprobs", *OPTIONAL]
+        tokens = reader.read_tokens(run_dir, iterations=only, columns=names, allow_incomplete=allow_incomplete)
         # clip_flag is null exactly where the policy takes no step; new_logprobs can also be a recorded NaN
-        updates = reader.read_updates(
-            run_dir, iterations=iterations_read, columns=[*KEY, "epoch", "new_logprobs", "clip_flag"]
-        )
+        names = [*KEY, "epoch", "new_logprobs", "clip_flag"]
+        updates = reader.read_updates(run_dir, iterations=only, columns=names, allow_incomplete=allow_incomplete)
         first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*KEY, "new_logprobs"]]
         joined = tokens.merge(first, on=KEY, how="inner", validate="one_to_one").sort_values(KEY, ignore_index=True)
-        names = {"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"}
-        yield joined.rename(columns=names)[[*REQUIRED, *OPTIONAL]]
+        renamed = {"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"}
+        yield joined.rename(columns=renamed)[[*REQUIRED, *OPTIONAL]]
 
 
 def two_run_pairs(

@@ -98,7 +98,7 @@ def draw(found: pd.DataFrame) -> str:
 
 def _beside(titles: Sequence[str], charts: Sequence[str]) -> str:
     """Charts side by side with a title above each; `charts` are SVG elements of the width of a chart."""
-    height = TITLE + PLOT_HEIGHT + BOTTOM + 36.0
+    height = TITLE + PLOT_HEIGHT + BOTTOM + 72.0
     width = MARGIN * 2 + WIDTH * len(charts)
     parts = []
     for index, (title, chart) in enumerate(zip(titles, charts, strict=True)):

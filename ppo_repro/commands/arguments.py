@@ -137,8 +137,10 @@ def _add_starting(add: _Adder) -> None:
         configured.add_argument("config", metavar="CONFIG", type=_path, help="YAML configuration")
         _add_set(configured, "override one field; may be repeated")
         configured.add_argument("--seed", metavar="N", type=_count, help="the same as --set seed=N")
-        if command is run_command:
+        if command in (run_command, control_command, dpo_command):
             _add_track(configured)
+            _add_tensorboard(configured)
+        if command is run_command:
             configured.add_argument(
                 "--profile", action="store_true", help="measure the machine first; say which share of it each phase got"
             )
@@ -156,7 +158,8 @@ def _add_recorded(add: _Adder) -> None:
         if command in (resume_command, rerun_command):
             _add_set(recorded, "another layout field or rollout engine, such as layout.threads=2; may be repeated")
         elif command is track_command:
-            recorded.add_argument("--uri", default="sqlite:///mlflow.db", help="MLflow tracking store")
+            recorded.add_argument("--uri", help="MLflow tracking store; default sqlite:///mlflow.db")
+            _add_tensorboard(recorded)
         elif command is show_command:
             recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
     replayed = add(replay_command)
@@ -194,9 +197,16 @@ def _add_track(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--track", metavar="URI", help="copy the records into this MLflow store as they come")
 
 
+def _add_tensorboard(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tensorboard", metavar="DIR", type=_path, help="write TensorBoard event files below DIR")
+
+
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser, "run", "RUN_OR_GRID", f"folder of a run, a folder of runs, or `{LATEST}`")
-    parser.add_argument("--out", metavar="FILE", type=_path, help="the page; default report.html in that folder")
+    about = f"folder of a run, a folder of runs, or `{LATEST}`; two runs are put side by side"
+    action = parser.add_argument("runs", metavar="RUN_OR_GRID", type=_run_folder, nargs="+", help=about)
+    action.completer = run_names  # type: ignore[attr-defined]
+    where = "the page; default report.html in that folder, of two runs comparison.html here"
+    parser.add_argument("--out", metavar="FILE", type=_path, help=where)
     parser.add_argument(
         "--responses", metavar="N", type=_count, help="responses in the token view of a run; default 60, 0 for none"
     )

@@ -13,7 +13,8 @@ from ppo_repro.grids.grid import grid_folder, run_grid
 from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.grids.summary import as_json, lines
-from ppo_repro.output import print_result, say
+from ppo_repro.output import print_result
+from ppo_repro.tracking.finished import grid_into_mlflow
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -22,19 +23,10 @@ def run(arguments: argparse.Namespace) -> int:
     folder = grid_folder(grid, arguments.out)
     with ConsoleGrid() as watcher:
         outcome = run_grid(grid, arguments.out, _engine(arguments, folder), watcher, arguments.changed)
-    if arguments.track is not None:
-        _track_grid(folder, arguments.track)
-    print_result(arguments.json, as_json(grid, folder, outcome), lines(grid, folder, outcome))
+    said, copied = ([], {}) if arguments.track is None else grid_into_mlflow(folder, arguments.track)
+    fields = as_json(grid, folder, outcome) | ({"mlflow": copied} if copied else {})
+    print_result(arguments.json, fields, [*lines(grid, folder, outcome), *said])
     return 0 if (outcome.table["state"] == "complete").all() else 1
-
-
-def _track_grid(folder: Path, uri: str) -> None:
-    from ppo_repro.tracking.mlflow_copy import track_grid  # mlflow, which takes seconds
-
-    try:
-        track_grid(folder, uri)
-    except UserError as error:  # the grid is done, and its results do not depend on a server
-        say(f"tracking failed: {error}; copy it later with `ppo-repro track {folder} --uri {uri}`")
 
 
 def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ppo_repro.analysis_home import report_writer
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say, tell
-from ppo_repro.secrets import masked
+from ppo_repro.tracking import finished as tracked
 
 if TYPE_CHECKING:
     from ppo_repro.runs.diff import Difference
@@ -77,32 +78,31 @@ def report_difference(difference: Difference | None, as_json: bool, identical: s
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Write one HTML page about a recorded run, or about the runs of a folder."""
-    from importlib import import_module
-    from importlib.util import find_spec
-
-    say(f"{arguments.run}: writing a page about it")
-    # the wheel has it below the package, a checkout beside it
-    home = next((name for name in ("ppo_repro.analysis", "analysis") if find_spec(name)), None)
-    if home is None:
-        raise UserError("report: `analysis` is not beside this package; install the wheel, or a checkout")
-    write_report = import_module(f"{home}.report.build").write_report
-    path, size = write_report(arguments.run, arguments.out, arguments.responses)
+    """Write one HTML page about a recorded run, about two side by side, or about the runs of a folder."""
+    if len(arguments.runs) > 2:
+        raise UserError(f"report: {len(arguments.runs)} folders; give one, or two runs, or the folder of many")
+    say(f"{' and '.join(map(str, arguments.runs))}: writing a page")
+    path, size = report_writer()(arguments.runs, arguments.out, arguments.responses)
     print_result(arguments.json, {"report": str(path), "bytes": size}, [f"report      {path} ({size / 1e6:.2f} MB)"])
     return 0
 
 
 def track_command(arguments: argparse.Namespace) -> int:
-    """Copy a recorded run or grid into MLflow."""
-    say(f"{arguments.run}: copying it into {arguments.uri}")
-    from ppo_repro.records.reader import open_manifest
-
+    """Copy a recorded run, DPO training or grid into MLflow, or with --tensorboard into event files."""
+    uri = arguments.uri
+    if uri is None and arguments.tensorboard is None:
+        uri = "sqlite:///mlflow.db"
+    said, fields = list[str](), dict[str, Any]()
     is_grid = (arguments.run / "grid.yaml").exists()
-    if not is_grid:
-        open_manifest(arguments.run, allow_incomplete=True)
-    from ppo_repro.tracking.mlflow_copy import track, track_grid
-
-    run_id = track_grid(arguments.run, arguments.uri) if is_grid else track(arguments.run, arguments.uri)
-    line = f"MLflow run {run_id} in {arguments.uri}; look with: mlflow ui --backend-store-uri {arguments.uri}"
-    print_result(arguments.json, {"run_id": run_id, "uri": masked(arguments.uri)}, [line])
+    if arguments.tensorboard is not None:
+        say(f"{arguments.run}: writing event files below {arguments.tensorboard}")
+        lines, written = tracked.into_tensorboard(arguments.run, arguments.tensorboard, is_grid)
+        said += lines
+        fields |= written
+    if uri is not None:
+        say(f"{arguments.run}: copying it into {uri}")
+        lines, copied = tracked.into_mlflow(arguments.run, uri, is_grid)
+        said += lines
+        fields |= copied
+    print_result(arguments.json, fields, said)
     return 0

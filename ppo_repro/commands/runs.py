@@ -17,10 +17,12 @@ from ppo_repro.commands.recorded import report_difference
 from ppo_repro.commands.run_folders import MANIFEST
 from ppo_repro.errors import RankLost, UserError
 from ppo_repro.output import print_json, print_result, say, tell
+from ppo_repro.tracking.finished import require_copies
 
 if TYPE_CHECKING:
     from ppo_repro.config.run import RunConfig
     from ppo_repro.ranks import Ranks
+    from ppo_repro.tracking.follower import Followers
     from ppo_repro.watcher import Watcher
 
 
@@ -78,6 +80,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.section import run_folder
 
     set_fields = overrides(arguments)
+    require_copies(arguments.tensorboard)
     clock, folder, alone = Clock(), list[Path](), processes()[1] == 1
     if alone:  # several processes hear of each other's mistakes, and torch is what they hear by
         if command_of(read_tree(arguments.config, set_fields)) == "control":
@@ -92,13 +95,13 @@ def run_command(arguments: argparse.Namespace) -> int:
         from ppo_repro.tracking.follower import followed
 
         folder.append(run_folder(config, arguments.out))
-        watched = followed(folder[0], arguments.track if ranks.is_first else None)
-        with within_memory(config, ranks.size), watched:
+        uri, events = (arguments.track, arguments.tensorboard) if ranks.is_first else (None, None)
+        with within_memory(config, ranks.size), followed(folder[0], uri, events) as copies:
             clock.lap("start")
             run_dir, _ = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out, clock)
-        clock.lap("tracking" if arguments.track else OTHER)
+        clock.lap("tracking" if arguments.track or arguments.tensorboard else OTHER)
     if ranks.is_first:
-        _report_run(run_dir, clock.with_total(), arguments.json, arguments.profile)
+        _report_run(run_dir, clock.with_total(), arguments.json, arguments.profile, copies)
     return 0
 
 
@@ -116,9 +119,8 @@ def _look(config: RunConfig, out: Path) -> None:
 
 def _run_control(arguments: argparse.Namespace) -> int:
     """`run` of a file for `control`; UserError where an option has no meaning there."""
-    for name, given in (("--track", arguments.track is not None), ("--profile", arguments.profile)):
-        if given:
-            raise UserError(f"{name}: {arguments.config} is a file for control runs, which have no such option")
+    if arguments.profile:
+        raise UserError(f"--profile: {arguments.config} is a file for control runs, which have no such option")
     return control_command(arguments)
 
 
@@ -127,6 +129,7 @@ def control_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.control import load_control_config
 
     config = load_control_config(arguments.config, overrides(arguments))
+    require_copies(arguments.tensorboard)
     from ppo_repro.config.section import run_folder
 
     folder = run_folder(config, arguments.out)
@@ -134,10 +137,12 @@ def control_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.commands.progress import ConsoleProgress
     from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
     from ppo_repro.runs.run import run
+    from ppo_repro.tracking.follower import followed
 
-    with _saying_how_to_go_on([folder]), ConsoleProgress() as watcher:
+    copied = followed(folder, arguments.track, arguments.tensorboard)
+    with _saying_how_to_go_on([folder]), ConsoleProgress() as watcher, copied as copies:
         run_dir, seconds = run(ControlKind(watcher), config, arguments.out)
-    _report_run(run_dir, seconds, arguments.json)
+    _report_run(run_dir, seconds, arguments.json, copies=copies)
     return 0
 
 
@@ -163,7 +168,13 @@ def resume_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, with_profile: bool = False) -> None:
+def _report_run(
+    run_dir: Path,
+    seconds: dict[str, float] | None,
+    as_json: bool,
+    with_profile: bool = False,
+    copies: Followers | None = None,
+) -> None:
     """Print what a complete run did; `seconds` by phase where they are known better than from the records."""
     from ppo_repro.commands.kinds import kind_of
     from ppo_repro.runs.summary import profile, profile_lines, speeds
@@ -172,7 +183,7 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
     summary = kind.summarise(run_dir, seconds)
     if as_json:
         profiled = {"profile": dataclasses.asdict(profile(run_dir))} if with_profile else {}
-        print_json({**dataclasses.asdict(summary), **profiled})
+        print_json({**dataclasses.asdict(summary), **profiled, **(copies.fields if copies else {})})
         return
     measured = profile_lines(profile(run_dir)) if with_profile else []
     tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit), *measured]))
@@ -182,6 +193,8 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
     if policy.is_dir():
         tell(f"policy      {policy}")
     tell(f"again       ppo-repro rerun {run_dir}")
+    for line in copies.lines if copies else ():
+        tell(line)
 
 
 def rerun_command(arguments: argparse.Namespace) -> int:
@@ -207,12 +220,15 @@ def dpo_command(arguments: argparse.Namespace) -> int:
 
     config = load_dpo_config(arguments.config, overrides(arguments))
     say(f"{config.experiment}, seed {config.seed}: DPO on the responses of {config.run}")
+    require_copies(arguments.tensorboard)
     from ppo_repro.commands.progress import ConsoleProgress
-    from ppo_repro.dpo.run import lines, train_dpo
+    from ppo_repro.dpo.run import dpo_folder, lines, train_dpo
+    from ppo_repro.tracking.follower import followed
 
-    with ConsoleProgress() as watcher:
+    copied = followed(dpo_folder(config, arguments.out), arguments.track, arguments.tensorboard)
+    with ConsoleProgress() as watcher, copied as copies:
         result = train_dpo(config, arguments.out, watcher)
-    print_result(arguments.json, dataclasses.asdict(result), lines(result))
+    print_result(arguments.json, {**dataclasses.asdict(result), **copies.fields}, [*lines(result), *copies.lines])
     return 0
 
 

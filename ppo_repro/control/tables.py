@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from ppo_repro.clock import moment
 from ppo_repro.config.records import Level
 from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
@@ -161,6 +162,7 @@ def _iteration(item: ControlIteration) -> Columns:
         "unequal_values": unequal_bits(first.new_values, forward.values[first.tokens]),
         "eval_return": item.eval_return,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
+        "ended_at": moment(),
     }
     return {
         "iteration": _int32([item.index]),

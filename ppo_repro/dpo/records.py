@@ -14,16 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ppo_repro.clock import from_text
 from ppo_repro.disk import durable, sealed_json
 from ppo_repro.disk.folder import SUMS_NAME, check_links, check_sums, file_digest
 from ppo_repro.errors import UserError
 from ppo_repro.records import arrow, digests, manifest, reader
 from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_checked
-from ppo_repro.records.contents import CHECKPOINTS_NAME, final_folder
+from ppo_repro.records.contents import CHECKPOINTS_NAME, REPORT_NAME, final_folder
 from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.schema import Column, Table
+from ppo_repro.records.times import STARTED
 
 FORMAT = 2  # 1 had no digest of the manifest itself, and none of the other files
+ENDED = "ended"  # when the training ended, in its environment.json
 FILES = (CONFIG_NAME, ENVIRONMENT_NAME, f"{CHECKPOINTS_NAME}/final/{SUMS_NAME}")
 _DAMAGED = "the manifest was changed or damaged"
 
@@ -166,6 +169,19 @@ def read_table(folder: Path, name: str) -> pd.DataFrame:
     return reader.to_frame(table.columns, [data])
 
 
+def read_environment(folder: Path) -> dict[str, Any]:
+    """environment.json, checked against the manifest; UserError where it is missing or damaged."""
+    tree: dict[str, Any] = json.loads(read_checked(folder, ENVIRONMENT_NAME, load(folder).files[ENVIRONMENT_NAME]))
+    return tree
+
+
+def span(folder: Path) -> tuple[float, float]:
+    """When the training began and ended, in seconds since 1970; of an earlier version the times of its files."""
+    environment, written = read_environment(folder), (folder / manifest.FILE_NAME).stat().st_mtime
+    began, ended = (environment.get(name) for name in (STARTED, ENDED))
+    return (written, written) if began is None or ended is None else (from_text(began), from_text(ended))
+
+
 @dataclass(frozen=True)
 class Verified:
     """What a DPO folder holds, all of it undamaged."""
@@ -194,7 +210,7 @@ def verify(folder: Path) -> Verified:
     for table in recorded.tables:
         read_table(folder, table)
     final = final_folder(folder)
-    listed = {manifest.FILE_NAME, *recorded.files}
+    listed = {manifest.FILE_NAME, REPORT_NAME, *recorded.files}  # a report is no part of the training
     listed |= {table_path(folder, table).relative_to(folder).as_posix() for table in recorded.tables}
     listed |= {(final / name).relative_to(folder).as_posix() for name in check_sums(final)}
     for path in sorted(folder.rglob("*")):

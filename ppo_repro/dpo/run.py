@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Prompts
+from ppo_repro.clock import as_text, moment
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import build_config, dump_yaml
 from ppo_repro.config.learning_rates import naming_learning_rates
@@ -40,6 +41,7 @@ from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import final_folder, reference_folder
 from ppo_repro.records.manifest import Manifest, note_content
+from ppo_repro.records.times import STARTED
 from ppo_repro.runs.checkpoints import save_model
 from ppo_repro.runs.environment import check_inputs, describe_environment
 from ppo_repro.runs.prepare import Prepared, prepare
@@ -235,7 +237,7 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
     UserError where the run is damaged, incomplete or has no pairs, or the folder exists; PromiseBroken where
     the policy that the run started from is not the recorded one.
     """
-    started = time.perf_counter()
+    began, started = moment(), time.perf_counter()
     folder = dpo_folder(config, out)
     if folder.exists():
         raise UserError(f"{folder}: exists already; choose another --out")
@@ -248,7 +250,8 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
         prepared = _start(config, recorded, run_config, watcher)
         check_pairs(pairs.all, prepared.state.policy.config.vocab_size, config.numerics.max_context)
         measured, steps, pair_columns = _measure(config, run_config, prepared, pairs, watcher)
-    environment = note_content(describe_environment(run_config, ALONE.size))
+    when = {STARTED: as_text(began), records.ENDED: as_text(moment())}
+    environment = note_content({**describe_environment(run_config, ALONE.size), **when})
     columns = {"dpo_pairs": pair_columns, "dpo_steps": _step_columns(steps)}
     with whole_folder(folder) as temporary:
         (temporary / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")

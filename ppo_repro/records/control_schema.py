@@ -127,6 +127,7 @@ ITERATIONS = Table(
         Column("seconds_update", "float64", "s", "Wall time of the update.", in_fingerprint=False),
         Column("seconds_evaluation", "float64", "s", "Wall time of the evaluation.", in_fingerprint=False),
         Column("seconds_other", "float64", "s", "The rest of the iteration's wall time, so that the seconds add up to it.", nullable=True, in_fingerprint=False),
+        Column("ended_at", "float64", "s", "When the iteration ended, in seconds since 1970, UTC.", nullable=True, in_fingerprint=False),
     ),
 )
 

@@ -280,6 +280,7 @@ ITERATIONS = Table(
         Column("peak_fraction_rollout", "float64", "", "Multiply-accumulates per second of sampling over what a large product reached at the start; null without --profile.", nullable=True, in_fingerprint=False),
         Column("peak_fraction_forward", "float64", "", "The same of the scoring forwards.", nullable=True, in_fingerprint=False),
         Column("peak_fraction_update", "float64", "", "The same of the update.", nullable=True, in_fingerprint=False),
+        Column("ended_at", "float64", "s", "When the iteration ended, in seconds since 1970, UTC.", nullable=True, in_fingerprint=False),
     ),
 )
 

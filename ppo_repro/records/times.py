@@ -1,19 +1,25 @@
-"""times.json of a complete run: wall seconds by phase of the process that completed it. Not in the fingerprint."""
+"""When a run began and ended, and what it did with its time. Nothing of it is in the fingerprint.
+
+times.json of a complete run has the wall seconds by phase of the process that completed it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
+from ppo_repro.clock import from_text
 from ppo_repro.disk import durable
-from ppo_repro.records import manifest
-from ppo_repro.records.config_file import read_note
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.config_file import CONFIG_NAME, read_environments, read_note
 from ppo_repro.records.manifest import Head
 
 FILE_NAME = "times.json"
+STARTED = "started"  # when a process began, in environment.json and in the environment of each resumed-NNN.json
 
 
 @dataclass(frozen=True)
@@ -57,3 +63,37 @@ def by_phase(run_dir: Path, recorded: Head, in_iterations: Mapping[str, float]) 
     if times.iterations == recorded.num_iterations:
         return {**times.seconds, "total": sum(times.seconds.values())}
     return {**times.seconds, **in_iterations}
+
+
+def started(run_dir: Path, recorded: Head) -> float:
+    """When the run began, in seconds since 1970; of an earlier version the time of its configuration file."""
+    return _moments(run_dir, recorded)[0]
+
+
+def ended(run_dir: Path, recorded: Head) -> float:
+    """When the run ended, in seconds since 1970: after the last phase, or else with its last complete iteration."""
+    moments, times = _moments(run_dir, recorded), read(run_dir, recorded)
+    if times is not None:
+        return moments[-1] + sum(times.seconds.values())
+    last = range(recorded.num_iterations)[-1:]
+    rows = reader.read_iterations(run_dir, iterations=last, columns=["ended_at"], allow_incomplete=True)
+    return max([moments[-1], *of_iterations(run_dir, last, rows["ended_at"])])
+
+
+def of_iterations(run_dir: Path, iterations: Sequence[int], ended_at: pd.Series) -> list[float]:
+    """When each of these iterations ended, in seconds since 1970; of an earlier version the time of its file."""
+    known = [float(value) for value in ended_at]
+    return [
+        value if value > 0 and math.isfinite(value) else _written(manifest.table_path(run_dir, "iterations", number))
+        for number, value in zip(iterations, known, strict=True)
+    ]
+
+
+def _moments(run_dir: Path, recorded: Head) -> list[float]:
+    """When each process of the run began."""
+    texts = [tree.get(STARTED) for tree in read_environments(run_dir, recorded)]
+    return [_written(run_dir / CONFIG_NAME) if text is None else from_text(text) for text in texts]
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime

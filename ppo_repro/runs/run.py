@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ppo_repro.clock import OTHER, Clock
+from ppo_repro.clock import OTHER, Clock, as_text
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.run import RunConfig
@@ -23,6 +23,7 @@ from ppo_repro.records import digests, manifest, reader, schema, times, writer
 from ppo_repro.records.config_file import RESUMED, check_config
 from ppo_repro.records.contents import check_contents, files_to_resume_with, remove_unfinished
 from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import appending
 from ppo_repro.runs.diff import Difference, first_final_difference, iteration_difference, side_difference
 from ppo_repro.runs.environment import check_inputs, file_digests
@@ -47,7 +48,7 @@ def run(
         _require_same_start(ranks, config, inputs)
         _work_along(execution)
         return run_dir, {}
-    environment = kind.environment(config)
+    environment = {**kind.environment(config), STARTED: as_text(clock.started)}
     temporary = writer.lay_out_run(run_dir, dump_yaml(config), environment, config.digest(), inputs, kind.name)
     with new_run(temporary, run_dir):
         _require_same_start(ranks, config, inputs)
@@ -208,7 +209,8 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
         kept = files_to_resume_with(recorded, begins_again=resumption.start == 0)
         contents = check_contents(run_dir, recorded.model_copy(update={"files": kept}))
         clock.lap("inputs")
-        tree = {"iteration": resumption.start, "overrides": list(overrides), "environment": kind.environment(config)}
+        environment = {**kind.environment(config), STARTED: as_text(clock.started)}
+        tree = {"iteration": resumption.start, "overrides": list(overrides), "environment": environment}
         try:
             writer.mark(run_dir, recorded, "running", files=kept)
             remove_unfinished(run_dir, contents)

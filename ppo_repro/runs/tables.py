@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import Iteration
+from ppo_repro.clock import moment
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
@@ -227,6 +228,7 @@ def _iteration(item: Iteration, config: RunConfig, peak: Peak | None) -> Columns
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
+        "ended_at": moment(),
         **_speed(item, peak),
     }
     return {

@@ -1,1 +1,1 @@
-"""Copies of recorded runs and grids in MLflow."""
+"""Copies of recorded runs and grids in MLflow and TensorBoard."""

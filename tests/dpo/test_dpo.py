@@ -267,3 +267,44 @@ def test_the_experiment_of_the_checkout_needs_a_run_only() -> None:
     with pytest.raises(UserError, match="run: missing; add it"):
         load_dpo_config(path)
     assert load_dpo_config(path, ["run=somewhere"]).dpo.beta == 1.0
+
+
+def test_the_training_has_a_page_and_the_times_of_its_copy(trained: DPOResult, tmp_path: Path) -> None:
+    from analysis.report import build
+    from tests.support.html_page import check
+
+    folder = tmp_path / "copy"
+    shutil.copytree(trained.run_dir, folder)
+    path, _ = build.write_report([folder], None, None)
+    page = path.read_text()
+    assert page == build.page_of(folder, None) and path.name == "report.html"
+    titles = [n.text for n in check(page).iter("h3")]
+    assert titles == ["Loss", "Margin", "Pairs in the right order", "Gradient norm", "Margins after training"]
+    assert f"{trained.accuracy_after:.3f}" in page and trained.fingerprint in page
+    assert records.verify(folder).fingerprint == trained.fingerprint, "a report is no part of the training"
+    with pytest.raises(UserError, match="--responses 3: a DPO training has no token view"):
+        build.page_of(folder, 3)
+    began, ended = records.span(folder)
+    assert 0 < began < ended and ended - began == pytest.approx(trained.seconds, abs=60)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_training_can_be_copied_into_mlflow(
+    cli: Cli, trained: DPOResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_repro.tracking.store import answering
+
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # the second copy takes the place of the first
+        code, out, _ = cli("track", trained.run_dir, "--uri", "sqlite:///m.db", "--json")
+        assert code == 0
+    with answering(f"sqlite:///{tmp_path}/m.db") as client:
+        (found,) = client.search_runs([json.loads(out)["experiment_id"]])
+        steps = client.get_metric_history(found.info.run_id, "step/loss")
+        names = {artifact.path for artifact in client.list_artifacts(found.info.run_id)}
+    assert [m.value for m in steps] == records.read_table(Path(trained.run_dir), "dpo_steps")["loss"].tolist()
+    assert found.data.tags["fingerprint"] == trained.fingerprint and "report.html" in names
+    began, ended = records.span(Path(trained.run_dir))
+    assert (found.info.start_time, found.info.end_time) == (round(began * 1000), round(ended * 1000))

@@ -1,8 +1,11 @@
 """A recorded run in a real MLflow store on SQLite."""
 
 import json
+import math
 import shutil
+import sys
 import warnings
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +72,7 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
     assert {n for n in found.data.metrics if n.startswith("accuracy/")} == {f"accuracy/{n}" for n in measured.numbers()}
     names = {a.path for a in client.list_artifacts(found.info.run_id)}
     notes = {"environment.json", "accuracy.json", "times.json"}
-    assert names == {"manifest.json", "iterations.jsonl", "config.yaml"} | notes
+    assert names == {"manifest.json", "iterations.jsonl", "config.yaml", "report.html"} | notes
     spent = times.read(exact_run, manifest.load(exact_run))
     assert spent is not None and {"preparation", "other"} <= set(spent.seconds)
     assert all(found.data.metrics[f"seconds/{phase}"] == value for phase, value in spent.seconds.items())
@@ -77,6 +80,113 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
     (again,) = client.search_runs([experiment.experiment_id])
     assert again.info.run_id != found.info.run_id, "a second copy takes the place of the first"
     assert again.data.metrics == found.data.metrics and again.data.params == found.data.params
+    assert again.inputs.dataset_inputs == found.inputs.dataset_inputs
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_copy_has_the_times_the_tables_and_the_verdicts_of_the_run(
+    exact_run: Path, native_run: Path, store: str, tmp_path: Path
+) -> None:
+    from ppo_repro.tracking.mlflow_copy import track
+
+    client = mlflow_client(store)
+    exact, native = (client.get_run(track(run, store).run_id) for run in (exact_run, native_run))
+    recorded, rows = manifest.load(exact_run), reader.read_iterations(exact_run)
+    environment = json.loads((exact_run / "environment.json").read_text())
+    started = datetime.fromisoformat(environment["started"]).timestamp()
+    spent = times.read(exact_run, recorded)
+    assert spent is not None and exact.info.start_time == round(started * 1000)
+    assert exact.info.end_time == round((started + sum(spent.seconds.values())) * 1000)
+    history = client.get_metric_history(exact.info.run_id, "iteration/tokens")
+    assert [m.timestamp for m in history] == [round(moment * 1000) for moment in rows["ended_at"]]
+    assert started < rows["ended_at"].min() and rows["ended_at"].is_monotonic_increasing
+    assert history[-1].timestamp < exact.info.end_time and "iteration/ended_at" not in exact.data.metrics
+    found = {d.dataset.name: d.dataset for d in exact.inputs.dataset_inputs}
+    assert {"sequences", "tokens", "updates", "steps", "iterations", "evaluations"} <= set(found)
+    assert json.loads(found["tokens"].profile)["num_rows"] == len(reader.read_tokens(exact_run))
+    assert Path(json.loads(found["tokens"].source)["uri"]) == (exact_run / "records" / "tokens").absolute()
+    columns = json.loads(found["tokens"].schema)["mlflow_colspec"]
+    assert [c["name"] for c in columns] == list(reader.read_tokens(exact_run).columns)
+    other = {d.dataset.name: d.dataset.digest for d in native.inputs.dataset_inputs}
+    assert other["tokens"] != found["tokens"].digest, "another run has another digest"
+    promises = {name: value for name, value in exact.data.tags.items() if name.startswith("verdict.")}
+    assert set(promises.values()) == {"holds"} and len(promises) == 3
+    assert native.data.tags["verdict.sampler_and_trainer_agree"] == "differs"
+    assert "0 of" in exact.data.tags["mlflow.note.content"]
+
+
+def test_a_run_of_an_earlier_version_has_the_times_of_its_files(tmp_path: Path) -> None:
+    run_dir = synthetic_run.make_run(tmp_path / "run")  # its environment names no start, its times are noise
+    recorded = manifest.load(run_dir)
+    files = [manifest.table_path(run_dir, "iterations", k).stat().st_mtime for k in range(2)]
+    assert times.of_iterations(run_dir, [0, 1], pd.Series([math.nan, math.inf])) == files
+    assert times.of_iterations(run_dir, [0, 1], pd.Series([5.0, math.nan])) == [5.0, files[1]]
+    assert times.started(run_dir, recorded) == (run_dir / "config.yaml").stat().st_mtime
+
+
+@pytest.mark.parametrize(
+    ("uri", "address", "command"),
+    [
+        ("http://host:5000/", "http://host:5000/#/experiments/3/runs/ab", None),
+        ("https://me:secret@host/mlflow", "https://host/mlflow/#/experiments/3/runs/ab", None),
+        ("sqlite:////x y/m.db", "http://127.0.0.1:5000/#/experiments/3/runs/ab", "'sqlite:////x y/m.db'"),
+        ("postgresql://me:secret@h/x", "http://127.0.0.1:5000/#/experiments/3/runs/ab", "'postgresql://***@h/x'"),
+        ("databricks", "", None),
+    ],
+)
+def test_the_link_leads_to_the_run_and_tells_no_password(uri: str, address: str, command: str | None) -> None:
+    from ppo_repro.tracking.links import Place, fields, lines
+
+    place = Place("3", "ab")
+    said = "\n".join(lines(uri, place))
+    assert "secret" not in said and "secret" not in json.dumps(fields(uri, place))
+    assert fields(uri, place)["url"] == address and (address or "run ab of experiment 3") in said
+    assert (f"mlflow ui --backend-store-uri {command}" in said) if command else ("mlflow ui" not in said)
+
+
+def test_a_relative_database_is_named_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ppo_repro.tracking.links import Place, lines
+
+    monkeypatch.chdir(tmp_path)
+    assert f"--backend-store-uri sqlite:///{tmp_path}/m.db" in lines("sqlite:///m.db", Place("1", "a"))[1]
+
+
+def records_of(path: Path) -> list[Any]:
+    """The events of a TensorBoard file: length, checksum, bytes, checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    content, found, at = path.read_bytes(), [], 0
+    while at < len(content):
+        size = int.from_bytes(content[at : at + 8], "little")
+        found.append(Event.FromString(content[at + 12 : at + 12 + size]))
+        at += 16 + size
+    return found
+
+
+def test_event_files_have_what_was_recorded(exact_run: Path, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("tensorboardX", reason="the extra [tensorboard] is not installed")
+    assert _run(["track", str(exact_run), "--tensorboard", str(tmp_path / "tb")]) == 0
+    assert f"tensorboard --logdir {tmp_path}/tb" in capsys.readouterr().out
+    assert _run(["track", str(exact_run), "--tensorboard", str(tmp_path / "tb"), "--json"]) == 0
+    assert not (Path.cwd() / "mlflow.db").exists(), "nothing goes into MLflow unasked"
+    (path,) = (tmp_path / "tb" / "small" / exact_run.name).iterdir()  # a second copy takes the place of the first
+    rows, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
+    values = [(e.step, v.tag, v.simple_value, e.wall_time) for e in records_of(path) for v in e.summary.value]
+    tokens = [(step, value, at) for step, tag, value, at in values if tag == "iteration/tokens"]
+    assert tokens == [(k, float(n), at) for k, (n, at) in enumerate(zip(rows["tokens"], rows["ended_at"], strict=True))]
+    losses = [value for _, tag, value, _ in values if tag == "step/policy_loss"]
+    assert losses == pytest.approx(steps["policy_loss"].tolist(), rel=1e-6)  # float32 in the file
+
+
+def test_without_the_library_event_files_are_refused(
+    exact_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setattr("ppo_repro.tracking.finished.find_spec", lambda name: None)
+    for command in (["track", str(exact_run)], ["run", str(TINY), "--out", str(tmp_path)]):
+        assert _run([*command, "--tensorboard", str(tmp_path / "tb")]) == 2
+        assert "install it with `pip install 'ppo_repro[tensorboard]'`" in one_line(capsys.readouterr().err)
+    assert not list(tmp_path.iterdir()), "nothing was begun"
 
 
 def test_an_unreachable_store_is_one_line(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +224,8 @@ def test_a_run_is_followed_while_it_works(store: str, tmp_path: Path, capsys: py
     run_dir = Path(json.loads(captured.out)["run_dir"])
     client = mlflow_client(store)
     (found,) = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+    assert json.loads(captured.out)["mlflow"]["run_id"] == found.info.run_id
+    assert "report.html" in {a.path for a in client.list_artifacts(found.info.run_id)}
     assert found.info.status == "FINISHED"
     assert found.data.tags["fingerprint"] == manifest.load(run_dir).fingerprint
     history = client.get_metric_history(found.info.run_id, "step/policy_loss")
@@ -145,7 +257,9 @@ def test_what_is_followed_is_logged_as_it_comes(exact_run: Path, store: str, tmp
     manifest.save(synthetic_run.head_at(whole, 0, "running"), run_dir)
     from ppo_repro.tracking.mlflow_copy import follow
 
-    run_id = follow(run_dir, store, is_over)
+    place = follow(run_dir, store, is_over)
+    assert place is not None
+    run_id = place.run_id
     assert seen == [0, 0, 0, 1, 1], "nothing twice, nothing late"
     history = client.get_metric_history(run_id, "iteration/tokens")
     assert [(m.step, m.value) for m in history] == list(enumerate(reader.read_iterations(exact_run)["tokens"].tolist()))
@@ -181,7 +295,9 @@ def test_a_grid_is_a_parent_with_its_cells(store: str, tmp_path: Path) -> None:
     parent = by_name.pop("g")
     assert parent.data.params["question"] == "q?"
     names = {a.path for a in client.list_artifacts(parent.info.run_id)}
-    assert names == {"grid.yaml", "cells.parquet", "results.parquet"}
+    assert names == {"grid.yaml", "cells.parquet", "results.parquet", "report.html"}
+    assert parent.info.start_time == min(run.info.start_time for run in by_name.values())
+    assert parent.info.end_time == max(run.info.end_time for run in by_name.values())
     cells = pd.read_parquet(tmp_path / "g" / "cells.parquet").set_index("cell")["fingerprint"]
     for name, run in by_name.items():
         assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id and run.info.status == "FINISHED"

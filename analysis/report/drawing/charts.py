@@ -8,7 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from analysis.report.drawing.axes import LEFT, PLOT_HEIGHT, RIGHT, WIDTH, Axis, Floats, Plot, frame, legend, picture
+from analysis.report.drawing import hover
+from analysis.report.drawing.axes import (
+    LEFT,
+    PLOT_HEIGHT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    Floats,
+    Plot,
+    frame,
+    legend,
+    picture,
+)
 from analysis.report.drawing.markup import element, escape
 
 COLOURS = 8
@@ -38,14 +51,18 @@ class Rule:
     below: bool = False
 
 
-def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = ()) -> str:
-    """Lines with their bands, distinguished by colour and dashes."""
+def line_chart(
+    lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = (), with_values: bool = True
+) -> str:
+    """Lines with their bands, distinguished by colour and dashes; `with_values` of the points, for the pointer."""
     names = [line.name for line in lines]
     above, top = legend(names, [f"fill{i % COLOURS}" for i in range(len(lines))])
     plot = Plot(x, y, top)
     bands = [_band(plot, line, i) for i, line in enumerate(lines)]
     curves = [_line(plot, line, i) for i, line in enumerate(lines)]
-    return picture(plot, above + frame(plot) + "".join(bands) + _rules(plot, rules) + "".join(curves), about)
+    series = [hover.Series(line.name, line.x, line.y, line.low, line.high) for line in lines]
+    values = hover.along(x, series, _places(plot, [line.x for line in lines])) if with_values else ""
+    return picture(plot, above + frame(plot) + "".join(bands) + _rules(plot, rules) + "".join(curves), about, values)
 
 
 def area_chart(at: Floats, layers: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str) -> str:
@@ -58,14 +75,19 @@ def area_chart(at: Floats, layers: Sequence[tuple[str, Floats]], x: Axis, y: Axi
         d = _closed(plot.across(at), plot.down(base), plot.down(base + height))
         paths.append(f'<path class="area fill{i % COLOURS}" d="{d}"></path>')
         base = base + height
-    return picture(plot, above + frame(plot) + "".join(paths), about)
+    series = [hover.Series(name, at, height) for name, height in layers]
+    values = hover.along(x, series, _places(plot, [at]))
+    return picture(plot, above + frame(plot) + "".join(paths), about, values)
 
 
 def bar_chart(
     lo: Floats, hi: Floats, groups: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str,
-    rules: Sequence[Rule] = (),
+    rules: Sequence[Rule] = (), names: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Bars from the bottom of the plot, from `lo` to `hi`; several groups share that width side by side."""
+    """Bars from the bottom of the plot, from `lo` to `hi`; several groups share that width side by side.
+
+    `names` are those of the bins where their edges do not say what they hold.
+    """
     above, top = legend([name for name, _ in groups], [f"fill{i % COLOURS}" for i in range(len(groups))])
     plot = Plot(x, y, top)
     left, right, bottom = plot.across(lo), plot.across(hi), top + PLOT_HEIGHT
@@ -79,15 +101,21 @@ def bar_chart(
             if t < bottom
         ]
         paths.append(f'<path class="bar fill{i % COLOURS}" d="{"".join(cells)}"></path>')
-    return picture(plot, above + frame(plot) + "".join(paths) + _rules(plot, rules), about)
+    said = names or hover.between(x.label, np.append(lo, hi[-1:]))
+    values = hover.bins(said, (left + right) / 2, groups)
+    return picture(plot, above + frame(plot) + "".join(paths) + _rules(plot, rules), about, values)
 
 
 def heat_map(
     x_edges: Floats, y_edges: Floats, counts: npt.NDArray[np.number], x: Axis, y: Axis, about: str,
     rules: Sequence[Rule] = (), under: Sequence[tuple[float, float, float, float]] = (), diagonal: bool = False,
+    what: str = "tokens", x_names: Sequence[str] = (), y_names: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Counts [x bins, y bins] as shades on a log scale; `under` are shaded boxes (x lo, x hi, y lo, y hi)."""
-    plot = Plot(x, y, 10.0)
+    """Counts of `what`, [x bins, y bins], as shades on a log scale; `under` are shaded boxes (x lo, x hi, y lo, y hi).
+
+    `x_names` and `y_names` are those of the bins where their edges do not say what they hold.
+    """
+    plot = Plot(x, y, TOP)
     level = heat_levels(counts)
     left, right = plot.across(x_edges[:-1]), plot.across(x_edges[1:])
     low, high = plot.down(y_edges[:-1]), plot.down(y_edges[1:])
@@ -100,7 +128,9 @@ def heat_map(
     if diagonal:
         ends = np.array([max(x.lo, y.lo), min(x.hi, y.hi)])
         paths.append(f'<path class="rule" d="{_open(plot.across(ends), plot.down(ends))}"></path>')
-    return picture(plot, frame(plot) + "".join(paths) + _rules(plot, rules), about)
+    names = x_names or hover.between(x.label, x_edges), y_names or hover.between(y.label, y_edges)
+    values = hover.cells(*names, plot.across(x_edges), plot.down(y_edges), counts, what)
+    return picture(plot, frame(plot) + "".join(paths) + _rules(plot, rules), about, values)
 
 
 def heat_levels(counts: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
@@ -132,6 +162,12 @@ def _band(plot: Plot, line: Line, index: int) -> str:
     x, low, high = plot.across(line.x), plot.down(line.low), plot.down(line.high)
     pieces = [_closed(x[piece], low[piece], high[piece]) for piece in _pieces(low + high) if len(piece) > 1]
     return f'<path class="band fill{index % COLOURS}" d="{"".join(pieces)}"></path>' if pieces else ""
+
+
+def _places(plot: Plot, of_lines: Sequence[Floats]) -> dict[float, float]:
+    """The position in the picture of every x."""
+    every = np.unique(np.concatenate(of_lines)) if of_lines else np.zeros(0)
+    return dict(zip(every.tolist(), plot.across(every).tolist(), strict=True))
 
 
 def _pieces(y: Floats) -> list[npt.NDArray[np.int64]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,36 +13,10 @@ from analysis.report.drawing.axes import axis_for
 from analysis.report.drawing.charts import Line, line_chart
 from analysis.report.drawing.figure import Figure
 from analysis.report.drawing.markup import number
+from analysis.report.figures import metrics
+from analysis.report.figures.metrics import Metric
 
 Floats = npt.NDArray[np.float64]
-
-# metric -> title, unit, caption
-METRICS = {
-    "score": ("Score", "", "Mean score of the sampled responses; band: ± one standard error over the responses."),
-    "accuracy": ("Accuracy, sampled", "", "Share of correct sampled responses; band: ± one standard error."),
-    "eval_accuracy": (
-        "Accuracy, held out", "",
-        "Greedy accuracy on held-out prompts, before the update; the last point is after the last update.",
-    ),
-    "ref_kl_per_sequence": (
-        "KL to the reference", "nats per response",
-        "KL(policy || reference), exact over the vocabulary, seq_mean_token_sum; band: ± one standard error.",
-    ),
-    "entropy": (
-        "Entropy", "nats per token",
-        "Entropy of the policy before the update, token_mean; band: ± one standard error, clustered by response.",
-    ),
-    "response_length": ("Response length", "tokens", "Mean over the responses; band: ± one standard error."),
-    "explained_variance": ("Explained variance", "", "1 - Var(returns - values) / Var(returns) before the update."),
-    "clip_fraction": (
-        "Clip fraction", "share of tokens",
-        "Tokens whose policy gradient the clip removed; mean over the steps, band: smallest to largest step.",
-    ),
-    "grad_norm": (
-        "Gradient norm", "",
-        "Global norm of the policy's gradient before clipping; mean over the steps, band: smallest to largest step.",
-    ),
-}  # fmt: skip
 
 
 def mean_and_error(values: Floats) -> tuple[float, float]:
@@ -84,20 +59,40 @@ def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) 
     ]
 
 
-def recorded_rows(iterations: pd.DataFrame, steps: pd.DataFrame, final_accuracy: float) -> pd.DataFrame:
+def recorded_rows(
+    iterations: pd.DataFrame,
+    steps: pd.DataFrame,
+    final: Mapping[str, float | int | str],
+    of_iterations: Sequence[str] = metrics.OF_ITERATIONS,
+    of_steps: Sequence[str] = metrics.OF_STEPS,
+) -> pd.DataFrame:
     """The same columns for metrics of the iterations and steps tables; low and high are NaN where there is no band.
 
-    `final_accuracy` is the held-out one after the last update, a point of its own behind the last iteration.
+    A metric that is among the `final` results has a point of its own behind the last iteration: the evaluation after
+    the last update.
     """
-    last = {"iteration": len(iterations), "metric": "eval_accuracy", "value": final_accuracy}
-    tables = [pd.DataFrame([{**last, "low": np.nan, "high": np.nan}])]
-    for name in ("eval_accuracy", "explained_variance"):
-        rows = iterations.loc[iterations[name].notna(), ["iteration", name]]
-        tables.append(rows.rename(columns={name: "value"}).assign(metric=name, low=np.nan, high=np.nan))
-    for name in ("clip_fraction", "grad_norm"):
+    tables = []
+    for name in of_iterations:
+        rows = iterations.loc[iterations[name].notna(), ["iteration", name]].rename(columns={name: "value"})
+        if name in final and not math.isnan(float(final[name])):
+            rows.loc[len(iterations)] = [len(iterations), float(final[name])]
+        tables.append(rows.assign(metric=name, low=np.nan, high=np.nan))
+    for name in of_steps:
         grouped = steps.groupby("iteration", as_index=False)[name].agg(value="mean", low="min", high="max")
         tables.append(grouped[grouped["value"].notna()].assign(metric=name))
-    return pd.concat(tables, ignore_index=True)[["iteration", "metric", "value", "low", "high"]]
+    filled = [table for table in tables if len(table)]
+    columns = ["iteration", "metric", "value", "low", "high"]
+    return pd.concat(filled, ignore_index=True)[columns] if filled else pd.DataFrame(columns=columns)
+
+
+def episode_rows(iteration: int, returns: Floats) -> list[dict[str, float | str]]:
+    """The same for the returns of the episodes that ended in an iteration of a control run; none where none did."""
+    if not len(returns):
+        return []
+    mean, error = mean_and_error(returns)
+    return [
+        {"iteration": iteration, "metric": "episode_return", "value": mean, "low": mean - error, "high": mean + error}
+    ]
 
 
 def over_seeds(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -109,15 +104,17 @@ def over_seeds(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return means[["iteration", "metric", "value", "low", "high", "seeds"]]
 
 
-def learning_figures(curves: Sequence[tuple[str, pd.DataFrame]], band: str = "") -> tuple[Figure, ...]:
+def metric_figures(
+    wanted: Sequence[Metric], curves: Sequence[tuple[str, pd.DataFrame]], band: str = ""
+) -> tuple[Figure, ...]:
     """One figure per metric, one line per named curve (a run, or a cell of a grid); `band` says what bands are."""
     figures = []
-    for metric, (title, unit, caption) in METRICS.items():
-        lines = [(name, frame[frame["metric"] == metric].sort_values("iteration")) for name, frame in curves]
+    for metric in wanted:
+        lines = [(name, frame[frame["metric"] == metric.key].sort_values("iteration")) for name, frame in curves]
         lines = [(name, frame) for name, frame in lines if len(frame)]
         if lines:
-            reading = f"{caption.partition(';')[0].rstrip('.')}; {band}" if band else caption
-            figures.append(_figure(title, unit, reading, lines))
+            reading = f"{metric.caption.partition(';')[0].rstrip('.')}; {band}" if band else metric.caption
+            figures.append(_figure(metric.title, metric.unit, reading, lines))
     return tuple(figures)
 
 
@@ -131,9 +128,8 @@ def _figure(title: str, unit: str, caption: str, lines: Sequence[tuple[str, pd.D
         curves.append(Line(name, column(frame, "iteration"), column(frame, "value"), low, high))
     ranges = [column(frame, name) for _, frame in lines for name in ("value", "low", "high")]
     x = axis_for("iteration", [line.x for line in curves])
-    label = f"{title.lower().replace('kl', 'KL')}{f' ({unit})' if unit else ''}"
     ends = [f"{line.name}: {number(line.y[0])} to {number(line.y[-1])}" for line in curves]
-    chart = line_chart(curves, x, axis_for(label, ranges), f"{title} by iteration. {'; '.join(ends)}.")
+    chart = line_chart(curves, x, axis_for(unit, ranges), f"{title} by iteration. {'; '.join(ends)}.")
     numbers = [frame.drop(columns="metric").assign(line=name) for name, frame in lines]
     joined = pd.concat(numbers, ignore_index=True)
     return Figure(title, chart, caption, joined if len(lines) > 1 else joined.drop(columns="line"))

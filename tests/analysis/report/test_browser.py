@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import functools
 import http.server
+import json
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from analysis.report import build
+from ppo_repro.watcher import Silent
 from tests.support.browser import find, look, opened
 from tests.support.cases.hostile_run import HOSTILE, LONG, make_hostile_run
+from tests.support.control import run as control_run
+from tests.support.control import small_control
 from tests.support.html_page import embedded, tags, tree
+from tests.support.synthetic_run import cut_back
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="session")
 def pages(exact_run: Path, native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports of an exact, a native and a hostile run, and of a folder of runs."""
+    """Reports of an exact, a native, a hostile, an interrupted and a control run, of two runs, and of a folder."""
     folder = tmp_path_factory.mktemp("pages")
     runs = {"exact": exact_run, "native": native_run, "hostile": make_hostile_run(folder / "grid" / "run")}
-    found = {name: build.write_report(run, folder / f"{name}.html", None if name != "hostile" else 15)[0]
+    found = {name: build.write_report([run], folder / f"{name}.html", None if name != "hostile" else 15)[0]
              for name, run in runs.items()}  # fmt: skip
-    return {**found, "grid": build.write_report(folder / "grid", folder / "grid.html", None)[0]}
+    cut = folder / "cut" / exact_run.name
+    shutil.copytree(exact_run, cut)
+    cut_back(cut, 2, "interrupted")
+    control = control_run(small_control("ppo.iterations=2"), folder / "control", Silent())[0]
+    others = {"grid": [folder / "grid"], "cut": [cut], "control": [control], "pair": [exact_run, native_run]}
+    more = {name: build.write_report(runs, folder / f"{name}.html", None)[0] for name, runs in others.items()}
+    return {**found, **more}
 
 
 def one(browser: Any, selector: str) -> Any:
@@ -63,7 +76,10 @@ def show(browser: Any, iteration: int, sequence: int) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize("name", ["exact", "native", "hostile", "grid"])
+NAMES = ["exact", "native", "hostile", "grid", "cut", "control", "pair"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_page_opens_without_a_word_on_the_console_and_loads_nothing(
     browser: Any, pages: dict[str, Path], name: str
 ) -> None:
@@ -289,13 +305,79 @@ def test_text_can_be_read_in_light_and_in_dark(browser: Any, pages: dict[str, Pa
         assert contrast(text, card) >= 4.5, f"{selector} in {scheme}"
 
 
-@pytest.mark.parametrize("name", ["native", "hostile"])
+CUT = """
+  const box = (node) => node.getBoundingClientRect();
+  const within = (a, b) => a.left > b.left - 1 && a.right < b.right + 1 && a.top > b.top - 1 && a.bottom < b.bottom + 1;
+  const texts = [...document.querySelectorAll("svg.chart text")].filter((t) => t.textContent);
+  const cut = texts.filter((t) => !within(box(t), box(t.closest("svg"))));
+  return [texts.length, cut.map((t) => t.textContent)]"""
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_is_never_wider_than_the_window(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
     opened(browser, pages[name])
     look(browser, width=width)
     browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    texts, cut = browser.execute_script(CUT)
+    assert texts > 20 and cut == [], "a label of a chart is cut"
+
+
+def test_a_label_that_is_cut_would_be_found(browser: Any, pages: dict[str, Path]) -> None:
+    opened(browser, pages["native"])
+    browser.execute_script("document.querySelector('svg.chart text').setAttribute('x', '-30')")
+    assert len(browser.execute_script(CUT)[1]) == 1
+
+
+def test_a_chart_says_its_values_where_the_pointer_is(browser: Any, pages: dict[str, Path]) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    opened(browser, pages["native"])
+    for chart in find(browser, "svg[data-hover]"):
+        data = json.loads(chart.get_attribute("data-hover"))
+        ActionChains(browser).move_to_element(chart).perform()
+        tip = chart.find_element("xpath", "following-sibling::div[@class='tip']")
+        text = tip.get_attribute("textContent")
+        if "at" in data:
+            assert tip.is_displayed() and text in [said for _, said in data["at"]]
+        elif tip.is_displayed():
+            assert text.split("\n")[0] in data["xn"] and text.endswith(data["what"])
+    first = find(browser, "svg[data-hover]")[0]
+    said = [text for _, text in json.loads(first.get_attribute("data-hover"))["at"]]
+    browser.execute_script("arguments[0].focus()", first)
+    shown = []
+    for _ in said:
+        press(browser, Keys.ARROW_RIGHT)
+        shown.append(find(browser, "figure .tip")[0].get_attribute("textContent"))
+    assert shown[: len(said)] == said
+    press(browser, Keys.ESCAPE)
+    assert not find(browser, "figure .tip")[0].is_displayed() and browser.get_log("browser") == []
+
+
+def test_the_numbers_of_a_chart_are_saved_as_csv(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
+    opened(browser, pages["native"])
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    link = find(browser, "a.csv")[0]
+    browser.execute_script("arguments[0].click()", link)
+    path = tmp_path / str(link.get_attribute("download"))
+    for _ in range(100):
+        if path.exists():
+            break
+        time.sleep(0.1)
+    text = unquote(str(link.get_attribute("href")).partition(",")[2])
+    assert path.read_text() == text and text.startswith("iteration,value,low,high\n")
+
+
+@pytest.mark.parametrize(("name", "colour"), [("exact", "advantages"), ("native", "delta")])
+def test_tokens_are_coloured_by_what_there_is_to_see(
+    browser: Any, pages: dict[str, Path], name: str, colour: str
+) -> None:
+    opened(browser, pages[name])
+    assert one(browser, "#tv-column").get_attribute("value") == colour
+    shades = "#tv-tokens [class*='token p'], #tv-tokens [class*='token n']"
+    assert find(browser, shades), "some token has a colour"
 
 
 def test_on_paper_there_are_no_coefficients(browser: Any, pages: dict[str, Path]) -> None:

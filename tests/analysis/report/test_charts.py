@@ -1,7 +1,12 @@
 """Axes, charts and markup: positions and ticks by hand, safety and order as properties."""
 
+import csv
+import io
+import json
 import math
 import xml.etree.ElementTree as ET
+from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pandas as pd
@@ -9,8 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.report.drawing.axes import LEFT, PLOT_HEIGHT, RIGHT, TOP, WIDTH, Axis, Plot, axis_for, ticks
+from analysis.report.drawing.axes import (
+    CHARACTER,
+    LEFT,
+    PLOT_HEIGHT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    Plot,
+    axis_for,
+    label_of,
+    legend,
+    power_of,
+    ticks,
+)
 from analysis.report.drawing.charts import Line, Rule, area_chart, bar_chart, heat_levels, heat_map, line_chart
+from analysis.report.drawing.figure import csv_link
 from analysis.report.drawing.markup import element, escape, number, share, spread, table
 
 FINITE = st.floats(-1e12, 1e12)
@@ -148,3 +168,71 @@ def test_a_table_says_how_many_of_its_rows_it_shows() -> None:
     found = ET.fromstring(table(frame, "numbers", limit=50))
     assert len(list(found.iter("tr"))) == 51 and found.findtext("caption") == "numbers (50 of 500 rows, evenly spread)"
     assert next(found.iter("bdi")).text == "<b>"
+
+
+def hovered(svg: str) -> Any:
+    return json.loads(parsed(svg).get("data-hover") or "null")
+
+
+def test_the_pointer_finds_the_values_of_every_line_at_its_place() -> None:
+    x, y = Axis("step", 0.0, 10.0), Axis("y", 0.0, 1.0)
+    first = Line("a", np.array([0.0, 10.0]), np.array([0.25, 1.0]), np.array([0.0, np.nan]), np.array([0.5, np.nan]))
+    svg = line_chart([first, Line("b", np.array([10.0]), np.array([np.nan]))], x, y, "")
+    assert hovered(svg) == {"at": [[LEFT, "step 0\na: 0.25 (0 to 0.5)"], [WIDTH - RIGHT, "step 10\na: 1\nb: –"]]}
+    assert hovered(line_chart([first], x, y, "", with_values=False)) is None
+
+
+def test_the_pointer_finds_a_cell_and_a_bar() -> None:
+    edges = np.array([0.0, 1.0, 3.0])
+    counts = np.array([[0, 7], [0, 0]])
+    svg = heat_map(
+        edges, edges, counts, Axis("p", 0.0, 3.0), Axis("q", 0.0, 3.0), "", what="rows", y_names=["low", "high"]
+    )
+    found = hovered(svg)
+    assert found["cells"] == {"0,1": "7"} and found["xn"] == ["p 0 to 1", "p 1 to 3"] and found["yn"] == ["low", "high"]
+    assert found["xe"] == [LEFT, pytest.approx(LEFT + (WIDTH - LEFT - RIGHT) / 3, abs=0.05), WIDTH - RIGHT]
+    bars = hovered(
+        bar_chart(edges[:-1], edges[1:], [("n", np.array([4.0, 0.0]))], Axis("p", 0.0, 3.0), Axis("n", 0.0, 4.0), "")
+    )
+    assert [text for _, text in bars["at"]] == ["p 0 to 1\nn: 4", "p 1 to 3\nn: 0"]
+
+
+@given(st.lists(st.integers(0, 10**4), min_size=1, max_size=20))
+def test_iterations_have_ticks_without_fractions(values: list[int]) -> None:
+    places = [value for value, _ in ticks(axis_for("iteration", [np.array(values)]))]
+    assert places and all(value == round(value) for value in places)
+
+
+@pytest.mark.parametrize(
+    ("hi", "power", "last"), [(0.5, 0, "0.5"), (99999.0, 0, "80000"), (3e-4, -6, "300"), (2e6, 6, "2"), (5e-9, -9, "5")]
+)
+def test_labels_of_ticks_stay_short(hi: float, power: int, last: str) -> None:
+    axis = Axis("loss", 0.0, hi)
+    assert power_of(axis) == power and ticks(axis)[-1][1] == last
+    assert label_of(axis) == ("loss" if power == 0 else f"loss × 1e{power}")
+
+
+@given(st.lists(st.text("abcdef=.,_ ", min_size=1, max_size=200), min_size=2, max_size=6))
+def test_a_legend_stays_inside_the_picture(names: list[str]) -> None:
+    rows, top = legend(names, ["fill0"] * len(names))
+    texts = list(ET.fromstring(rows).iter("text"))
+    ends = [float(t.get("x", "0")) + CHARACTER * len(t.text or "") for t in texts]
+    assert max(ends) <= WIDTH and max(float(t.get("y", "0")) for t in texts) < top
+
+
+FRAMES = st.lists(
+    st.tuples(st.integers(), st.floats(), st.text(st.characters(codec="utf-8", exclude_characters="\r\0")))
+)
+
+
+@given(FRAMES)
+def test_a_saved_table_has_every_bit_of_the_numbers(rows: list[tuple[int, float, str]]) -> None:
+    frame = pd.DataFrame({"n": [r[0] for r in rows], "x": np.array([r[1] for r in rows]), "t": [r[2] for r in rows]})
+    link = ET.fromstring(csv_link("A title, with words", frame))
+    assert link.get("download") == "a-title-with-words.csv"
+    kind, _, text = (link.get("href") or "").partition(",")
+    assert kind == "data:text/csv;charset=utf-8" and text.isascii() and not set(' #<>/"') & set(text)
+    found = list(csv.reader(io.StringIO(unquote(text), newline="")))
+    assert found[0] == ["n", "x", "t"] and [row[0] for row in found[1:]] == [str(r[0]) for r in rows]
+    again = np.array([float(row[1] or "nan") for row in found[1:]], dtype=np.float64)
+    assert np.array_equal(again, frame["x"].to_numpy(np.float64), equal_nan=True)

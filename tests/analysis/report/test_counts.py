@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from analysis.report.figures import counts, curves
-from analysis.report.load import iterations_of, token_rows
-from analysis.report.responses import REASONS, response_summary, select, token_data
+from analysis.report.reading.load import iterations_of, token_rows
+from analysis.report.tokens.responses import REASONS, response_summary, select, token_data
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
@@ -106,11 +106,12 @@ def test_curves_agree_with_what_training_recorded(exact_run: Path) -> None:
     iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
     rows = [
         row
-        for item in iterations_of(exact_run, len(iterations))
+        for item in iterations_of(exact_run, range(len(iterations)))
         for row in curves.sampled_rows(item.iteration, item.sequences, item.tokens)
     ]
-    after = float(reader.open_manifest(exact_run).final["eval_accuracy"])
-    found = pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps, after)])
+    final = reader.open_manifest(exact_run).final
+    after = float(final["eval_accuracy"])
+    found = pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps, final)])
     held_out = found[found["metric"] == "eval_accuracy"].sort_values("iteration")
     measured = iterations[iterations["eval_accuracy"].notna()]
     assert held_out["iteration"].tolist() == [*measured["iteration"], len(iterations)]
@@ -123,7 +124,9 @@ def test_curves_agree_with_what_training_recorded(exact_run: Path) -> None:
         values = found[found["metric"] == metric].sort_values("iteration")["value"].to_numpy()
         # training adds up exactly, pandas in some order: float64 rounding of a few hundred terms
         assert values == pytest.approx(iterations[column].to_numpy(), rel=1e-12), metric
-    flags = pd.DataFrame(counts.flag_row(i.iteration, i.updates) for i in iterations_of(exact_run, len(iterations)))
+    flags = pd.DataFrame(
+        counts.flag_row(i.iteration, i.updates) for i in iterations_of(exact_run, range(len(iterations)))
+    )
     weighted = (steps["clip_fraction"] * steps["tokens"]).groupby(steps["iteration"]).sum().to_numpy()
     assert flags[["clip_high", "clip_low", "clip_dual"]].sum(axis=1).to_numpy() == pytest.approx(weighted)
     assert (flags["token_updates"].to_numpy() == steps.groupby("iteration")["tokens"].sum().to_numpy()).all()
@@ -135,14 +138,14 @@ def test_grids_hold_every_token_and_the_diagonal_where_both_agree(exact_run: Pat
     assert grid.sum() == np.trace(grid) == len(tokens) and not counts.deltas(tokens).any()
     native = reader.read_tokens(native_run)
     assert counts.deltas(native).any(), "the negative control has to differ somewhere"
-    first = next(iterations_of(exact_run, 1))
+    first = next(iterations_of(exact_run, range(1)))
     assert counts.ratio_histogram(first.updates)["count"].sum() == len(first.updates)
     advantages = first.tokens["advantages"].to_numpy(np.float64)[first.token_rows]
     assert counts.quadrant_grid(advantages, first.updates).sum() == len(first.updates)
 
 
 def test_units_of_text_conserve_the_sums(exact_run: Path) -> None:
-    first = next(iterations_of(exact_run, 1))
+    first = next(iterations_of(exact_run, range(1)))
     row = counts.text_row(0, first.sequences, first.tokens)
     tokens = first.tokens
     assert row["tokens"] == row["tokens_first"] + row["tokens_continuation"] + row["tokens_special"] == len(tokens)
@@ -157,7 +160,7 @@ def test_units_of_text_conserve_the_sums(exact_run: Path) -> None:
 
 
 def test_updates_find_their_tokens_in_any_order(exact_run: Path) -> None:
-    first = next(iterations_of(exact_run, 1))
+    first = next(iterations_of(exact_run, range(1)))
     shuffled = first.tokens.sample(frac=1.0, random_state=3).reset_index(drop=True)
     rows = token_rows(shuffled, first.updates, "here")
     keys = ["sequence", "position"]
@@ -196,7 +199,7 @@ def test_a_selection_has_the_number_asked_for(count: int, there: int, seed: int)
 
 def test_the_token_view_holds_what_the_records_hold(native_run: Path) -> None:
     count = len(reader.read_iterations(native_run))
-    summary = pd.concat([response_summary(item) for item in iterations_of(native_run, count)], ignore_index=True)
+    summary = pd.concat([response_summary(item) for item in iterations_of(native_run, range(count))], ignore_index=True)
     data = token_data(native_run, select(summary, 12))
     assert len(data["responses"]) == 12
     keys = [column["key"] for column in data["columns"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pandas as pd
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
-SEQUENCE_COLUMNS = ["iteration", "sequence", "response", "response_length", "scores", "is_correct"]
+SEQUENCE_COLUMNS = ["iteration", "sequence", "prompt_key", "response", "response_length", "scores", "is_correct"]
 TOKEN_COLUMNS = [
     "iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies", "ref_kl", "advantages",
     "word_id", "sub_idx", "char_start", "char_end",
@@ -32,13 +32,21 @@ class IterationRecords:
     token_rows: npt.NDArray[np.int64]
 
 
-def iterations_of(run_dir: Path, count: int) -> Iterator[IterationRecords]:
-    """The `count` iterations of a run, one at a time; raises UserError on anything missing or damaged."""
-    for iteration in range(count):
+def summary_tables(run_dir: Path, iterations: Sequence[int]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The tables `iterations` and `steps` of these iterations; raises UserError on anything missing or damaged."""
+    return (
+        reader.read_iterations(run_dir, iterations=iterations, allow_incomplete=True),
+        reader.read_steps(run_dir, iterations=iterations, allow_incomplete=True),
+    )
+
+
+def iterations_of(run_dir: Path, iterations: Sequence[int]) -> Iterator[IterationRecords]:
+    """These iterations of a run, one at a time; raises UserError on anything missing or damaged."""
+    for iteration in iterations:
         only = [iteration]
-        sequences = reader.read_sequences(run_dir, iterations=only, columns=SEQUENCE_COLUMNS)
-        tokens = reader.read_tokens(run_dir, iterations=only, columns=TOKEN_COLUMNS)
-        updates = reader.read_updates(run_dir, iterations=only, columns=UPDATE_COLUMNS)
+        sequences = reader.read_sequences(run_dir, iterations=only, columns=SEQUENCE_COLUMNS, allow_incomplete=True)
+        tokens = reader.read_tokens(run_dir, iterations=only, columns=TOKEN_COLUMNS, allow_incomplete=True)
+        updates = reader.read_updates(run_dir, iterations=only, columns=UPDATE_COLUMNS, allow_incomplete=True)
         rows = token_rows(tokens, updates, f"{run_dir}: iteration {iteration}")
         yield IterationRecords(iteration, sequences, tokens, updates, rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from analysis.diagnosis.diagnose import diagnose_chunks
 from analysis.mismatch.bucket import bucket_table
 from analysis.mismatch.tables import measure, tables, whole
 from analysis.pairs.runs import run_pairs
-from analysis.report.drawing.figure import Figure
-from analysis.report.facts import Verdict
+from analysis.report.drawing.figure import Figure, Verdict
 from analysis.report.figures.clipping import definition_figure
 from analysis.report.figures.mismatch import bucket_figure, divergence_figure
 from ppo_repro.config.run import RunConfig
@@ -30,13 +30,17 @@ class Findings:
     figures: tuple[Figure, ...]
 
 
-def mismatch(run_dir: Path) -> Findings:
+def mismatch(run_dir: Path, iterations: Sequence[int]) -> Findings:
     """Why and where sampler and trainer differ: by probability, by position, over the iterations."""
-    measured = list(measure(run_pairs(run_dir), corrections=()))
+
+    def pairs() -> Iterator[pd.DataFrame]:
+        return run_pairs(run_dir, iterations=iterations, allow_incomplete=True)
+
+    measured = list(measure(pairs(), corrections=()))
     update = tables(measured).update
     is_divergence = update["metric"].isin(DIVERGENCES) & (update["reduction"] == "token_mean")
     buckets = bucket_table(whole(measured).buckets)
-    cause = diagnose_chunks(run_pairs(run_dir))
+    cause = diagnose_chunks(pairs())
     named = cause.verdict.replace("_", " ")
     verdict = Verdict("fact", f"Cause of the difference: {named} (tier {cause.tier}). {cause.advice}")
     figures = (
@@ -47,8 +51,9 @@ def mismatch(run_dir: Path) -> Findings:
     return Findings((verdict,), figures)
 
 
-def clipping(run_dir: Path, config: RunConfig) -> Findings:
+def clipping(run_dir: Path, config: RunConfig, iterations: Sequence[int]) -> Findings:
     """Clip fractions by several definitions, for objectives that clip."""
-    tables = [clip_step(item, config) for item in load_iterations(run_dir)]
+    read = load_iterations(run_dir, iterations=iterations, allow_incomplete=True)
+    tables = [clip_step(item, config) for item in read]
     steps = pd.concat([table[table["subset"] == "all"] for table in tables], ignore_index=True)
     return Findings((), (definition_figure(steps),))

@@ -284,7 +284,10 @@
   const tokenAt = (event) => event.target.closest("[data-i]");
 
   function start() {
-    fill(view.column, data.columns.map((c) => [c.key, c.label]), data.columns[0].key);
+    // where sampler and trainer agree there is no mismatch to show
+    const limit = (key) => (data.columns.find((c) => c.key === key) || { limit: 0 }).limit;
+    const first = limit("delta") === 0 && limit("advantages") > 0 ? "advantages" : data.columns[0].key;
+    fill(view.column, data.columns.map((c) => [c.key, c.label]), first);
     view.column.addEventListener("change", paint);
     view.words.addEventListener("change", draw);
     view.iteration.addEventListener("change", () =>
@@ -307,7 +310,8 @@
       focusable(Number(tokenAt(event).dataset.i));
       state.spans[state.token].focus();
     });
-    best(Object.keys(data.reasons).find((key) => data.responses.some((r) => r.why.includes(key))));
+    const opening = ["mismatch", "best", ...Object.keys(data.reasons)];
+    best(opening.find((key) => data.responses.some((r) => r.why.includes(key))));
     view.root.hidden = false;
   }
 

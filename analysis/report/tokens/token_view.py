@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.report.drawing.markup import element, escape, number, table
-from analysis.report.responses import REASONS
+from analysis.report.tokens.responses import REASONS
 
 SHOWN_CHARACTERS = 160
 

@@ -6,17 +6,16 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from analysis.report.drawing.figure import Section, section_html
+from analysis.report.drawing.figure import Section, Verdict, section_html
 from analysis.report.drawing.markup import element, escape, table
-from analysis.report.facts import Verdict
-from analysis.report.token_view import token_section
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 _MARKS = {"holds": "✓", "differs": "≠", "fact": "•"}
 _WORDS = {"holds": "holds", "differs": "differs", "fact": "fact"}
 
@@ -48,9 +47,9 @@ def summary_html(
     verdicts: Sequence[Verdict],
     facts: Sequence[tuple[str, str]],
     tables: Sequence[tuple[str, pd.DataFrame]],
-    config: str,
+    folded: Sequence[str] = (),
 ) -> str:
-    """Verdicts in words, facts about the run, its key numbers, its configuration."""
+    """Verdicts in words, facts about the run, its key numbers; `folded` are details to open, such as `config_html`."""
     sentences = "".join(
         element(
             "li",
@@ -62,7 +61,6 @@ def summary_html(
         for v in verdicts
     )
     about = "".join(element("dt", escape(n)) + element("dd", element("code", escape(v))) for n, v in facts)
-    folded = element("details", element("summary", "Configuration") + element("pre", _lines(config), tabindex="0"))
     numbers = [element("div", table(frame, name), class_="scroll", tabindex="0") for name, frame in tables]
     return element(
         "section",
@@ -70,7 +68,7 @@ def summary_html(
         + element("ul", sentences, class_="verdicts")
         + element(
             "div",
-            element("div", element("dl", about) + (folded if config else ""), class_="facts") + "".join(numbers),
+            element("div", element("dl", about) + "".join(folded), class_="facts") + "".join(numbers),
             class_="three" if len(tables) > 1 else "stacked",
         ),
         id="summary",
@@ -78,18 +76,37 @@ def summary_html(
     )
 
 
-def page(title: str, summary: str, sections: Sequence[Section], view: dict[str, Any] | None, selection: str) -> str:
-    """The HTML document; `view` is from `responses.token_data`, `selection` describes the responses in it."""
-    style, script = asset("style.css"), asset("token_view.js")
-    links = [("summary", "Summary"), *((s.key, s.title) for s in sections), ("token-section", "Tokens")]
-    if view is None:
-        links.pop()
-    nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")
+def folded_text(title: str, text: str) -> str:
+    """A text of several lines, folded."""
+    return element("details", element("summary", escape(title)) + element("pre", _lines(text), tabindex="0"))
+
+
+def folded_table(title: str, frame: pd.DataFrame) -> str:
+    """A table of words with all of its rows, folded."""
+    inside = element("div", table(frame, title, limit=len(frame)), class_="scroll words", tabindex="0")
+    return element("details", element("summary", escape(title)) + inside)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token view: its section, and the data that token_view.js fills it from."""
+
+    section: str
+    data: dict[str, Any]
+
+
+def page(title: str, summary: str, sections: Sequence[Section], tokens: Tokens | None = None) -> str:
+    """The HTML document."""
+    style, script = asset("drawing/style.css"), asset("drawing/charts.js")
+    links = [("summary", "Summary"), *((s.key, s.title) for s in sections)]
     body = summary + "".join(section_html(section) for section in sections)
-    if view is not None:
-        body += token_section(view, selection)
-        body += f'<script type="application/json" id="token-data">{embedded_json(view)}</script>'
-        body += f"<script>{script}</script>"
+    if tokens is not None:
+        script += asset("tokens/token_view.js")
+        links.append(("token-section", "Tokens"))
+        body += tokens.section
+        body += f'<script type="application/json" id="token-data">{embedded_json(tokens.data)}</script>'
+    body += f"<script>{script}</script>"
+    nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")
     head = (
         '<meta charset="utf-8" />'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(security_policy(style, script))}" />'

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.report.figures.counts import special_tokens
-from analysis.report.load import IterationRecords, token_rows
+from analysis.report.reading.load import IterationRecords, token_rows
 from ppo_repro.records import reader
 
 # above this the page would be slow to open
@@ -144,11 +144,11 @@ def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
 
 def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dict[str, Any]]:
     only = [iteration]
-    sequences = reader.read_sequences(run_dir, iterations=only, columns=_READ_SEQUENCES)
+    sequences = reader.read_sequences(run_dir, iterations=only, columns=_READ_SEQUENCES, allow_incomplete=True)
     about = {row["sequence"]: row for row in sequences[sequences["sequence"].isin(rows["sequence"])].to_dict("records")}
-    tokens = reader.read_tokens(run_dir, iterations=only, columns=_READ)
+    tokens = reader.read_tokens(run_dir, iterations=only, columns=_READ, allow_incomplete=True)
     names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
-    updates = reader.read_updates(run_dir, iterations=only, columns=names)
+    updates = reader.read_updates(run_dir, iterations=only, columns=names, allow_incomplete=True)
     tokens = tokens.join(_by_epoch(tokens, updates, f"{run_dir}: iteration {iteration}"))
     delta = tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
     tokens = tokens.assign(delta=delta, special=special_tokens(tokens))

@@ -1,0 +1,104 @@
+// The values of a chart under the pointer. They are in the chart's data-hover and enter the page as text.
+(() => {
+  // the index of the place nearest to x; places are in order
+  function nearest(places, x) {
+    let low = 0;
+    let high = places.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (places[middle][0] <= x) low = middle;
+      else high = middle;
+    }
+    return Math.abs(places[low][0] - x) <= Math.abs(places[high][0] - x) ? low : high;
+  }
+
+  // the bin that x lies in, or -1; edges may rise or fall
+  function bin(edges, x) {
+    for (let k = 0; k + 1 < edges.length; k += 1) {
+      if (x >= Math.min(edges[k], edges[k + 1]) && x < Math.max(edges[k], edges[k + 1])) return k;
+    }
+    return -1;
+  }
+
+  function prepare(chart) {
+    const data = JSON.parse(chart.dataset.hover);
+    const [, , width, height] = chart.getAttribute("viewBox").split(" ").map(Number);
+    const tip = document.createElement("div");
+    tip.className = "tip";
+    tip.setAttribute("role", "status");
+    tip.hidden = true;
+    const cursor = document.createElementNS(chart.namespaceURI, "path");
+    cursor.setAttribute("class", "cursor");
+    chart.append(cursor);
+    chart.after(tip);
+    const at = { place: -1 };
+
+    function show(x, y, text, path) {
+      const box = chart.getBoundingClientRect();
+      const scale = box.width / width;
+      tip.textContent = text;
+      tip.hidden = false;
+      const left = chart.offsetLeft + x * scale + 12;
+      const room = chart.offsetLeft + box.width - tip.offsetWidth;
+      tip.style.left = Math.max(chart.offsetLeft, Math.min(left, room)) + "px";
+      const above = chart.offsetTop + y * scale - tip.offsetHeight - 14;
+      tip.style.top = (above < 0 ? chart.offsetTop + y * scale + 18 : above) + "px";
+      cursor.setAttribute("d", path);
+    }
+
+    function hide() {
+      tip.hidden = true;
+      cursor.setAttribute("d", "");
+      at.place = -1;
+    }
+
+    function place(k, y) {
+      at.place = k;
+      const [x, text] = data.at[k];
+      show(x, y, text, "M" + x + " 0V" + (height - 46));
+    }
+
+    function move(event) {
+      const box = chart.getBoundingClientRect();
+      const x = ((event.clientX - box.left) / box.width) * width;
+      const y = ((event.clientY - box.top) / box.height) * height;
+      if (data.at) {
+        if (data.at.length) place(nearest(data.at, x), y);
+        return;
+      }
+      const i = bin(data.xe, x);
+      const j = bin(data.ye, y);
+      if (i < 0 || j < 0) {
+        hide();
+        return;
+      }
+      const [x0, x1, y0, y1] = [data.xe[i], data.xe[i + 1], data.ye[j], data.ye[j + 1]];
+      const text = data.xn[i] + "\n" + data.yn[j] + "\n" + (data.cells[i + "," + j] || "0") + " " + data.what;
+      show(x, y, text, "M" + x0 + " " + y0 + "H" + x1 + "V" + y1 + "H" + x0 + "Z");
+    }
+
+    function key(event) {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (event.key === "Escape") hide();
+      if (!by || !data.at || !data.at.length) return;
+      place(Math.max(0, Math.min(data.at.length - 1, at.place + by)), height / 3);
+      event.preventDefault();
+    }
+
+    chart.addEventListener("pointermove", move);
+    chart.addEventListener("pointerdown", move);
+    chart.addEventListener("pointerleave", hide);
+    chart.addEventListener("keydown", key);
+    chart.addEventListener("blur", hide);
+    return move;
+  }
+
+  for (const chart of document.querySelectorAll("svg[data-hover]")) {
+    // most charts are never pointed at: their values are read when one is
+    let move = null;
+    const ready = () => (move = move || prepare(chart));
+    chart.tabIndex = 0;
+    chart.addEventListener("pointerenter", (event) => ready()(event), { once: true });
+    chart.addEventListener("focus", ready, { once: true });
+  }
+})();

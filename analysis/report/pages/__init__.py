@@ -1,0 +1,1 @@
+"""The pages: of one run of any kind, of two side by side, of a grid."""

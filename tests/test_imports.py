@@ -37,10 +37,9 @@ PPO_REPRO = """
     __main__
 """
 ANALYSIS = """
-    stats pairs clipping tokenization diagnosis report.drawing
+    stats pairs clipping diagnosis report.drawing
     mismatch dialects report.figures
     compare grids report
-    notebooks
 """
 
 

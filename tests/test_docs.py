@@ -82,13 +82,14 @@ def test_what_is_missing_is_found() -> None:
     assert bare == ["what is raised", "the source", "an example", "shapes", "units"]
 
 
+CODE = re.compile(r"(<script[^>]*>).*?(?=</script>)", re.DOTALL)  # of the search, which makes links itself
 LINK = re.compile(r'(?:href|src)="([^"]*)"')
 ANCHOR = re.compile(r'\bid="([^"]*)"')
 
 
 def dead_links(folder: Path) -> list[str]:
     """Links of the pages that lead nowhere in the folder; what a page would load from elsewhere is one too."""
-    pages = {path: path.read_text(encoding="utf-8") for path in folder.rglob("*.html")}
+    pages = {path: CODE.sub(r"\1", path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
     anchors = {path: set(map(unescape, ANCHOR.findall(text))) for path, text in pages.items()}
     dead = []
     for path, text in pages.items():

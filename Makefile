@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 # as many processes as there are cores, at most four; each computes with one thread
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
-.PHONY: setup run test test-slow test-long test-capped test-sglang lint
+.PHONY: setup run test test-slow test-long test-capped test-sglang lint notebooks docs
 
 setup:  ## make the virtual environment and install the checkout into it
 	@.ci/setup.sh
@@ -45,3 +45,11 @@ lint:  ## style, format and types; changes nothing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+notebooks:  ## records the runs that the notebooks show, where they are missing, and executes them; ARGS="critic" only that one
+	@.ci/setup.sh notebook
+	OMP_NUM_THREADS=1 $(BIN)/python -m analysis.notebooks $(ARGS)
+
+docs:  ## pages from the docstrings of the public names: docs/index.html
+	@.ci/setup.sh docs
+	$(BIN)/python .ci/docs.py docs

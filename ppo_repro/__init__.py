@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ppo_repro.library.model import exact
     from ppo_repro.library.runs import Run, diff, fingerprint, latest_run, open_run
     from ppo_repro.library.text import generate, logprobs
-    from ppo_repro.library.training import rerun, train
+    from ppo_repro.library.training import rerun, resume, train
     from ppo_repro.rollout.engine import Sampling
 
 __version__ = "0.2.0"
@@ -30,6 +30,7 @@ _HOMES = {
     "logprobs": "library.text",
     "open_run": "library.runs",
     "rerun": "library.training",
+    "resume": "library.training",
     "train": "library.training",
 }
 
@@ -46,6 +47,7 @@ __all__ = [
     "logprobs",
     "open_run",
     "rerun",
+    "resume",
     "train",
 ]
 

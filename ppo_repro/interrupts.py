@@ -14,6 +14,8 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -32,6 +34,23 @@ def install() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """KeyboardInterrupt on SIGINT as `install` has it, in this block only, for a program that is not ours.
+
+    Outside the main thread, and where the program has a handler of its own, nothing changes.
+    """
+    own = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or own is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

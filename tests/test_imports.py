@@ -38,13 +38,12 @@ PPO_REPRO = """
     __main__
 """
 ANALYSIS = """
-    words stats pairs clipping tokenization diagnosis report.drawing
+    words stats pairs clipping diagnosis report.drawing
     mismatch dialects report.figures
     compare grids report.reading
     report.tokens
     report.pages
     report
-    notebooks
 """
 
 

@@ -73,7 +73,7 @@ def diagnose(pairs: pd.DataFrame, *, tiers: tuple[Tier, ...] = TIERS) -> Diagnos
 
 
 def diagnose_chunks(chunks: Iterable[pd.DataFrame], *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
-    """`diagnose` over chunks of whole sequences, one in memory at a time."""
+    """`diagnose` over chunks of whole sequences, one in memory at a time; UserError likewise."""
     sums = [measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)]
     if not sum(frame.tokens for frame in sums):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")

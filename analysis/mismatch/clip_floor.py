@@ -33,7 +33,8 @@ def clip_floor(delta: Floats, advantages: Floats, low: float, high: float, dual:
     """Share of tokens whose gradient the clip would remove at the ratio rho = exp(delta).
 
     That is A > 0 and rho > 1 + high, or A < 0 and rho < 1 - low, or, with a dual clip, A < 0 and rho > dual. It is
-    about half of the share outside the band where advantages do not depend on delta.
+    about half of the share outside the band where advantages do not depend on delta. NaN without tokens. delta in nats,
+    float64 [N] like the advantages; `dual` is the ratio above which a dual clip cuts.
     """
     rho = _rho(delta)
     removed = ((advantages > 0) & (rho > 1.0 + high)) | ((advantages < 0) & (rho < 1.0 - low))

@@ -88,7 +88,10 @@ class Tables:
 
 
 def measure(pairs: Iterable[pd.DataFrame], corrections: Sequence[Correction] = USUAL) -> Iterator[Measured]:
-    """The sums of every iteration, yielded when it ends; a chunk holds whole sequences of one iteration, in order."""
+    """The sums of every iteration, yielded when it ends; a chunk holds whole sequences of one iteration, in order.
+
+    Reading the chunks raises what `run_pairs` does, UserError where records are missing or damaged.
+    """
     current: Measured | None = None
     for chunk in pairs:
         sums_of_chunk = _measure_chunk(chunk, corrections)
@@ -204,7 +207,10 @@ def summary(
     iterations: Sequence[int] | None = None,
     verify: reader.Verification = "contents",
 ) -> pd.DataFrame:
-    """The most important metrics of a whole run beside their ideal values; see `summary_of`."""
+    """The most important metrics of a whole run beside their ideal values, see `summary_of`; UserError as `run_pairs`.
+
+    KL and differences of log-probs are in nats.
+    """
     return summary_of(run_pairs(run_dir, pair, iterations=iterations, verify=verify))
 
 

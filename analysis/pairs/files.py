@@ -71,8 +71,8 @@ def imported_pairs(
     """Chunks of about `rows` tokens (see `analysis.pairs.runs`); `columns` is a preset's name or a `Columns`.
 
     Where a row is a response, the sequence is the number of the row over all files, and the position is the index in
-    the list, masked tokens included. Null log-probs become NaN. Masked tokens are dropped and counted in
-    `chunk.attrs["masked"]`. Raises UserError that names file and row.
+    the list, masked tokens included. Log-probs are in nats; null ones become NaN. Masked tokens are dropped and
+    counted in `chunk.attrs["masked"]`. Raises UserError that names file and row.
     """
     if isinstance(columns, str) and columns not in PRESETS:
         raise UserError(f"columns = {columns!r}: the presets are {', '.join(PRESETS)}; or {_ADVICE}")

@@ -12,6 +12,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import CONTROL
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.library.run_facts import as_html, as_line
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import TableReader
@@ -22,11 +23,20 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
-    """A recorded run; what it says is read from its folder each time, so that a run in progress can be looked at."""
+    """A recorded run; what it says is read from its folder each time, so that a run in progress can be looked at.
+
+    At a prompt or in a notebook it shows its folder, state, results and fingerprint.
+    """
 
     path: Path
+
+    def __repr__(self) -> str:
+        return as_line(self.path)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.path)
 
     @property
     def _head(self) -> Head:
@@ -122,6 +132,8 @@ def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
     Of the difference, `.describe()` is one line; `.table`, `.iteration`, `.column`, `.row`, `.left`, `.right` are its
     parts. UserError where a file is missing or damaged, or the runs are of different kinds.
 
+    Source: the digests that are compared are described in ppo_repro/records/README.md.
+
     >>> import ppo_repro
     >>> print(ppo_repro.diff(EXAMPLE_RUN, EXAMPLE_RUN))
     None
@@ -133,6 +145,8 @@ def fingerprint(run: RunOrPath) -> str:
     """The fingerprint of a run: 64 hexadecimal digits, equal exactly where every recorded bit is.
 
     UserError where there is no run.
+
+    Source: a chain of SHA-256, ppo_repro/records/README.md.
 
     >>> import ppo_repro
     >>> len(ppo_repro.fingerprint(EXAMPLE_RUN))

@@ -1,16 +1,20 @@
-"""Runs from a notebook: train and record, and execute a recorded run again."""
+"""Runs from a notebook: train and record, go on after an interrupt, and execute a recorded run again."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.commands.kinds import kind_of
-from ppo_repro.commands.memory import within_memory
+from ppo_repro.commands.memory import within_memory, within_recorded
+from ppo_repro.commands.run_folders import MANIFEST
 from ppo_repro.config.files import absolute_paths, build_config, load_config
 from ppo_repro.config.run import RunConfig
+from ppo_repro.interrupts import heard
+from ppo_repro.library.progress import NotebookProgress
 from ppo_repro.library.reward_file import Reward, reward_path
 from ppo_repro.library.runs import Run, RunOrPath, open_run
 from ppo_repro.ranks import ALONE
@@ -23,22 +27,42 @@ from ppo_repro.watcher import Silent
 if TYPE_CHECKING:
     import pandas as pd
 
-OnIteration = Callable[["pd.Series[Any]"], object]
+OnIteration = Callable[["pd.Series"], object]
 
 
-class _Telling(Silent):
-    """Tells a function of each iteration, with its row of the table `iterations`."""
+class _Telling(NotebookProgress):
+    """Shows progress if it is to, and tells a function of each iteration, with its row of the table `iterations`."""
 
-    def __init__(self, run_dir: Path, on_iteration: OnIteration | None) -> None:
-        self._run_dir, self._on_iteration = run_dir, on_iteration
+    def __init__(self, run_dir: Path, on_iteration: OnIteration | None, progress: bool) -> None:
+        super().__init__()
+        self._run_dir, self._on_iteration, self._progress = run_dir, on_iteration, progress
+
+    def _show(self, name: str, done: int, total: int, note: str) -> None:
+        if self._progress:
+            super()._show(name, done, total, note)
 
     def iteration(self, done: int, total: int, figures: str) -> None:
+        super().iteration(done, total, figures)
         if self._on_iteration is not None:
             rows = reader.read_iterations(self._run_dir, iterations=[done - 1], allow_incomplete=True)
             self._on_iteration(rows.iloc[0])
 
     def warning(self, text: str) -> None:
         warnings.warn(text, stacklevel=2)
+
+
+@contextmanager
+def _saying_how_to_go_on(run_dir: Path) -> Iterator[None]:
+    """Let an interrupt say what is kept, in place of where it came."""
+    try:
+        with heard():
+            yield
+    except KeyboardInterrupt as error:
+        kept = "nothing was recorded; start it again"
+        if (run_dir / MANIFEST).exists():
+            name = str(run_dir)
+            kept = f"complete iterations are kept; go on with ppo_repro.resume({name!r}) or `ppo-repro resume {name}`"
+        raise type(error)(kept) from None
 
 
 def train(
@@ -48,6 +72,7 @@ def train(
     on_iteration: OnIteration | None = None,
     overrides: Sequence[str] = (),
     out: Path | str = "runs",
+    progress: bool = True,
 ) -> Run:
     """Run PPO as `ppo-repro run` does, record every buffer, and return the run.
 
@@ -57,11 +82,14 @@ def train(
             must follow from its three texts alone. A function of a notebook is written to OUT/rewards/ with the modules
             and plain constants that it uses, so that the run can be executed again; or 'FILE.py:FUNCTION'.
         on_iteration: called after each iteration is on disk, with its row of the table `iterations`. What it raises
-            ends the run; complete iterations are kept, and `ppo-repro resume` goes on.
+            ends the run; complete iterations are kept, and `resume` goes on. Likewise for an interrupt, which says so.
         overrides: `FIELD=VALUE`, as after --set; for a YAML file only.
         out: the run is recorded in OUT/<experiment>/seed<seed>-<digest of the configuration>.
+        progress: show how far it is: in a notebook one line for each phase, elsewhere as `ppo-repro run` does.
 
     Raises UserError in one line for whatever has to be corrected: the configuration, the reward, a run that exists.
+
+    Source: the loop is ppo_repro/loop.py; the papers behind each option are named in ppo_repro/config/README.md.
 
     >>> import ppo_repro
     >>> def reward(prompt, response, answer):
@@ -79,9 +107,13 @@ def train(
         tree = checked.model_dump(mode="json")
         term = {"kind": "function", "path": reward_path(reward, folder / "rewards")}
         checked = absolute_paths(build_config({**tree, "reward": {**tree["reward"], "terms": [term]}}, "train"))
-    watcher = _Telling(run_folder(checked, folder), on_iteration)
-    with within_memory(checked, 1):
-        run_dir, _ = runner.run(LanguageKind(watcher, ALONE), checked, folder)
+    run_dir = run_folder(checked, folder)
+    with (
+        _saying_how_to_go_on(run_dir),
+        _Telling(run_dir, on_iteration, progress) as watcher,
+        within_memory(checked, 1),
+    ):
+        runner.run(LanguageKind(watcher, ALONE), checked, folder)
     return open_run(run_dir)
 
 
@@ -92,12 +124,53 @@ def _checked(config: RunConfig | Mapping[str, Any] | Path | str, overrides: Sequ
     return absolute_paths(build_config(tree, "train"))
 
 
+def resume(
+    run: RunOrPath,
+    *,
+    on_iteration: OnIteration | None = None,
+    overrides: Sequence[str] = (),
+    progress: bool = True,
+) -> Run:
+    """Go on with a run that was interrupted, killed or failed, to the bits of one that never stopped.
+
+    It begins after the newest checkpoint, or anew; what is recorded already is computed again and compared.
+    `overrides` (`layout.threads=2`) may change what must not change a bit; the others are as in `train`.
+
+    UserError where the run is complete or written by another process, a file of it is damaged, its inputs have changed
+    or an override could change a result. PromiseBroken where a bit differs from its record.
+
+    Source: ppo_repro/runs/README.md.
+
+    >>> import ppo_repro
+    >>> def stop(row):
+    ...     raise KeyboardInterrupt
+    >>> try:
+    ...     ppo_repro.train(EXAMPLE_CONFIG, on_iteration=stop, out=EXAMPLE_OUT)
+    ... except KeyboardInterrupt:
+    ...     run = ppo_repro.latest_run(EXAMPLE_OUT)
+    >>> run.status
+    'interrupted'
+    >>> ppo_repro.resume(run).status
+    'complete'
+    """
+    path = open_run(run).path
+    with (
+        _saying_how_to_go_on(path),
+        _Telling(path, on_iteration, progress) as watcher,
+        within_recorded(path, overrides),
+    ):
+        runner.resume(kind_of(path).executed_by(watcher, ALONE), path, overrides)
+    return open_run(path)
+
+
 def rerun(run: RunOrPath, overrides: Sequence[str] = ()) -> Rerun:
     """Execute a recorded run again, in memory, and compare every buffer with its files.
 
     `overrides` (`layout.threads=2`) may change what must not change a bit. `.difference` is None where every bit came
     out again; `.fingerprint` and `.iterations` are of the new execution. UserError where the run is not complete, its
     inputs have changed or an override could change a result.
+
+    Source: ppo_repro/runs/README.md.
 
     >>> import ppo_repro
     >>> print(ppo_repro.rerun(EXAMPLE_RUN).difference)

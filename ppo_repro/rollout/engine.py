@@ -13,7 +13,15 @@ from ppo_repro.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution to sample from: softmax(logits / temperature), cut by top-k and top-p, renormalised."""
+    """The distribution to sample from: softmax(logits / temperature), cut by top-k and top-p, renormalised.
+
+    `temperature` is above 0; `top_k` keeps the k likeliest tokens, 0 all; `top_p` in (0, 1] keeps the likeliest tokens
+    that together reach that mass. `max_response_tokens` counts the end token. `greedy` takes the likeliest token, whose
+    log-prob in nats still follows from the other fields. What is out of range is refused where it is used.
+
+    Source: Fan et al., 2018, https://arxiv.org/abs/1805.04833 (top-k); Holtzman et al., 2020,
+    https://arxiv.org/abs/1904.09751 (top-p).
+    """
 
     temperature: float = 1.0
     top_k: int = 0  # 0 keeps all

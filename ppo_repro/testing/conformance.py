@@ -162,7 +162,7 @@ def assert_loss_conforms(
 ) -> None:
     """Assert that no layout changes value or gradient of a loss; arguments as of `check_loss`.
 
-    AssertionError has one line for each layout that does, with the first token.
+    AssertionError has one line for each layout that does, with the first token; UserError as `check_loss`.
     """
     __tracebackhide__ = True
     found = check_loss(loss, rollout, combine=combine, layouts=layouts, tolerance=tolerance)
@@ -180,6 +180,9 @@ def loss_drift(
     tolerance: float = TOLERANCE,
 ) -> Drift:
     """How far `loss` is from another implementation, or from a result saved before, on the whole step at once.
+
+    Drifts are |a - b| / max(|b|, sum of |gradients|) of the value and |a - b| / max |b| of the gradients [N]. UserError
+    where the baseline is of other tokens, or a file is no saved result.
 
     >>> from ppo_repro.testing.conformance import loss_drift
     >>> from ppo_repro.testing.example_losses import EXAMPLE, kl_cov, step_token_mean
@@ -204,7 +207,10 @@ def assert_loss_drift_below(
     limit: float,
     combine: Combine = "sum",
 ) -> None:
-    """Assert that value and gradient are within `limit` of a baseline, relative; see `loss_drift`."""
+    """Assert that value and gradient are within `limit` of a baseline, relative; see `loss_drift`.
+
+    AssertionError says how far they are and names the first token; UserError as `loss_drift`.
+    """
     __tracebackhide__ = True
     drift = loss_drift(loss, baseline, rollout, combine=combine, tolerance=limit)
     if not drift.is_small:

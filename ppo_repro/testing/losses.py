@@ -27,7 +27,11 @@ TOLERANCE = 1e-9  # relative; float64 sums of a million terms stay below 1e-10, 
 
 @dataclass(frozen=True)
 class LossRollout:
-    """B responses with N tokens together, in order of sequences and positions."""
+    """B responses with N tokens together, in order of sequences and positions.
+
+    `lengths` [B] are tokens of a response, `new_logprobs` [N] float64 in nats, `columns` [N] float64 each. UserError
+    for a response without a token, and for another shape or dtype.
+    """
 
     lengths: tuple[int, ...]  # [B]
     new_logprobs: Tensor  # [N] float64, nats; the gradient is taken with respect to them
@@ -46,7 +50,12 @@ class LossRollout:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What a loss is called with: R rows of L positions of one micro-batch."""
+    """What a loss is called with: R rows of L positions of one micro-batch.
+
+    `new_logprobs` [R, L] float64, nats, with a gradient; `columns` [R, L] float64 each; `mask` [R, L] bool, False at
+    padding; `sequences` [R, L] int64, the response of a token, -1 at padding. `step_tokens` and `step_sequences` count
+    the whole optimizer step, all micro-batches and ranks.
+    """
 
     new_logprobs: Tensor  # [R, L] float64, requires grad
     columns: Mapping[str, Tensor]  # [R, L] float64 each
@@ -61,7 +70,11 @@ Loss = Callable[[LossBatch], Tensor]
 
 @dataclass(frozen=True)
 class LossLayout:
-    """How the sequences of one optimizer step are shown to the loss."""
+    """How the sequences of one optimizer step are shown to the loss.
+
+    `micro_batch` sequences in a pass (0: all), in the given `order`, over `ranks` processes; `padding` on the right or
+    left, or rows packed without any, `extra` more columns of it than are needed, which hold `fill`.
+    """
 
     micro_batch: int = 0  # sequences in a pass; 0: all
     padding: Literal["right", "left", "packed"] = "right"
@@ -95,7 +108,11 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class LossResult:
-    """The loss of one optimizer step and its gradient."""
+    """The loss of one optimizer step and its gradient.
+
+    `gradients` [N] are d `value` / d new_logprobs, in the order of the rollout; `padding_gradients` counts the
+    positions of padding that got one other than 0.
+    """
 
     value: float
     gradients: tuple[float, ...]  # [N] d value / d new_logprobs

@@ -174,7 +174,10 @@ def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
 
 @pytest.fixture
 def golden_run(request: pytest.FixtureRequest) -> GoldenCheck:
-    """`golden_run(run, golden_path)`: `assert_matches_golden`, or with `--update-golden` write the file instead."""
+    """`golden_run(run, golden_path)`: `assert_matches_golden`, or with `--update-golden` write the file instead.
+
+    AssertionError and UserError as `assert_matches_golden`.
+    """
 
     def check(run: Path | str, golden_path: Path | str) -> None:
         __tracebackhide__ = True

@@ -25,7 +25,8 @@ def rollouts(
     """Ragged responses: 1..max_sequences of 1..max_tokens tokens; nats; columns as named.
 
     new_logprobs are in [-12, 0]; columns that end in `_logprobs` are within 1 of them and at most 0; `advantages` are
-    in [-3, 3], `is_...` are 0 or 1, other columns are in [-10, 10]. All are float64 tensors.
+    in [-3, 3], `is_...` are 0 or 1, other columns are in [-10, 10]. All are float64 tensors [N]. Hypothesis raises its
+    InvalidArgument where a count is below 1.
 
     >>> from hypothesis import given
     >>> from ppo_repro.testing.strategies import rollouts

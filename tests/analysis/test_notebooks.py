@@ -1,51 +1,167 @@
-"""The notebooks run from top to bottom on small runs, and every cell that ends in a table shows one."""
+"""The notebooks: executed as they are written, whole, small, without a machine's paths; they run on other runs too."""
 
 from __future__ import annotations
 
-import ast
+import base64
+import json
 import re
+import struct
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
+from ppo_repro.records import manifest, reader
 from tests.support.paths import ROOT
 
 NOTEBOOKS = ROOT / "analysis" / "notebooks"
-SHOWN = {"clipping": 6, "comparing_runs": 3, "mismatch": 4, "tokenization": 5}
+NAMES = ("ablation_grid", "clipping", "comparing_runs", "critic", "mismatch", "rewards", "tokenization")
+LARGEST = 300_000  # bytes of a file
+LONGEST = 30  # lines of a cell of code
+WIDEST = 1100  # pixels of a picture
+MACHINE = re.compile(r"(?<![\w.])/(?:home|root|tmp|usr|var|opt|work|mnt|Users|private)/|[A-Z]:\\\\")
 
 
-def cells(path: Path) -> list[str]:
-    """The code cells of a percent-format notebook; nothing may precede the first marker."""
-    before, *parts = re.split(r"^# %%(.*)$", path.read_text(), flags=re.MULTILINE)
-    assert not before.strip()
-    kinds, bodies = parts[::2], parts[1::2]
-    for kind, body in zip(kinds, bodies, strict=True):
-        assert kind.strip() in ("", "[markdown]")
-        if kind.strip():
-            assert all(line.startswith("#") for line in body.strip().splitlines()), f"{path.name}: code in text"
-    return [body for kind, body in zip(kinds, bodies, strict=True) if not kind.strip()]
+def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def shown_by(code: str, names: dict[str, object], path: Path) -> object:
-    """Run one cell as Jupyter does: the value of its last line where that is an expression."""
-    tree = ast.parse(code)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, path, "exec"), names)
-    return eval(compile(ast.Expression(last.value), path, "eval"), names) if isinstance(last, ast.Expr) else None
+def outputs(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [output for cell in code_cells(notebook) for output in cell["outputs"]]
 
 
-def test_every_notebook_is_run() -> None:
-    assert {path.stem for path in NOTEBOOKS.glob("*.py")} == set(SHOWN)
+def pictures(notebook: dict[str, Any]) -> list[bytes]:
+    """PNG files."""
+    found = (output.get("data", {}).get("image/png") for output in outputs(notebook))
+    return [base64.b64decode("".join(text)) for text in found if text]
 
 
-@pytest.mark.parametrize("name", sorted(SHOWN))
-def test_a_notebook_runs(name: str, native_run: Path, parted_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PPO_RUN", str(native_run))
-    monkeypatch.setenv("PPO_OTHER_RUN", str(parted_run))
-    path = NOTEBOOKS / f"{name}.py"
-    names: dict[str, object] = {"__name__": "__main__"}
-    values = [shown_by(code, names, path) for code in cells(path)]
-    tables = [value for value in values if value is not None]
-    assert all(isinstance(table, pd.DataFrame) and len(table) for table in tables)
-    assert len(tables) == SHOWN[name]
+def faults(notebook: dict[str, Any]) -> list[str]:
+    """What is wrong with an executed notebook."""
+    found = []
+    if [cell["execution_count"] for cell in code_cells(notebook)] != list(range(1, len(code_cells(notebook)) + 1)):
+        found.append("not executed from top to bottom")
+    for output in outputs(notebook):
+        if output["output_type"] == "error":
+            found.append(f"an error: {output['ename']}")
+        if output.get("name") == "stderr":
+            found.append(f"a warning: {''.join(output['text'])[:200]}")
+        texts = {kind: text for kind, text in output.get("data", {}).items() if not kind.startswith("image/")}
+        shown = "".join("".join(text) for text in [output.get("text", ""), *texts.values()])
+        found += [f"a path of a machine: {shown[max(0, m.start() - 40) :][:100]}" for m in MACHINE.finditer(shown)]
+    if len(pictures(notebook)) < 2:
+        found.append("fewer than two pictures")
+    return found
+
+
+def written(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))
+    return found
+
+
+def test_there_are_these_notebooks() -> None:
+    assert tuple(sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_is_executed_and_its_outputs_are_of_its_code(name: str) -> None:
+    pytest.importorskip("nbclient", reason="the extra [notebook] is not installed")
+    from analysis.notebooks.execute import sources_digest
+
+    notebook = written(name)
+    assert faults(notebook) == []
+    assert notebook["metadata"]["executed"] == sources_digest(notebook), (
+        "python -m analysis.notebooks executes it again"
+    )
+    changed = json.loads(json.dumps(notebook))
+    code_cells(changed)[-1]["source"].append("\n1")
+    assert sources_digest(changed) != sources_digest(notebook)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_is_small_and_has_words(name: str) -> None:
+    notebook = written(name)
+    assert (NOTEBOOKS / f"{name}.ipynb").stat().st_size < LARGEST
+    first, *others = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+    assert first.startswith("# ") and len(others) >= len(pictures(notebook))
+    for cell in code_cells(notebook):
+        assert "".join(cell["source"]).count("\n") < LONGEST
+    for png in pictures(notebook):
+        width, height = struct.unpack(">II", png[16:24])
+        assert 250 < width < WIDEST and 150 < height < WIDEST
+    # nothing that another execution would change without a reason
+    assert notebook["nbformat_minor"] == 4 and set(notebook["metadata"]) == {"executed", "kernelspec", "language_info"}
+    assert all(not cell["metadata"] and "id" not in cell for cell in notebook["cells"])
+    assert all(not output.get("metadata") for output in outputs(notebook))
+
+
+def test_faults_are_found() -> None:
+    """The control: a notebook with one fault of each kind."""
+    text = {"output_type": "stream", "name": "stderr", "text": ["careful\n"]}
+    path = {"output_type": "execute_result", "data": {"text/plain": ["'/home/me/runs'"]}}
+    error = {"output_type": "error", "ename": "KeyError"}
+    cells = [{"cell_type": "code", "execution_count": 2, "outputs": [text, path, error], "source": []}]
+    found = faults({"cells": cells})
+    kinds = (
+        "not executed",
+        "a warning: careful",
+        "a path of a machine: '/home/me",
+        "an error: KeyError",
+        "fewer than two",
+    )
+    assert len(found) == len(kinds) and all(any(f.startswith(kind) for f in found) for kind in kinds)
+    assert not MACHINE.search("../../runs/notebooks/exact, and/or, 1/tmp")
+
+
+def grid_of(runs: dict[tuple[float, int], Path], folder: Path) -> Path:
+    """The tables that `ppo-repro grid` writes, of runs at hand by clip range and seed."""
+    cells, results = [], []
+    for (clip_range, seed), run in runs.items():
+        recorded = manifest.load(run)
+        row = {"axis.clip_range": clip_range, "seed": seed, "fingerprint": recorded.fingerprint}
+        final = {f"final.{name}": value for name, value in recorded.final.items() if not isinstance(value, str)}
+        cells.append({**row, "state": "complete", "run_dir": str(run), **final})
+        results.append(reader.read_iterations(run).assign(**row))
+    folder.mkdir()
+    pd.DataFrame(cells).to_parquet(folder / "cells.parquet")
+    pd.concat(results).to_parquet(folder / "results.parquet")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs_on_other_runs(
+    name: str, exact_run: Path, native_run: Path, parted_run: Path, tmp_path: Path
+) -> None:
+    from analysis.notebooks.execute import executed
+
+    runs = {(0.1, 1): exact_run, (0.1, 2): native_run, (0.2, 1): parted_run, (0.2, 2): exact_run}
+    grid = grid_of(runs, tmp_path / "grid")
+    variables = {"PPO_RUN": str(exact_run), "PPO_OTHER_RUN": str(native_run), "PPO_GRID": str(grid)}
+    # this one runs on few iterations: what warns of a small sample is no fault
+    notebook = executed(NOTEBOOKS / f"{name}.ipynb", variables | {"PYTHONWARNINGS": "ignore"})
+    found = [fault for fault in faults(notebook) if not fault.startswith("a path of a machine")]
+    assert found == []
+    assert [cell["source"] for cell in notebook["cells"]] == ["".join(c["source"]) for c in written(name)["cells"]]
+
+
+@pytest.mark.slow
+def test_a_notebook_executed_twice_is_the_same_file(exact_run: Path, native_run: Path) -> None:
+    from analysis.notebooks.execute import executed, text_of
+
+    path = NOTEBOOKS / "critic.ipynb"
+    first, second, of_another = (
+        text_of(executed(path, {"PPO_RUN": str(run)})) for run in (exact_run, exact_run, native_run)
+    )
+    assert first == second
+    assert first != of_another
+
+
+@pytest.mark.slow
+def test_a_notebook_whose_cell_fails_is_one_line(tmp_path: Path) -> None:
+    from analysis.notebooks.execute import executed
+    from ppo_repro.errors import UserError
+
+    with pytest.raises(UserError, match=r"critic\.ipynb: a cell ends with UserError: .*no such folder"):
+        executed(NOTEBOOKS / "critic.ipynb", {"PPO_RUN": str(tmp_path / "nowhere")})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,17 @@ def test_the_example_of_each_name_runs(name: str, exact_run: Path, tmp_path: Pat
     assert "import ppo_repro" in example.examples[0].source or "ppo_repro" in example.examples[0].source
     found = doctest.DocTestRunner().run(example)
     assert found.attempted >= 2 and not found.failed
+
+
+def test_the_example_of_the_readme_runs(exact_run: Path) -> None:
+    """On the policy of a small run in place of SmolLM2; its last line compares every log-prob."""
+    text = (ROOT / "ppo_repro" / "library" / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert example.count('"models/smollm2"') == 1 and example.rstrip().splitlines()[-1].startswith("assert ")
+    names: dict[str, Any] = {}
+    exec(example.replace("models/smollm2", str(exact_run / "checkpoints" / "final")), names)
+    assert all(bool(p.grad.abs().sum() > 0) for p in names["model"].parameters())
+    assert len(names["again"]) == len(names["response"].response_ids) > 0
 
 
 def test_every_name_is_there_and_says_what_it_is() -> None:

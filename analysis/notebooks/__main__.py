@@ -1,0 +1,94 @@
+"""Execute the notebooks and write them, pictures inside: `python -m analysis.notebooks [NAME ...]`.
+
+The runs that they show are recorded below runs/notebooks first, where they are not there yet: the quickstart in exact
+and in native numerics, and a small grid. PPO_RUN, PPO_OTHER_RUN and PPO_GRID name others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from analysis.notebooks.execute import executed, text_of
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RUNS = ROOT / "runs" / "notebooks"
+NAMES = tuple(sorted(path.stem for path in HERE.glob("*.ipynb")))
+
+
+def _quickstart(mode: str) -> Path:
+    """The quickstart in these numerics, trained where it is not there."""
+    out = RUNS / mode
+    if (found := _complete(out)) is None:
+        _command("run", "experiments/quickstart.yaml", "--set", f"numerics.mode={mode}", "--out", str(out))
+        found = _complete(out)
+    if found is None:
+        raise UserError(f"{out}: holds no complete run; remove the folder, and run this again")
+    return found
+
+
+def _complete(out: Path) -> Path | None:
+    folders = [path.parent for path in sorted(out.glob("*/*/manifest.json"))]
+    return next((folder for folder in folders if manifest.load_head(folder).status == "complete"), None)
+
+
+def _grid() -> Path:
+    """The grid of clip.yaml; what is missing of it is run."""
+    workers = str(os.cpu_count() or 1)
+    _command("grid", str(HERE / "clip.yaml"), "--workers", workers, "--changed", "redo", "--out", str(RUNS))
+    return RUNS / "clip"
+
+
+def _command(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "ppo_repro", *arguments], cwd=ROOT, check=False)
+    if done.returncode:
+        raise UserError(f"ppo-repro {' '.join(arguments)}: ended with exit code {done.returncode}; see above")
+
+
+# what a notebook may read, by the environment variable that names another one
+SHOWN: dict[str, Callable[[], Path]] = {
+    "PPO_RUN": partial(_quickstart, "exact"),
+    "PPO_OTHER_RUN": partial(_quickstart, "native"),
+    "PPO_GRID": _grid,
+}
+
+
+def _variables(text: str) -> dict[str, str]:
+    """The variables that a notebook reads, and the folders they name, relative to it: its outputs show them."""
+    found = {}
+    for name, recorded in SHOWN.items():
+        if name in text:
+            folder = Path(os.environ[name]).resolve() if name in os.environ else recorded()
+            found[name] = os.path.relpath(folder, HERE)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write every notebook that was named, or all; exit code 2 and one line on a user error."""
+    parser = argparse.ArgumentParser(prog="python -m analysis.notebooks", description="execute the notebooks")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all of them by default")
+    names = parser.parse_args(argv).names or NAMES
+    try:
+        for name in names:
+            if name not in NAMES:
+                raise UserError(f"{name}: is no notebook; there are {', '.join(NAMES)}")
+        for name in names:
+            path = HERE / f"{name}.ipynb"
+            path.write_text(text_of(executed(path, _variables(path.read_text(encoding="utf-8")))), encoding="utf-8")
+            print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB", flush=True)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Docstrings of public names say what a reader needs, and the pages made from them have every name and no dead link."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from html import unescape
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType
+from urllib.parse import unquote
+
+import pytest
+
+import ppo_repro
+from ppo_repro import testing
+from tests.support.paths import ROOT
+
+# what else has a page; the functions that the table of analysis/README.md names
+ENTRY_POINTS = {
+    "analysis.mismatch.parity": ("parity",),
+    "analysis.mismatch.tables": ("measure", "summary", "summary_of", "tables"),
+    "analysis.mismatch.clip_floor": ("clip_floor", "clip_steps"),
+    "analysis.pairs.runs": ("run_pairs",),
+    "analysis.pairs.files": ("imported_pairs",),
+    "analysis.diagnosis.diagnose": ("diagnose", "diagnose_chunks"),
+    "analysis.clipping.tables": ("clip_tables",),
+    "analysis.dialects.report": ("long_table",),
+    "analysis.tokenization.tables": ("iteration_tables", "run_summary"),
+    "analysis.compare.verdicts": ("compare_grid", "compare_runs"),
+    "analysis.compare.seeds": ("compare_groups",),
+    "analysis.stats.survival": ("kaplan_meier",),
+    "analysis.grids.outcomes": ("outcomes",),
+    "analysis.grids.table": ("comparisons", "rank_correlation"),
+}
+PAGES = {"ppo_repro": tuple(ppo_repro.__all__), "ppo_repro.testing": tuple(testing.__all__), **ENTRY_POINTS}
+HOOKS = ("GoldenCheck", "pytest_addoption", "pytest_terminal_summary")  # pytest's, and a type
+ERROR = re.compile(r"Error|Broken|InvalidArgument|NaN")
+TENSORS = ("exact", "generate", "logprobs", "LossBatch", "LossResult", "LossRollout", "check_loss", "rollouts")
+
+
+def documented() -> dict[str, str]:
+    """The docstring of each public name, by its dotted name."""
+    found = {}
+    for module, names in PAGES.items():
+        for name in names:
+            if name not in HOOKS:
+                found[f"{module}.{name}"] = inspect.getdoc(getattr(import_module(module), name)) or ""
+    return found
+
+
+def missing(name: str, text: str, is_function: bool) -> list[str]:
+    """What a docstring does not say."""
+    first, _, rest = text.partition("\n")
+    lacks = [] if first.rstrip().endswith((".", ":")) and rest[:1] in ("", "\n") else ["one line"]
+    if is_function and not ERROR.search(text):
+        lacks.append("what is raised")
+    if name.startswith("ppo_repro.") and name.count(".") == 1 and is_function:
+        if "Source:" not in text and name != "ppo_repro.latest_run":
+            lacks.append("the source")
+        if not re.search(r">>> import .*ppo_repro", text):
+            lacks.append("an example")
+    if name.rpartition(".")[2] in TENSORS and not re.search(r"\[[A-Z](?:, [A-Z])*\]|tokens", text):
+        lacks.append("shapes")
+    if "log-prob" in text and "nats" not in text and "bit" not in text:
+        lacks.append("units")
+    return lacks
+
+
+@pytest.mark.parametrize("name", sorted(documented()))
+def test_a_docstring_says_what_a_reader_needs(name: str) -> None:
+    module, _, short = name.rpartition(".")
+    is_function = isinstance(getattr(import_module(module), short), FunctionType)
+    assert missing(name, documented()[name], is_function) == []
+
+
+def test_what_is_missing_is_found() -> None:
+    """The control: a docstring that says nothing."""
+    bare = missing("ppo_repro.logprobs", "The log-probs.", True)
+    assert bare == ["what is raised", "the source", "an example", "shapes", "units"]
+
+
+CODE = re.compile(r"(<script[^>]*>).*?(?=</script>)", re.DOTALL)  # of the search, which makes links itself
+LINK = re.compile(r'(?:href|src)="([^"]*)"')
+ANCHOR = re.compile(r'\bid="([^"]*)"')
+
+
+def dead_links(folder: Path) -> list[str]:
+    """Links of the pages that lead nowhere in the folder; what a page would load from elsewhere is one too."""
+    pages = {path: CODE.sub(r"\1", path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
+    anchors = {path: set(map(unescape, ANCHOR.findall(text))) for path, text in pages.items()}
+    dead = []
+    for path, text in pages.items():
+        for link in map(unescape, LINK.findall(text)):
+            if link.startswith(("https://", "data:")):
+                continue
+            name, _, anchor = unquote(link).partition("#")
+            target = (path.parent / name).resolve() if name else path
+            if not target.is_file() or (anchor and anchor not in anchors.get(target, ())):
+                dead.append(f"{path.relative_to(folder)}: {link}")
+        dead += [f"loads {link}" for link in re.findall(r'<(?:script|img)[^>]*src="(https?:[^"]*)"', text)]
+    return dead
+
+
+@pytest.mark.slow
+def test_every_public_name_is_on_a_page_and_no_link_is_dead(tmp_path: Path) -> None:
+    pytest.importorskip("pdoc", reason="the extra [docs] is not installed")
+    folder = tmp_path / "docs"
+    command = [sys.executable, str(ROOT / ".ci" / "docs.py"), str(folder)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "index.html").is_file() and not (folder / "analysis" / "notebooks.html").exists()
+    for module, names in PAGES.items():
+        page = (folder / f"{module.replace('.', '/')}.html").read_text(encoding="utf-8")
+        shown = re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", "", page)))
+        for name in names:
+            assert f'id="{name}"' in page, f"{module}.{name}"
+            words = re.findall(r"\w{4,}", (documented().get(f"{module}.{name}") or "\n").splitlines()[0])
+            assert all(word in shown for word in words), f"{module}.{name}"
+    assert dead_links(folder) == []
+
+
+def test_a_dead_link_would_be_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<a id="x" href="#x"></a><a href="b.html#y"></a><a href="c.html"></a>')
+    (tmp_path / "b.html").write_text('<a href="a.html#x"></a><script src="https://example.org/a.js"></script>')
+    expected = ["a.html: b.html#y", "a.html: c.html", "loads https://example.org/a.js"]
+    assert sorted(dead_links(tmp_path)) == expected

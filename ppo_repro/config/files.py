@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.engine import RolloutConfig, SGLangServers
 from ppo_repro.config.mistakes import command_of, mistakes
 from ppo_repro.config.reward import CalledReward, RewardModelFolder
-from ppo_repro.config.run import ModelFolder, RolloutConfig, RunConfig
+from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.section import Section
 from ppo_repro.config.shipped import found
 from ppo_repro.config.tasks import JsonlTask, PythonTask

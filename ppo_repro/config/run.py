@@ -20,6 +20,7 @@ from ppo_repro.config.algorithm import (
     ValueConfig,
 )
 from ppo_repro.config.engine import RolloutConfig
+from ppo_repro.config.faults import contradictions
 from ppo_repro.config.mismatch import MismatchConfig
 from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
@@ -182,7 +183,9 @@ class RunConfig(Experiment):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        wrong = [line for check in (_sizes, _numerics, _algorithm, _value, _template, _task) for line in check(self)]
+        wrong = [
+            line for check in (_sizes, _numerics, _algorithm, _value, _template, _task, _faults) for line in check(self)
+        ]
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
@@ -261,3 +264,10 @@ def _value(config: RunConfig) -> Iterator[str]:
 def _template(config: RunConfig) -> Iterator[str]:
     if isinstance(config.model, TinyModel) and config.task.chat_template:
         yield "task.chat_template needs model.kind = folder: the tiny tokenizer has no template"
+
+
+def _faults(config: RunConfig) -> Iterator[str]:
+    mismatch = config.mismatch
+    yield from contradictions(
+        mismatch.sampler, mismatch.trainer, config.rollout, config.task.turns, config.ppo.iterations
+    )

@@ -35,6 +35,7 @@ from ppo_repro.models.reward_model import (
 )
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
+from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
@@ -44,6 +45,7 @@ from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.stages.coefficients import first_coefficients
+from ppo_repro.stages.faults import check_training_prompts
 from ppo_repro.stages.prompts import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.python_task import PythonFile
@@ -184,8 +186,19 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) 
         policy_optimizer=_optimizer(config, trained, lora, config.ppo.learning_rate),
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
+        versions=_versions(config, policy, lora),
     )
     return state, _Adapters(lora, value_lora)
+
+
+def _versions(config: RunConfig, policy: PreTrainedModel, lora: Lora | None) -> Versions | None:
+    """Room for the versions of the policy that a sampler which is behind needs."""
+    lag = config.mismatch.sampler.lag
+    if lag is None:
+        return None
+    if lora is None:
+        return Versions(dict(policy.named_parameters()), lag.most)
+    return Versions(lora.trained(), lag.most, lora.merge)
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
@@ -240,6 +253,7 @@ def prepare(
     else:
         source, tokenizer, steps = *load_folder(start_folder), ()
     task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
+    check_training_prompts(config, task)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     mode, max_context = config.numerics.mode, config.numerics.max_context

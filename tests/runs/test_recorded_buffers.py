@@ -175,8 +175,9 @@ def unequal(item: Iteration, tables: Tables) -> set[Field]:
             if column[0] == "evaluations" and column[0] not in tables:
                 assert item.evaluation is None
                 continue
-            if COLUMNS[column].of_turns and column[1] not in tables[column[0]].column_names:
-                assert item.rollout.episodes is None
+            if COLUMNS[column].only_with and column[1] not in tables[column[0]].column_names:
+                only_with = {"turns": "episodes", "lag": "policy_versions", "retokenized": "sampled_ids"}
+                assert getattr(item.rollout, only_with[COLUMNS[column].only_with]) is None
                 continue
             kind, recorded = COLUMNS[column].kind, recorded_rows(tables, column)
             held = held_rows(item, field, column, len(recorded))

@@ -15,8 +15,8 @@ from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.generation import Answered, Sampled, episodes_of, generate, sampling_of
 from ppo_repro.stages.lagging import generate_behind
 from ppo_repro.stages.prompts import Task
-from ppo_repro.stages.retokenization import retokenized
 from ppo_repro.tasks.problems import Problem
+from ppo_repro.tasks.retokenization import retokenized
 from ppo_repro.tasks.tokenizer import spans
 
 

@@ -53,6 +53,9 @@ TREES: dict[str, dict[str, Any]] = {
     "importance weights": {"ppo": {"ratio_anchor": "old", "importance_weights": WEIGHTS}},
     "lora": {"lora": {"rank": 2, "alpha": 4.0}},
     "value lora": {"value": {"learning_rate": 1e-3, "lora": {"rank": 2, "alpha": 4.0}}},
+    "lag": {"mismatch": {"sampler": {"lag": {"kind": "fixed", "iterations": 2}}}},
+    "drawn lag": {"mismatch": {"sampler": {"lag": {"kind": "drawn", "max_iterations": 2}}}},
+    "cut and cold": {"rollout": {**ROLLOUT, "top_p": 0.9, "temperature": 0.7}},
     "sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang"}}, "kl": {"placement": "none"}},
 }
 
@@ -183,5 +186,8 @@ def with_value(node: Any, path: Path, value: Any) -> Any:
     """A copy of a tree in which one value is another one."""
     step, *rest = path
     copied = copy.copy(node)
-    copied[step] = with_value(node[step], tuple(rest), value) if rest else value
+    # a section that has its defaults may not be written down
+    copied[step] = (
+        with_value(node.get(step, {}) if isinstance(node, dict) else node[step], tuple(rest), value) if rest else value
+    )
     return copied

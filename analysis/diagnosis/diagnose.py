@@ -65,9 +65,10 @@ def diagnose(pairs: pd.DataFrame, *, tiers: tuple[Tier, ...] = TIERS) -> Diagnos
     """The cause of the mismatch in `pairs`, one row per token.
 
     Columns iteration, sequence, position, token_id, logprobs_a (sampler), logprobs_b (trainer), float32, nats.
-    Optional: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again, token_id_b (-1 where the
-    trainer has no such token), pad_length, steps_since_sync. Raises UserError on a missing column, a token that occurs
-    twice, or no finite pair of log-probs.
+    Optional: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again (NaN where there is no
+    second pass), token_id_b (-1 where the trainer has no such token), pad_length, steps_since_sync, prompt_differs
+    (not 0 where the two sides have other tokens before the response). Raises UserError on a missing column, a token
+    that occurs twice, or no finite pair of log-probs.
     """
     return diagnose_chunks([pairs], tiers=tiers)
 
@@ -131,7 +132,7 @@ def _evidence(m: Measured, by_iteration: list[Measured]) -> dict[str, float]:
         "left_without_last": _ratio(m.delta_sq - m.at_last, m.delta_sq),
         "left_by_shift": _ratio(shift, m.delta_sq / n),
         "left_by_sorting": _ratio(m.sorted_sq, m.delta_sq),
-        "repeat_over_delta": math.sqrt(_ratio(m.again_sq, m.delta_sq)) if m.has_again and m.delta_sq else math.nan,
+        "repeat_over_delta": math.sqrt(_ratio(m.again_sq, m.again_delta_sq)) if m.has_again else math.nan,
         "growth": growth[0],
         "growth_z": growth[1],
         "clean_sequences": m.clean_sequences,
@@ -189,6 +190,8 @@ def _ten_times(zero: tuple[float, float, float], other: tuple[float, float, floa
 def _causes(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
     if m.other_ids:
         return ("retokenization",)  # the log-probs are of different tokens and say nothing more
+    if m.other_prompts and tier not in ("T0", "T1", "T2"):
+        return ("other_prompt",)
     if m.nonfinite and tier in ("T0", "T1", "T2"):
         return ("non_finite",)
     if tier == "T0":

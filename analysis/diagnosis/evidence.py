@@ -74,7 +74,9 @@ class Measured:
     has_mass: float = 0.0
     mass_sq: float = 0.0
     has_again: float = 0.0
-    again_sq: float = 0.0
+    again_sq: float = 0.0  # over the tokens that the trainer scored twice, and of their delta
+    again_delta_sq: float = 0.0
+    other_prompts: float = 0.0
     has_ids: float = 0.0
     has_padding: float = 0.0
     unpadded: float = 0.0
@@ -109,6 +111,8 @@ def measure(pairs: pd.DataFrame) -> Measured:
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
     counts = {"nonfinite": float(np.count_nonzero(~finite)), **_ids(pairs)}
+    if "prompt_differs" in pairs.columns:
+        counts["other_prompts"] = _total(pairs["prompt_differs"].to_numpy() != 0)
     tokens = pairs[finite]
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b = a32.astype(np.float64), b32.astype(np.float64)
@@ -239,7 +243,10 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
     if "log_kept_mass" in tokens:
         evidence |= {"has_mass": 1.0, "mass_sq": _total((delta - column("log_kept_mass")) ** 2)}
     if "logprobs_b_again" in tokens:
-        evidence |= {"has_again": 1.0, "again_sq": _total((column("logprobs_b_again") - b) ** 2)}
+        again = column("logprobs_b_again")
+        twice = np.isfinite(again)
+        sums = {"again_sq": _total((again - b)[twice] ** 2), "again_delta_sq": _total(delta[twice] ** 2)}
+        evidence |= {"has_again": float(twice.any()), **sums}
     return evidence
 
 

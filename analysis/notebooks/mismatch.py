@@ -8,6 +8,7 @@ import os
 from analysis.diagnosis.diagnose import diagnose_chunks
 from analysis.mismatch.metrics import wide
 from analysis.mismatch.tables import measure, summary, tables
+from analysis.pairs.run_evidence import run_evidence
 from analysis.pairs.runs import run_pairs
 
 RUN = os.environ.get("PPO_RUN", "runs/quickstart/seed0")
@@ -41,5 +42,5 @@ by_iteration.correction
 # The cause.
 
 # %%
-diagnosis = diagnose_chunks(run_pairs(RUN))
+diagnosis = diagnose_chunks(run_evidence(RUN))
 print(diagnosis.verdict, diagnosis.tier, diagnosis.advice, sep="\n")

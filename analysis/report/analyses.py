@@ -12,6 +12,7 @@ from analysis.clipping.update_rows import load_iterations
 from analysis.diagnosis.diagnose import diagnose_chunks
 from analysis.mismatch.bucket import bucket_table
 from analysis.mismatch.tables import measure, tables, whole
+from analysis.pairs.run_evidence import run_evidence
 from analysis.pairs.runs import run_pairs
 from analysis.report.drawing.figure import Figure
 from analysis.report.facts import Verdict
@@ -36,7 +37,7 @@ def mismatch(run_dir: Path) -> Findings:
     update = tables(measured).update
     is_divergence = update["metric"].isin(DIVERGENCES) & (update["reduction"] == "token_mean")
     buckets = bucket_table(whole(measured).buckets)
-    cause = diagnose_chunks(run_pairs(run_dir))
+    cause = diagnose_chunks(run_evidence(run_dir))
     named = cause.verdict.replace("_", " ")
     verdict = Verdict("fact", f"Cause of the difference: {named} (tier {cause.tier}). {cause.advice}")
     figures = (

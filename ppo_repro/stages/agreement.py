@@ -79,7 +79,8 @@ def sampler_is_exact(config: RunConfig) -> bool:
     """Whether the sampler's log-probs are promised to be the trainer's; otherwise their difference is measured."""
     engine = config.rollout.engine
     is_stock = isinstance(engine, SGLangServers) and engine.numerics == "stock"
-    return config.numerics.mode == "exact" and config.rollout.mismatch_sigma is None and not is_stock
+    undisturbed = config.rollout.mismatch_sigma is None and config.mismatch.same_precision
+    return config.numerics.mode == "exact" and undisturbed and not is_stock
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:

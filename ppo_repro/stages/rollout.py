@@ -9,6 +9,7 @@ from itertools import compress
 import torch
 
 from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
+from ppo_repro.config.mismatch import MismatchConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.ranks import Ranks
@@ -43,12 +44,14 @@ class Sampled:
 
 
 def require_undisturbed(config: RunConfig) -> None:
-    """Raise UserError where the configuration adds noise to the sampler, which hides its real mismatch."""
+    """Raise UserError where the configuration makes sampler and trainer differ, which hides their real mismatch."""
     sigma = config.rollout.mismatch_sigma
     if sigma is not None:
         raise UserError(
             f"rollout.mismatch_sigma = {sigma}: must be null here, where sampler and trainer are compared; remove it"
         )
+    if config.mismatch != MismatchConfig():
+        raise UserError("mismatch: must be empty here, where sampler and trainer are compared; remove the section")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +82,7 @@ def parity_verdicts(counted: Parity, config: RunConfig) -> tuple[Verdict, ...]:
         verdicts.insert(
             0, Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}.")
         )
+    verdicts[:0] = _rounded_on_purpose(config)
     first, rows = counted.unequal_first_ratios, counted.first_minibatch_tokens
     anchor = config.ppo.ratio_anchor
     if rows and config.ppo.objective.kind != "policy_gradient":
@@ -96,6 +97,19 @@ def parity_verdicts(counted: Parity, config: RunConfig) -> tuple[Verdict, ...]:
             text = f"{share(unequal, rows)} of values differ when computed again ({unequal:,} of {rows:,})."
         verdicts.append(Verdict("differs" if unequal else "holds", text))
     return tuple(verdicts)
+
+
+def _rounded_on_purpose(config: RunConfig) -> Iterator[Verdict]:
+    """A sentence for sampler and trainer each, where numbers are rounded to other formats."""
+    stock = config.mismatch.sampler.stock
+    if stock is not None:
+        yield Verdict("fact", f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {stock}.")
+    sides = ("sampler", config.mismatch.sampler.precision), ("trainer", config.mismatch.trainer.precision)
+    for side, precision in sides:
+        formats = {name: value for name, value in precision.model_dump().items() if value != "float32"}
+        if formats:
+            named = ", ".join(f"{name} {value}" for name, value in formats.items())
+            yield Verdict("fact", f"The {side} was rounded on purpose: mismatch.{side}.precision = {named}.")
 
 
 def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdict, ...]:

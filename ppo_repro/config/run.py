@@ -21,7 +21,7 @@ from ppo_repro.config.algorithm import (
 )
 from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.faults import contradictions
-from ppo_repro.config.mismatch import MismatchConfig
+from ppo_repro.config.mismatch import MismatchConfig, not_possible
 from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
@@ -212,6 +212,12 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     engine = config.rollout.engine
     if native and engine.kind == "sglang" and engine.numerics == "exact":
         yield "rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both"
+    yield from not_possible(config.mismatch, config.numerics.mode, engine.kind)
+    if config.mismatch.trainer.precision.rounds and config.numerics.accuracy_sequences not in (
+        0,
+        USUAL_ACCURACY_SEQUENCES,
+    ):
+        yield "numerics.accuracy_sequences needs a trainer that rounds nothing; remove mismatch.trainer.precision"
     if config.rollout.max_response_tokens >= config.numerics.max_context:
         yield (
             f"rollout.max_response_tokens = {config.rollout.max_response_tokens} must be smaller than "

@@ -106,6 +106,7 @@ def _recorded(config: DPOConfig) -> tuple[Manifest, RunConfig]:
     built_in = {
         "rollout": {**of_run["rollout"], "engine": {"kind": "torch"}}
     }  # the recorded engine may not allow `ours`
+    of_run.pop("mismatch", None)  # how its sampler differed from its trainer: here nothing is sampled to be trained on
     source = f"{run_dir / 'config.yaml'} with numerics and layout of DPO"
     return recorded, build_config({**of_run, **ours, **built_in}, source)
 

@@ -80,8 +80,9 @@ def sampler_is_exact(config: RunConfig) -> bool:
     engine, sampler = config.rollout.engine, config.mismatch.sampler
     is_stock = isinstance(engine, SGLangServers) and engine.numerics == "stock"
     is_disturbed = config.rollout.mismatch_sigma is not None or sampler.token_bias is not None
-    differs = is_stock or is_disturbed or sampler.lag is not None or config.mismatch.trainer.scores_otherwise
-    return config.numerics.mode == "exact" and not differs
+    is_older = sampler.lag is not None
+    same = config.mismatch.same_precision and not config.mismatch.trainer.scores_otherwise
+    return config.numerics.mode == "exact" and same and not (is_stock or is_disturbed or is_older)
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:

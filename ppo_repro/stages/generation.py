@@ -50,7 +50,7 @@ def require_undisturbed(config: RunConfig) -> None:
             f"rollout.mismatch_sigma = {sigma}: must be null here, where sampler and trainer are compared; remove it"
         )
     if config.mismatch != MismatchConfig():
-        raise UserError("mismatch: must be left out here, where sampler and trainer are compared; remove it")
+        raise UserError("mismatch: must be empty here, where sampler and trainer are compared; remove the section")
 
 
 @dataclass(frozen=True)

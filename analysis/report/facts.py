@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from analysis.mismatch.parity import Parity
 from analysis.report.drawing.markup import number, share
 from analysis.report.figures.clipping import ClipBounds
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config.faults import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader
@@ -82,7 +84,7 @@ def parity_verdicts(counted: Parity, config: RunConfig) -> tuple[Verdict, ...]:
         verdicts.insert(
             0, Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}.")
         )
-    verdicts[:0] = _rounded_on_purpose(config)
+    verdicts[:0] = [*_rounded_on_purpose(config), *_faults_on_purpose(config)]
     first, rows = counted.unequal_first_ratios, counted.first_minibatch_tokens
     anchor = config.ppo.ratio_anchor
     if rows and config.ppo.objective.kind != "policy_gradient":
@@ -110,6 +112,19 @@ def _rounded_on_purpose(config: RunConfig) -> Iterator[Verdict]:
         if formats:
             named = ", ".join(f"{name} {value}" for name, value in formats.items())
             yield Verdict("fact", f"The {side} was rounded on purpose: mismatch.{side}.precision = {named}.")
+
+
+def _faults_on_purpose(config: RunConfig) -> Iterator[Verdict]:
+    """A sentence for each fault of sampler or trainer that the run was given."""
+    sides = (("sampler", config.mismatch.sampler, SamplerFaults), ("trainer", config.mismatch.trainer, TrainerFaults))
+    for side, section, faults in sides:
+        for name, field in faults.model_fields.items():
+            value = getattr(section, name)
+            if value != field.default:
+                said = section.model_dump(mode="json")[name]
+                yield Verdict(
+                    "fact", f"A fault on purpose: mismatch.{side}.{name} = {json.dumps(said)}."
+                )
 
 
 def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdict, ...]:

@@ -17,10 +17,14 @@ from ppo_repro.rollout.stock_engine import StockEngine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.run import run_folder
 from ppo_repro.watcher import Silent
-from tests.runs.test_options import OTHER_LAYOUT
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY
 
+# the same work cut up in another way
+OTHER_LAYOUT = (
+    *("layout.rollout_slots=2", "layout.prefill_chunk=2", "layout.prefix_cache=false", "layout.forward_micro_batch=2"),
+    *("layout.update_micro_batch=1", "layout.padding=left", "layout.threads=2"),
+)
 BFLOAT16 = "{weights: bfloat16, activations: bfloat16, logits: bfloat16}"
 W8A8 = "{weights: float8_e4m3, activations: float8_e4m3, rest: bfloat16, kv_cache: float8_e4m3}"
 TRAINED = "{weights: float16, activations: float16, logits: float16, gradients: float16}"

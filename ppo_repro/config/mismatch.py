@@ -50,7 +50,7 @@ class TrainerPrecision(SamplerPrecision):
 
     gradients: Format = Field(
         "float32",
-        description="Of gradients of activations, wherever 16 bits round an activation; float32: no rounding.",
+        description="Of gradients of activations, wherever 16 bits round an activation; float32: none.",
     )
 
 
@@ -62,7 +62,7 @@ class SamplerSide(SamplerFaults):
     precision: SamplerPrecision = SamplerPrecision()
     stock: Wide | None = Field(
         None,
-        description="Torch's own forward pass in this dtype samples, and no bit of it is promised; null: it does not.",
+        description="Sample by torch's own forward pass in this dtype, no bit of which is promised; null: do not.",
     )
 
     @model_validator(mode="after")
@@ -92,10 +92,8 @@ class MismatchConfig(Section):
     @property
     def same_precision(self) -> bool:
         """Whether a forward pass of sampler and trainer gives the same bits, as far as precision goes."""
-        return (
-            self.sampler.stock is None
-            and self.sampler.precision.forward_formats == self.trainer.precision.forward_formats
-        )
+        same_formats = self.sampler.precision.forward_formats == self.trainer.precision.forward_formats
+        return self.sampler.stock is None and same_formats
 
 
 def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str]:

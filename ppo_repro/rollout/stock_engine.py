@@ -12,7 +12,7 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its parameters in a dtype, in place. Buffers stay: rotary frequencies are float32 in every stack."""
+    """The model with its parameters in a dtype, in place. Buffers stay: rotary frequencies are float32 everywhere."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

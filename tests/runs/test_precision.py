@@ -17,10 +17,14 @@ from ppo_repro.rollout.stock_engine import StockEngine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.run import run_folder
 from ppo_repro.watcher import Silent
-from tests.runs.test_options import OTHER_LAYOUT
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY
 
+# the same work cut up in another way
+OTHER_LAYOUT = (
+    *("layout.rollout_slots=2", "layout.prefill_chunk=2", "layout.prefix_cache=false", "layout.forward_micro_batch=2"),
+    *("layout.update_micro_batch=1", "layout.padding=left", "layout.threads=2"),
+)
 BFLOAT16 = "{weights: bfloat16, activations: bfloat16, logits: bfloat16}"
 W8A8 = "{weights: float8_e4m3, activations: float8_e4m3, rest: bfloat16, kv_cache: float8_e4m3}"
 TRAINED = "{weights: float16, activations: float16, logits: float16, gradients: float16}"
@@ -76,6 +80,7 @@ def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: st
         assert found.unequal_first_ratios > 0
 
 
+@pytest.mark.slow
 def test_sides_with_the_same_precision_agree_on_every_bit(tmp_path: Path) -> None:
     found = check(tmp_path, BOTH)
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios) == (0, 0)
@@ -126,6 +131,7 @@ def test_a_resumed_and_a_repeated_run_are_the_same_run(tmp_path: Path) -> None:
     assert rerun(whole, Silent(), ["layout.padding=none"]).difference is None
 
 
+@pytest.mark.slow
 def test_stock_torch_samples_in_its_own_numbers(tmp_path: Path) -> None:
     run_dir = recorded(tmp_path, "mismatch.sampler.stock=bfloat16")
     found = parity(run_dir)
@@ -150,5 +156,5 @@ def test_the_verdicts_say_that_it_was_on_purpose(tmp_path: Path) -> None:
     )
     assert texts("mismatch.sampler.stock=float16")[0].endswith("on purpose: mismatch.sampler.stock = float16.")
     assert not any("on purpose" in text for text in texts())
-    with pytest.raises(UserError, match="^mismatch: must be empty here, where sampler and trainer are compared; "):
+    with pytest.raises(UserError, match=r"^mismatch: must be empty here, where sampler and trainer are compared; "):
         bisect(TINY, ["mismatch.trainer.precision.logits=int8"], tmp_path)

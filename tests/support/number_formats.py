@@ -36,7 +36,7 @@ def numbers(name: str) -> np.ndarray:
 
 def nearest(x: np.ndarray, name: str) -> np.ndarray:
     """The nearest number of a format, of two as near the one with an even index; float64 -> float64, any shape."""
-    table, (stored, _, largest, clamped) = numbers(name), SHAPES[name]
+    table, (_, _, largest, clamped) = numbers(name), SHAPES[name]
     magnitude = np.abs(x)
     above = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
     below = np.maximum(above - 1, 0)

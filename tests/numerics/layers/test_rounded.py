@@ -42,10 +42,9 @@ PRECISIONS = {
     "cache": Precision(kv_cache="bfloat16"),
     "logits": Precision(logits="float8_e4m3"),
 }
-QUICK = ("bfloat16", "e4m3")
 every_precision = pytest.mark.parametrize(
     "precision",
-    [pytest.param(p, id=n, marks=[] if n in QUICK else pytest.mark.slow) for n, p in PRECISIONS.items()],
+    [pytest.param(p, id=n, marks=[] if p == BFLOAT16 else pytest.mark.slow) for n, p in PRECISIONS.items()],
 )
 PROMPTS, RESPONSES = ragged(5, 3)
 TEXT = Text(PROMPTS, RESPONSES)
@@ -155,7 +154,9 @@ def gradients(policy: PreTrainedModel, micro_batch: int, padding: str) -> dict[s
     return collect(accumulator, backward, lay_out(PROMPTS, RESPONSES, "right").real_tokens, ALONE)[0]
 
 
-@pytest.mark.parametrize("form", [None, "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "form", [None, *(pytest.param(f, marks=pytest.mark.slow) for f in ("bfloat16", "float8_e5m2"))]
+)
 def test_gradients_pass_through_and_are_rounded_where_that_is_asked(form: str | None) -> None:
     precision = replace(BFLOAT16, gradients=form)
     model, weights = emulated(precision)
@@ -172,6 +173,7 @@ def test_gradients_pass_through_and_are_rounded_where_that_is_asked(form: str | 
         assert (unequal(gradient, plain[name]) > 0) == (form is not None), name
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_under_every_layout() -> None:
     precision = replace(BFLOAT16, gradients="bfloat16", linear_inputs="float8_e4m3")
     first = gradients(rounded(precision), 0, "right")
@@ -219,5 +221,5 @@ def test_without_rounding_the_model_and_its_path_stay() -> None:
 
 @pytest.mark.parametrize("architecture", ["gemma", "gpt2", "gpt_neox"])
 def test_other_structures_are_refused(architecture: str) -> None:
-    with pytest.raises(UserError, match="^field: needs a Llama, Qwen2, Qwen3 or Mistral model, not .*; remove it$"):
+    with pytest.raises(UserError, match=r"^field: needs a Llama, Qwen2, Qwen3 or Mistral model, not .*; remove it$"):
         round_model(make_policy(source_model(architecture), "exact", CONTEXT), BFLOAT16, "field")

@@ -178,6 +178,20 @@ def _growth(by_iteration: list[Measured]) -> tuple[float, float]:
     return (high / low if low else math.inf), ((high - low) / error if error else math.inf)
 
 
+def _only_one_group(m: Measured, clean: str, dirty: str) -> bool:
+    """Whether no sequence of one group differs, some of the other do, and that is no accident.
+
+    If any of the n sequences might be one of the z that do not differ, all u of the first group are so with probability
+    C(z, u) / C(n, u).
+    """
+    u, others, equal, equal_others = (
+        int(getattr(m, name)) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal")
+    )
+    if equal < u or equal_others == others:
+        return False
+    return math.comb(equal + equal_others, u) <= CHANCE * math.comb(u + others, u)
+
+
 def _ten_times(zero: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
     """Whether mean |delta| of `other` is clearly 10 times that of `zero`, each (sequences, sum, sum of squares)."""
     if min(zero[0], other[0]) < 2:
@@ -219,9 +233,8 @@ def _structured(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
         return ("temperature",)
     if e["minority_of_signs"] <= LEFT:
         return ("truncated_sampling",)
-    if m.has_padding and _ten_times(
-        (m.unpadded, m.unpadded_abs, m.unpadded_abs_sq), (m.padded, m.padded_abs, m.padded_abs_sq)
-    ):
+    padding = (m.unpadded, m.unpadded_abs, m.unpadded_abs_sq), (m.padded, m.padded_abs, m.padded_abs_sq)
+    if m.has_padding and (_ten_times(*padding) or _only_one_group(m, "unpadded", "padded")):
         return ("padding_leak",)
     return ()
 
@@ -243,7 +256,8 @@ def _unstructured(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, .
     if m.has_again and e["repeat_over_delta"] >= 0.5:
         # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias: 1/2 allows a bias of sqrt(7) sigma
         return ("dropout",)
-    if m.has_steps and _ten_times((m.fresh, m.fresh_abs, m.fresh_abs_sq), (m.behind, m.behind_abs, m.behind_abs_sq)):
+    lags = (m.fresh, m.fresh_abs, m.fresh_abs_sq), (m.behind, m.behind_abs, m.behind_abs_sq)
+    if m.has_steps and (_ten_times(*lags) or _only_one_group(m, "fresh", "behind")):
         return ("stale_weights",)
     can_be_stale = not (m.has_steps and not m.behind)
     if min(m.clean_sequences, m.dirty_sequences) >= 2:

@@ -82,16 +82,20 @@ class Measured:
     unpadded: float = 0.0
     unpadded_abs: float = 0.0
     unpadded_abs_sq: float = 0.0
+    unpadded_equal: float = 0.0  # sequences without any difference
     padded: float = 0.0
     padded_abs: float = 0.0
     padded_abs_sq: float = 0.0
+    padded_equal: float = 0.0
     has_steps: float = 0.0
     fresh: float = 0.0
     fresh_abs: float = 0.0
     fresh_abs_sq: float = 0.0
+    fresh_equal: float = 0.0
     behind: float = 0.0
     behind_abs: float = 0.0
     behind_abs_sq: float = 0.0
+    behind_equal: float = 0.0
     # nonzero log-probs that are numbers of a 16-bit format, on the side that has more of them
     as_bfloat16: float = 0.0
     as_float16: float = 0.0
@@ -251,7 +255,7 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
 
 
 def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Number, sum and sum of squares of the sequences' mean |delta|, where a column is 0 and where it is not."""
+    """Number, sum, sum of squares and zeros of the sequences' mean |delta|, where a column is 0 and where it is not."""
     sums: dict[str, float] = {}
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
     for column, has, without, with_ in (
@@ -265,6 +269,7 @@ def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -
         np.maximum.at(largest, owner, tokens[column].to_numpy().astype(np.float64))
         for name, group in ((without, means[largest == 0]), (with_, means[largest > 0])):
             sums |= {name: float(len(group)), f"{name}_abs": _total(group), f"{name}_abs_sq": _total(group**2)}
+            sums[f"{name}_equal"] = _total(group == 0.0)
     return sums
 
 

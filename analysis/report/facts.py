@@ -122,9 +122,7 @@ def _faults_on_purpose(config: RunConfig) -> Iterator[Verdict]:
             value = getattr(section, name)
             if value != field.default:
                 said = section.model_dump(mode="json")[name]
-                yield Verdict(
-                    "fact", f"A fault on purpose: mismatch.{side}.{name} = {json.dumps(said)}."
-                )
+                yield Verdict("fact", f"A fault on purpose: mismatch.{side}.{name} = {json.dumps(said)}.")
 
 
 def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdict, ...]:

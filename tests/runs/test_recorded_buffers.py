@@ -235,6 +235,10 @@ OPTIONS = {
         "ppo.objective={kind: adaptive_clip, target_kl: 0.01}",
     ),
 }
+OPTIONS["encoded again"] = (
+    *("model.warm_start_steps=0", "model.vocab_size=40", "mismatch.trainer.retokenize=1"),
+    "mismatch.sampler.lag={kind: drawn, max_iterations: 1}",
+)
 TURNS = "turns"
 POTENTIAL = "def phi(prompt, response, answer):\n    return 0.5 + len(response)\n"
 
@@ -300,6 +304,11 @@ HAS_VALUES = {
         *(("steps", "value_tensors"), ("iterations", "return_mean")),
     },
     "value head": {*EVERYWHERE, ("updates", "kl_terms"), ("steps", "kl_loss"), ("iterations", "clip_range")},
+    "encoded again": (
+        ("sequences", "rollout_policy_versions"),
+        ("sequences", "sampled_ids"),
+        ("sequences", "is_as_sampled"),
+    ),
     TURNS: (("sequences", "episode_ids"), ("sequences", "is_forced")),
 }
 

@@ -57,6 +57,7 @@ TREES: dict[str, dict[str, Any]] = {
     "drawn lag": {"mismatch": {"sampler": {"lag": {"kind": "drawn", "max_iterations": 2}}}},
     "cut and cold": {"rollout": {**ROLLOUT, "top_p": 0.9, "temperature": 0.7}},
     "rounded": {"mismatch": {"sampler": {"precision": {"weights": "int8", "rest": "bfloat16"}}}},
+    "trainer rounded": {"mismatch": {"trainer": {"precision": {"activations": "int8", "rest": "float16"}}}},
     "sampler stock": {"mismatch": {"sampler": {"stock": "bfloat16"}}},
     "sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang"}}, "kl": {"placement": "none"}},
 }

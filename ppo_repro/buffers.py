@@ -68,6 +68,9 @@ class Rollout:
     responses: tuple[str, ...]  # [B] decoded text without special tokens, of whole episodes
     spans: tuple[Spans, ...]  # [B]
     episodes: tuple[Episode, ...] | None = None  # [B]; None where every episode is one turn
+    policy_versions: tuple[tuple[int, ...], ...] | None = None  # [B] ragged, of each token; None without a lag
+    sampled_ids: tuple[tuple[int, ...], ...] | None = None  # [B] ragged; None where these are response_ids
+    is_as_sampled: tuple[tuple[bool, ...], ...] | None = None  # [B] ragged, of each token; None likewise
 
     def whole(self, sequence: int) -> tuple[int, ...]:
         """All tokens of a sequence after its prompt."""

@@ -17,6 +17,7 @@ from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.coefficients import next_coefficients
 from ppo_repro.stages.evaluation import evaluate
+from ppo_repro.stages.faults import as_trained
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.prompts import Task, choose_prompts
 from ppo_repro.stages.rewards import compute_rewards
@@ -42,18 +43,19 @@ def ppo_iterations(
 
         # sample responses
         prompts = choose_prompts(config, task, index)
-        rollout = roll_out(config, task, engine, prompts, ranks)
+        rollout = roll_out(config, task, engine, prompts, ranks, state.versions_now())
         clock.lap("rollout")
 
         # score them with the networks as they are before the update
-        forward = score_rollout(state, rollout, config, ranks)
+        trained = as_trained(config, task, rollout)
+        forward = score_rollout(state, trained, config, ranks)
         require_sampler_agrees(config, index, rollout, forward)
         rewards = compute_rewards(config, task, rollout, forward, coefficients.kl_coef, ranks)
         advantages = compute_advantages(config, rollout, forward, rewards)
         clock.lap("forward")
 
         # take the optimizer steps
-        updates = tuple(update(state, rollout, forward, advantages, config, ranks, clock))
+        updates = tuple(update(state, trained, forward, advantages, config, ranks, clock))
         state.rest()
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("digests")

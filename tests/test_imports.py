@@ -18,7 +18,7 @@ PPO_REPRO = """
     errors secrets clock buffers seeding watcher
     output analysis_home
     shares interrupts heartbeats collectives disk config numerics.arithmetic
-    assets ranks ppo records numerics.kernels.core
+    learning_rates assets ranks ppo records numerics.kernels.core
     numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
     numerics

@@ -17,6 +17,7 @@ Cause = Literal[
     "dropout",
     "padding_leak",
     "retokenization",
+    "other_prompt",
     "forced_eos",
     "non_finite",
     "unknown",
@@ -36,6 +37,7 @@ ADVICE: dict[Cause, str] = {
     "dropout": "The trainer does not repeat itself: dropout is on; call eval() before scoring, or set dropout to 0.",
     "padding_leak": "Padded rows differ, others do not; check attention mask and position ids of padded batches.",
     "retokenization": "The trainer scores other token ids than were sampled; pass ids on, never text.",
+    "other_prompt": "The trainer has other ids before the response, as a second BOS or chat template; pass ids on.",
     "forced_eos": "Only last tokens differ: an end token replaced a sampled one; mask it from the loss.",
     "non_finite": "Some log-probs are NaN or infinite and the others agree; find out where those come from.",
     "unknown": "No known cause fits; compare the two paths layer by layer with `ppo-repro bisect`.",
@@ -47,6 +49,7 @@ INPUTS: dict[Cause, str] = {
     "dropout": "logprobs_b_again, a second pass of the trainer",
     "padding_leak": "pad_length of each row",
     "retokenization": "token_id_b, the ids that the trainer scored",
+    "other_prompt": "prompt_differs, whether the ids before the response are others",
     "zero_filled": "log_kept_mass (greedy sampling has log-probs of 0 too)",
     "truncated_sampling": "log_kept_mass",
 }

@@ -65,9 +65,10 @@ def diagnose(pairs: pd.DataFrame, *, tiers: tuple[Tier, ...] = TIERS) -> Diagnos
     """The cause of the mismatch in `pairs`, one row per token.
 
     Columns iteration, sequence, position, token_id, logprobs_a (sampler), logprobs_b (trainer), float32, nats.
-    Optional: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again, token_id_b (-1 where the
-    trainer has no such token), pad_length, steps_since_sync. Raises UserError on a missing column, a token that occurs
-    twice, or no finite pair of log-probs.
+    Optional: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again (NaN where there is no
+    second pass), token_id_b (-1 where the trainer has no such token), pad_length, steps_since_sync, prompt_differs
+    (not 0 where the two sides have other tokens before the response). Raises UserError on a missing column, a token
+    that occurs twice, or no finite pair of log-probs.
     """
     return diagnose_chunks([pairs], tiers=tiers)
 
@@ -131,7 +132,7 @@ def _evidence(m: Measured, by_iteration: list[Measured]) -> dict[str, float]:
         "left_without_last": _ratio(m.delta_sq - m.at_last, m.delta_sq),
         "left_by_shift": _ratio(shift, m.delta_sq / n),
         "left_by_sorting": _ratio(m.sorted_sq, m.delta_sq),
-        "repeat_over_delta": math.sqrt(_ratio(m.again_sq, m.delta_sq)) if m.has_again and m.delta_sq else math.nan,
+        "repeat_over_delta": math.sqrt(_ratio(m.again_sq, m.again_delta_sq)) if m.has_again else math.nan,
         "growth": growth[0],
         "growth_z": growth[1],
         "clean_sequences": m.clean_sequences,
@@ -177,6 +178,20 @@ def _growth(by_iteration: list[Measured]) -> tuple[float, float]:
     return (high / low if low else math.inf), ((high - low) / error if error else math.inf)
 
 
+def _only_one_group(m: Measured, clean: str, dirty: str) -> bool:
+    """Whether no sequence of one group differs, some of the other do, and that is no accident.
+
+    If any of the n sequences might be one of the z that do not differ, all u of the first group are so with probability
+    C(z, u) / C(n, u).
+    """
+    u, others, equal, equal_others = (
+        int(getattr(m, name)) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal")
+    )
+    if equal < u or equal_others == others:
+        return False
+    return math.comb(equal + equal_others, u) <= CHANCE * math.comb(u + others, u)
+
+
 def _ten_times(zero: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
     """Whether mean |delta| of `other` is clearly 10 times that of `zero`, each (sequences, sum, sum of squares)."""
     if min(zero[0], other[0]) < 2:
@@ -189,6 +204,8 @@ def _ten_times(zero: tuple[float, float, float], other: tuple[float, float, floa
 def _causes(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
     if m.other_ids:
         return ("retokenization",)  # the log-probs are of different tokens and say nothing more
+    if m.other_prompts and tier not in ("T0", "T1", "T2"):
+        return ("other_prompt",)
     if m.nonfinite and tier in ("T0", "T1", "T2"):
         return ("non_finite",)
     if tier == "T0":
@@ -216,9 +233,8 @@ def _structured(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
         return ("temperature",)
     if e["minority_of_signs"] <= LEFT:
         return ("truncated_sampling",)
-    if m.has_padding and _ten_times(
-        (m.unpadded, m.unpadded_abs, m.unpadded_abs_sq), (m.padded, m.padded_abs, m.padded_abs_sq)
-    ):
+    padding = (m.unpadded, m.unpadded_abs, m.unpadded_abs_sq), (m.padded, m.padded_abs, m.padded_abs_sq)
+    if m.has_padding and (_ten_times(*padding) or _only_one_group(m, "unpadded", "padded")):
         return ("padding_leak",)
     return ()
 
@@ -240,7 +256,8 @@ def _unstructured(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, .
     if m.has_again and e["repeat_over_delta"] >= 0.5:
         # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias: 1/2 allows a bias of sqrt(7) sigma
         return ("dropout",)
-    if m.has_steps and _ten_times((m.fresh, m.fresh_abs, m.fresh_abs_sq), (m.behind, m.behind_abs, m.behind_abs_sq)):
+    lags = (m.fresh, m.fresh_abs, m.fresh_abs_sq), (m.behind, m.behind_abs, m.behind_abs_sq)
+    if m.has_steps and (_ten_times(*lags) or _only_one_group(m, "fresh", "behind")):
         return ("stale_weights",)
     can_be_stale = not (m.has_steps and not m.behind)
     if min(m.clean_sequences, m.dirty_sequences) >= 2:

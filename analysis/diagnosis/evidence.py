@@ -74,22 +74,28 @@ class Measured:
     has_mass: float = 0.0
     mass_sq: float = 0.0
     has_again: float = 0.0
-    again_sq: float = 0.0
+    again_sq: float = 0.0  # over the tokens that the trainer scored twice, and of their delta
+    again_delta_sq: float = 0.0
+    other_prompts: float = 0.0
     has_ids: float = 0.0
     has_padding: float = 0.0
     unpadded: float = 0.0
     unpadded_abs: float = 0.0
     unpadded_abs_sq: float = 0.0
+    unpadded_equal: float = 0.0  # sequences without any difference
     padded: float = 0.0
     padded_abs: float = 0.0
     padded_abs_sq: float = 0.0
+    padded_equal: float = 0.0
     has_steps: float = 0.0
     fresh: float = 0.0
     fresh_abs: float = 0.0
     fresh_abs_sq: float = 0.0
+    fresh_equal: float = 0.0
     behind: float = 0.0
     behind_abs: float = 0.0
     behind_abs_sq: float = 0.0
+    behind_equal: float = 0.0
     # nonzero log-probs that are numbers of a 16-bit format, on the side that has more of them
     as_bfloat16: float = 0.0
     as_float16: float = 0.0
@@ -109,6 +115,8 @@ def measure(pairs: pd.DataFrame) -> Measured:
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
     counts = {"nonfinite": float(np.count_nonzero(~finite)), **_ids(pairs)}
+    if "prompt_differs" in pairs.columns:
+        counts["other_prompts"] = _total(pairs["prompt_differs"].to_numpy() != 0)
     tokens = pairs[finite]
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b = a32.astype(np.float64), b32.astype(np.float64)
@@ -239,12 +247,15 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
     if "log_kept_mass" in tokens:
         evidence |= {"has_mass": 1.0, "mass_sq": _total((delta - column("log_kept_mass")) ** 2)}
     if "logprobs_b_again" in tokens:
-        evidence |= {"has_again": 1.0, "again_sq": _total((column("logprobs_b_again") - b) ** 2)}
+        again = column("logprobs_b_again")
+        twice = np.isfinite(again)
+        sums = {"again_sq": _total((again - b)[twice] ** 2), "again_delta_sq": _total(delta[twice] ** 2)}
+        evidence |= {"has_again": float(twice.any()), **sums}
     return evidence
 
 
 def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Number, sum and sum of squares of the sequences' mean |delta|, where a column is 0 and where it is not."""
+    """Number, sum, sum of squares and zeros of the sequences' mean |delta|, where a column is 0 and where it is not."""
     sums: dict[str, float] = {}
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
     for column, has, without, with_ in (
@@ -258,6 +269,7 @@ def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -
         np.maximum.at(largest, owner, tokens[column].to_numpy().astype(np.float64))
         for name, group in ((without, means[largest == 0]), (with_, means[largest > 0])):
             sums |= {name: float(len(group)), f"{name}_abs": _total(group), f"{name}_abs_sq": _total(group**2)}
+            sums[f"{name}_equal"] = _total(group == 0.0)
     return sums
 
 

@@ -1,4 +1,4 @@
-"""Mismatch by probability, entropy, position and response length.
+"""Mismatch by probability, entropy, position, response length and lag of the sampler.
 
 Noise in logits moves log p by about (1 - p) and p by about p (1 - p). So differences of log-probs are largest for rare
 tokens, and differences of probabilities for p between 0.1 and 0.9. Both are computed here.
@@ -15,11 +15,18 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.mismatch.token import ENTROPY_EDGES, PROB_EDGES, bucket_of, sequence_starts
+from analysis.pairs.runs import LAG
 from analysis.stats import exact_sums
 
-# positions and lengths: 0, 1, 2-3, 4-7, ...
+# positions, lengths and lags: 0, 1, 2-3, 4-7, ...
 DOUBLING = (0.0, *(float(1 << power) for power in range(31)))
-EDGES = {"prob": PROB_EDGES, "entropy": ENTROPY_EDGES, "position": DOUBLING, "seq_len": DOUBLING}
+EDGES = {
+    "prob": PROB_EDGES,
+    "entropy": ENTROPY_EDGES,
+    "position": DOUBLING,
+    "seq_len": DOUBLING,
+    "policy_lag": DOUBLING,
+}
 SUMS = ("abs", "prob_abs", "k1", "k2", "k3")
 BUCKET_COLUMNS = [
     "kind",
@@ -64,6 +71,7 @@ def bucket_sums(tokens: pd.DataFrame) -> dict[str, BucketSums]:
         "entropy": finite_tokens["entropy_bucket"].to_numpy(),
         "position": bucket_of(finite_tokens["position"].to_numpy().astype(np.float64), DOUBLING),
         "seq_len": length_buckets,
+        "policy_lag": _lag_buckets(finite_tokens),
     }
     absolute = finite_tokens["abs_delta"].to_numpy()
     columns = [
@@ -76,6 +84,13 @@ def bucket_sums(tokens: pd.DataFrame) -> dict[str, BucketSums]:
     values = [np.asarray(column) for column in columns]
     equal, bins = finite_tokens["bitwise_equal"].to_numpy(), exact_sums.bins(absolute)
     return {kind: _sums(buckets, len(EDGES[kind]) - 1, values, equal, bins) for kind, buckets in bucket_by_kind.items()}
+
+
+def _lag_buckets(tokens: pd.DataFrame) -> npt.NDArray[np.int8]:
+    """The bucket of each token's lag; -1 where the source has none."""
+    if LAG not in tokens:
+        return np.full(len(tokens), -1, np.int8)
+    return bucket_of(tokens[LAG].to_numpy().astype(np.float64), DOUBLING)
 
 
 def _sums(
@@ -127,8 +142,8 @@ def _added(a: exact_sums.Ints, b: exact_sums.Ints) -> exact_sums.Ints:
 def bucket_table(sums: Mapping[str, BucketSums]) -> pd.DataFrame:
     """kind, [lo, hi) (probability of a, nats, tokens), n (int64), and token means and quantiles of |delta| and more.
 
-    Buckets without tokens are left out; so is the kind entropy where the source has no entropies. abs_p99 has a
-    relative error of 2**-8; k1, k2, k3 estimate KL(a || b).
+    Buckets without tokens are left out; so are kinds that the source has no column for, as entropy and policy_lag.
+    abs_p99 has a relative error of 2**-8; k1, k2, k3 estimate KL(a || b).
     """
     tables = [_bucket_rows(kind, kind_sums) for kind, kind_sums in sums.items()]
     return pd.concat(tables, ignore_index=True)[BUCKET_COLUMNS]

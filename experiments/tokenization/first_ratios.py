@@ -33,7 +33,7 @@ from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.shares import check_shares
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
-from ppo_repro.stages.rollout import require_undisturbed
+from ppo_repro.stages.generation import require_undisturbed
 
 Ids = Sequence[Sequence[int]]
 Floats = NDArray[np.float32]

@@ -1,13 +1,13 @@
-"""Which program samples the responses: the `rollout.engine` section."""
+"""What is sampled, and which program samples it: the `rollout` section."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from ppo_repro.config.section import Count, PathText, Section
+from ppo_repro.config.section import Count, Index, PathText, Positive, Section
 from ppo_repro.secrets import is_secret_option
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
@@ -99,6 +99,44 @@ class SGLangServers(Section):
             hit = [own for own in taken if len(name) > 2 and own.startswith(name)] if name.startswith("--") else []
             if hit:
                 raise ValueError(f"arguments: {name} is set by the run ({hit[0]}); remove it")
+        return self
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=100)]
+
+
+class RolloutConfig(Section):
+    """What is sampled in one iteration, and from which distribution."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"stop"})
+
+    prompts_per_iteration: Count = Field(description="Distinct prompts per iteration.")
+    samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")
+    max_response_tokens: Count = Field(description="A response without an end token stops here.")
+    temperature: Positive = Field(1.0, description="Logits are divided by this, in sampling and in scoring.")
+    top_k: Index = Field(0, description="Keep only the k likeliest tokens; 0 keeps all.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."
+    )
+    stop: Annotated[tuple[StopText, ...], Field(strict=False)] = Field(
+        (), description="Texts that end a turn of the model like an end token; they stay part of it. [] for none."
+    )
+    mismatch_sigma: Positive | None = Field(
+        None,
+        description="For studies: the sampler alone sees logits / temperature plus noise of this standard deviation.",
+    )
+    engine: BuiltInEngine | SGLangServers = Field(BuiltInEngine(), discriminator="kind")
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> Self:
+        cuts = [name for name, all_kept in (("top_k", 0), ("top_p", 1.0)) if getattr(self, name) != all_kept]
+        if cuts and self.engine.kind == "sglang":
+            raise ValueError(
+                f"engine.kind = sglang needs {cuts[0]} = {0 if cuts[0] == 'top_k' else 1}: "
+                "SGLang's log-probs are not those of the cut distribution"
+            )
+        if self.mismatch_sigma is not None and self.engine.kind == "sglang":
+            raise ValueError("mismatch_sigma needs engine.kind = torch, whose sampler adds the noise")
         return self
 
 

@@ -9,17 +9,18 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.engine import RolloutConfig, SGLangServers
 from ppo_repro.config.mistakes import command_of, mistakes
 from ppo_repro.config.reward import CalledReward, RewardModelFolder
-from ppo_repro.config.run import ModelFolder, RolloutConfig, RunConfig
+from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.section import Section
-from ppo_repro.config.shipped import found
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
 
 Model = TypeVar("Model", bound=BaseModel)
+SHIPPED = ("quickstart",)
+_PACKAGE = Path(__file__).parent.parent
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -142,3 +143,15 @@ def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
 def dump_yaml(config: Section) -> str:
     """The resolved configuration as YAML that reads back to an equal config."""
     return write_yaml(config.model_dump(mode="json"))
+
+
+def found(path: Path) -> Path:
+    """The file of a configuration that comes with the package and is asked for by its name alone, as `quickstart` is.
+
+    A file or folder of that name in the current directory comes first; any other path stays as it is.
+    """
+    if str(path) not in SHIPPED or path.exists():
+        return path
+    # the wheel has them below the package, a checkout in experiments
+    installed = _PACKAGE / "configurations" / f"{path}.yaml"
+    return installed if installed.is_file() else _PACKAGE.parent / "experiments" / f"{path}.yaml"

@@ -19,7 +19,9 @@ from ppo_repro.config.algorithm import (
     SeparateValue,
     ValueConfig,
 )
-from ppo_repro.config.engine import BuiltInEngine, SGLangServers
+from ppo_repro.config.engine import RolloutConfig
+from ppo_repro.config.faults import contradictions
+from ppo_repro.config.mismatch import MismatchConfig, not_possible
 from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
@@ -77,44 +79,6 @@ class ModelFolder(Section):
 
     kind: Literal["folder"] = Field(description="Load the policy from a local folder.")
     path: PathText = Field(description="Folder with config.json, safetensors and tokenizer files.")
-
-
-StopText = Annotated[str, Field(min_length=1, max_length=100)]
-
-
-class RolloutConfig(Section):
-    """What is sampled in one iteration, and from which distribution."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"stop"})
-
-    prompts_per_iteration: Count = Field(description="Distinct prompts per iteration.")
-    samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")
-    max_response_tokens: Count = Field(description="A response without an end token stops here.")
-    temperature: Positive = Field(1.0, description="Logits are divided by this, in sampling and in scoring.")
-    top_k: Index = Field(0, description="Keep only the k likeliest tokens; 0 keeps all.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."
-    )
-    stop: Annotated[tuple[StopText, ...], Field(strict=False)] = Field(
-        (), description="Texts that end a turn of the model like an end token; they stay part of it. [] for none."
-    )
-    mismatch_sigma: Positive | None = Field(
-        None,
-        description="For studies: the sampler alone sees logits / temperature plus noise of this standard deviation.",
-    )
-    engine: BuiltInEngine | SGLangServers = Field(BuiltInEngine(), discriminator="kind")
-
-    @model_validator(mode="after")
-    def _engine_can(self) -> Self:
-        cuts = [name for name, all_kept in (("top_k", 0), ("top_p", 1.0)) if getattr(self, name) != all_kept]
-        if cuts and self.engine.kind == "sglang":
-            raise ValueError(
-                f"engine.kind = sglang needs {cuts[0]} = {0 if cuts[0] == 'top_k' else 1}: "
-                "SGLang's log-probs are not those of the cut distribution"
-            )
-        if self.mismatch_sigma is not None and self.engine.kind == "sglang":
-            raise ValueError("mismatch_sigma needs engine.kind = torch, whose sampler adds the noise")
-        return self
 
 
 class EvaluationConfig(Section):
@@ -188,6 +152,8 @@ class CheckpointConfig(Section):
 class RunConfig(Experiment):
     """One run."""
 
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"mismatch"})
+
     model: TinyModel | ModelFolder = Field(discriminator="kind")
     task: TaskConfig = Field(discriminator="kind")
     rollout: RolloutConfig
@@ -201,6 +167,7 @@ class RunConfig(Experiment):
     )
     evaluation: EvaluationConfig = EvaluationConfig()
     numerics: RunNumericsConfig
+    mismatch: MismatchConfig = MismatchConfig()
     layout: LayoutConfig = LayoutConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     records: RunRecordsConfig = RunRecordsConfig()
@@ -216,7 +183,9 @@ class RunConfig(Experiment):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        wrong = [line for check in (_sizes, _numerics, _algorithm, _value, _template, _task) for line in check(self)]
+        wrong = [
+            line for check in (_sizes, _numerics, _algorithm, _value, _template, _task, _faults) for line in check(self)
+        ]
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
@@ -243,6 +212,12 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     engine = config.rollout.engine
     if native and engine.kind == "sglang" and engine.numerics == "exact":
         yield "rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both"
+    yield from not_possible(config.mismatch, config.numerics.mode, engine.kind)
+    if config.mismatch.trainer.precision.rounds and config.numerics.accuracy_sequences not in (
+        0,
+        USUAL_ACCURACY_SEQUENCES,
+    ):
+        yield "numerics.accuracy_sequences needs a trainer that rounds nothing; remove mismatch.trainer.precision"
     if config.rollout.max_response_tokens >= config.numerics.max_context:
         yield (
             f"rollout.max_response_tokens = {config.rollout.max_response_tokens} must be smaller than "
@@ -295,3 +270,10 @@ def _value(config: RunConfig) -> Iterator[str]:
 def _template(config: RunConfig) -> Iterator[str]:
     if isinstance(config.model, TinyModel) and config.task.chat_template:
         yield "task.chat_template needs model.kind = folder: the tiny tokenizer has no template"
+
+
+def _faults(config: RunConfig) -> Iterator[str]:
+    mismatch = config.mismatch
+    yield from contradictions(
+        mismatch.sampler, mismatch.trainer, config.rollout, config.task.turns, config.ppo.iterations
+    )

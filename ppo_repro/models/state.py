@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
+from ppo_repro.models.versions import Versions
 from ppo_repro.numerics.layers.lowering import forget_operands
 from ppo_repro.numerics.optim.optimizer import Optimizer
 
@@ -24,6 +25,7 @@ class TrainState:
     value_optimizer: Optimizer | None  # None without a separate value model
     coefficients: Coefficients
     iteration: int = 0
+    versions: Versions | None = None  # None for a sampler that is never behind
 
     def forget(self, module: nn.Module | None) -> None:
         """Free the operands of one of the networks, which rests now, but not those of weights shared with another."""
@@ -37,6 +39,12 @@ class TrainState:
         if self.value_optimizer is not None:
             self.value_optimizer.rest()
         self.forget(self.reference)  # a KL loss over the whole vocabulary needs it in each step
+
+    def versions_now(self) -> Versions | None:
+        """The versions of the policy that the sampler may use, with a copy of the present one."""
+        if self.versions is not None:
+            self.versions.keep(self.iteration)
+        return self.versions
 
     def value_parameters(self) -> dict[str, Tensor]:
         """Parameters of the value model that are not the policy's: all, or those of a head on the policy's trunk."""

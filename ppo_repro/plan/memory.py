@@ -92,6 +92,7 @@ class Work:
     side_by_side: bool  # policy and value model step at the same time
     step_sequences: int = 0  # per optimizer step, all micro-batches together
     value_lora_rank: int = 0  # 0: all weights of a value model of its own are trained
+    older_policies: int = 0  # versions that a sampler which is behind needs beside the policy
     reference_in_steps: bool = False  # whether the loss of the policy needs the reference's logits
 
     @property
@@ -127,7 +128,7 @@ class Resident:
         return mixed_precision_bytes(self.trained_parameters, self.frozen_parameters)
 
 
-COUNTED = ("operands", "gradient sums", "gradients")  # purposes of a phase that are no estimates
+COUNTED = ("older policies", "operands", "gradient sums", "gradients")  # purposes of a phase that are no estimates
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from ppo_repro.plan.report import size
 
 _MODEL = "take a smaller model"
 _LORA = "set lora, or take a smaller model"
+_AT_WORK = ("rollout", "scoring", "update")
 _ADVICE = {
     "weights": _MODEL,
     "optimizer moments": _LORA,
@@ -21,6 +22,7 @@ _ADVICE = {
     "gradient sums of the update": _LORA,
     "gradients of the update": _LORA,
     "merging of the update": _MODEL,
+    **{f"older policies of the {phase}": "lower mismatch.sampler.lag, or set lora" for phase in _AT_WORK},
     "key/value cache of the rollout": "lower layout.rollout_slots or numerics.max_context",
     "one layer of the rollout": "lower layout.rollout_slots",
     "logits of the rollout": "lower layout.rollout_slots",

@@ -53,11 +53,16 @@ def make_plan(
     if reward is not None:
         frozen.append(frozen_model("reward model", reward, work))
     matrices = _divided(policy, value, reward, work, value_is_reward)
+    version = 4 * trained[0].trained_parameters
+    stay = {"older policies": work.older_policies * version} if work.older_policies else {}
+    # while older ones sample, the present one waits beside them
+    waiting = {"older policies": (work.older_policies + 1) * version} if work.older_policies else {}
     phases = {
         "loading": _loading(policy, value, work),
-        "rollout": {"operands": _rollout_operands(matrices, work), **_rollout(policy, work)},
-        "scoring": {"operands": _scoring_operands(matrices, work), **_scoring(policy, work)},
+        "rollout": {**waiting, "operands": _rollout_operands(matrices, work), **_rollout(policy, work)},
+        "scoring": {**stay, "operands": _scoring_operands(matrices, work), **_scoring(policy, work)},
         "update": {
+            **stay,
             "operands": _update_operands(matrices, work),
             "gradient sums": sum(r.gradient_sums for r in trained),
             "gradients": sum(r.gradients for r in trained),

@@ -107,6 +107,7 @@ def work_of(config: RunConfig) -> Work:
         step_sequences=config.ppo.minibatch_size,
         side_by_side=exact and layout.threads > 1 and isinstance(config.value, SeparateValue),
         value_lora_rank=0 if (lora := _value_lora(config)) is None else lora.rank,
+        older_policies=0 if (lag := config.mismatch.sampler.lag) is None else min(lag.most, config.ppo.iterations - 1),
         reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",
     )
 

@@ -93,7 +93,7 @@ def to_arrow(
 
 
 def column_of(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | pa.Array:
-    """The values of a column; null in every row where a run without turns lacks a column of turns."""
+    """The values of a column; null in every row where a run lacks it, as one without turns those of turns."""
     if column.name in data.column_names:
         return data.column(column.name)
     return pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])

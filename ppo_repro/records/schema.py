@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ppo_repro.config.records import Level
 
 SCHEMA_VERSION = 2
 
+# what a run may have that brings columns of its own: several turns, a sampler that is behind, responses encoded again
+Feature = Literal["turns", "lag", "retokenized"]
 LEVELS: tuple[Level, ...] = ("lean", "full", "deep")  # each has the columns of those before it
 
 
@@ -29,13 +32,13 @@ class Column:
     nullable: bool = False
     in_fingerprint: bool = True
     level: Level = "lean"  # the lowest that records it
-    of_turns: bool = False  # only in the files, and in the fingerprint, of runs whose episodes have several turns
+    only_with: Feature | None = None  # in the files, and in the fingerprint, of such runs alone; null: of all
     also_compared: bool = False  # a result though outside the fingerprint: compared where both runs have it
 
     @property
     def may_be_missing(self) -> bool:
         """Whether files may lack it, of a lower level or an earlier version; null then stands for its values."""
-        return self.nullable and (self.of_turns or not self.in_fingerprint)
+        return self.nullable and (self.only_with is not None or not self.in_fingerprint)
 
     @property
     def is_compared(self) -> bool:
@@ -64,10 +67,10 @@ class Table:
     retired: tuple[Column, ...] = ()  # last columns in the files of earlier versions, and in their digests
 
 
-def at_level(table: Table, level: Level, turns: bool = False) -> Table:
-    """The table with the columns that are recorded at a level, those of several turns with `turns`."""
+def at_level(table: Table, level: Level, features: Collection[Feature] = ()) -> Table:
+    """The table with the columns that a run with some features records at a level."""
     included = LEVELS[: LEVELS.index(level) + 1]
-    columns = (c for c in table.columns if c.level in included and (turns or not c.of_turns))
+    columns = (c for c in table.columns if c.level in included and (c.only_with is None or c.only_with in features))
     return replace(table, columns=tuple(columns))
 
 
@@ -79,13 +82,13 @@ def level_of(table: Table, names: Collection[str]) -> Level:
 
 def as_built(table: Table, names: Collection[str]) -> Table:
     """The table as data with the columns `names` was built."""
-    turns = any(column.of_turns for column in table.columns if column.name in names)
-    return at_level(table, level_of(table, names), turns)
+    features = {c.only_with for c in table.columns if c.name in names and c.only_with is not None}
+    return at_level(table, level_of(table, names), features)
 
 
 def as_digested(table: Table, names: Collection[str]) -> Table:
-    """The table as it is in the digest of a file with the columns `names`: with its retired columns, not others' turns."""
-    columns = tuple(column for column in table.columns if column.name in names or not column.of_turns)
+    """The table as it is in the digest of a file with the columns `names`: with its retired columns, not others' features."""
+    columns = tuple(column for column in table.columns if column.name in names or column.only_with is None)
     return with_retired(replace(table, columns=columns), names)
 
 
@@ -123,8 +126,11 @@ SEQUENCES = Table(
         Column("is_correct", "bool", "", "Response equals the answer and ended by itself."),
         Column("kl_penalty_sum", "float64", "reward", "Sum of kl_penalties over the response."),
         Column("reward_sum", "float64", "", "Sum of rewards over the response."),
-        Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, those that the environment put in included; only where task.max_turns is greater than 1.", nullable=True, of_turns=True),
-        Column("is_forced", "list<int32>", "", "For each of episode_ids 1 where the environment put it in, 0 where it was sampled; only likewise.", nullable=True, of_turns=True),
+        Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, those that the environment put in included; only where task.max_turns is greater than 1.", nullable=True, only_with="turns"),
+        Column("is_forced", "list<int32>", "", "For each of episode_ids 1 where the environment put it in, 0 where it was sampled; only likewise.", nullable=True, only_with="turns"),
+        Column("rollout_policy_versions", "list<int32>", "iterations", "Version of the policy that sampled each token: how many iterations it was trained for; only with mismatch.sampler.lag.", nullable=True, only_with="lag"),
+        Column("sampled_ids", "list<int32>", "token id", "The tokens as they were sampled, of which response_ids were encoded again; only with mismatch.trainer.retokenize.", nullable=True, only_with="retokenized"),
+        Column("is_as_sampled", "list<int32>", "", "For each of response_ids 1 where the token was sampled as it is, with the same text; only likewise.", nullable=True, only_with="retokenized"),
         full("final_values", "float32", "reward", "Value after the last token of a response that is bootstrapped, else 0; null without a value model."),
         Column("server", "string", "", "SGLang server that sampled the response; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),
         Column("latency", "float64", "s", "From the server's receipt of the request to its last token; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),

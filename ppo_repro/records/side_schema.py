@@ -38,8 +38,8 @@ _EVALUATIONS = Table(
         Column("scores", "float64", "", "Weighted sum of the reward terms, after the rule for a missing end token."),
         Column("score_parts", "list<float64>", "", "Unweighted value of each reward term, in the order of the configuration."),
         Column("is_correct", "bool", "", "Response equals the answer and ended by itself."),
-        Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, as in `sequences`.", nullable=True, of_turns=True),
-        Column("is_forced", "list<int32>", "", "Which of them the environment put in, as in `sequences`.", nullable=True, of_turns=True),
+        Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, as in `sequences`.", nullable=True, only_with="turns"),
+        Column("is_forced", "list<int32>", "", "Which of them the environment put in, as in `sequences`.", nullable=True, only_with="turns"),
     ),
 )
 

@@ -80,6 +80,7 @@ def rollout_of(records: Records) -> Rollout:
     count = records.tables["tokens"].num_rows
     of_sequences = {name: tuple(records.values("sequences", name)) for name in _SEQUENCE_COLUMNS}
     lengths = records.tensor("sequences", "response_length").to(torch.int64)
+    as_sampled = _lists(records, "is_as_sampled")
     return Rollout(
         prompts=Prompts(
             keys=of_sequences["prompt_key"],
@@ -102,7 +103,17 @@ def rollout_of(records: Records) -> Rollout:
         responses=of_sequences["response"],
         spans=_spans(records, lengths.tolist()),
         episodes=_episodes(records, "sequences"),
+        policy_versions=_lists(records, "rollout_policy_versions"),
+        sampled_ids=_lists(records, "sampled_ids"),
+        is_as_sampled=None if as_sampled is None else tuple(tuple(map(bool, row)) for row in as_sampled),
     )
+
+
+def _lists(records: Records, column: str) -> tuple[tuple[int, ...], ...] | None:
+    """A column of lists of `sequences`; None where it was not recorded."""
+    if not records.has("sequences", column):
+        return None
+    return tuple(map(tuple, records.values("sequences", column)))
 
 
 def _episodes(records: Records, table: str) -> tuple[Episode, ...] | None:

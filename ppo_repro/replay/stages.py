@@ -21,11 +21,11 @@ from ppo_repro.config.algorithm import KLInLoss
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics.optim.optimizer import StepReport
-from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.replay import recorded
 from ppo_repro.replay.columns import Stage
 from ppo_repro.replay.recorded import Records
 from ppo_repro.stages.advantages import compute_advantages
+from ppo_repro.stages.faults import training_weights
 from ppo_repro.stages.objective import Terms, make_terms
 from ppo_repro.stages.rewards import rewards_from
 from ppo_repro.stages.update import minibatches, policy_update, value_update
@@ -96,6 +96,7 @@ def _updates(
     """The minibatches of the recorded steps, in the order in which the seed shuffles them."""
     steps = records.tables["steps"]
     epochs, numbers = records.values("steps", "epoch"), records.values("steps", "minibatch")
+    reasons = records.values("sequences", "finish_reason")
     end, stopped = 0, False
     for row in range(steps.num_rows):
         epoch, number = epochs[row], numbers[row]
@@ -103,7 +104,7 @@ def _updates(
         sequences = shuffled[number]
         tokens = torch.cat([torch.arange(int(starts[s]), int(starts[s] + lengths[s])) for s in sequences])
         start, end = end, end + len(tokens)
-        weights = loss_weights(config.ppo.aggregation, lengths[sequences])
+        weights = training_weights(config, lengths[sequences], [reasons[i] for i in sequences.tolist()])
         step = _Step(records, row, slice(start, end), tokens, weights)
         if end > records.tables["updates"].num_rows:
             raise PromiseBroken(

@@ -29,6 +29,8 @@ class Sampling:
     max_response_tokens: int = 64
     greedy: bool = False  # take the likeliest token; its log-prob still follows from the other fields
     mismatch_sigma: float = 0.0  # standard deviation of noise added to logits / temperature
+    token_bias: float = 0.0  # standard deviation of an error of each token, added likewise
+    bias_seed: int = 0  # which errors these are
     top_logits: int = 0  # how many of the largest logits the built-in engine returns; changes no token
 
     @property

@@ -23,6 +23,7 @@ _MASK = 0xFFFFFFFF
 _FLOAT64_MAX = 1.7976931348623157e308
 # first words of the hashes for normal noise; those for Gumbel noise have one word less
 _RADIUS, _ANGLE = 1, 2
+_EVERYWHERE = 2**32 - 1  # a position that no token has
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,15 @@ def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
     return (logits.to(torch.float64) + offsets).to(torch.float32)
 
 
+def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor:
+    """logits + temperature size z, float32 [n, V], rounded once; z is one standard normal number for each token's id.
+
+    It imitates a sampler that prefers some tokens everywhere, as one with a wrong row in its last matrix does.
+    """
+    z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1])
+    return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)
+
+
 def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """Which tokens top-k/top-p keep: (eligible bool [n, V], rank int64 [n, V], log kept mass float32 [n]).
 
@@ -127,6 +137,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     """
     if sampling.mismatch_sigma:
         logits = disturbed(logits, seeds, positions, sampling.temperature, sampling.mismatch_sigma)
+    if sampling.token_bias:
+        logits = biased(logits, sampling.bias_seed, sampling.temperature, sampling.token_bias)
     top = top_logits(logits, sampling.temperature, sampling.top_logits)
     fused = backend.has_kernels(logits) and not sampling.greedy
     if fused and mode == "exact" and not sampling.cuts:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
+from ppo_repro.numerics.layers.lowering import is_exact
 from ppo_repro.numerics.trunk.forward import Cache, TrunkForward
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex
@@ -93,8 +94,7 @@ class TorchEngine:
         for request in requests:
             check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
         slots = min(self.slots, len(requests))
-        kind = GridCache if self.mode == "exact" else SlotCache
-        cache = kind(self.policy.config, slots, self.max_context, self.policy.device)
+        cache = self._cache(slots)
         self._trunk = TrunkForward(trunk_of(self.policy))
         free = list(range(slots))
         prefixes = PrefixIndex()
@@ -128,6 +128,12 @@ class TorchEngine:
             active = [item for item in active if item.index not in done and not item.forced[-1]]
         self._trunk = TrunkForward(trunk_of(self.policy))  # the old one may hold operands
         return [done[index] for index in range(len(requests))]
+
+    def _cache(self, slots: int) -> Cache:
+        policy, context = self.policy, self.max_context
+        if is_exact(policy):
+            return GridCache(policy.config, slots, context, policy.device)
+        return SlotCache(policy.config, slots, context, policy.device, policy.dtype)
 
     def _after_dialogue(self, item: _Active, reason: str, sampling: Sampling, dialogue: Dialogue) -> str:
         """Why the completion ends, empty where it does not; what the environment says is put in where there is room."""
@@ -217,7 +223,7 @@ class TorchEngine:
     def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
-        samples = sample(logits, seeds, positions, sampling, self.mode)
+        samples = sample(logits.to(torch.float32), seeds, positions, sampling, self.mode)
         names = (field.name for field in fields(Drawn))
         drawn = Drawn(*(getattr(samples, name).numpy() for name in names))
         for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from ppo_repro.runs.checkpoint_index import (
     POLICY_OPTIMIZER,
     VALUE_MODEL,
     VALUE_OPTIMIZER,
+    VERSIONS,
     CoefficientsEntry,
     Index,
     OptimizerEntry,
@@ -79,6 +80,7 @@ class Checkpoint:
     value_optimizer: OptimizerState  # empty without a value model of its own
     coefficients: Coefficients
     origin: Origin
+    versions: Mapping[str, Tensor] = field(default_factory=dict)  # older policies that the sampler needs
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
@@ -96,6 +98,7 @@ def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
         value_optimizer=NOTHING if state.value_optimizer is None else state.value_optimizer.state(),
         coefficients=state.coefficients,
         origin=origin,
+        versions={} if state.versions is None else state.versions.tensors(),
     )
 
 
@@ -108,6 +111,10 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
         state.value_optimizer.load(saved.value_optimizer)
     elif saved.value_optimizer != NOTHING:
         raise ValueError("it has an optimizer of a value model; the configuration has none")
+    if state.versions is not None:
+        state.versions.restore(saved.versions, saved.iteration)
+    elif saved.versions:
+        raise ValueError("it has older policies; the configuration has no lag")
     state.coefficients = saved.coefficients
     state.iteration = saved.iteration
 
@@ -120,6 +127,8 @@ def save(saved: Checkpoint, folder: Path) -> None:
         POLICY_OPTIMIZER: _moments(saved.policy_optimizer),
         VALUE_OPTIMIZER: _moments(saved.value_optimizer),
     }
+    if saved.versions:
+        tensors[VERSIONS] = saved.versions
     files = {}
     with whole_folder(folder) as temporary:
         for name, content in tensors.items():
@@ -165,6 +174,7 @@ def _assemble(index: Index, tensors: Mapping[str, Mapping[str, Tensor]]) -> Chec
         value_optimizer=_optimizer_state(index.value_optimizer, tensors[VALUE_OPTIMIZER]),
         coefficients=_coefficients(index.coefficients),
         origin=Origin(index.task, index.reference),
+        versions=tensors.get(VERSIONS, {}),
     )
 
 

@@ -22,6 +22,7 @@ FORMAT = 3
 INDEX_NAME = "checkpoint.json"
 POLICY, VALUE_MODEL = "policy.safetensors", "value_model.safetensors"
 POLICY_OPTIMIZER, VALUE_OPTIMIZER = "policy_optimizer.safetensors", "value_optimizer.safetensors"
+VERSIONS = "older_policies.safetensors"  # only where the sampler is behind
 _FILES = {POLICY, VALUE_MODEL, POLICY_OPTIMIZER, VALUE_OPTIMIZER}
 DAMAGED = "the checkpoint was changed or damaged"
 
@@ -87,10 +88,10 @@ def check(folder: Path) -> Outline:
 def read_index(folder: Path) -> Index:
     """The index of a checkpoint that holds the files of the index and no others."""
     index = _parsed(folder / INDEX_NAME)
-    if set(index.files) != _FILES:
+    if set(index.files) - {VERSIONS} != _FILES:
         raise UserError(f"{folder / INDEX_NAME}: lists {', '.join(sorted(index.files))}; {DAMAGED}")
     for path in sorted(folder.rglob("*")):
-        if path.relative_to(folder).as_posix() not in {*_FILES, INDEX_NAME}:
+        if path.relative_to(folder).as_posix() not in {*index.files, INDEX_NAME}:
             raise UserError(f"{path}: is no file of a checkpoint; move it away")
     return index
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -27,6 +28,7 @@ from ppo_repro.models.networks import (
     make_value_head,
     make_value_model,
 )
+from ppo_repro.models.precision import set_precision
 from ppo_repro.models.reward_model import (
     load_reward_model,
     make_reward_model,
@@ -35,6 +37,7 @@ from ppo_repro.models.reward_model import (
 )
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
+from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
@@ -42,8 +45,10 @@ from ppo_repro.numerics.proof import proof
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.records.accuracy import Accuracy
+from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.stages.coefficients import first_coefficients
+from ppo_repro.stages.faults import check_training_prompts
 from ppo_repro.stages.prompts import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.python_task import PythonFile
@@ -152,7 +157,16 @@ class _Adapters:
     value: Lora | None
 
 
-def _state(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) -> tuple[TrainState, _Adapters]:
+@dataclass(frozen=True)
+class _Networks:
+    """The networks of a run before its first iteration."""
+
+    state: TrainState
+    sampled: PreTrainedModel  # the policy as the sampler has it
+    adapters: _Adapters
+
+
+def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) -> _Networks:
     """Policy, value model and reference before the first step, their optimizers, and their adapters.
 
     `share`: adapted models use the weights of frozen ones where they do not train.
@@ -167,6 +181,7 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) 
         begun_as = task.reward_model if config.value.init == "reward_model" else reference
         base = trunk_of(begun_as) if share and begun_as is not None else None
         value_lora = _adapted(value_model, config.value.lora, config.seed, base)
+    sampled = set_precision(config.mismatch, policy, reference)
     if config.layout.gradient_checkpointing:
         checkpoint_gradients(policy)
         if isinstance(config.value, SeparateValue) and value_model is not None:
@@ -184,8 +199,19 @@ def _state(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) 
         policy_optimizer=_optimizer(config, trained, lora, config.ppo.learning_rate),
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
+        versions=_versions(config, policy, lora),
     )
-    return state, _Adapters(lora, value_lora)
+    return _Networks(state, sampled, _Adapters(lora, value_lora))
+
+
+def _versions(config: RunConfig, policy: PreTrainedModel, lora: Lora | None) -> Versions | None:
+    """Room for the versions of the policy that a sampler which is behind needs."""
+    lag = config.mismatch.sampler.lag
+    if lag is None:
+        return None
+    if lora is None:
+        return Versions(dict(policy.named_parameters()), lag.most)
+    return Versions(lora.trained(), lag.most, lora.merge)
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
@@ -240,27 +266,33 @@ def prepare(
     else:
         source, tokenizer, steps = *load_folder(start_folder), ()
     task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
+    check_training_prompts(config, task)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
-    mode, max_context = config.numerics.mode, config.numerics.max_context
-    state, adapters = _state(config, source, task, share)
-    policy = state.policy
-    engine = TorchEngine(
-        policy,
-        stop_ids(source, tokenizer),
-        mode,
-        max_context,
-        config.layout.rollout_slots,
-        config.layout.prefill_chunk,
-        config.layout.prefix_cache,
-    )
-    return Prepared(task, state, engine, steps, reward_training, adapters.policy, adapters.value)
+    networks = _networks(config, source, task, share)
+    engine = _engine(config, source, networks.sampled, stop_ids(source, tokenizer))
+    adapters = networks.adapters
+    return Prepared(task, networks.state, engine, steps, reward_training, adapters.policy, adapters.value)
+
+
+def _engine(
+    config: RunConfig, source: PreTrainedModel, sampled: PreTrainedModel, end_tokens: frozenset[int]
+) -> TorchEngine:
+    """The built-in engine on the policy as the sampler has it, or on a stock copy of it."""
+    mode, max_context, layout = config.numerics.mode, config.numerics.max_context, config.layout
+    about = end_tokens, mode, max_context, layout.rollout_slots, layout.prefill_chunk, layout.prefix_cache
+    stock = config.mismatch.sampler.stock
+    if stock is None:
+        return TorchEngine(sampled, *about)
+    copy = in_dtype(make_policy(source, "native", max_context), getattr(torch, stock))
+    return StockEngine(copy, sampled, *about)
 
 
 def policy_accuracy(config: RunConfig, prepared: Prepared) -> Accuracy | None:
     """How far the policy's log-probs are from float64 on the run's prompts; None where nothing is to be measured."""
     numerics = config.numerics
-    if numerics.mode == "native" or not numerics.accuracy_sequences:
+    rounds = config.mismatch.trainer.precision.rounds
+    if numerics.mode == "native" or not numerics.accuracy_sequences or rounds:
         return None
     text = text_of(prepared.task.prompt_ids, numerics.accuracy_sequences, numerics.max_context)
     return measure(prepared.state.policy, text)

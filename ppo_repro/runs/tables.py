@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import Iteration
+from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import moment
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.run import RunConfig
@@ -44,12 +44,33 @@ def iteration_tables(item: Iteration, config: RunConfig, peak: Peak | None = Non
     }
     for name, more in columns_above_lean(item, level).items():
         columns[name] |= more
-    turns = config.task.turns > 1
-    return {table.name: to_arrow(schema.at_level(table, level, turns), columns[table.name]) for table in schema.TABLES}
+    features = _features(config)
+    return {t.name: to_arrow(schema.at_level(t, level, features), columns[t.name]) for t in schema.TABLES}
+
+
+def _features(config: RunConfig) -> set[schema.Feature]:
+    """What the run has that brings columns of its own."""
+    has: dict[schema.Feature, bool] = {
+        "turns": config.task.turns > 1,
+        "lag": config.mismatch.sampler.lag is not None,
+        "retokenized": config.mismatch.trainer.retokenize > 0,
+    }
+    return {feature for feature, there in has.items() if there}
 
 
 def _int32(values: Any) -> np.ndarray:
     return np.asarray(values, dtype=np.int32)
+
+
+def _of_faults(rollout: Rollout) -> Columns:
+    """The columns of runs whose sampler is behind, or whose responses are encoded again."""
+    columns: Columns = {}
+    if rollout.policy_versions is not None:
+        columns["rollout_policy_versions"] = rollout.policy_versions
+    if rollout.sampled_ids is not None and rollout.is_as_sampled is not None:
+        columns["sampled_ids"] = rollout.sampled_ids
+        columns["is_as_sampled"] = [list(map(int, row)) for row in rollout.is_as_sampled]
+    return columns
 
 
 def _positions(lengths: Tensor) -> Tensor:
@@ -81,6 +102,7 @@ def _sequences(item: Iteration) -> Columns:
         "kl_penalty_sum": exact_sums(rewards.kl_penalties, lengths).numpy(),
         "reward_sum": exact_sums(rewards.rewards, lengths).numpy(),
         **episode_columns(rollout.episodes),
+        **_of_faults(rollout),
     }
 
 

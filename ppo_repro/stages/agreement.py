@@ -77,9 +77,12 @@ def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, token
 
 def sampler_is_exact(config: RunConfig) -> bool:
     """Whether the sampler's log-probs are promised to be the trainer's; otherwise their difference is measured."""
-    engine = config.rollout.engine
+    engine, sampler = config.rollout.engine, config.mismatch.sampler
     is_stock = isinstance(engine, SGLangServers) and engine.numerics == "stock"
-    return config.numerics.mode == "exact" and config.rollout.mismatch_sigma is None and not is_stock
+    is_disturbed = config.rollout.mismatch_sigma is not None or sampler.token_bias is not None
+    is_older = sampler.lag is not None
+    same = config.mismatch.same_precision and not config.mismatch.trainer.scores_otherwise
+    return config.numerics.mode == "exact" and same and not (is_stock or is_disturbed or is_older)
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:
@@ -94,11 +97,12 @@ def require_first_step_agrees(
 ) -> None:
     """Raise UnequalBits where the first minibatch has a ratio other than 1, or another value than the forward pass.
 
-    With the old anchor this is between two passes of the trainer, and promised whatever samples.
+    With the old anchor this is between two passes of the trainer, and promised whatever samples, but not with dropout.
     """
     if config.numerics.mode != "exact":
         return
-    if first.policy is not None and (config.ppo.ratio_anchor == "old" or sampler_is_exact(config)):
+    repeats = config.ppo.ratio_anchor == "old" and not config.mismatch.trainer.dropout
+    if first.policy is not None and (repeats or sampler_is_exact(config)):
         require_ratios_of_one(iteration, rollout.lengths, first.policy.ratios, first.tokens)
     if first.value is not None and forward.values is not None:
         before, again = ("values", forward.values[first.tokens]), ("new_values", first.value.new_values)

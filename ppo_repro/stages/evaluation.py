@@ -8,9 +8,9 @@ from ppo_repro.buffers import Evaluation
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
+from ppo_repro.stages.generation import Sampled, episodes_of, generate, sampling_of
 from ppo_repro.stages.prompts import Task
 from ppo_repro.stages.rewards import judge
-from ppo_repro.stages.rollout import Sampled, episodes_of, generate, sampling_of
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.rewards import Samples
 

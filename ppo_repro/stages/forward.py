@@ -12,8 +12,9 @@ from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batc
 from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import expand_kept, kl_divergence, score, top_logits
+from ppo_repro.numerics.logprobs import kl_divergence, score, top_logits
 from ppo_repro.ranks import Ranks
+from ppo_repro.stages.faults import dropped, training_eligible, training_temperature
 
 LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once
 
@@ -71,7 +72,8 @@ def _values(value_model: ValueModel, hidden: Tensor, state: TrainState) -> Tenso
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
     """The results of `_distributions`, and the values of a head on the policy's trunk; empty without one."""
     hidden = hidden_states(trunk_of(state.policy), m.batch)
-    statistics = _distributions(state, m.batch, hidden, rollout.kept_tokens[m.tokens], config)
+    seen = dropped(config, hidden, m.tokens, ("scoring", state.iteration))
+    statistics = _distributions(state, m.batch, seen, rollout.kept_tokens[m.tokens], config)
     if state.value_model is None or state.value_optimizer is not None:
         return *statistics, torch.empty(0)
     return *statistics, _values(state.value_model, hidden, state)
@@ -110,7 +112,7 @@ def _distributions(
     The last one is empty unless the reward charges it. Then `top_logits` of the policy and of the reference. Logits
     are computed for LOGITS_AT_ONCE elements at a time.
     """
-    mode, temperature = config.numerics.mode, config.rollout.temperature
+    mode, temperature = config.numerics.mode, training_temperature(config)
     policy, reference = state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
     head, ref_head = head_of(policy), head_of(reference)
@@ -118,7 +120,7 @@ def _distributions(
     chunks: list[tuple[Tensor, ...]] = []
     for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // vocab_size)):
         logits, ref_logits = head(hidden[rows]), ref_head(ref_hidden[rows])
-        targets, eligible = batch.targets[rows], expand_kept(kept_tokens[rows], vocab_size)
+        targets, eligible = batch.targets[rows], training_eligible(config, kept_tokens[rows], vocab_size)
         s = score(logits, ref_logits, targets, temperature, eligible, mode)
         reverse = torch.empty(0)
         if _charges_reverse(config):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,9 +23,10 @@ from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import ValueModel, hidden_states, policy_logits
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import expand_kept, kl_loss, token_statistics
+from ppo_repro.numerics.logprobs import kl_loss, token_statistics
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.weights import importance_weights
+from ppo_repro.stages.faults import Stream, dropped, training_eligible, training_temperature
 from ppo_repro.stages.forward import in_reward_units
 
 Columns = tuple[Tensor, ...]  # per-token tensors to record, [m] each, or empty where there is no such thing
@@ -112,16 +113,18 @@ class PolicyLoss:
     state: TrainState
     rollout: Rollout
     terms: PolicyTerms
+    step: Stream = ()  # of the minibatch, for what dropout draws
 
     def of(self, m: MicroBatch) -> LossAndColumns:
         """(loss, `PolicyColumns`) from a forward pass of the policy."""
-        return self.of_logits(m, policy_logits(self.state.policy, m.batch))
+        return self.of_hidden(m, hidden_states(trunk_of(self.state.policy), m.batch))
 
-    def of_logits(self, m: MicroBatch, logits: Tensor) -> LossAndColumns:
-        """The same from the policy's logits [m, V]."""
+    def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
+        """The same from the trunk's hidden states [m, H]."""
         config, tokens = self.terms.config, m.tokens
-        temperature, mode = config.rollout.temperature, config.numerics.mode
-        eligible = expand_kept(self.rollout.kept_tokens[tokens], logits.shape[-1])
+        temperature, mode = training_temperature(config), config.numerics.mode
+        logits = head_of(self.state.policy)(dropped(config, hidden, tokens, self.step))
+        eligible = training_eligible(config, self.rollout.kept_tokens[tokens], logits.shape[-1])
         logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
         if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
             kl_terms: Tensor | None = self._exact_divergence(m, logits, eligible) * self.terms.coefficients.kl_coef
@@ -135,7 +138,7 @@ class PolicyLoss:
         config = self.terms.config
         with torch.no_grad():
             ref_logits = policy_logits(self.state.reference, m.batch)
-        return kl_loss(logits, ref_logits, config.rollout.temperature, eligible, config.numerics.mode)
+        return kl_loss(logits, ref_logits, training_temperature(config), eligible, config.numerics.mode)
 
 
 @dataclass(frozen=True)
@@ -195,12 +198,16 @@ class Objective:
     value: ValueLoss | None  # None without a value model
     value_coef: float  # of a value head on the policy's trunk
 
+    def of_step(self, epoch: int, minibatch: int) -> Objective:
+        """The same losses in another minibatch."""
+        step = ("update", self.policy.state.iteration, epoch, minibatch)
+        return replace(self, policy=replace(self.policy, step=step))
+
     def joint(self, m: MicroBatch) -> LossAndColumns:
         """Policy loss plus value_coef times value loss, both from one pass of the shared trunk."""
         assert self.value is not None
-        policy = self.policy.state.policy
-        hidden = hidden_states(trunk_of(policy), m.batch)
-        policy_loss, policy_columns = self.policy.of_logits(m, head_of(policy)(hidden))
+        hidden = hidden_states(trunk_of(self.policy.state.policy), m.batch)
+        policy_loss, policy_columns = self.policy.of_hidden(m, hidden)
         value_loss, value_columns = self.value.of_hidden(m, hidden)
         return policy_loss + value_loss * self.value_coef, (*policy_columns, *value_columns)
 

@@ -2,103 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import compress
 
 import torch
 
-from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
+from ppo_repro.buffers import Prompts, Rollout, Spans
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
+from ppo_repro.models.versions import Versions
 from ppo_repro.ranks import Ranks
-from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
+from ppo_repro.rollout.engine import Engine
+from ppo_repro.stages.generation import Answered, Sampled, episodes_of, generate, sampling_of
+from ppo_repro.stages.lagging import generate_behind
 from ppo_repro.stages.prompts import Task
-from ppo_repro.tasks.dialogue import Conversations
 from ppo_repro.tasks.problems import Problem
-from ppo_repro.tasks.tokenizer import decode, spans
-
-
-def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
-    """The sampling distribution of the configuration. Greedy evaluation has no top-k, top-p or added mismatch."""
-    rollout = config.rollout
-    if greedy:
-        return Sampling(1.0, 0, 1.0, rollout.max_response_tokens, greedy=True)
-    return Sampling(
-        rollout.temperature,
-        rollout.top_k,
-        rollout.top_p,
-        rollout.max_response_tokens,
-        mismatch_sigma=rollout.mismatch_sigma or 0.0,
-        top_logits=config.records.logits_per_token,
-    )
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """How some responses are sampled: from which distribution, and with which seed each."""
-
-    sampling: Sampling
-    seeds: Sequence[int]
-
-
-def require_undisturbed(config: RunConfig) -> None:
-    """Raise UserError where the configuration adds noise to the sampler, which hides its real mismatch."""
-    sigma = config.rollout.mismatch_sigma
-    if sigma is not None:
-        raise UserError(
-            f"rollout.mismatch_sigma = {sigma}: must be null here, where sampler and trainer are compared; remove it"
-        )
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A completion as text."""
-
-    completion: Completion
-    text: str  # of all its tokens, without special ones
-    episode: Episode | None  # None where every episode is one turn
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """All tokens after the prompt."""
-        return self.completion.response_ids if self.episode is None else self.episode.ids
-
-
-def generate(
-    config: RunConfig, task: Task, engine: Engine, problems: Sequence[Problem], sampled: Sampled, ranks: Ranks
-) -> list[Answered]:
-    """One answer to each problem, in their order; each rank generates its share, its environment's turns included."""
-    mine = ranks.mine(len(problems), config.layout.rank_shares)
-    requests = [Request(task.prompt_ids[problems[i].key], sampled.seeds[i]) for i in mine]
-    if task.environment is None and not config.rollout.stop:
-        completions = engine.generate(requests, sampled.sampling)
-        return ranks.gather([Answered(c, decode(task.tokenizer, c.response_ids), None) for c in completions])
-    conversations = Conversations(
-        task.tokenizer,
-        config.rollout.stop,
-        task.environment,
-        [problems[i] for i in mine],
-        config.task.turns,
-        config.rollout.max_response_tokens,
-        config.task.chat_template,
-    )
-    completions = engine.generate(requests, sampled.sampling, conversations)
-    answers = [_answered(task, conversations, index, completion) for index, completion in enumerate(completions)]
-    return ranks.gather(answers)
-
-
-def _answered(task: Task, conversations: Conversations, index: int, c: Completion) -> Answered:
-    episode = None
-    if task.environment is not None:
-        episode = Episode(c.episode_ids, c.is_forced, conversations.turns_of(index, c))
-    return Answered(c, decode(task.tokenizer, c.response_ids if episode is None else episode.ids), episode)
-
-
-def episodes_of(answers: Sequence[Answered]) -> tuple[Episode, ...] | None:
-    """The episodes of all answers; None where every episode is one turn."""
-    found = tuple(a.episode for a in answers if a.episode is not None)
-    return found or None
+from ppo_repro.tasks.retokenization import retokenized
+from ppo_repro.tasks.tokenizer import spans
 
 
 def _spans(task: Task, answer: Answered) -> Spans:
@@ -110,16 +29,22 @@ def _spans(task: Task, answer: Answered) -> Spans:
     return Spans(*(list(compress(getattr(of_all, column.name), sampled)) for column in fields(Spans)))
 
 
-def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
-    """Sample one response to every prompt."""
+def roll_out(
+    config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks, versions: Versions | None = None
+) -> Rollout:
+    """Sample one response to every prompt; with `versions` the sampler is behind, as the configuration says."""
     asked = [
         Problem(key, text, answer, task.judge.fields_of(key))
         for key, text, answer in zip(prompts.keys, prompts.texts, prompts.answers, strict=True)
     ]
-    answers = generate(config, task, engine, asked, Sampled(sampling_of(config), prompts.seeds), ranks)
+    by_token: list[list[int]] | None = None
+    if versions is None:
+        answers = generate(config, task, engine, asked, Sampled(sampling_of(config), prompts.seeds), ranks)
+    else:
+        answers, by_token = generate_behind(config, task, engine, asked, prompts.seeds, ranks, versions)
     completions = [answer.completion for answer in answers]
     ids = torch.tensor([token for c in completions for token in c.response_ids], dtype=torch.int64)
-    return Rollout(
+    rollout = Rollout(
         prompts=prompts,
         response_ids=ids,
         lengths=torch.tensor([len(c.response_ids) for c in completions]),
@@ -134,4 +59,6 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
         responses=tuple(answer.text for answer in answers),
         spans=tuple(_spans(task, answer) for answer in answers),
         episodes=episodes_of(answers),
+        policy_versions=None if by_token is None else tuple(map(tuple, by_token)),
     )
+    return retokenized(config, task.tokenizer, rollout)

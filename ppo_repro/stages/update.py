@@ -21,9 +21,9 @@ from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_digest
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.schedules import rate_factor
-from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.ranks import Ranks
 from ppo_repro.seeding import permutation
+from ppo_repro.stages.faults import training_weights
 from ppo_repro.stages.objective import (
     Columns,
     LossAndColumns,
@@ -67,7 +67,8 @@ def _share_out(rollout: Rollout, sequences: Tensor, config: RunConfig, ranks: Ra
     work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding)
     tokens = rollout.tokens_of(sequences)
     weights = torch.zeros(len(rollout.response_ids))
-    weights[tokens] = loss_weights(config.ppo.aggregation, rollout.lengths[sequences])
+    reasons = [rollout.finish_reasons[i] for i in sequences.tolist()]
+    weights[tokens] = training_weights(config, rollout.lengths[sequences], reasons)
     deep = config.records.level == "deep"
     return _Work(work, tokens, weights, input_tokens(rollout, sequences), ranks, deep)
 
@@ -114,7 +115,7 @@ def update(
     """
     ppo, value = config.ppo, config.value
     value_epochs = ppo.epochs if not isinstance(value, SeparateValue) or value.epochs is None else value.epochs
-    objective = make_objective(state, rollout, forward, advantages, config)
+    of_iteration = make_objective(state, rollout, forward, advantages, config)
     _set_learning_rates(state, config)
     stopped = False
     for epoch in range(max(ppo.epochs, value_epochs)):
@@ -124,7 +125,7 @@ def update(
             steps_value = state.value_optimizer is not None and epoch < value_epochs
             if not (steps_policy or steps_value):
                 return
-            work = _share_out(rollout, sequences, config, ranks)
+            work, objective = _share_out(rollout, sequences, config, ranks), of_iteration.of_step(epoch, index)
             policy: PolicyUpdate | None
             value_update: ValueUpdate | None
             if steps_policy and objective.value is not None and state.value_optimizer is None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.files import load_config
-from ppo_repro.config.shipped import SHIPPED, found
+from ppo_repro.config.files import SHIPPED, found, load_config
 from ppo_repro.errors import UserError
 from tests.support.paths import ROOT
 

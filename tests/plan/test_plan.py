@@ -41,6 +41,7 @@ from ppo_repro.plan import memory, report
 from ppo_repro.plan.memory import Linear, Work, mixed_precision_bytes
 from ppo_repro.plan.phases import make_plan
 from ppo_repro.plan.shapes import model_shape, plan_run
+from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 from tests.support.cli import one_line
 from tests.support.models import CLASSES, CONFIGS, CONTEXT, fill, kept_bytes, ragged, source_model
@@ -437,3 +438,20 @@ def test_arithmetic_needs_no_torch() -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (252 * BILLION, "252.0 GB")])
 def test_sizes_are_decimal(count: int, text: str) -> None:
     assert report.size(count) == text
+
+
+@pytest.mark.parametrize("lora", ["null", "{rank: 2, alpha: 4.0}"])
+def test_older_policies_are_counted_as_they_are_kept(lora: str) -> None:
+    behind = small_config(
+        f"lora={lora}", "mismatch.sampler.lag={kind: fixed, iterations: 9}", "model.warm_start_steps=0"
+    )
+    state = prepare(behind, lambda step, total, loss: None).state
+    versions = state.versions_now()
+    assert versions is not None
+    one = sum(tensor.nbytes for tensor in versions.tensors().values())
+    # a run of three iterations has two older policies at most; while they sample, the newest one waits beside them
+    vocabulary = f"model.vocab_size={state.policy.config.vocab_size}"
+    planned = plan_run(small_config(f"lora={lora}", "mismatch.sampler.lag={kind: fixed, iterations: 9}", vocabulary))
+    found = {phase: amounts.get("older policies", 0) for phase, amounts in planned.phases.items()}
+    assert found == {"loading": 0, "rollout": 3 * one, "scoring": 2 * one, "update": 2 * one}
+    assert "older policies" not in str(plan_run(small_config()).phases)

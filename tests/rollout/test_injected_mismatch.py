@@ -22,7 +22,7 @@ from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statis
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, gumbel_noise, normal_noise, sample
-from ppo_repro.stages.rollout import sampling_of
+from ppo_repro.stages.generation import sampling_of
 from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.models import unequal

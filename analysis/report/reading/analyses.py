@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from analysis.clipping.update_rows import load_iterations
 from analysis.diagnosis.diagnose import diagnose_chunks
 from analysis.mismatch.bucket import bucket_table
 from analysis.mismatch.tables import measure, tables, whole
+from analysis.pairs.run_evidence import run_evidence
 from analysis.pairs.runs import run_pairs
 from analysis.report.drawing.figure import Figure, Verdict
 from analysis.report.figures.clipping import definition_figure
@@ -33,14 +34,12 @@ class Findings:
 def mismatch(run_dir: Path, iterations: Sequence[int]) -> Findings:
     """Why and where sampler and trainer differ: by probability, by position, over the iterations."""
 
-    def pairs() -> Iterator[pd.DataFrame]:
-        return run_pairs(run_dir, iterations=iterations, allow_incomplete=True)
-
-    measured = list(measure(pairs(), corrections=()))
+    pairs = run_pairs(run_dir, iterations=iterations, allow_incomplete=True)
+    measured = list(measure(pairs, corrections=()))
     update = tables(measured).update
     is_divergence = update["metric"].isin(DIVERGENCES) & (update["reduction"] == "token_mean")
     buckets = bucket_table(whole(measured).buckets)
-    cause = diagnose_chunks(pairs())
+    cause = diagnose_chunks(run_evidence(run_dir, iterations, allow_incomplete=True))
     named = cause.verdict.replace("_", " ")
     verdict = Verdict("fact", f"Cause of the difference: {named} (tier {cause.tier}). {cause.advice}")
     figures = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from analysis.report.drawing.markup import number, share
 from analysis.report.figures.clipping import ClipBounds
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.faults import SamplerFaults, TrainerFaults
 from ppo_repro.config.kinds import load_config_of
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
@@ -115,11 +118,12 @@ def agreement_of(config: RunConfig | ControlConfig) -> Agreement:
 
 
 def disturbance_verdict(config: RunConfig) -> tuple[Verdict, ...]:
-    """A sentence where the sampler was disturbed on purpose."""
+    """A sentence for each cause of mismatch that the run was given on purpose."""
     sigma = config.rollout.mismatch_sigma
-    if sigma is None:
-        return ()
-    return (Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}."),)
+    verdicts = [*_rounded_on_purpose(config), *_faults_on_purpose(config)]
+    if sigma is not None:
+        verdicts.append(Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}."))
+    return tuple(verdicts)
 
 
 def parity_verdicts(counted: Parity, about: Agreement) -> tuple[Verdict, ...]:
@@ -146,6 +150,30 @@ def parity_verdicts(counted: Parity, about: Agreement) -> tuple[Verdict, ...]:
             text = f"{share(unequal, rows)} of values differ when computed again ({unequal:,} of {rows:,})."
         verdicts.append(Verdict("differs" if unequal else "holds", text))
     return tuple(verdicts)
+
+
+def _rounded_on_purpose(config: RunConfig) -> Iterator[Verdict]:
+    """A sentence for sampler and trainer each, where numbers are rounded to other formats."""
+    stock = config.mismatch.sampler.stock
+    if stock is not None:
+        yield Verdict("fact", f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {stock}.")
+    sides = ("sampler", config.mismatch.sampler.precision), ("trainer", config.mismatch.trainer.precision)
+    for side, precision in sides:
+        formats = {name: value for name, value in precision.model_dump().items() if value != "float32"}
+        if formats:
+            named = ", ".join(f"{name} {value}" for name, value in formats.items())
+            yield Verdict("fact", f"The {side} was rounded on purpose: mismatch.{side}.precision = {named}.")
+
+
+def _faults_on_purpose(config: RunConfig) -> Iterator[Verdict]:
+    """A sentence for each fault of sampler or trainer that the run was given."""
+    sides = (("sampler", config.mismatch.sampler, SamplerFaults), ("trainer", config.mismatch.trainer, TrainerFaults))
+    for side, section, faults in sides:
+        for name, field in faults.model_fields.items():
+            value = getattr(section, name)
+            if value != field.default:
+                said = section.model_dump(mode="json")[name]
+                yield Verdict("fact", f"A fault on purpose: mismatch.{side}.{name} = {json.dumps(said)}.")
 
 
 def learning_verdicts(facts: RunFacts, iterations: pd.DataFrame) -> tuple[Verdict, ...]:

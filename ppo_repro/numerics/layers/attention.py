@@ -26,6 +26,7 @@ from ppo_repro.numerics.arithmetic.grid import (
 from ppo_repro.numerics.backend import has_kernels
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.layers.kv_cache import GridCache
+from ppo_repro.numerics.layers.rounded import attention_inputs
 
 IMPLEMENTATION = "ppo_repro_exact"
 WEIGHT_UNIT = 2.0**30  # softmax weights are integers in units of 2^-30
@@ -182,6 +183,9 @@ def attention(
     if unsupported:
         raise TypeError(f"exact attention does not know {', '.join(sorted(unsupported))}")
     layer, context = cast(int, module.layer_idx), cast(int, module.max_context)
+    precision = getattr(module, "precision", None)
+    if precision is not None:
+        query, key, value = attention_inputs(precision, query, key, value)
     try:
         if kv_cache is not None:
             out = _cached(query, key, value, kv_cache, layer, scaling, context, sliding_window)

@@ -61,6 +61,13 @@ ROTARIES: tuple[type[nn.Module], ...] = (
     gemma.GemmaRotaryEmbedding,
     gpt_neox.GPTNeoXRotaryEmbedding,
 )
+# trunks of the structure of Llama's: rotary attention and a gated MLP, each after a root-mean-square norm of its input
+LLAMA_TRUNKS: tuple[type[PreTrainedModel], ...] = (
+    llama.LlamaModel,
+    qwen2.Qwen2Model,
+    qwen3.Qwen3Model,
+    mistral.MistralModel,
+)
 # modules that call others and compute nothing themselves but elementwise sums and products
 CONTAINERS: tuple[type[nn.Module], ...] = (
     *CAUSAL_MODELS,

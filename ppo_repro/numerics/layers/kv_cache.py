@@ -115,10 +115,18 @@ class GridCache(_Slots):
 class SlotCache(_Slots):
     """Keys and values [slots, Hk, max_context, D] per layer, handed to a stock model as `past_key_values`."""
 
-    def __init__(self, config: PretrainedConfig, slots: int, max_context: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        slots: int,
+        max_context: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         shape = (slots, key_value_heads(config), max_context, head_dim(config))
-        self.keys = [torch.zeros(shape, device=device) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape, device=device) for _ in range(config.num_hidden_layers)]
+        self.keys, self.values = (
+            [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)
+        )
 
     def aim(self, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Set what the next pass over all layers writes and sees, see `Target`."""

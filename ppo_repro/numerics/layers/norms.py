@@ -121,9 +121,8 @@ def _factor(weight: Tensor, offset: float) -> Tensor:
     return weight.to(torch.float64) + offset if offset else weight
 
 
-def _rms_norm(rows: Tensor, weight: Tensor, offset: float, eps: float, name: str) -> tuple[Tensor, Tensor]:
+def _rms_norm(rows: Tensor, factor: Tensor, eps: float, name: str) -> tuple[Tensor, Tensor]:
     """The norm of each row and 1 / sqrt(mean(x^2) + eps), float64 [n, 1]."""
-    factor = _factor(weight, offset)
     if backend.has_kernels(rows):
         y, inverse = rms_normed(array(rows), array(factor), eps, name)
         return torch.from_numpy(y), torch.from_numpy(inverse)[:, None]
@@ -132,28 +131,28 @@ def _rms_norm(rows: Tensor, weight: Tensor, offset: float, eps: float, name: str
 
 
 class _RMSNorm(Function):
-    """y = f n, f = offset + w, n = x r, 1 / r = sqrt(mean(x^2) + eps); dx = r (f dy - n mean(f dy n))."""
+    """y = f n, f = offset + w, n = x r, 1 / r = sqrt(mean(x^2) + eps); dx = r (f dy - n mean(f dy n)), df = dw."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        offset: float,
+        factor: Tensor,
         eps: float,
         name: str,
         accumulator: Gradients | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, inverse = _rms_norm(rows, weight, offset, eps, name)
+        y, inverse = _rms_norm(rows, factor, eps, name)
         ctx.save_for_backward(rows, inverse)
-        ctx.weight, ctx.offset, ctx.accumulator, ctx.shape = weight, offset, accumulator, x.shape
+        ctx.weight, ctx.factor, ctx.accumulator, ctx.shape = weight, factor, accumulator, x.shape
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, inverse), weight = ctx.saved_tensors, ctx.weight
-        dy, factor = grad.reshape(x.shape), _factor(weight, ctx.offset)
+        (x, inverse), weight, factor = ctx.saved_tensors, ctx.weight, ctx.factor
+        dy = grad.reshape(x.shape)
         if backend.has_kernels(x):
             dx = rms_norm_backward(array(dy), array(x), weight, array(factor), inverse.numpy()[:, 0], ctx.accumulator)
             return torch.from_numpy(dx).view(ctx.shape), None, None, None, None, None
@@ -174,11 +173,15 @@ class ExactRMSNorm(ExactModule):
         super().__init__()
         self.weight, self.eps, self.name = weight, eps, name
 
+    def factor(self) -> Tensor:
+        """What the normed rows are multiplied by, [H] float32 or float64."""
+        return _factor(self.weight.detach(), self.offset)
+
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             rows = x.reshape(-1, x.shape[-1])
-            return _rms_norm(rows, self.weight, self.offset, self.eps, self.name)[0].view(x.shape)
-        return _RMSNorm.apply(x, self.weight, self.offset, self.eps, self.name, self.accumulator)
+            return _rms_norm(rows, self.factor(), self.eps, self.name)[0].view(x.shape)
+        return _RMSNorm.apply(x, self.weight, self.factor(), self.eps, self.name, self.accumulator)
 
 
 class ExactGemmaRMSNorm(ExactRMSNorm):

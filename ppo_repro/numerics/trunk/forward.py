@@ -31,6 +31,7 @@ class TrunkForward:
     | exact    | any                         | eager, GPU | any                    | modules                          |
     | exact    | Gemma, GPT-2, GPT-NeoX,     | any        | any                    | modules                          |
     |          | not SiLU, or with hooks     |            |                        |                                  |
+    | exact    | with layers that round      | any        | any                    | modules                          |
     | exact    | any                         | any        | of a batch             | `training`, by `layer_forward`   |
     | exact    | small enough, see `Decoder` | AMX        | one a row, over cache  | `decoding`, by `decoder_layer`   |
     | exact    | the same, or one thread     | float64    | one a row, over cache  | `decoding`, by `decoder_trunk`   |

@@ -12,23 +12,19 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.layers.activations import ExactSiLU
 from ppo_repro.numerics.layers.embedding import ExactEmbedding
-from ppo_repro.numerics.layers.families import modules_of
+from ppo_repro.numerics.layers.families import LLAMA_TRUNKS, modules_of
 from ppo_repro.numerics.layers.fused_attention import spec_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.norms import ExactRMSNorm
 from ppo_repro.numerics.layers.rotary import ExactRotary
 from ppo_repro.numerics.products import NO_BIAS, PreparedWeight, array
-
-TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, MistralModel)
 
 
 @dataclass(frozen=True)
@@ -101,11 +97,11 @@ class Trunk:
 def unpack(trunk: PreTrainedModel) -> Trunk | None:
     """The weights of a lowered trunk; None where its modules have to be called.
 
-    That is the case for a family of another structure, for a layer of a kind not known here, and where a module has
-    hooks.
+    That is the case for a family of another structure, for a layer of a kind not known here (one that rounds), and
+    where a module has hooks.
     """
     modules = modules_of(trunk)
-    if type(trunk) not in TRUNKS or any(_has_hooks(m) for m in modules):
+    if type(trunk) not in LLAMA_TRUNKS or any(_has_hooks(m) for m in modules):
         return None
     model = cast(Any, trunk)
     known = type(model.embed_tokens) is ExactEmbedding and type(model.rotary_emb) is ExactRotary

@@ -52,6 +52,7 @@ def test_buckets_by_hand() -> None:
 @SOME
 @given(CHUNKS, st.lists(st.integers(0, 7), max_size=4))
 def test_buckets_of_parts_add_up(frame: pd.DataFrame, borders: list[int]) -> None:
+    frame = frame.assign(policy_lag=(frame["sequence"] % 3).astype("int32"))
     whole = bucket.bucket_sums(mismatch_token(frame))
     parts = [bucket.bucket_sums(mismatch_token(part)) for part in cut(frame, borders)]
     merged = reduce(bucket.merge_buckets, parts)

@@ -53,6 +53,12 @@ TREES: dict[str, dict[str, Any]] = {
     "importance weights": {"ppo": {"ratio_anchor": "old", "importance_weights": WEIGHTS}},
     "lora": {"lora": {"rank": 2, "alpha": 4.0}},
     "value lora": {"value": {"learning_rate": 1e-3, "lora": {"rank": 2, "alpha": 4.0}}},
+    "lag": {"mismatch": {"sampler": {"lag": {"kind": "fixed", "iterations": 2}}}},
+    "drawn lag": {"mismatch": {"sampler": {"lag": {"kind": "drawn", "max_iterations": 2}}}},
+    "cut and cold": {"rollout": {**ROLLOUT, "top_p": 0.9, "temperature": 0.7}},
+    "rounded": {"mismatch": {"sampler": {"precision": {"weights": "int8", "rest": "bfloat16"}}}},
+    "trainer rounded": {"mismatch": {"trainer": {"precision": {"activations": "int8", "rest": "float16"}}}},
+    "sampler stock": {"mismatch": {"sampler": {"stock": "bfloat16"}}},
     "sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang"}}, "kl": {"placement": "none"}},
 }
 
@@ -155,6 +161,7 @@ class Leaf:
 
 def leaves(config: RunConfig) -> Iterator[Leaf]:
     """All of them."""
+    whole = config.model_dump(mode="json")
     below = [((), config), *((there.path, there.section) for there in held(config) if there.section is not None)]
     for path, section in below:
         # a field that is not written down at its default has it
@@ -164,7 +171,16 @@ def leaves(config: RunConfig) -> Iterator[Leaf]:
         for name, field in type(section).model_fields.items():
             if not sections_in(field):
                 key = type(section).__name__, name
-                yield Leaf((*path, name), key, field.annotation, values[name], name in written_down)
+                yield Leaf((*path, name), key, field.annotation, values[name], has(whole, (*path, name)))
+
+
+def has(node: Any, path: Path) -> bool:
+    """Whether a path is in a tree: a section that has its default may be left out as a whole."""
+    for step in path:
+        if isinstance(node, dict) and step not in node:
+            return False
+        node = node[step]
+    return True
 
 
 def written(path: Path) -> str:
@@ -183,5 +199,6 @@ def with_value(node: Any, path: Path, value: Any) -> Any:
     """A copy of a tree in which one value is another one."""
     step, *rest = path
     copied = copy.copy(node)
-    copied[step] = with_value(node[step], tuple(rest), value) if rest else value
+    below = node.get(step, {}) if isinstance(node, dict) else node[step]  # a section may be left out
+    copied[step] = with_value(below, tuple(rest), value) if rest else value
     return copied

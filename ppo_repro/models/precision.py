@@ -1,0 +1,42 @@
+"""The precision of sampler and trainer as the configuration sets it, on the networks of a run."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision, TrainerPrecision
+from ppo_repro.numerics.arithmetic.rounding import NARROW
+from ppo_repro.numerics.layers.rounded import Precision, round_model, view_of
+
+
+def precision_of(config: SamplerPrecision) -> Precision:
+    """What each kind of number is rounded to, where the configuration names formats."""
+    narrow_inputs = config.activations in NARROW
+    return Precision(
+        weights=_form(config.weights),
+        other_weights=_form(config.rest if config.weights in NARROW else config.weights),
+        linear_inputs=_form(config.activations) if narrow_inputs else None,
+        activations=_form(config.rest if narrow_inputs else config.activations),
+        kv_cache=_form(config.kv_cache),
+        logits=_form(config.logits),
+        gradients=_form(config.gradients) if isinstance(config, TrainerPrecision) else None,
+    )
+
+
+def _form(name: str) -> str | None:
+    return None if name == "float32" else name
+
+
+def set_precision(config: MismatchConfig, policy: PreTrainedModel, reference: PreTrainedModel) -> PreTrainedModel:
+    """Give policy and reference the trainer's precision in place; returns the policy as the sampler has it.
+
+    That is `policy` itself where both have the same one, otherwise a view of the same parameters. The reference is
+    scored by the trainer, so a policy that is still the reference has KL 0. UserError where the model is not covered.
+    """
+    sampler, trainer = precision_of(config.sampler.precision), precision_of(config.trainer.precision)
+    sampled = policy
+    if config.sampler.precision.forward_formats != config.trainer.precision.forward_formats:
+        sampled = round_model(view_of(policy), sampler, "mismatch.sampler.precision")
+    for model in (policy, reference):
+        round_model(model, trainer, "mismatch.trainer.precision")
+    return sampled

@@ -1,0 +1,81 @@
+"""What of the `mismatch` section is refused, in one line, and what its absence leaves as it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision
+from ppo_repro.errors import UserError
+from ppo_repro.models.precision import precision_of
+from ppo_repro.numerics.layers.rounded import Precision
+from tests.support.runs import small_config
+
+ROUNDED, STOCK = "mismatch.sampler.precision.weights=bfloat16", "mismatch.sampler.stock=bfloat16"
+SGLANG = ("rollout.engine={kind: sglang}",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("mismatch.sampler.precision.weights=bf16",),
+            r"mismatch.sampler.precision.weights = 'bf16': .*; did you mean bfloat16\?",
+        ),
+        (("mismatch.sampler.precision.gradients=int8",), "mismatch.sampler.precision.gradients: unknown field; .*"),
+        (("mismatch.sampler.precision.rest=int8",), "mismatch.sampler.precision.rest = 'int8': .*"),
+        (
+            ("mismatch.trainer.precision={weights: bfloat16, rest: bfloat16}",),
+            "mismatch.trainer.precision: rest is for what weights or activations of 8 bits leave alone; remove it",
+        ),
+        ((ROUNDED, "numerics.mode=native"), "mismatch.sampler.precision needs numerics.mode = exact, whose .*"),
+        (
+            ("mismatch.trainer.precision.gradients=bfloat16", "numerics.mode=native"),
+            "mismatch.trainer.precision needs numerics.mode = exact, whose .*",
+        ),
+        ((ROUNDED, *SGLANG), "mismatch.sampler.precision needs rollout.engine.kind = torch; .*"),
+        ((STOCK, *SGLANG), "mismatch.sampler.stock needs rollout.engine.kind = torch; .*"),
+        ((STOCK, ROUNDED), "mismatch.sampler: stock rounds as torch does, so precision has no effect; .*"),
+        (("mismatch.trainer.stock=bfloat16",), "mismatch.trainer.stock: unknown field; .*"),
+        (
+            ("mismatch.trainer.precision.logits=int8", "numerics.accuracy_sequences=2"),
+            "numerics.accuracy_sequences needs a trainer that rounds nothing; remove mismatch.trainer.precision",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_field(overrides: tuple[str, ...], line: str) -> None:
+    with pytest.raises(UserError, match=f"small.yaml: {line}$") as caught:
+        small_config(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_sglang_and_native_numerics_can_do_is_not_refused() -> None:
+    small_config("mismatch.trainer.precision.weights=bfloat16", *SGLANG)
+    small_config(STOCK, "numerics.mode=native")
+
+
+def test_a_configuration_without_a_cause_is_as_if_there_were_no_section() -> None:
+    plain, text = small_config(), dump_yaml(small_config())
+    assert "mismatch:" not in text and plain.mismatch == MismatchConfig()
+    for same in ("mismatch={}", "mismatch.sampler={}", "mismatch.trainer.precision={logits: float32}"):
+        assert small_config(same).digest() == plain.digest() and dump_yaml(small_config(same)) == text
+    assert small_config(ROUNDED).digest() != plain.digest() != small_config(STOCK).digest()
+
+
+def test_what_is_rounded_to_what() -> None:
+    assert precision_of(SamplerPrecision()) == Precision() and not Precision().rounds
+    wide = SamplerPrecision(weights="bfloat16", activations="float16", kv_cache="float8_e5m2", logits="int8")
+    assert precision_of(wide) == Precision("bfloat16", "bfloat16", None, "float16", "float8_e5m2", "int8")
+    narrow = SamplerPrecision(weights="int8", activations="float8_e4m3", rest="bfloat16")
+    assert precision_of(narrow) == Precision("int8", "bfloat16", "float8_e4m3", "bfloat16")
+    assert precision_of(SamplerPrecision(weights="int8")) == Precision("int8")
+    inputs = SamplerPrecision(weights="bfloat16", activations="int8", rest="float16")
+    assert precision_of(inputs) == Precision("bfloat16", "bfloat16", "int8", "float16")
+
+
+def test_which_sides_have_the_same_precision() -> None:
+    both = ("mismatch.sampler.precision.weights=int8", "mismatch.trainer.precision.weights=int8")
+    assert small_config().mismatch.same_precision and small_config(*both).mismatch.same_precision
+    assert small_config("mismatch.trainer.precision.gradients=bfloat16").mismatch.same_precision
+    for other in ((both[0],), (both[1],), (*both, "mismatch.sampler.precision.logits=int8"), (STOCK,)):
+        assert not small_config(*other).mismatch.same_precision

@@ -1,0 +1,268 @@
+"""Every cause of `mismatch` in a recorded run: its size beside stock torch, layouts, replay, and its diagnosis."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from analysis.diagnosis.diagnose import diagnose_chunks
+from analysis.mismatch.bucket import bucket_table
+from analysis.mismatch.tables import measure, whole
+from analysis.pairs.run_evidence import run_evidence
+from analysis.pairs.runs import run_pairs
+from ppo_repro.config.files import load_config
+from ppo_repro.records import manifest, reader
+from ppo_repro.replay.replay import replay, stages_of
+from ppo_repro.runs.run import run_folder
+from ppo_repro.seeding import words
+from ppo_repro.watcher import Silent
+from tests.support.language import resume, run
+from tests.support.paths import TINY
+from tests.support.turns import turns_config
+
+COMMON = (
+    *("ppo.iterations=3", "checkpoints.every=1", "checkpoints.keep=3", "checkpoints.final_state=false"),
+    *("numerics.max_context=24", "records.level=deep", "records.top_logits=16", "task.num_eval_prompts=2"),
+    *("ppo.ratio_anchor=old", "ppo.minibatch_size=5", "task.max_operand=12", "model.warm_start_steps=60"),
+)
+LAYOUT = [
+    *("layout.rollout_slots=4", "layout.padding=left", "layout.update_micro_batch=2", "layout.threads=2"),
+    *("layout.forward_micro_batch=4", "layout.prefill_chunk=2", "layout.prefix_cache=false"),
+]
+MOST = 6
+RANDOM = ("model.warm_start_steps=0", "model.vocab_size=40", f"rollout.max_response_tokens={MOST}")
+LAG = "mismatch.sampler.lag"
+TRAINER = "mismatch.trainer"
+CASES: dict[str, tuple[str, ...]] = {
+    "lag of 1": (f"{LAG}={{kind: fixed, iterations: 1}}",),
+    "lag of up to 2": (f"{LAG}={{kind: drawn, max_iterations: 2}}",),
+    "two versions": (f"{LAG}={{kind: fixed, iterations: 2, tokens_per_version: 1}}",),
+    "lag with adapters": ("lora={rank: 2, alpha: 4.0}", f"{LAG}={{kind: fixed, iterations: 1}}"),
+    "top-p of 0.9": ("rollout.top_p=0.9", f"{TRAINER}.top_p_scored=false"),
+    "top-k of 3": ("rollout.top_k=3", f"{TRAINER}.top_p_scored=false"),
+    "temperature of 0.7": ("rollout.temperature=0.7", f"{TRAINER}.temperature_scored=false"),
+    "temperature of 1.5": ("rollout.temperature=1.5", f"{TRAINER}.temperature_scored=false"),
+    "text before": (f"{TRAINER}.prompt_before='<eos>'",),
+    "text around": (f"{TRAINER}.prompt_before='1+'", f"{TRAINER}.prompt_after='<eos>='"),
+    "padding to 5": (f"{TRAINER}.padding_leak=5",),
+    "padding to 6": (f"{TRAINER}.padding_leak=6",),
+    "all encoded again": (*RANDOM, f"{TRAINER}.retokenize=1"),
+    "half encoded again": (*RANDOM, f"{TRAINER}.retokenize=0.5"),
+    "dropout of 0.1": (f"{TRAINER}.dropout=0.1",),
+    "dropout of 0.4": (f"{TRAINER}.dropout=0.4",),
+    "end tokens left out": (f"{TRAINER}.eos_in_loss=false",),
+    "token bias of 0.1": ("mismatch.sampler.token_bias=0.1",),
+    "token bias of 0.5": ("mismatch.sampler.token_bias=0.5",),
+}
+CAUSES = {
+    "lag": "stale_weights",
+    "two versions": "stale_weights",
+    "top": "truncated_sampling",
+    "temperature": "temperature",
+    "text": "other_prompt",
+    "padding": "padding_leak",
+    "all": "retokenization",
+    "half": "retokenization",
+    "dropout": "dropout",
+    "end": "none",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recorded run with one cause."""
+
+    name: str
+    folder: Path
+
+    @property
+    def tokens(self) -> pd.DataFrame:
+        return reader.read_tokens(self.folder)
+
+    @property
+    def sequences(self) -> pd.DataFrame:
+        return reader.read_sequences(self.folder)
+
+    def of(self, column: str) -> np.ndarray:
+        return self.tokens[column].to_numpy(np.float64)
+
+    def policy(self, version: int) -> PreTrainedModel:
+        """The policy after so many iterations, in stock torch."""
+        folder = self.folder / "checkpoints"
+        model = AutoModelForCausalLM.from_pretrained(folder / "reference", dtype="float32")
+        if version:
+            weights = load_file(folder / f"iteration-{version:06d}" / "policy.safetensors")
+            model.load_state_dict(weights, strict=False)
+        return model.eval()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    config = load_config(TINY, [*COMMON, *CASES[request.param]])
+    return Case(request.param, run(config, tmp_path_factory.mktemp("faults"), Silent())[0])
+
+
+@torch.no_grad()
+def stock_logprobs(
+    model: PreTrainedModel, prompt: list[int], response: list[int], kept: Tensor | None = None
+) -> Tensor:
+    """Log-probs [T] of a response in stock float32; `kept` [T, H] multiplies the last hidden states."""
+    hidden = model.model(torch.tensor([[*prompt, *response]])).last_hidden_state[0, len(prompt) - 1 : -1]
+    logits = model.lm_head(hidden if kept is None else hidden * kept)
+    return torch.log_softmax(logits, -1)[torch.arange(len(response)), torch.tensor(response)]
+
+
+def stock(case: Case, iteration: int, side: str) -> np.ndarray:
+    """What one side computes of an iteration's tokens, by its definition."""
+    rows = case.sequences[case.sequences["iteration"] == iteration]
+    tokenizer = AutoTokenizer.from_pretrained(case.folder / "checkpoints" / "reference")
+    trains = side == "old_logprobs"
+    options = dict(option.partition("=")[::2] for option in CASES[case.name])
+    before, after = (options.get(f"{TRAINER}.prompt_{at}", "").strip("'") for at in ("before", "after"))
+    p = float(options.get(f"{TRAINER}.dropout", 0))
+    found, token = [], 0
+    models = {version: case.policy(version) for version in range(iteration + 1)}
+    for row in rows.itertuples():
+        prompt, response = list(row.prompt_ids), list(row.response_ids)
+        versions = [iteration] * len(response)
+        kept = None
+        if trains:
+            padding = int(options.get(f"{TRAINER}.padding_leak", 0)) - len(prompt)
+            inner = [*tokenizer(before)["input_ids"], *prompt, *tokenizer(after)["input_ids"]]
+            prompt = [tokenizer.pad_token_id] * padding + inner
+            if p:
+                width = models[0].config.hidden_size
+                drawn = [words(width, "dropout", 7, "scoring", iteration, token + t) for t in range(len(response))]
+                kept = torch.tensor(np.array([row / 2**64 >= p for row in drawn]) / (1 - p), dtype=torch.float32)
+        elif row.rollout_policy_versions is not None:
+            versions = list(row.rollout_policy_versions)
+        by_version = {v: stock_logprobs(models[v], prompt, response, kept) for v in set(versions)}
+        found += [float(by_version[v][t]) for t, v in enumerate(versions)]
+        token += len(response)
+    return np.array(found)
+
+
+@pytest.mark.slow
+def test_both_sides_are_those_of_stock_torch(case: Case) -> None:
+    tokens = case.tokens
+    sampler_differs = case.name.startswith(("top", "temperature", "token", "all", "half"))
+    for iteration in (0, 2):
+        if "adapters" in case.name and iteration:
+            continue  # a checkpoint has their merged weights too, but those of older ones are not there
+        rows = (tokens["iteration"] == iteration).to_numpy()
+        for side in ("old_logprobs",) if sampler_differs else ("old_logprobs", "rollout_logprobs"):
+            # float32 against exact sums
+            assert np.abs(stock(case, iteration, side) - case.of(side)[rows]).max() < 2e-4, (side, iteration)
+
+
+@pytest.mark.slow
+def test_the_mismatch_is_there_and_what_its_definition_says(case: Case) -> None:
+    delta = case.of("old_logprobs") - case.of("rollout_logprobs")
+    tokens, name = case.tokens, case.name
+    counted = reader.read_iterations(case.folder)["unequal_old_rollout_logprobs"].sum()
+    assert counted == np.count_nonzero(delta)
+    assert (counted > 0) == (name != "end tokens left out"), "an exact run without such a cause has no mismatch"
+    if name.startswith("end"):
+        rows = reader.read_updates(case.folder).merge(case.sequences, on=["iteration", "sequence"])
+        ends = (rows["position"] == rows["response_length"] - 1) & (rows["finish_reason"] == "stop")
+        assert ends.any() and ((rows["loss_weights"] == 0) == ends).all()
+    if name.startswith("top"):
+        np.testing.assert_allclose(delta, case.of("log_kept_mass"), atol=2e-6)
+    if name.startswith("temperature"):
+        temperature = float(name.rpartition(" ")[2])
+        for row, expected in zip(tokens.itertuples(), case.of("old_logprobs"), strict=True):
+            logits = dict(zip(row.rollout_top_ids, np.array(row.rollout_top_logits, float) * temperature, strict=True))
+            total = np.log(np.sum(np.exp(list(logits.values()))))
+            assert abs(logits[row.token_id] - total - expected) < 1e-5
+    if name.startswith("token bias"):
+        size = float(name.rpartition(" ")[2])
+        rows = []
+        for row in tokens.itertuples():
+            sampler = pd.Series(np.array(row.rollout_top_logits, float), row.rollout_top_ids)
+            rows.append(sampler - pd.Series(np.array(row.policy_top_logits, float), row.policy_top_ids))
+        by_token = pd.DataFrame(rows)
+        assert by_token.shape[1] > 10 and by_token.std().max() < 1e-5, "one error for each token, everywhere"
+        # of 12 normal numbers or more; a ratio outside has a probability below 1e-4
+        assert 0.3 < by_token.mean().std() / size < 2
+    if name.endswith("again"):
+        tokenizer = AutoTokenizer.from_pretrained(case.folder / "checkpoints" / "reference")
+        sums = tokens.groupby(["iteration", "sequence"])["rollout_logprobs"].sum()
+        same = [
+            list(a) == list(b)
+            for a, b in zip(*(case.sequences[c] for c in ("response_ids", "sampled_ids")), strict=True)
+        ]
+        assert 0 < sum(same) < len(same) and np.isfinite(sums).all()
+        for row, kept in zip(case.sequences.itertuples(), same, strict=True):
+            ended, sampled = row.finish_reason == "stop", list(row.sampled_ids)
+            again = tokenizer(tokenizer.decode(sampled, skip_special_tokens=True))["input_ids"]
+            expected = [*again, *(sampled[-1:] if ended else [])]
+            fits = bool(again) and len(expected) <= MOST
+            assert list(row.response_ids) in ([expected] if fits and name.startswith("all") else [expected, sampled])
+            assert kept == all(row.is_as_sampled)
+
+
+@pytest.mark.slow
+def test_no_layout_shows_and_neither_does_an_interruption(case: Case, tmp_path: Path) -> None:
+    config = load_config(TINY, [*COMMON, *CASES[case.name]])
+
+    class Interrupting(Silent):
+        def iteration(self, done: int, total: int, figures: str) -> None:
+            if done == 2:
+                raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        run(config, tmp_path, Interrupting())
+    found = resume(run_folder(config, tmp_path), Silent(), LAYOUT)
+    assert found.start > 0, "it began again, so nothing was taken from a checkpoint"
+    assert manifest.load(run_folder(config, tmp_path)).fingerprint == manifest.load(case.folder).fingerprint
+
+
+@pytest.mark.slow
+def test_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
+    assert replay(case.folder, stages_of("all")).difference is None
+    expected = next((cause for start, cause in CAUSES.items() if case.name.startswith(start)), None)
+    if expected is not None:
+        chunks = list(run_evidence(case.folder))
+        # where every prompt is padded, nothing tells padding from another cause
+        known = expected != "padding_leak" or any((chunk["pad_length"] == 0).any() for chunk in chunks)
+        assert diagnose_chunks(chunks).verdict == (expected if known else "unknown")
+
+
+@pytest.mark.slow
+def test_the_mismatch_by_lag(case: Case) -> None:
+    buckets = bucket_table(whole(measure(run_pairs(case.folder))).buckets)
+    by_lag = buckets[buckets["kind"] == "policy_lag"]
+    versions = case.sequences["rollout_policy_versions"]
+    if "lag" not in case.name and "versions" not in case.name:
+        assert by_lag.empty and versions.isna().all()
+        return
+    lags = case.tokens["iteration"].to_numpy() - np.concatenate(versions.to_list())
+    assert {int(lo): int(n) for lo, n in zip(by_lag["lo"], by_lag["n"], strict=True)} == {
+        lag: int((lags == lag).sum()) for lag in set(lags.tolist())
+    }
+    fresh = by_lag[by_lag["lo"] == 0].iloc[0]
+    assert fresh["abs_max"] == 0.0 or "versions" in case.name, "without a lag there is no mismatch"
+    assert (by_lag[by_lag["lo"] > 0]["k3"] > 0).all()
+
+
+@pytest.mark.slow
+def test_an_environment_speaks_to_older_weights_too(tmp_path: Path) -> None:
+    faults = (f"{LAG}={{kind: drawn, max_iterations: 1}}", f"{TRAINER}.padding_leak=9", f"{TRAINER}.dropout=0.1")
+    found = []
+    for layout in ([], LAYOUT[:-1]):
+        options = ["ppo.iterations=3", "numerics.max_context=30", *faults, *layout]
+        folder, _ = run(turns_config(tmp_path, *options), tmp_path / str(len(layout)), Silent())
+        found.append(manifest.load(folder).fingerprint)
+    sequences = reader.read_sequences(folder)
+    assert any(any(forced) for forced in sequences["is_forced"]) and found[0] == found[1]
+    assert [len(v) for v in sequences["rollout_policy_versions"]] == sequences["response_length"].tolist()
+    assert len({version for row in sequences["rollout_policy_versions"] for version in row}) == 3

@@ -1,0 +1,158 @@
+"""Runs whose sampler or trainer rounds: one fingerprint under every layout, a mismatch only where the two differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis.mismatch.parity import parity
+from analysis.report.reading.facts import disturbance_verdict
+from ppo_repro.checks.bisect import bisect
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader
+from ppo_repro.rollout.stock_engine import StockEngine
+from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.run import run_folder
+from ppo_repro.watcher import Silent
+from tests.support.language import rerun, resume, run
+from tests.support.paths import TINY
+
+# the same work cut up in another way
+OTHER_LAYOUT = (
+    *("layout.rollout_slots=2", "layout.prefill_chunk=2", "layout.prefix_cache=false", "layout.forward_micro_batch=2"),
+    *("layout.update_micro_batch=1", "layout.padding=left", "layout.threads=2"),
+)
+BFLOAT16 = "{weights: bfloat16, activations: bfloat16, logits: bfloat16}"
+W8A8 = "{weights: float8_e4m3, activations: float8_e4m3, rest: bfloat16, kv_cache: float8_e4m3}"
+TRAINED = "{weights: float16, activations: float16, logits: float16, gradients: float16}"
+SIDES = {
+    "sampler bfloat16": (f"mismatch.sampler.precision={BFLOAT16}",),
+    "sampler w8a8": (f"mismatch.sampler.precision={W8A8}",),
+    "trainer float16": (f"mismatch.trainer.precision={TRAINED}", "ppo.ratio_anchor=old"),
+    "int8 weights, head": ("mismatch.sampler.precision.weights=int8", "value={kind: head}"),
+    "int8 weights, lora": (
+        "mismatch.sampler.precision.weights=int8",
+        f"mismatch.trainer.precision={TRAINED}",
+        "lora={rank: 2, alpha: 4.0}",
+        "value={learning_rate: 1e-3, lora: {rank: 2, alpha: 4.0}}",
+        "layout.gradient_checkpointing=true",
+    ),
+}
+BOTH = (f"mismatch.sampler.precision={W8A8}", f"mismatch.trainer.precision={W8A8}", "kl={placement: reward}")
+
+
+def tiny(*overrides: str) -> RunConfig:
+    return load_config(TINY, overrides)
+
+
+def recorded(out: Path, *overrides: str) -> Path:
+    return run(tiny(*overrides), out, Silent())[0]
+
+
+def fingerprint(run_dir: Path) -> str:
+    found = reader.open_manifest(run_dir).fingerprint
+    assert found
+    return found
+
+
+def check(tmp_path: Path, overrides: tuple[str, ...]) -> Parity:
+    first = recorded(tmp_path / "first", *overrides)
+    again = recorded(tmp_path / "again", *overrides, *OTHER_LAYOUT)
+    assert fingerprint(first) == fingerprint(again)
+    found = parity(first)
+    assert found.unequal_values == 0 and found.tokens > 30
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if i == 0 else pytest.mark.slow) for i, n in enumerate(SIDES)]
+)
+def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: str, tmp_path: Path) -> None:
+    found = check(tmp_path, SIDES[name])
+    assert found.unequal_old_rollout_logprobs > found.tokens / 2
+    assert 1e-5 < found.max_abs_old_rollout < 2.0
+    if "ppo.ratio_anchor=old" in SIDES[name]:
+        assert found.unequal_first_ratios == 0
+    else:
+        assert found.unequal_first_ratios > 0
+
+
+@pytest.mark.slow
+def test_sides_with_the_same_precision_agree_on_every_bit(tmp_path: Path) -> None:
+    found = check(tmp_path, BOTH)
+    assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios) == (0, 0)
+    tokens = reader.read_tokens(tmp_path / "first" / "tiny" / next((tmp_path / "first" / "tiny").iterdir()).name)
+    start = tokens[tokens["iteration"] == 0]
+    assert (start["old_logprobs"] == start["ref_logprobs"]).all(), "the reference is scored as the policy is"
+
+
+@pytest.mark.slow
+def test_another_precision_is_another_run(tmp_path: Path) -> None:
+    """The control: one field of the sampler, or of the backward pass, shows in the fingerprint."""
+    runs = ((), *SIDES.values(), BOTH, ("mismatch.trainer.precision.gradients=bfloat16",))
+    found = {fingerprint(recorded(tmp_path / str(i), *overrides)) for i, overrides in enumerate(runs)}
+    assert len(found) == len(runs)
+
+
+def prepared(*overrides: str) -> Prepared:
+    return prepare(tiny(*overrides, "model.warm_start_steps=0"), lambda step, total, loss: None)
+
+
+def test_without_a_cause_sampler_and_trainer_are_one_object() -> None:
+    plain, same = prepared(), prepared(*BOTH[:2])
+    assert plain.engine.policy is plain.state.policy and same.engine.policy is same.state.policy
+    assert type(plain.engine) is not StockEngine
+    rounds = prepared(SIDES["sampler bfloat16"][0])
+    assert rounds.engine.policy is not rounds.state.policy
+    assert [id(p) for p in rounds.engine.policy.parameters()] == [id(p) for p in rounds.state.policy.parameters()]
+    assert {type(m) for m in rounds.state.policy.modules()} == {type(m) for m in plain.state.policy.modules()}
+
+
+class Stopped(Silent):
+    """Ends a run after its first iteration."""
+
+    def iteration(self, done: int, total: int, figures: str) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_resumed_and_a_repeated_run_are_the_same_run(tmp_path: Path) -> None:
+    overrides = (*SIDES["sampler w8a8"], f"mismatch.trainer.precision={TRAINED}", "checkpoints.every=1")
+    whole = recorded(tmp_path / "whole", *overrides)
+    config = tiny(*overrides)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "part", Stopped())
+    part = run_folder(config, tmp_path / "part")
+    resume(part, Silent(), list(OTHER_LAYOUT))
+    assert manifest.load(part).fingerprint == fingerprint(whole)
+    assert rerun(whole, Silent(), ["layout.padding=none"]).difference is None
+
+
+@pytest.mark.slow
+def test_stock_torch_samples_in_its_own_numbers(tmp_path: Path) -> None:
+    run_dir = recorded(tmp_path, "mismatch.sampler.stock=bfloat16")
+    found = parity(run_dir)
+    assert found.unequal_old_rollout_logprobs > found.tokens / 2 and 1e-5 < found.max_abs_old_rollout < 2.0
+    first = prepared("mismatch.sampler.stock=float16")
+    assert isinstance(first.engine, StockEngine) and {p.dtype for p in first.engine.policy.parameters()} == {
+        first.engine.policy.dtype
+    }
+    native = parity(recorded(tmp_path / "native", "mismatch.sampler.stock=bfloat16", "numerics.mode=native"))
+    assert native.unequal_old_rollout_logprobs > native.tokens / 2
+
+
+def test_the_verdicts_say_that_it_was_on_purpose(tmp_path: Path) -> None:
+    def texts(*overrides: str) -> list[str]:
+        return [verdict.text for verdict in disturbance_verdict(tiny(*overrides))]
+
+    assert texts(SIDES["sampler w8a8"][0])[0] == (
+        "The sampler was rounded on purpose: mismatch.sampler.precision = weights float8_e4m3, activations "
+        "float8_e4m3, rest bfloat16, kv_cache float8_e4m3."
+    )
+    assert texts("mismatch.sampler.stock=float16")[0].endswith("on purpose: mismatch.sampler.stock = float16.")
+    assert not any("on purpose" in text for text in texts())
+    with pytest.raises(UserError, match=r"^mismatch: must be empty here, where sampler and trainer are compared; "):
+        bisect(TINY, ["mismatch.trainer.precision.logits=int8"], tmp_path)

@@ -53,7 +53,7 @@ TREES: dict[str, dict[str, Any]] = {
     "importance weights": {"ppo": {"ratio_anchor": "old", "importance_weights": WEIGHTS}},
     "lora": {"lora": {"rank": 2, "alpha": 4.0}},
     "value lora": {"value": {"learning_rate": 1e-3, "lora": {"rank": 2, "alpha": 4.0}}},
-    "rounded": {"mismatch": {"sampler": {"precision": {"weights": "int8", "rest": "bfloat16"}}}},
+    "rounded": {"mismatch": {side: {"precision": {"weights": "int8"}} for side in ("sampler", "trainer")}},
     "sampler stock": {"mismatch": {"sampler": {"stock": "bfloat16"}}},
     "sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang"}}, "kl": {"placement": "none"}},
 }

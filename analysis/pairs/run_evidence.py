@@ -25,8 +25,8 @@ def run_evidence(
     """The pairs rollout_logprobs, old_logprobs of a language run, with every column that `diagnose` knows.
 
     logprobs_b_again is the first minibatch's new_logprobs, before any step, and NaN elsewhere. Lags, ids that were
-    encoded again, and the trainer's padding and prompts are as recorded. UserError on anything wrong in the records, and
-    on a run that is not complete unless `allow_incomplete`.
+    encoded again, and the trainer's padding and prompts are as recorded. UserError on anything wrong in the records,
+    and on a run that is not complete unless `allow_incomplete`.
     """
     folder = Path(run_dir)
     config = load_recorded_config(folder)

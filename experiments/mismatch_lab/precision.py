@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def errors(model: PreTrainedModel, text: Text, max_context: int) -> pd.DataFrame
     reference = reference_scores(model, text).logprobs
     parts = []
     for by, precision, found in logprobs(model, text, max_context):
+        print(f"{by}: {precision}", file=sys.stderr, flush=True)
         error = (found.double() - reference).numpy()
         parts.append(pd.DataFrame({"by": by, "precision": precision, "token": range(len(error)), "error": error}))
     return pd.concat(parts, ignore_index=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.mismatch.parity import parity
+from analysis.mismatch.parity import Parity, parity
 from analysis.report.reading.facts import disturbance_verdict
 from ppo_repro.checks.bisect import bisect
 from ppo_repro.config.files import load_config

@@ -164,9 +164,10 @@ def clipping_section(facts: RunFacts, iterations: pd.DataFrame, scan: Scan) -> S
         clipping.extremes_figure(scan.extremes, bounds),
     ]
     if bounds is None:
-        return Section(
-            "clipping", title, (f"The objective {facts.config.ppo.objective.kind} does not clip.",), tuple(figures)
-        )
+        kind = facts.config.ppo.objective.kind
+        if scan.flags[list(counts.FLAGS)].to_numpy().any():
+            figures.insert(1, clipping.flag_figure(scan.flags))
+        return Section("clipping", title, (f"The objective {kind} does not clip by a token's ratio.",), tuple(figures))
     figures.insert(1, clipping.flag_figure(scan.flags))
     figures += analyses.clipping(facts.run_dir, facts.config).figures
     if scan.overshoot["count"].any():

@@ -12,7 +12,7 @@ import pandas as pd
 from analysis.mismatch.parity import Parity
 from analysis.report.drawing.markup import number, share
 from analysis.report.figures.clipping import ClipBounds
-from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader

@@ -61,7 +61,7 @@ def ragged(lengths: Tensor) -> dict[str, tuple[Callable[..., object], list[Tenso
         "charge_penalties": (lambda p, s, w: rewards.charge_penalties(p, s, w, "token"), [token, lengths, word]),
         "shaping_rewards": (lambda p, s: rewards.shaping_rewards(p, s, 1.0), [potential, lengths]),
         "importance_weights": (
-            lambda old, new, s: weights.importance_weights(old, new, s, 2.0, False, False),
+            lambda old, new, s: corrections.importance_ratios(old, new, s, "sequence"),
             [token, token, lengths],
         ),
         "sequence_logprobs": (preferences.sequence_logprobs, [token, lengths]),

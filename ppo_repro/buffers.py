@@ -157,9 +157,7 @@ class PolicyUpdate:
     losses: Tensor  # [M] float32, all terms
     surrogates: Tensor  # [M] float32, the objective's term in ratio and advantage
     penalty_terms: Tensor | None  # [M] float32, of PPO-Penalty and KL-Cov; None for other objectives
-    importance_weights: (
-        Tensor | None
-    )  # [M] float32, factor on the two terms above, 0 if rejected; None unless configured
+    importance_weights: Tensor | None  # [M] float32, factor on the two terms above; None unless configured
     corrections: Tensor | None  # [M] uint8, a ppo.corrections.Correction each; None unless configured
     kl_terms: Tensor | None  # [M] float32, kl_coef times the KL to the reference; None unless the loss has it
     loss: float  # all terms, weighted as configured

@@ -24,10 +24,8 @@ def ratios_at(delta: Float64, sequence: npt.NDArray[np.int64], level: str) -> Fl
 
 
 def bounded(ratios: Float64, kind: str, low: float, high: float) -> tuple[Float64, npt.NDArray[np.object_]]:
-    """(weights, what was done): `truncated` to [low, high], or `masked` to 0 outside; otherwise as they are."""
+    """(weights, what was done): `truncated` to [low, high], or `masked` to 0 outside."""
     changes = np.full(len(ratios), "none", dtype=object)
-    if kind not in ("truncated", "masked"):
-        return ratios, changes
     changes[ratios > high], changes[ratios < low] = f"{kind}_high", f"{kind}_low"
     if kind == "truncated":
         return np.clip(ratios, low, high), changes
@@ -76,12 +74,10 @@ def _weights(
     settings: ImportanceWeights, delta: Float64, sequence: npt.NDArray[np.int64]
 ) -> tuple[Float64, npt.NDArray[np.object_]]:
     ratios = ratios_at(delta, sequence, settings.level)
-    low, high = 0.0, np.inf
-    if settings.kind == "truncated":
-        low, high = settings.floor or 0.0, settings.cap
-    elif settings.kind == "masked":
-        low, high = 1.0 / settings.cap if settings.floor is None else settings.floor, settings.cap
-    weights, changes = bounded(ratios, settings.kind, low, high)
+    cap, floor = np.inf if settings.cap is None else settings.cap, settings.floor or 0.0
+    if settings.kind == "masked" and settings.floor is None:
+        floor = 1.0 / cap
+    weights, changes = bounded(ratios, settings.kind, floor, cap)
     if settings.normalize:
         each = weights if settings.level == "token" else weights[np.unique(sequence, return_index=True)[1]]
         weights = weights / each.mean() if each.mean() > 0.0 else weights

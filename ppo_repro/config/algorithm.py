@@ -158,7 +158,7 @@ class PPOConfig(Section):
     )
     rejection: Annotated[tuple[Rejection, ...], Field(strict=False)] = Field(
         (),
-        description="Tokens and responses that leave the surrogate; what one entry rejects is rejected. [] for none.",
+        description="Tokens and responses that get weight 0: those that any entry rejects. [] for none.",
     )
     rejected_tokens: Literal["counted", "left_out"] = Field(
         "counted",
@@ -189,11 +189,9 @@ class PPOConfig(Section):
         twice = [entry for index, entry in enumerate(self.rejection) if entry in self.rejection[:index]]
         if twice:
             raise ValueError(f"rejection holds an entry of kind {twice[0].kind} twice; keep one")
-        if self.rejected_tokens == "left_out" and not self.rejection:
-            if self.importance_weights is None or self.importance_weights.kind != "masked":
-                raise ValueError(
-                    "rejected_tokens = left_out needs an entry in rejection, or importance_weights of kind masked"
-                )
+        masks = self.importance_weights is not None and self.importance_weights.kind == "masked"
+        if self.rejected_tokens == "left_out" and not (self.rejection or masks):
+            raise ValueError("rejected_tokens = left_out needs rejection, or importance_weights of kind masked")
         return self
 
     @model_validator(mode="before")

@@ -14,60 +14,41 @@ from ppo_repro.config.objectives import WeightCap
 from ppo_repro.config.section import NonNegative, Positive, Section
 
 Level = Literal["token", "sequence", "geometric"]
-LEVEL = "Ratio w of the token, of its whole response (the product), or its response's geometric mean."
-NORMALIZE = "Divide the weights of an iteration by their mean over tokens, or over responses at the other levels."
 
 
-def _require_below_one(floor: float | None) -> None:
-    if floor is not None and floor >= 1.0:
-        raise ValueError(f"floor = {floor} must be smaller than 1, the weight where both policies agree")
-
-
-class UnboundedWeights(Section):
-    """w itself: decoupled PPO."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"normalize"})
-
-    kind: Literal["unbounded"] = Field(description="Take w as it is.")
-    level: Level = Field("token", description=LEVEL)
-    normalize: bool = Field(False, description=NORMALIZE)
-
-
-class TruncatedWeights(Section):
-    """min(w, cap), with `floor` bounded on both sides."""
+class ImportanceWeights(Section):
+    """Correction of a sampler that is not the policy that is trained: w on every token's surrogate."""
 
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"floor", "normalize"})
 
-    kind: Literal["truncated"] = Field(description="Bound w.")
-    level: Level = Field("token", description=LEVEL)
-    cap: WeightCap = Field(2.0, description="Largest weight.")
-    floor: NonNegative | None = Field(None, description="Smallest weight; null: no bound below.")
-    normalize: bool = Field(False, description=NORMALIZE)
+    kind: Literal["truncated", "masked"] = Field(
+        description="Either w within [floor, cap], or 0 where w is outside [floor, cap]."
+    )
+    level: Level = Field(
+        "token", description="w of the token, of its whole response (the product), or its response's geometric mean."
+    )
+    cap: WeightCap | None = Field(2.0, description="Largest w; null: none, so that truncated weights are w itself.")
+    floor: NonNegative | None = Field(
+        None, description="Smallest w; null: none, or for masked weights with a cap 1 / cap."
+    )
+    normalize: bool = Field(
+        False, description="Divide by the mean over an iteration's tokens, or responses at the other levels."
+    )
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        _require_below_one(self.floor)
+    def _bounds_are_around_one(self) -> Self:
+        if self.floor is not None and self.floor >= 1.0:
+            raise ValueError(f"floor = {self.floor} must be smaller than 1, the weight where both policies agree")
+        if self.kind == "masked" and self.cap is None and not self.floor:
+            raise ValueError("kind = masked without cap and floor masks nothing; give one, or take kind truncated")
         return self
 
-
-class MaskedWeights(Section):
-    """w where floor <= w <= cap, and 0 elsewhere."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"floor", "normalize"})
-
-    kind: Literal["masked"] = Field(description="Set w to 0 outside its bounds.")
-    level: Level = Field("token", description=LEVEL)
-    cap: WeightCap = Field(2.0, description="Larger weights become 0.")
-    floor: NonNegative | None = Field(None, description="Smaller weights become 0; null: 1 / cap; 0: none do.")
-    normalize: bool = Field(False, description=NORMALIZE)
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        _require_below_one(self.floor)
-        return self
-
-
-ImportanceWeights = Annotated[UnboundedWeights | TruncatedWeights | MaskedWeights, Field(discriminator="kind")]
+    @property
+    def lowest(self) -> float:
+        """The lower bound, 0 for none: floor, or for masked weights by default 1 / cap."""
+        if self.floor is None and self.kind == "masked" and self.cap is not None:
+            return 1.0 / self.cap
+        return self.floor or 0.0
 
 
 class RatioRejection(Section):

@@ -51,32 +51,34 @@ def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: T
     return elementwise.exp(delta)
 
 
-def _bound(bound: float | None, otherwise: float) -> Tensor:
-    return torch.tensor(otherwise if bound is None else bound, dtype=torch.float32)
+def _bounds(low: float, high: float | None) -> tuple[Tensor, Tensor]:
+    return torch.tensor(low, dtype=torch.float32), torch.tensor(
+        torch.inf if high is None else high, dtype=torch.float32
+    )
 
 
-def truncated_weights(ratios: Tensor, cap: float, floor: float | None) -> tuple[Tensor, Tensor]:
-    """(min(w, cap), or clip(w, floor, cap); Correction), [N] float32 and uint8. Truncated importance sampling.
+def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Tensor, Tensor]:
+    """(w within [floor, cap], Correction), [N] float32 and uint8. Truncated importance sampling; cap None: no bound.
 
-    Ionides, 2008, at the level of tokens Yao et al., 2025 (TIS). With a floor: slime's `tis_mode: clip`, TRL's
-    `vllm_importance_sampling_clip_min`. verl and AReaL have no floor.
+    Ionides, 2008, for a sampler's tokens Yao et al., 2025 (TIS): min(w, cap). Without bounds it is the weight of
+    decoupled PPO (Hilton et al., 2022, section 3; AReaL). With a floor slime's `tis_mode: clip` and TRL's
+    `vllm_importance_sampling_clip_min`; verl and AReaL have none.
     """
-    low, high = _bound(floor, 0.0), _bound(cap, torch.inf)
+    low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
     changes[ratios > high] = Correction.TRUNCATED_HIGH
     changes[ratios < low] = Correction.TRUNCATED_LOW
     return torch.minimum(torch.maximum(ratios, low), high), changes
 
 
-def masked_weights(ratios: Tensor, cap: float, floor: float | None) -> tuple[Tensor, Tensor]:
-    """(w where floor <= w <= cap and 0 elsewhere; Correction), [N] float32 and uint8. Floor None: 1 / cap.
+def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Tensor, Tensor]:
+    """(w where floor <= w <= cap and 0 elsewhere, Correction), [N] float32 and uint8. Masked importance sampling.
 
-    Masked importance sampling: by token with both bounds IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et
-    al., 2025, "When Speed Kills Stability". slime and verl bound both sides, by default with 1 / cap; AReaL and earlier
-    TRL only above, here floor 0.
+    By token with both bounds IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et al., 2025, "When Speed
+    Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier TRL only above, which
+    is a floor of 0.
     """
-    high = _bound(cap, torch.inf)
-    low = 1.0 / high if floor is None else _bound(floor, 0.0)
+    low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
     changes[ratios > high] = Correction.MASKED_HIGH
     changes[ratios < low] = Correction.MASKED_LOW
@@ -102,7 +104,8 @@ def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
     Rejection sampling of verl (`rollout_rs`) and slime (`use_rs`). The level geometric is Geo-RS. verl compares -log w
     with the logarithms of its bounds, so that its "0.6_1.4" is [1/1.4, 1/0.6] here.
     """
-    return (ratios < _bound(low, 0.0)) | (ratios > _bound(high, torch.inf))
+    lowest, highest = _bounds(low, high)
+    return (ratios < lowest) | (ratios > highest)
 
 
 def beyond_divergence(
@@ -127,5 +130,5 @@ def beyond_divergence(
 def vetoed(token_ratios: Tensor, lengths: Tensor, below: float) -> Tensor:
     """Where a response has a token with w < below, [N] bool. verl's and slime's veto, at 1e-4 there."""
     assert token_ratios.shape == (int(lengths.sum()),) and lengths.dim() == 1
-    below_it = token_ratios < _bound(below, 0.0)
+    below_it = token_ratios < _bounds(below, None)[0]
     return torch.repeat_interleave(torch.stack([run.any() for run in below_it.split(lengths.tolist())]), lengths)

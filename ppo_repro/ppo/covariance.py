@@ -29,7 +29,7 @@ def drawn_tokens(covariance: Tensor, allowed: Tensor, low: float, high: float, s
     """The tokens whose gradient Clip-Cov drops, [M] bool: a random `share` of M among those with low < cov < high.
 
     `allowed` [M] bool leaves out those that the clip removes already, as the published code does; `order` [M] int64 is
-    a random permutation of the minibatch's tokens, of which the first that qualify are drawn. Fewer where fewer qualify.
+    a random permutation of the minibatch's tokens, of which the first that qualify are drawn.
     """
     assert covariance.shape == allowed.shape == order.shape == (covariance.numel(),)
     qualified = allowed & (covariance > low) & (covariance < high)
@@ -40,7 +40,7 @@ def drawn_tokens(covariance: Tensor, allowed: Tensor, low: float, high: float, s
 
 
 def largest_tokens(covariance: Tensor, share: float) -> Tensor:
-    """The tokens that KL-Cov penalises, [M] bool: the `share` of M with the largest covariance, the earlier of equals."""
+    """The tokens that KL-Cov penalises, [M] bool: the `share` of M with the largest covariance, of equals the first."""
     assert covariance.shape == (covariance.numel(),)
     count = chosen_count(share, len(covariance))
     picked = torch.sort(covariance, descending=True, stable=True).indices[:count]

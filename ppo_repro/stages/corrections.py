@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, Rollout
-from ppo_repro.config.corrections import (
-    DivergenceRejection,
-    MaskedWeights,
-    RatioRejection,
-    Rejection,
-    TruncatedWeights,
-)
+from ppo_repro.config.corrections import DivergenceRejection, RatioRejection, Rejection
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ppo import corrections as ppo
 from ppo_repro.ppo.corrections import Correction
@@ -48,17 +42,12 @@ def corrections_of(config: RunConfig, rollout: Rollout, forward: ForwardPass) ->
 
 def _weights(config: RunConfig, rollout: Rollout, forward: ForwardPass) -> tuple[Tensor, Tensor]:
     old, sampled, lengths = forward.old_logprobs, rollout.rollout_logprobs, rollout.lengths
-    unchanged = torch.full(old.shape, Correction.NONE, dtype=torch.uint8)
     settings = config.ppo.importance_weights
     if settings is None:
-        return torch.ones_like(old), unchanged
+        return torch.ones_like(old), torch.full(old.shape, Correction.NONE, dtype=torch.uint8)
     ratios = ppo.importance_ratios(old, sampled, lengths, settings.level)
-    if isinstance(settings, TruncatedWeights):
-        weights, changes = ppo.truncated_weights(ratios, settings.cap, settings.floor)
-    elif isinstance(settings, MaskedWeights):
-        weights, changes = ppo.masked_weights(ratios, settings.cap, settings.floor)
-    else:
-        weights, changes = ratios, unchanged
+    bound = ppo.masked_weights if settings.kind == "masked" else ppo.truncated_weights
+    weights, changes = bound(ratios, settings.lowest, settings.cap)
     if settings.normalize:
         weights = ppo.normalized_weights(weights, lengths, by_response=settings.level != "token")
     return weights, changes

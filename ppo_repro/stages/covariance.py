@@ -1,4 +1,4 @@
-"""Which tokens of a minibatch Clip-Cov and KL-Cov change: chosen over the whole of it, before micro-batches split it."""
+"""The tokens that Clip-Cov and KL-Cov change, chosen over a whole minibatch before micro-batches split it."""
 
 from __future__ import annotations
 

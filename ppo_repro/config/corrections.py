@@ -25,7 +25,8 @@ class ImportanceWeights(Section):
         description="Either w within [floor, cap], or 0 where w is outside [floor, cap]."
     )
     level: Level = Field(
-        "token", description="w of the token, of its whole response (the product), or its response's geometric mean."
+        "token",
+        description="Ratio w of the token, of its whole response (the product), or its response's geometric mean.",
     )
     cap: WeightCap | None = Field(2.0, description="Largest w; null: none, so that truncated weights are w itself.")
     floor: NonNegative | None = Field(

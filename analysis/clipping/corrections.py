@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from analysis.clipping.flags import ratios_of
 from analysis.clipping.update_rows import Bool, Float64, column
-from ppo_repro.config.corrections import ImportanceWeights, Rejection
+from ppo_repro.config.objectives import ImportanceWeights, Rejection
 from ppo_repro.config.run import RunConfig
 
 WEIGHTLESS = ("masked_high", "masked_low", "rejected")  # the weight is 0
@@ -62,7 +64,7 @@ def corrections_of(tokens: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
     delta = column(tokens, "old_logprobs") - column(tokens, "rollout_logprobs")
     weights, changes = np.ones(len(tokens)), np.full(len(tokens), "none", dtype=object)
     if ppo.importance_weights is not None:
-        weights, changes = _weights(ppo.importance_weights, delta, sequence)
+        weights, changes = weights_of(ppo.importance_weights, delta, sequence)
     for entry in ppo.rejection:
         where = rejected(entry, delta, sequence)
         weights, changes = np.where(where, 0.0, weights), np.where(where, "rejected", changes)
@@ -70,14 +72,17 @@ def corrections_of(tokens: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
     return pd.DataFrame({"weight": weights, "change": changes, "counted": counted}, index=tokens.index)
 
 
-def _weights(
+def bounds_of(settings: ImportanceWeights) -> tuple[float, float]:
+    """The smallest and the largest w that stay as they are."""
+    cap, floor = math.inf if settings.cap is None else settings.cap, settings.floor or 0.0
+    return (1.0 / cap if settings.kind == "masked" and settings.floor is None else floor), cap
+
+
+def weights_of(
     settings: ImportanceWeights, delta: Float64, sequence: npt.NDArray[np.int64]
 ) -> tuple[Float64, npt.NDArray[np.object_]]:
-    ratios = ratios_at(delta, sequence, settings.level)
-    cap, floor = np.inf if settings.cap is None else settings.cap, settings.floor or 0.0
-    if settings.kind == "masked" and settings.floor is None:
-        floor = 1.0 / cap
-    weights, changes = bounded(ratios, settings.kind, floor, cap)
+    """(weight, what was done) of each token; `sequence` says which response a token belongs to."""
+    weights, changes = bounded(ratios_at(delta, sequence, settings.level), settings.kind, *bounds_of(settings))
     if settings.normalize:
         each = weights if settings.level == "token" else weights[np.unique(sequence, return_index=True)[1]]
         weights = weights / each.mean() if each.mean() > 0.0 else weights

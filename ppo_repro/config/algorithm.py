@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.corrections import ImportanceWeights, Rejection
-from ppo_repro.config.objectives import ClipObjective, Objective
+from ppo_repro.config.objectives import ClipObjective, ImportanceWeights, Objective, Rejection
 from ppo_repro.config.section import Count, Fraction, Index, NonNegative, Positive, Section, Whitening, with_usual
 
 

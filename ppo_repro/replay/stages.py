@@ -26,10 +26,9 @@ from ppo_repro.replay import recorded
 from ppo_repro.replay.columns import Stage
 from ppo_repro.replay.recorded import Records
 from ppo_repro.stages.advantages import compute_advantages
-from ppo_repro.stages.covariance import chooses_tokens, with_chosen
 from ppo_repro.stages.objective import Terms, make_terms
 from ppo_repro.stages.rewards import rewards_from
-from ppo_repro.stages.update import minibatches, policy_update, value_update
+from ppo_repro.stages.update import minibatches, policy_update, value_update, with_chosen
 from ppo_repro.tasks.rewards import Judgement, weighted_scores
 
 SECONDS = ("rollout", "forward", "update", "evaluation", "digests", "other")
@@ -130,7 +129,7 @@ def _policy(config: RunConfig, step: _Step, terms: Terms) -> PolicyUpdate | None
     if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
         # over the vocabulary, which no record holds; where it was not recorded either, no loss is compared
         kl_terms = step.column("kl_terms") if step.has("kl_terms") else torch.zeros_like(logprobs)
-    policy = with_chosen(terms.policy, step.tokens, logprobs, *step.place) if chooses_tokens(config) else terms.policy
+    policy = with_chosen(terms.policy, step.tokens, logprobs, step.place)
     columns = policy.of(step.tokens, logprobs, entropies, kl_terms)
     report = _report(step, "grad_norm", "gradient_redos")
     return policy_update(report, columns, step.tokens, step.weights, policy)

@@ -28,7 +28,7 @@ from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import expand_kept, kl_loss, token_statistics
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.sequences import response_means, sequence_ratios
-from ppo_repro.stages.corrections import Corrections, corrections_of
+from ppo_repro.remedies.corrections import Corrections, corrections_of
 from ppo_repro.stages.forward import in_reward_units
 
 Columns = tuple[Tensor, ...]  # per-token tensors to record, [m] each, or empty where there is no such thing

@@ -23,8 +23,8 @@ from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.ranks import Ranks
+from ppo_repro.remedies.covariance import chooses_tokens, chosen_tokens
 from ppo_repro.seeding import permutation
-from ppo_repro.stages.covariance import chooses_tokens, with_chosen
 from ppo_repro.stages.objective import (
     Columns,
     LossAndColumns,
@@ -191,8 +191,23 @@ def _with_chosen(objective: Objective, work: _Work, losses_of: Callable[[MicroBa
         return objective
     of_micro_batches = [PolicyColumns(*losses_of(m)[1][:_POLICY_COLUMNS]).new_logprobs.detach() for m in work.mine]
     new_logprobs = torch.cat(work.ranks.gather(of_micro_batches))
-    terms = with_chosen(policy.terms, work.tokens, new_logprobs, *work.place)
+    terms = with_chosen(policy.terms, work.tokens, new_logprobs, work.place)
     return replace(objective, policy=replace(policy, terms=terms))
+
+
+def with_chosen(terms: PolicyTerms, tokens: Tensor, new_logprobs: Tensor, place: tuple[int, int, int]) -> PolicyTerms:
+    """The terms with the tokens that Clip-Cov or KL-Cov changes in a minibatch of `tokens` [M], by `new_logprobs` [M].
+
+    Tokens that are in no loss are in no mean and are not chosen. The terms as they are for other objectives.
+    """
+    if not chooses_tokens(terms.config):
+        return terms
+    if terms.corrections is not None and terms.corrections.counted is not None:
+        counted = terms.corrections.counted[tokens]
+        tokens, new_logprobs = tokens[counted], new_logprobs[counted]
+    chosen = torch.zeros(len(terms.anchor), dtype=torch.bool)
+    chosen[tokens] = chosen_tokens(terms.config, new_logprobs, terms.anchor[tokens], terms.advantages[tokens], place)
+    return replace(terms, chosen=chosen)
 
 
 def _policy_step(state: TrainState, work: _Work, objective: Objective) -> PolicyUpdate:

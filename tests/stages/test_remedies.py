@@ -17,8 +17,8 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.replay.columns import STAGES
 from ppo_repro.replay.replay import lines, replay
-from ppo_repro.stages.covariance import with_chosen
 from ppo_repro.stages.objective import PolicyTerms, band_of
+from ppo_repro.stages.update import with_chosen
 from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import TINY
@@ -124,12 +124,12 @@ def test_tokens_are_chosen_over_the_minibatch_and_by_no_other_order(kind: str) -
     config = load_config(TINY, [f"ppo.objective={{kind: {kind}, share: 0.1}}"])
     terms, logprobs = terms_of(config, 200), -torch.rand(200, generator=torch.Generator().manual_seed(2))
     tokens = torch.arange(200)
-    chosen = with_chosen(terms, tokens, logprobs, 0, 0, 0).chosen
+    chosen = with_chosen(terms, tokens, logprobs, (0, 0, 0)).chosen
     assert chosen is not None and int(chosen.sum()) == 20
-    assert torch.equal(chosen, with_chosen(terms, tokens, logprobs, 0, 0, 0).chosen)
-    halves = [with_chosen(terms, half, logprobs[half], 0, 0, 0).chosen for half in tokens.split(100)]
+    assert torch.equal(chosen, with_chosen(terms, tokens, logprobs, (0, 0, 0)).chosen)
+    halves = [with_chosen(terms, half, logprobs[half], (0, 0, 0)).chosen for half in tokens.split(100)]
     assert not torch.equal(chosen, halves[0] | halves[1])
-    other = with_chosen(terms, tokens, logprobs, 0, 1, 0).chosen
+    other = with_chosen(terms, tokens, logprobs, (0, 1, 0)).chosen
     assert torch.equal(chosen, other) == (kind == "kl_cov"), "only Clip-Cov draws"
 
 

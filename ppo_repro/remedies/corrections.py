@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, Rollout
-from ppo_repro.config.corrections import DivergenceRejection, RatioRejection, Rejection
+from ppo_repro.config.objectives import DivergenceRejection, RatioRejection, Rejection
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ppo import corrections as ppo
 from ppo_repro.ppo.corrections import Correction

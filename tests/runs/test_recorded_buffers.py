@@ -116,7 +116,7 @@ def ids_of(kept_tokens: Tensor) -> list[list[int]] | None:
 ENCODED: dict[Field, Callable[[Any], Any]] = {
     ("Rollout", "kept_tokens"): ids_of,
     ("PolicyUpdate", "clip_flags"): flag_names,
-    ("PolicyUpdate", "corrections"): correction_names,
+    ("PolicyUpdate", "corrections"): lambda changes: None if changes is None else correction_names(changes),
 }
 
 

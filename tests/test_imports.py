@@ -15,7 +15,7 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 # The order of the packages, bottom to top. A package imports from lines above its own only; packages in one line
 # do not import each other. A file directly in ppo_repro/ or analysis/ counts as a package.
 PPO_REPRO = """
-    errors secrets clock buffers seeding watcher
+    errors secrets mistakes clock buffers seeding watcher
     output analysis_home
     shares interrupts heartbeats collectives disk config numerics.arithmetic
     learning_rates assets ranks ppo records numerics.kernels.core
@@ -25,7 +25,7 @@ PPO_REPRO = """
     numerics.layers
     numerics.trunk numerics.optim
     numerics.proof
-    rollout
+    rollout remedies
     rollout.sglang sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
     models
     stages preferences plan accuracy

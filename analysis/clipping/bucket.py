@@ -159,7 +159,7 @@ def clip_bucket(item: IterationRows, config: RunConfig) -> pd.DataFrame:
     size in the logits (`step_needed`). gm_share: share of the surrogate mass; gm_clip: share of the bin's mass removed.
     """
     rows = policy_rows(item).reset_index(drop=True)
-    flags = token_flags(rows, item.rule).join(masses(rows, config))
+    flags = token_flags(rows, item.rule).join(masses(rows, config, item.tokens))
     advantages = column(rows, "advantages")
     scopes = {"all": np.ones(len(rows), dtype=bool), "pos": advantages > 0, "neg": advantages < 0}
     frames = []

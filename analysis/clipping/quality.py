@@ -41,7 +41,7 @@ def update_numbers(item: IterationRows, config: RunConfig) -> dict[str, float]:
     return {
         "iteration": item.iteration,
         "policy_steps": rows.groupby(["epoch", "minibatch"]).ngroups,
-        "surrogate_gain": float((gains * loss_weights(last, config)).sum()) / steps,
+        "surrogate_gain": float((gains * loss_weights(last, config, item.tokens)).sum()) / steps,
         "kl_per_sequence": float(k3.sum()) / last["sequence"].nunique(),
         **{f"overshoot_{name}": value for name, value in overshoot_shares(rows, item.rule).items()},
         "score_mean": float(scores.mean()),

@@ -137,7 +137,7 @@ def clip_step(item: IterationRows, config: RunConfig) -> pd.DataFrame:
     removed. clip_excess = grad_zero - clip_floor. See FLAGS, `kl_estimates`, `mismatch` for the others.
     """
     policy = policy_rows(item)
-    flags, mass = token_flags(policy, item.rule), masses(policy, config)
+    flags, mass = token_flags(policy, item.rule), masses(policy, config, item.tokens)
     value_rows = value_flags(item.rows, item.rule).assign(seen=item.rows["new_values"].notna())
     policy_steps, all_steps = steps_of(policy), steps_of(item.rows)
     policy = policy[NEEDED]

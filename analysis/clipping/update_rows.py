@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective, NoValue
+from ppo_repro.config.algorithm import NoValue
+from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
@@ -19,6 +20,13 @@ from ppo_repro.records.manifest import has_responses
 
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
+
+# objectives whose bounds the clip analyses do not count: they are not on the ratio of each token
+NOT_BY_TOKEN = {
+    "sequence_clip": "clips whole responses",
+    "cispo": "bounds weights and clips nothing",
+    "clip_cov": "clips tokens that it draws",
+}
 
 TOKEN = ["sequence", "position"]
 STEP = ["epoch", "minibatch"]
@@ -77,9 +85,10 @@ def clip_rule(
     elif isinstance(objective, AdaptiveClipObjective):
         low = high = float(iteration["clip_range"])
     else:
+        what = NOT_BY_TOKEN.get(objective.kind, "clips nothing")
         raise UserError(
-            f"{run_dir}: ppo.objective.kind = {objective.kind} clips nothing, only clip and adaptive_clip do; "
-            "give a clip range to see what it would have clipped"
+            f"{run_dir}: ppo.objective.kind = {objective.kind} {what}, only "
+            "clip and adaptive_clip clip by the token's ratio; give a clip range to see what it would have clipped"
         )
     value_range = None if isinstance(value, NoValue) else value.clip_range
     if value_range is not None and not isinstance(value, NoValue) and value.normalize_returns:

@@ -1,6 +1,6 @@
 """verl's `rollout_corr/*`: the sampler against the trainer before the update, importance weights per token.
 
-The rejection keys (`rollout_rs_*`) exist only where a rejection rule is configured, and are not derived.
+Of the rejection keys (`rollout_rs_*`), which exist only where a rule is configured, token_k1's share is derived.
 """
 
 from __future__ import annotations
@@ -47,6 +47,13 @@ DEFINITIONS = tuple(
             "1 / mean((v / (mean v + 1e-8))^2), v = clip(w, 1/C, C)",
             "over tokens",
             "our ess_tok formula on clamped weights: optimistic",
+        ),
+        ("rollout_is_batch_norm_factor", "mean(min(w, C))", "token mean", "the weights are divided by it"),
+        (
+            "rollout_rs_token_k1_masked_fraction",
+            "mean(-log w < log(1/C) or -log w > log C)",
+            "token mean",
+            f"bounds on -log w, so one-sided bounds are inverted; {_SAFE}",
         ),
         ("rollout_is_seq_mean", "mean over responses of mean_t w", "seq_mean_token_mean", "arithmetic, not product"),
         ("rollout_is_seq_std", "sample std over responses of mean_t w", "over responses", "0 with one response"),
@@ -112,6 +119,8 @@ def _weights(before: Responses, threshold: float) -> dict[str, float]:
         "rollout_is_ratio_fraction_low": float((weights < 1.0 / threshold).mean()),
         "rollout_is_std": max(spread, 0.0) ** 0.5 if len(weights) > 1 else 0.0,
         "rollout_is_eff_sample_size": 1.0 / float((normalised**2).mean()),
+        "rollout_is_batch_norm_factor": float(np.minimum(weights, threshold).mean()),
+        "rollout_rs_token_k1_masked_fraction": float(((weights > threshold) | (weights < 1.0 / threshold)).mean()),
         "rollout_is_seq_mean": float(means.mean()),
         "rollout_is_seq_std": float(means.std(ddof=1)) if len(means) > 1 else 0.0,
         "rollout_is_seq_max": float(means.max()),

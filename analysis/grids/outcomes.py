@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.mismatch.clip_floor import clip_floor
-from ppo_repro.config.algorithm import ClipObjective
+from ppo_repro.config.objectives import ClipObjective
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
@@ -35,8 +35,8 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
         for i in range(iterations)
     ]
     counts = pd.concat(flags, axis=1).sum(axis=1)
-    outside = counts.drop("none", errors="ignore")
-    removed = outside[outside.index.str.startswith("clip_")]
+    removed = counts[counts.index.str.startswith("clip_")]
+    outside = counts.drop(["none", "clip_cov", "kl_cov"], errors="ignore")  # those two are chosen by covariance
     return float(removed.sum() / counts.sum()), float(outside.sum() / counts.sum())
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.pairs.runs import KEY
-from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
@@ -95,7 +95,9 @@ def clip_steps(run_dir: Path | str, iterations: Sequence[int] | None = None) -> 
     config = load_recorded_config(run_dir)
     objective = config.ppo.objective
     if not isinstance(objective, ClipObjective | AdaptiveClipObjective):
-        raise UserError(f"{run_dir}: ppo.objective.kind = {objective.kind}: nothing is clipped; give a run that clips")
+        raise UserError(
+            f"{run_dir}: ppo.objective.kind = {objective.kind}: must be clip or adaptive_clip, which clip by token"
+        )
     recorded = reader.read_iterations(run_dir, iterations=iterations, columns=["iteration", "clip_range"])
     rows = []
     for iteration, adapted in zip(recorded["iteration"], recorded["clip_range"], strict=True):

@@ -1,6 +1,7 @@
 """Do two log-probs of the same token agree, and where not? Tables for a run or for files of other stacks.
 
-`python -m analysis.mismatch RUN` prints the summary of a run, `--columns PRESET` that of dumped files.
+`python -m analysis.mismatch RUN` prints the summary of a run, `--columns PRESET` that of dumped files; `--remedies`
+what truncation, masking and rejection would have done.
 Chunks of pairs (`analysis.pairs.runs`) are reduced to sums that are merged, so memory does not grow with the run.
 """
 
@@ -29,6 +30,7 @@ from analysis.mismatch.correction import (
     merge_corrections,
 )
 from analysis.mismatch.metrics import update_table
+from analysis.mismatch.remedies import remedy_table
 from analysis.mismatch.sequence import DIVERGENCE_TAU, USUAL_BOUNDS, Bounds, mismatch_sequence
 from analysis.mismatch.sums import MismatchSums, merge_sums, mismatch_sums
 from analysis.mismatch.token import mismatch_token
@@ -242,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="+", type=Path, help="a run, two runs, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, default=PAIRS[0], help="which log-probs of a run")
     parser.add_argument("--columns", choices=sorted(PRESETS), help="the stack whose column names the files have")
+    parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")
     parser.add_argument("--pages", action="store_true", help="check the pages read instead of whole files: faster")
     arguments = parser.parse_args(argv)
     try:
@@ -252,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             TextColumn("{task.completed:,} tokens"), TimeElapsedColumn(), console=Console(stderr=True)
         ) as bar:
             task = bar.add_task("", total=None)
-            table = summary_of(watched(pairs, lambda tokens: bar.advance(task, tokens)))
+            seen = watched(pairs, lambda tokens: bar.advance(task, tokens))
+            table = remedy_table(seen) if arguments.remedies else summary_of(seen)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

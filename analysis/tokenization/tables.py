@@ -24,7 +24,8 @@ from analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, nonca
 from analysis.tokenization.summary import Cluster, summary_table
 from analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer, tokenizer_card
 from analysis.tokenization.words import BOUNDARIES, Boundary
-from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective, GaeAdvantages
+from ppo_repro.config.algorithm import GaeAdvantages
+from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader

@@ -5,94 +5,12 @@ Where methods differ in their fields, `kind` chooses one, so that no field is wi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ppo_repro.config.objectives import ClipObjective, ImportanceWeights, Objective, Rejection
 from ppo_repro.config.section import Count, Fraction, Index, NonNegative, Positive, Section, Whitening, with_usual
-
-ClipBound = Annotated[float, Field(gt=0, lt=1)]
-
-
-class ClipObjective(Section):
-    """The clipped surrogate of PPO, with clip-higher and dual clip."""
-
-    kind: Literal["clip"] = Field("clip", description="Clip the ratio within fixed bounds.")
-    clip_range: ClipBound = Field(0.2, description="Ratios below 1 - clip_range are not pushed further down.")
-    clip_range_high: Positive | None = Field(
-        None, description="Ratios above 1 + clip_range_high are not pushed further up; null: the same as clip_range."
-    )
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
-        None, description="Ratios above this keep no gradient where the advantage is negative; null: no dual clip."
-    )
-
-    @model_validator(mode="after")
-    def _dual_is_outside(self) -> Self:
-        if self.dual_clip is not None and self.dual_clip <= 1.0 + self.high:
-            raise ValueError(f"dual_clip = {self.dual_clip} must be greater than 1 + the upper clip range {self.high}")
-        return self
-
-    @property
-    def high(self) -> float:
-        """The upper clip range, clip_range_high or by default clip_range."""
-        return self.clip_range if self.clip_range_high is None else self.clip_range_high
-
-
-class AdaptiveClipObjective(Section):
-    """The clipped surrogate with a clip range that follows KL(anchor || new)."""
-
-    kind: Literal["adaptive_clip"] = Field(description="Clip the ratio within bounds that follow the KL.")
-    clip_range: ClipBound = Field(0.2, description="Clip range of the first iteration, on both sides.")
-    target_kl: Positive = Field(description="Halve above 1.5 times this, double below it / 1.5; nats per token.")
-    clip_range_min: ClipBound = Field(0.02, description="The clip range is never smaller.")
-    clip_range_max: ClipBound = Field(0.5, description="The clip range is never larger.")
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if not self.clip_range_min <= self.clip_range <= self.clip_range_max:
-            raise ValueError(
-                f"clip_range = {self.clip_range} must lie between clip_range_min and clip_range_max, "
-                f"{self.clip_range_min} and {self.clip_range_max}"
-            )
-        return self
-
-
-class PenaltyObjective(Section):
-    """PPO-Penalty: the unclipped surrogate minus beta KL(anchor || new)."""
-
-    kind: Literal["kl_penalty"] = Field(description="Penalise the KL instead of clipping.")
-    penalty_coef: Positive = Field(1.0, description="Weight beta of the first iteration.")
-    target_kl: Positive | None = Field(
-        None, description="Halve beta below this / 1.5, double it above 1.5 times this; nats per token; null: fixed."
-    )
-
-
-class UnclippedObjective(Section):
-    """The importance-sampled surrogate without any bound, L_CPI."""
-
-    kind: Literal["unclipped"] = Field(description="Neither clip nor penalise.")
-
-
-class PolicyGradientObjective(Section):
-    """REINFORCE with a baseline: log pi times advantage, no ratio."""
-
-    kind: Literal["policy_gradient"] = Field(description="Use no ratio.")
-
-
-Objective = Annotated[
-    ClipObjective | AdaptiveClipObjective | PenaltyObjective | UnclippedObjective | PolicyGradientObjective,
-    Field(discriminator="kind"),
-]
-
-
-class ImportanceWeights(Section):
-    """Correction of a sampler that is not the policy that is trained: pi_old / pi_rollout on every token's loss."""
-
-    kind: Literal["truncated", "masked"] = Field(
-        description="Either min(w, cap), or 0 where w is outside [1/cap, cap]."
-    )
-    level: Literal["token", "sequence"] = Field("token", description="Weight w of the token, or of its whole response.")
-    cap: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(2.0, description="Largest weight.")
 
 
 class GaeAdvantages(Section):
@@ -225,6 +143,8 @@ KLConfig = Annotated[KLInReward | KLInLoss | NoKL, Field(discriminator="placemen
 class PPOConfig(Section):
     """The PPO update."""
 
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"rejection", "rejected_tokens"})
+
     iterations: Count = Field(description="Rollout-update cycles.")
     epochs: Count = Field(description="Passes over each rollout.")
     minibatch_size: Count = Field(description="Sequences per optimizer step; divides the rollout.")
@@ -234,6 +154,14 @@ class PPOConfig(Section):
     objective: Objective = Field(ClipObjective(), description="What is maximised.")
     importance_weights: ImportanceWeights | None = Field(
         None, description="Weights against a sampler that differs from the policy; null: none."
+    )
+    rejection: Annotated[tuple[Rejection, ...], Field(strict=False)] = Field(
+        (),
+        description="Tokens and responses that get weight 0: those that any entry rejects. [] for none.",
+    )
+    rejected_tokens: Literal["counted", "left_out"] = Field(
+        "counted",
+        description="A token of weight 0 stays in means and in its other losses, or is left out of every loss.",
     )
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
         "token_mean",
@@ -254,6 +182,16 @@ class PPOConfig(Section):
     adam_eps: Positive = Field(1e-8, description="AdamW denominator offset.")
     weight_decay: NonNegative = Field(0.0, description="AdamW decoupled weight decay.")
     max_grad_norm: Positive = Field(1.0, description="Gradients are scaled down to this global norm.")
+
+    @model_validator(mode="after")
+    def _rejects_something_once(self) -> Self:
+        twice = [entry for index, entry in enumerate(self.rejection) if entry in self.rejection[:index]]
+        if twice:
+            raise ValueError(f"rejection holds an entry of kind {twice[0].kind} twice; keep one")
+        masks = self.importance_weights is not None and self.importance_weights.kind == "masked"
+        if self.rejected_tokens == "left_out" and not (self.rejection or masks):
+            raise ValueError("rejected_tokens = left_out needs rejection, or importance_weights of kind masked")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -8,13 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from ppo_repro.config.algorithm import (
-    AdaptiveClipObjective,
     AdvantagesConfig,
     GaeAdvantages,
     KLConfig,
     KLInReward,
     LoraConfig,
-    PenaltyObjective,
     PPOConfig,
     SeparateValue,
     ValueConfig,
@@ -22,6 +20,7 @@ from ppo_repro.config.algorithm import (
 from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.faults import contradictions
 from ppo_repro.config.mismatch import MismatchConfig, not_possible
+from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
 from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
@@ -236,6 +235,9 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         yield "ppo.objective.target_kl needs more than one optimizer step per iteration to see a KL"
     if config.advantages.kind == "group" and config.rollout.samples_per_prompt == 1:
         yield "advantages.kind = group needs rollout.samples_per_prompt of at least 2"
+    by_response = isinstance(ppo.objective, SequenceClipObjective) and ppo.objective.advantages == "response"
+    if by_response and config.advantages.kind == "group":
+        yield "ppo.objective.advantages = response has no effect with advantages.kind = group; take token"
 
 
 def _task(config: RunConfig) -> Iterator[str]:

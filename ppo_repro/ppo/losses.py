@@ -15,15 +15,19 @@ from ppo_repro.ppo.kl import k3_loss
 class ClipFlag(IntEnum):
     """Where a token's ratio lies relative to the band, and whether the clip removes its gradient. One per token."""
 
-    NONE = 0  # inside the band, or the advantage is 0
+    NONE = 0  # unchanged: inside the band, or the advantage is 0
     CLIP_HIGH = 1  # above the band, gradient removed
     CLIP_LOW = 2  # below the band, gradient removed
     WRONG_HIGH = 3  # above the band, gradient kept
     WRONG_LOW = 4  # below the band, gradient kept
     CLIP_DUAL = 5  # above the dual clip, gradient removed
+    CLIP_COV = 6  # drawn by Clip-Cov, gradient removed
+    KL_COV = 7  # chosen by KL-Cov, a penalty added
+    BOUND_HIGH = 8  # CISPO's weight is its upper bound, gradient kept
+    BOUND_LOW = 9  # CISPO's weight is its lower bound, gradient kept
 
 
-REMOVING = (ClipFlag.CLIP_HIGH, ClipFlag.CLIP_LOW, ClipFlag.CLIP_DUAL)
+REMOVING = (ClipFlag.CLIP_HIGH, ClipFlag.CLIP_LOW, ClipFlag.CLIP_DUAL, ClipFlag.CLIP_COV)
 
 
 def flag_names(flags: Tensor) -> list[str]:
@@ -91,6 +95,37 @@ def unclipped_surrogate(ratios: Tensor, advantages: Tensor) -> Tensor:
     """-r A per token, [n] float32: conservative policy iteration. Schulman et al., 2017, equation 6."""
     assert ratios.shape == advantages.shape == (ratios.numel(),)
     return -(ratios * advantages)
+
+
+def weight_flags(ratios: Tensor, floor: float, cap: float) -> Tensor:
+    """Where `cispo_loss` bounds the weight, a ClipFlag each, [n] uint8."""
+    assert ratios.shape == (ratios.numel(),)
+    flags = torch.full(ratios.shape, ClipFlag.NONE, dtype=torch.uint8)
+    flags[ratios > torch.tensor(cap, dtype=torch.float32)] = ClipFlag.BOUND_HIGH
+    flags[ratios < torch.tensor(floor, dtype=torch.float32)] = ClipFlag.BOUND_LOW
+    return flags
+
+
+def cispo_loss(new_logprobs: Tensor, ratios: Tensor, advantages: Tensor, floor: float, cap: float) -> Tensor:
+    """-sg[clip(r, floor, cap)] A log pi_new per token, [n] float32. MiniMax, 2025, arXiv 2506.13585, equations 4 and 5.
+
+    The ratio is a weight of the policy gradient, and no gradient flows through it; every token keeps one. The paper and
+    verl write the bounds as 1 - eps_low and 1 + eps_high; the paper and TRL use no lower bound, here floor 0.
+    """
+    assert new_logprobs.shape == ratios.shape == advantages.shape == (ratios.numel(),)
+    low, high = torch.tensor(floor, dtype=torch.float32), torch.tensor(cap, dtype=torch.float32)
+    weights = torch.minimum(torch.maximum(ratios.detach(), low), high)
+    return -(weights * advantages * new_logprobs)
+
+
+def covariance_penalty(log_ratios: Tensor, chosen: Tensor, penalty_coef: float) -> Tensor:
+    """beta |log r| on the chosen tokens [n] bool, 0 elsewhere, [n] float32: what KL-Cov adds to -r A.
+
+    The published code and verl take |log r|, where the paper writes KL(old || new) (Cui et al., 2025, section 4.2). Its
+    gradient in log pi_new is beta or -beta, and 0 where the ratio is 1.
+    """
+    assert log_ratios.shape == chosen.shape == (log_ratios.numel(),)
+    return torch.where(chosen, log_ratios.abs() * penalty_coef, torch.zeros_like(log_ratios))
 
 
 def anchor_penalty(log_ratios: Tensor, penalty_coef: float) -> Tensor:

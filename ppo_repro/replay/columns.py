@@ -22,8 +22,8 @@ COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
     "losses": {
         "updates": (
             *("epoch", "minibatch", "sequence", "position", "ratios", "clip_flag", "value_clipped"),
-            *("loss_weights", "importance_weights", "policy_losses", "surrogates", "penalty_terms", "kl_terms"),
-            "value_losses",
+            *("loss_weights", "importance_weights", "correction", "policy_losses", "surrogates", "penalty_terms"),
+            *("kl_terms", "value_losses"),
         ),
         "steps": (
             *("tokens", "policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction"),

@@ -28,7 +28,7 @@ from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.faults import training_weights
 from ppo_repro.stages.objective import Terms, make_terms
 from ppo_repro.stages.rewards import rewards_from
-from ppo_repro.stages.update import minibatches, policy_update, value_update
+from ppo_repro.stages.update import minibatches, policy_update, value_update, with_chosen
 from ppo_repro.tasks.rewards import Judgement, weighted_scores
 
 SECONDS = ("rollout", "forward", "update", "evaluation", "digests", "other")
@@ -79,6 +79,7 @@ class _Step:
     rows: slice  # rows of the table `updates`
     tokens: Tensor  # [M] int64 index into the [N] fields
     weights: Tensor  # [M] float32
+    place: tuple[int, int, int]  # iteration, epoch, minibatch
 
     def column(self, name: str) -> Tensor:
         return torch.from_numpy(self.records.array("updates", name)[self.rows])
@@ -104,8 +105,11 @@ def _updates(
         sequences = shuffled[number]
         tokens = torch.cat([torch.arange(int(starts[s]), int(starts[s] + lengths[s])) for s in sequences])
         start, end = end, end + len(tokens)
-        weights = training_weights(config, lengths[sequences], [reasons[i] for i in sequences.tolist()])
-        step = _Step(records, row, slice(start, end), tokens, weights)
+        corrections = terms.policy.corrections
+        counted = None if corrections is None or corrections.counted is None else corrections.counted[tokens]
+        finish_reasons = [reasons[i] for i in sequences.tolist()]
+        weights = training_weights(config, lengths[sequences], finish_reasons, counted)
+        step = _Step(records, row, slice(start, end), tokens, weights, (records.iteration, epoch, number))
         if end > records.tables["updates"].num_rows:
             raise PromiseBroken(
                 f"table updates, iteration {records.iteration}: has {records.tables['updates'].num_rows} rows; "
@@ -127,9 +131,10 @@ def _policy(config: RunConfig, step: _Step, terms: Terms) -> PolicyUpdate | None
     if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
         # over the vocabulary, which no record holds; where it was not recorded either, no loss is compared
         kl_terms = step.column("kl_terms") if step.has("kl_terms") else torch.zeros_like(logprobs)
-    columns = terms.policy.of(step.tokens, logprobs, entropies, kl_terms)
+    policy = with_chosen(terms.policy, step.tokens, logprobs, step.place)
+    columns = policy.of(step.tokens, logprobs, entropies, kl_terms)
     report = _report(step, "grad_norm", "gradient_redos")
-    return policy_update(report, columns, step.tokens, step.weights, terms.policy)
+    return policy_update(report, columns, step.tokens, step.weights, policy)
 
 
 def _value(step: _Step, terms: Terms) -> ValueUpdate | None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ppo_repro.config.mistakes import mistakes
 from ppo_repro.disk.folder import file_digest
 from ppo_repro.errors import UserError
+from ppo_repro.mistakes import mistakes
 
 FORMAT = 3
 INDEX_NAME = "checkpoint.json"

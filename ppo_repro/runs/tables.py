@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import moment
-from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
+from ppo_repro.config.algorithm import NoValue
+from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo.advantages import explained_variance

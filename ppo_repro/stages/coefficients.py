@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, MinibatchUpdate, ReturnStatistics
-from ppo_repro.config.algorithm import (
-    AdaptiveClipObjective,
-    AdaptiveController,
-    FixedController,
-    NoKL,
-    NoValue,
-    PenaltyObjective,
-)
+from ppo_repro.config.algorithm import AdaptiveController, FixedController, NoKL, NoValue
+from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef
 

@@ -89,20 +89,24 @@ def dropped(config: RunConfig, hidden: Tensor, tokens: Tensor, stream: Stream) -
     return hidden * (torch.from_numpy(np.array(kept).reshape(-1, width)).to(torch.float32) * (1.0 / (1.0 - p)))
 
 
-def training_weights(config: RunConfig, lengths: Tensor, finish_reasons: Sequence[str]) -> Tensor:
+def training_weights(
+    config: RunConfig, lengths: Tensor, finish_reasons: Sequence[str], counted: Tensor | None
+) -> Tensor:
     """`loss_weights` of a minibatch [M]; without end tokens in the loss theirs are 0, and those of the rest as alone.
 
-    lengths [S] int64; a response that stopped ends with an end token.
+    lengths [S] int64; a response that stopped ends with an end token. `counted` [M] bool: other tokens are in no loss.
     """
     aggregation = config.ppo.aggregation
     if config.mismatch.trainer.eos_in_loss:
-        return loss_weights(aggregation, lengths)
+        return loss_weights(aggregation, lengths, counted)
     ended = torch.tensor([reason == "stop" for reason in finish_reasons])
     rest = lengths - ended.to(torch.int64)
     weights = torch.zeros(int(lengths.sum()))
+    last = torch.zeros(len(weights), dtype=torch.bool)
+    last[(lengths.cumsum(0) - 1)[ended]] = True
+    if counted is not None:
+        return loss_weights(aggregation, lengths, counted & ~last)
     if bool((rest > 0).any()):
-        last = torch.zeros(len(weights), dtype=torch.bool)
-        last[(lengths.cumsum(0) - 1)[ended]] = True
         weights[~last] = _of_some(aggregation, rest)
     return weights
 

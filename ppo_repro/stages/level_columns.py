@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ppo_repro.buffers import Iteration, MinibatchUpdate, TensorGradient
 from ppo_repro.config.records import Level
+from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.records.arrow import AllNull, Lists, WithNulls
 
 Columns = dict[str, Any]
@@ -90,8 +91,20 @@ def _updates(item: Iteration) -> Columns:
         "loss_weights": torch.cat([u.loss_weights for u in item.updates]).numpy(),
         "policy_losses": per_token(item, "policy", "losses"),
         **{name: per_token(item, "policy", name) for name in of_policy},
+        "correction": _corrections(item),
         "value_losses": per_token(item, "value", "losses"),
     }
+
+
+def _corrections(item: Iteration) -> list[str | None] | AllNull:
+    """What the corrections did to each token, by name; null where the policy takes no step, or none is configured."""
+    by_step = [(len(u.tokens), of_step(u, "policy", "corrections")) for u in item.updates]
+    if all(changes is None for _, changes in by_step):
+        return AllNull(sum(count for count, _ in by_step))
+    names: list[str | None] = []
+    for count, changes in by_step:
+        names += [None] * count if changes is None else correction_names(changes)
+    return names
 
 
 def _steps(item: Iteration) -> Columns:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, ReturnStatistics, Rollout
-from ppo_repro.config.algorithm import (
+from ppo_repro.config.algorithm import KLInLoss, NoValue, ValueHead
+from ppo_repro.config.objectives import (
     AdaptiveClipObjective,
+    CispoObjective,
+    ClipCovObjective,
     ClipObjective,
-    KLInLoss,
-    NoValue,
+    KLCovObjective,
     PenaltyObjective,
     PolicyGradientObjective,
-    ValueHead,
+    SequenceClipObjective,
 )
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
@@ -25,7 +27,8 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_loss, token_statistics
 from ppo_repro.ppo import kl, losses
-from ppo_repro.ppo.weights import importance_weights
+from ppo_repro.ppo.sequences import response_means, sequence_ratios
+from ppo_repro.remedies.corrections import Corrections, corrections_of
 from ppo_repro.stages.faults import Stream, dropped, training_eligible, training_temperature
 from ppo_repro.stages.forward import in_reward_units
 
@@ -51,28 +54,35 @@ def band_of(config: RunConfig, clip_range: float) -> losses.Band | None:
     objective = config.ppo.objective
     if isinstance(objective, ClipObjective):
         return losses.Band(objective.clip_range, objective.high, objective.dual_clip)
+    if isinstance(objective, SequenceClipObjective | ClipCovObjective):
+        return losses.Band(objective.clip_range, objective.high)
     return losses.Band(clip_range, clip_range) if isinstance(objective, AdaptiveClipObjective) else None
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Surrogate plus penalty, minus entropy bonus, plus KL term, per token, of what the policy says."""
+    """Surrogate plus penalty, minus entropy bonus, plus KL term, per token, of what the policy says.
+
+    `tokens` are those of whole responses, in the order of the rollout.
+    """
 
     anchor: Tensor  # [N] log of the ratio's denominator
     ref_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
-    weights: Tensor | None  # [N] importance weights
+    responses: Tensor  # [N] int64, the response of each token
+    corrections: Corrections | None
     band: losses.Band | None
     coefficients: Coefficients
     config: RunConfig
+    chosen: Tensor | None = None  # [N] bool, the tokens of the minibatch that Clip-Cov or KL-Cov changes
 
     def of(self, tokens: Tensor, logprobs: Tensor, entropies: Tensor, kl_terms: Tensor | None) -> PolicyColumns:
         """The columns of `tokens` [m]; `kl_terms` [m] where the loss has them."""
-        ratios = losses.probability_ratios(logprobs, self.anchor[tokens])
+        ratios = self._ratios(logprobs, tokens)
         surrogates, penalties = self._surrogates(logprobs, ratios, tokens), self._penalties(logprobs, tokens)
         loss = surrogates if penalties is None else surrogates + penalties
-        if self.weights is not None:
-            loss = loss * self.weights[tokens]
+        if self.corrections is not None:
+            loss = loss * self.corrections.weights[tokens]
         loss = loss - entropies * self.config.ppo.entropy_coef
         if kl_terms is not None:
             loss = loss + kl_terms
@@ -86,24 +96,44 @@ class PolicyTerms:
             return None
         return kl.loss(kl_loss.estimator, logprobs, self.ref_logprobs[tokens]) * self.coefficients.kl_coef
 
+    def _ratios(self, logprobs: Tensor, tokens: Tensor) -> Tensor:
+        if isinstance(self.config.ppo.objective, SequenceClipObjective):
+            lengths = torch.unique_consecutive(self.responses[tokens], return_counts=True)[1]
+            return sequence_ratios(logprobs, self.anchor[tokens], lengths)
+        return losses.probability_ratios(logprobs, self.anchor[tokens])
+
     def _surrogates(self, logprobs: Tensor, ratios: Tensor, tokens: Tensor) -> Tensor:
         advantages, objective = self.advantages[tokens], self.config.ppo.objective
         if self.band is not None:
-            return losses.clipped_surrogate(ratios, advantages, self.band)
+            surrogates = losses.clipped_surrogate(ratios, advantages, self.band)
+            if self.chosen is None:
+                return surrogates
+            return torch.where(self.chosen[tokens], torch.zeros_like(surrogates), surrogates)
+        if isinstance(objective, CispoObjective):
+            return losses.cispo_loss(logprobs, ratios, advantages, objective.floor, objective.cap)
         if isinstance(objective, PolicyGradientObjective):
             return losses.policy_gradient(logprobs, advantages)
         return losses.unclipped_surrogate(ratios, advantages)
 
     def _penalties(self, logprobs: Tensor, tokens: Tensor) -> Tensor | None:
-        if not isinstance(self.config.ppo.objective, PenaltyObjective):
+        objective, log_ratios = self.config.ppo.objective, logprobs - self.anchor[tokens]
+        if isinstance(objective, KLCovObjective) and self.chosen is not None:
+            return losses.covariance_penalty(log_ratios, self.chosen[tokens], objective.penalty_coef)
+        if not isinstance(objective, PenaltyObjective):
             return None
-        return losses.anchor_penalty(logprobs - self.anchor[tokens], self.coefficients.penalty_coef)
+        return losses.anchor_penalty(log_ratios, self.coefficients.penalty_coef)
 
     def flags(self, ratios: Tensor, tokens: Tensor) -> Tensor:
         """The ClipFlag of each token, [M] uint8; all NONE without a clip."""
-        if self.band is None:
-            return torch.full(ratios.shape, losses.ClipFlag.NONE, dtype=torch.uint8)
-        return losses.clip_flags(ratios, self.advantages[tokens], self.band)
+        objective, flags = self.config.ppo.objective, torch.full(ratios.shape, losses.ClipFlag.NONE, dtype=torch.uint8)
+        if isinstance(objective, CispoObjective):
+            flags = losses.weight_flags(ratios, objective.floor, objective.cap)
+        if self.band is not None:
+            flags = losses.clip_flags(ratios, self.advantages[tokens], self.band)
+        if self.chosen is not None:
+            changed = losses.ClipFlag.CLIP_COV if isinstance(objective, ClipCovObjective) else losses.ClipFlag.KL_COV
+            flags[self.chosen[tokens]] = changed
+        return flags
 
 
 @dataclass(frozen=True)
@@ -225,11 +255,14 @@ def make_terms(
 ) -> Terms:
     """The losses of an iteration under the coefficients in force."""
     ppo, value = config.ppo, config.value
+    by_response = isinstance(ppo.objective, SequenceClipObjective) and ppo.objective.advantages == "response"
+    of_policy = advantages.advantages
     policy = PolicyTerms(
         rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs,
         forward.ref_logprobs,
-        advantages.advantages,
-        _importance_weights(rollout, forward, config),
+        response_means(of_policy, rollout.lengths) if by_response else of_policy,
+        rollout.sequence_of_token(),
+        corrections_of(config, rollout, forward),
         band_of(config, coefficients.clip_range),
         coefficients,
         config,
@@ -253,17 +286,3 @@ def make_objective(
     assert state.value_model is not None
     value_coef = config.value.value_coef if isinstance(config.value, ValueHead) else 0.0
     return Objective(policy, ValueLoss(state.value_model, terms.value), value_coef)
-
-
-def _importance_weights(rollout: Rollout, forward: ForwardPass, config: RunConfig) -> Tensor | None:
-    settings = config.ppo.importance_weights
-    if settings is None:
-        return None
-    return importance_weights(
-        forward.old_logprobs,
-        rollout.rollout_logprobs,
-        rollout.lengths,
-        settings.cap,
-        masked=settings.kind == "masked",
-        by_sequence=settings.level == "sequence",
-    )

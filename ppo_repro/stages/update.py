@@ -22,6 +22,7 @@ from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_di
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ranks import Ranks
+from ppo_repro.remedies.covariance import chooses_tokens, chosen_tokens
 from ppo_repro.seeding import permutation
 from ppo_repro.stages.faults import training_weights
 from ppo_repro.stages.objective import (
@@ -34,6 +35,7 @@ from ppo_repro.stages.objective import (
     make_objective,
 )
 
+_POLICY_COLUMNS = len(PolicyColumns._fields)
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -59,18 +61,27 @@ class _Work:
         return self.weights[self.tokens]
 
     by_tensor: bool  # whether the gradient of each tensor is measured
+    place: tuple[int, int, int]  # iteration, epoch, minibatch
 
 
-def _share_out(rollout: Rollout, sequences: Tensor, config: RunConfig, ranks: Ranks) -> _Work:
+def _share_out(
+    rollout: Rollout,
+    sequences: Tensor,
+    counted: Tensor | None,
+    config: RunConfig,
+    ranks: Ranks,
+    place: tuple[int, int, int],
+) -> _Work:
     layout = config.layout
     mine = sequences[torch.tensor(ranks.mine(len(sequences), layout.rank_shares), dtype=torch.int64)]
     work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding)
     tokens = rollout.tokens_of(sequences)
     weights = torch.zeros(len(rollout.response_ids))
+    in_losses = None if counted is None else counted[tokens]
     reasons = [rollout.finish_reasons[i] for i in sequences.tolist()]
-    weights[tokens] = training_weights(config, rollout.lengths[sequences], reasons)
+    weights[tokens] = training_weights(config, rollout.lengths[sequences], reasons, in_losses)
     deep = config.records.level == "deep"
-    return _Work(work, tokens, weights, input_tokens(rollout, sequences), ranks, deep)
+    return _Work(work, tokens, weights, input_tokens(rollout, sequences), ranks, deep, place)
 
 
 def _step(
@@ -117,7 +128,8 @@ def update(
     value_epochs = ppo.epochs if not isinstance(value, SeparateValue) or value.epochs is None else value.epochs
     of_iteration = make_objective(state, rollout, forward, advantages, config)
     _set_learning_rates(state, config)
-    stopped = False
+    corrections, stopped = of_iteration.policy.terms.corrections, False
+    counted = None if corrections is None else corrections.counted
     for epoch in range(max(ppo.epochs, value_epochs)):
         shuffled = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
         for index, sequences in enumerate(shuffled):
@@ -125,7 +137,8 @@ def update(
             steps_value = state.value_optimizer is not None and epoch < value_epochs
             if not (steps_policy or steps_value):
                 return
-            work, objective = _share_out(rollout, sequences, config, ranks), of_iteration.of_step(epoch, index)
+            work = _share_out(rollout, sequences, counted, config, ranks, (state.iteration, epoch, index))
+            objective = of_iteration.of_step(epoch, index)
             policy: PolicyUpdate | None
             value_update: ValueUpdate | None
             if steps_policy and objective.value is not None and state.value_optimizer is None:
@@ -173,7 +186,34 @@ def _digests(state: TrainState, ranks: Ranks) -> tuple[str, str | None]:
     )
 
 
+def _with_chosen(objective: Objective, work: _Work, losses_of: Callable[[MicroBatch], LossAndColumns]) -> Objective:
+    """The objective with the tokens that it changes in this minibatch, from a forward pass over all of it."""
+    policy = objective.policy
+    if not chooses_tokens(policy.terms.config):
+        return objective
+    of_micro_batches = [PolicyColumns(*losses_of(m)[1][:_POLICY_COLUMNS]).new_logprobs.detach() for m in work.mine]
+    new_logprobs = torch.cat(work.ranks.gather(of_micro_batches))
+    terms = with_chosen(policy.terms, work.tokens, new_logprobs, work.place)
+    return replace(objective, policy=replace(policy, terms=terms))
+
+
+def with_chosen(terms: PolicyTerms, tokens: Tensor, new_logprobs: Tensor, place: tuple[int, int, int]) -> PolicyTerms:
+    """The terms with the tokens that Clip-Cov or KL-Cov changes in a minibatch of `tokens` [M], by `new_logprobs` [M].
+
+    Tokens that are in no loss are in no mean and are not chosen. The terms as they are for other objectives.
+    """
+    if not chooses_tokens(terms.config):
+        return terms
+    if terms.corrections is not None and terms.corrections.counted is not None:
+        counted = terms.corrections.counted[tokens]
+        tokens, new_logprobs = tokens[counted], new_logprobs[counted]
+    chosen = torch.zeros(len(terms.anchor), dtype=torch.bool)
+    chosen[tokens] = chosen_tokens(terms.config, new_logprobs, terms.anchor[tokens], terms.advantages[tokens], place)
+    return replace(terms, chosen=chosen)
+
+
 def _policy_step(state: TrainState, work: _Work, objective: Objective) -> PolicyUpdate:
+    objective = _with_chosen(objective, work, objective.policy.of)
     report, columns = _step(state.policy_optimizer, work, objective.policy.of)
     if state.value_optimizer is not None:
         state.forget(state.policy)  # before the value model's step: the operands are those of the old weights
@@ -191,6 +231,8 @@ def _value_step(state: TrainState, work: _Work, objective: Objective) -> ValueUp
 def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[PolicyUpdate, ValueUpdate]:
     """One step on the losses of the policy and of the value head, both from the same hidden states."""
     assert objective.value is not None
+    objective = _with_chosen(objective, work, objective.joint)
+    assert objective.value is not None
     report, columns = _step(state.policy_optimizer, work, objective.joint)
     *of_policy, token_losses, new_values = columns
     about = work.tokens, work.own_weights()
@@ -203,7 +245,8 @@ def policy_update(
 ) -> PolicyUpdate:
     """What a step of the policy leaves: the columns of its minibatch `tokens` [M], and their sums by `weights` [M]."""
     flags = policy.flags(of.ratios, tokens)
-    factors = None if policy.weights is None else policy.weights[tokens]
+    corrections = policy.corrections
+    factors = None if corrections is None else corrections.weights[tokens]
     penalties, kl_terms = (part if len(part) else None for part in (of.penalty_terms, of.kl_terms))
 
     def weighted(part: Tensor) -> float:
@@ -218,6 +261,7 @@ def policy_update(
         surrogates=of.surrogates,
         penalty_terms=penalties,
         importance_weights=factors,
+        corrections=None if corrections is None else corrections.changes[tokens],
         kl_terms=kl_terms,
         loss=_total(of.losses, weights),
         surrogate_loss=weighted(of.surrogates),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from ppo_repro.config.mistakes import did_you_mean
 from ppo_repro.config.reward import CalledReward, RewardConfig
 from ppo_repro.errors import UserError
+from ppo_repro.mistakes import did_you_mean
 
 
 def function_paths(config: RewardConfig) -> list[tuple[str, str]]:

@@ -162,6 +162,8 @@ def test_verl_rollout_correction(seed: int) -> None:
         "rollout_is_ratio_fraction_low": b.mean(weight < 1 / limit),
         "rollout_is_std": b.tokens(clamped).std(),
         "rollout_is_eff_sample_size": 1 / b.mean((clamped / (b.mean(clamped) + 1e-8)) ** 2),
+        "rollout_is_batch_norm_factor": b.mean(weight.clip(max=limit)),
+        "rollout_rs_token_k1_masked_fraction": b.mean(np.abs(np.log(weight)) > np.log(limit)),
         "rollout_is_seq_mean": mean_weight.mean(),
         "rollout_is_seq_std": mean_weight.std(ddof=1),
         "rollout_is_seq_max": mean_weight.max(),

@@ -206,6 +206,38 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
             ["numerics.mode=native", "numerics.accuracy_sequences=3"],
             "numerics.accuracy_sequences needs numerics.mode = exact",
         ),
+        (
+            ["ppo.importance_weights={kind: truncated}"],
+            "ppo.importance_weights needs ppo.ratio_anchor = old: with rollout the ratio corrects already",
+        ),
+        (
+            ["ppo.ratio_anchor=old", "ppo.importance_weights={kind: truncated, floor: 2}"],
+            "ppo.importance_weights: floor = 2.0 must be smaller than 1",
+        ),
+        (
+            ["ppo.ratio_anchor=old", "ppo.importance_weights={kind: masked, cap: null}"],
+            "ppo.importance_weights: kind = masked without cap and floor masks nothing",
+        ),
+        (
+            ["ppo.importance_weights={kind: truncated, cap: 1}"],
+            "ppo.importance_weights.cap = 1: input should be greater",
+        ),
+        (["ppo.rejection=[{kind: ratio, low: 2, high: 3}]"], "ppo.rejection.0: low = 2.0 must be smaller than 1"),
+        (["ppo.rejection=[{kind: veto}, {kind: veto}]"], "ppo: rejection holds an entry of kind veto twice; keep one"),
+        (["ppo.rejected_tokens=left_out"], "ppo: rejected_tokens = left_out needs rejection, or importance_weights of"),
+        (
+            ["ppo.objective={kind: clip_cov, covariance_low: 5, covariance_high: 1}"],
+            "ppo.objective: covariance_low = 5.0 must be smaller than covariance_high = 1.0",
+        ),
+        (["ppo.objective={kind: cispo, floor: 1}"], "ppo.objective: floor = 1.0 must be smaller than 1"),
+        (
+            [
+                *("ppo.objective={kind: sequence_clip, advantages: response}", "advantages={kind: group}"),
+                *("value={kind: none}", "kl={placement: none}"),
+            ],
+            "ppo.objective.advantages = response has no effect with advantages.kind = group; take token",
+        ),
+        (["ppo.objective={kind: gspo}"], "ppo.objective.kind = 'gspo': must be one of 'clip', 'adaptive_clip', 'seq"),
         (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),
         (["model.num_key_value_heads=3"], "model: num_attention_heads must be a multiple of num_key_value_heads"),
     ],

@@ -63,6 +63,21 @@ STATED: dict[str, dict[str, object]] = {
         "ppo.objective.clip_range": 0.2, "ppo.objective.clip_range_high": 0.28, "ppo.aggregation": "token_mean",
         "advantages.kind": "group", "kl.placement": "none",
     },
+    "gspo": {
+        "ppo.objective.kind": "sequence_clip", "ppo.objective.clip_range": 3e-4, "ppo.objective.clip_range_high": 4e-4,
+        "ppo.aggregation": "sequence_mean", "advantages.kind": "group", "kl.placement": "none",
+        "sequences_per_iteration": 256, "ppo.minibatch_size": 256 // 4,
+    },
+    "icepop": {
+        "ppo.ratio_anchor": "old", "ppo.importance_weights.kind": "masked", "ppo.importance_weights.level": "token",
+        "ppo.importance_weights.floor": 0.5, "ppo.importance_weights.cap": 5.0, "ppo.rejected_tokens": "counted",
+        "advantages.kind": "group",
+    },
+    "decoupled": {
+        "ppo.ratio_anchor": "old", "ppo.objective.clip_range": 0.4, "ppo.importance_weights.kind": "masked",
+        "ppo.importance_weights.floor": 0.0, "ppo.importance_weights.cap": 5.0, "kl.placement": "none",
+        "sequences_per_iteration": 256, "ppo.minibatch_size": 256, "advantages.kind": "group",
+    },
 }  # fmt: skip
 
 

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.ppo import advantages, kl, losses, preferences, rewards, weights
+from ppo_repro.ppo import (
+    advantages,
+    corrections,
+    covariance,
+    kl,
+    losses,
+    preferences,
+    rewards,
+    sequences,
+    weights,
+)
 
 BAND = losses.Band(0.2, 0.2)
 
@@ -19,6 +29,10 @@ ELEMENTWISE: dict[str, tuple[Callable[..., object], int]] = {
     "probability_ratios": (losses.probability_ratios, 2),
     "clip_flags": (lambda r, a: losses.clip_flags(r, a, BAND), 2),
     "clipped_surrogate": (lambda r, a: losses.clipped_surrogate(r, a, BAND), 2),
+    "cispo_loss": (lambda new, r, a: losses.cispo_loss(new, r, a, 0.0, 5.0), 3),
+    "weight_flags": (lambda r: losses.weight_flags(r, 0.0, 5.0), 1),
+    "covariances": (covariance.covariances, 2),
+    "largest_tokens": (lambda c: covariance.largest_tokens(c, 0.5), 1),
     "unclipped_surrogate": (losses.unclipped_surrogate, 2),
     "anchor_penalty": (lambda x: losses.anchor_penalty(x, 0.1), 1),
     "policy_gradient": (losses.policy_gradient, 2),
@@ -60,10 +74,18 @@ def ragged(lengths: Tensor) -> dict[str, tuple[Callable[..., object], list[Tenso
         "place_scores": (lambda s, t, w: rewards.place_scores(s, t, w, "last"), [score, lengths, word]),
         "charge_penalties": (lambda p, s, w: rewards.charge_penalties(p, s, w, "token"), [token, lengths, word]),
         "shaping_rewards": (lambda p, s: rewards.shaping_rewards(p, s, 1.0), [potential, lengths]),
-        "importance_weights": (
-            lambda old, new, s: weights.importance_weights(old, new, s, 2.0, False, False),
+        "importance_ratios": (
+            lambda a, b, s: corrections.importance_ratios(a, b, s, "sequence"),
             [token, token, lengths],
         ),
+        "beyond_divergence": (
+            lambda a, b, s: corrections.beyond_divergence(a, b, s, "k3", "mean", 0.1),
+            [token, token, lengths],
+        ),
+        "normalized_weights": (lambda w, s: corrections.normalized_weights(w, s, True), [token, lengths]),
+        "vetoed": (lambda w, s: corrections.vetoed(w, s, 0.1), [token, lengths]),
+        "sequence_ratios": (sequences.sequence_ratios, [token, token, lengths]),
+        "response_means": (sequences.response_means, [token, lengths]),
         "sequence_logprobs": (preferences.sequence_logprobs, [token, lengths]),
     }
 

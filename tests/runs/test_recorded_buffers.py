@@ -20,6 +20,7 @@ from torch import Tensor
 from ppo_repro import buffers
 from ppo_repro.buffers import Iteration, ReturnStatistics
 from ppo_repro.config.files import load_config
+from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.ppo.losses import flag_names
 from ppo_repro.records import digests, schema, side_schema
 from ppo_repro.runs.language import LanguageKind
@@ -115,6 +116,7 @@ def ids_of(kept_tokens: Tensor) -> list[list[int]] | None:
 ENCODED: dict[Field, Callable[[Any], Any]] = {
     ("Rollout", "kept_tokens"): ids_of,
     ("PolicyUpdate", "clip_flags"): flag_names,
+    ("PolicyUpdate", "corrections"): lambda changes: None if changes is None else correction_names(changes),
 }
 
 
@@ -301,6 +303,7 @@ HAS_VALUES = {
     "separate value": {
         *EVERYWHERE,
         *(("tokens", "reverse_ref_kl"), ("updates", "penalty_terms"), ("updates", "importance_weights")),
+        ("updates", "correction"),
         *(("steps", "value_tensors"), ("iterations", "return_mean")),
     },
     "value head": {*EVERYWHERE, ("updates", "kl_terms"), ("steps", "kl_loss"), ("iterations", "clip_range")},

@@ -19,7 +19,8 @@ from analysis.report.figures.mismatch import fullest_cells
 Floats = npt.NDArray[np.float64]
 FLAG_WORDS = {
     "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
-    "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
+    "clip_cov": "drawn by Clip-Cov", "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
+    "bound_high": "weight bounded above", "bound_low": "weight bounded below", "kl_cov": "penalised by KL-Cov",
 }  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def flag_figure(flags: pd.DataFrame) -> Figure:
     at = rows["iteration"].to_numpy(np.float64)
     top = float(np.sum(list(shares.values()), axis=0).max()) if shares else 1.0
     x, y = axis_for("iteration", [at]), Axis("share of token updates", 0.0, top * 1.04)
-    removed = int(rows[["clip_high", "clip_low", "clip_dual"]].to_numpy().sum())
+    removed = int(rows[["clip_high", "clip_low", "clip_dual", "clip_cov"]].to_numpy().sum())
     wrong = int(rows[["wrong_high", "wrong_low"]].to_numpy().sum())
     count = int(total.sum())
     summary = (

@@ -20,7 +20,10 @@ OVERSHOOT_EDGES: Floats = 10.0 ** np.linspace(-4.0, 2.0, 49)
 _POSITIVE = 10.0 ** np.linspace(-9.0, 1.0, 31)
 # from -10 to 10 nats, finer towards 0; the middle bin is |delta| < 1e-9
 DELTA_EDGES: Floats = np.concatenate([-_POSITIVE[::-1], _POSITIVE])
-FLAGS = ("clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low")
+FLAGS = (
+    *("clip_high", "clip_low", "clip_dual", "clip_cov", "wrong_high", "wrong_low"),
+    *("bound_high", "bound_low", "kl_cov"),
+)
 
 
 def histogram(values: Floats, edges: Floats) -> Counts:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from analysis.mismatch.parity import Parity
 from analysis.report.drawing.figure import Section
-from analysis.report.figures import clipping, mismatch, units
+from analysis.report.figures import clipping, counts, mismatch, units
 from analysis.report.reading import analyses
 from analysis.report.reading.analyses import Findings
 from analysis.report.reading.facts import RunFacts, clip_bounds
@@ -35,9 +35,10 @@ def clipping_section(facts: RunFacts, iterations: pd.DataFrame, scan: Scan) -> S
         clipping.extremes_figure(scan.extremes, bounds),
     ]
     if bounds is None:
-        return Section(
-            "clipping", title, (f"The objective {facts.config.ppo.objective.kind} does not clip.",), tuple(figures)
-        )
+        if scan.flags[list(counts.FLAGS)].to_numpy().any():
+            figures.insert(1, clipping.flag_figure(scan.flags))
+        said = f"The objective {facts.config.ppo.objective.kind} does not clip by a token's ratio."
+        return Section("clipping", title, (said,), tuple(figures))
     figures.insert(1, clipping.flag_figure(scan.flags))
     figures += analyses.clipping(facts.run_dir, facts.config, facts.iterations).figures
     if scan.overshoot["count"].any():

@@ -91,17 +91,19 @@ def test_kl_estimates_of_tiny_ratios_keep_their_digits() -> None:
 
 def test_loss_weights_by_hand() -> None:
     item = make_item([1, 3], np.zeros((1, 4)), np.ones(4), delta=np.array([0.0, 1.0, -1.0, 0.0]))
-    weights = loss_weights(item.rows, small_config("ppo.aggregation=sequence_mean"))
+    weights = loss_weights(item.rows, small_config("ppo.aggregation=sequence_mean"), item.tokens)
     assert weights == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])
-    assert loss_weights(item.rows, small_config("ppo.aggregation=sequence_sum")) == pytest.approx([0.5] * 4)
+    assert loss_weights(item.rows, small_config("ppo.aggregation=sequence_sum"), item.tokens) == pytest.approx(
+        [0.5] * 4
+    )
     masked = small_config("ppo.ratio_anchor=old", "ppo.importance_weights={kind: masked, cap: 2.0}")
-    assert loss_weights(item.rows, masked) == pytest.approx([0.25, 0, 0, 0.25])
+    assert loss_weights(item.rows, masked, item.tokens) == pytest.approx([0.25, 0, 0, 0.25])
     cut = small_config("ppo.ratio_anchor=old", "ppo.importance_weights={kind: truncated, cap: 2.0}")
-    assert loss_weights(item.rows, cut) == pytest.approx([0.25, 0.5, np.exp(-1) / 4, 0.25])
+    assert loss_weights(item.rows, cut, item.tokens) == pytest.approx([0.25, 0.5, np.exp(-1) / 4, 0.25])
     by_response = small_config(
         "ppo.ratio_anchor=old", "ppo.importance_weights={kind: truncated, cap: 2.0, level: sequence}"
     )
-    assert loss_weights(item.rows, by_response) == pytest.approx([0.25] * 4)
+    assert loss_weights(item.rows, by_response, item.tokens) == pytest.approx([0.25] * 4)
 
 
 def test_the_logit_gradient_norm_is_the_definitions() -> None:
@@ -110,7 +112,9 @@ def test_the_logit_gradient_norm_is_the_definitions() -> None:
     assert logit_step(np.array([0.3]), np.array([(pi**2).sum()]))[0] == pytest.approx((gradient**2).sum())
     item = make_item([1], np.array([[np.log(2.0)]]), np.array([-3.0]), old_logprobs=np.log([0.3]))
     item.rows["prob_sq_sums"] = (pi**2).sum()
-    assert masses(item.rows, CONFIG)["logit_grad_norm"].iloc[0] == pytest.approx(6.0 * np.linalg.norm(gradient))
+    assert masses(item.rows, CONFIG, item.tokens)["logit_grad_norm"].iloc[0] == pytest.approx(
+        6.0 * np.linalg.norm(gradient)
+    )
 
 
 def test_a_small_logit_step_moves_the_log_prob_as_the_null_says() -> None:

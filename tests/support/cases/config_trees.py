@@ -24,6 +24,7 @@ GYM = {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 9, **EVALUATED}
 TRAINED = {"kind": "trained_model", "num_pairs": 8, "minibatch_size": 4, "learning_rate": 1e-3}
 ADAPTIVE = {"kind": "adaptive", "target_kl": 0.5}
 WEIGHTS = {"kind": "truncated", "level": "sequence"}
+REJECTION = [{"kind": "ratio", "low": 0.25, "high": 4.0}, {"kind": "divergence", "above": 1.0}, {"kind": "veto"}]
 ROLLOUT = {"prompts_per_iteration": 24, "samples_per_prompt": 2, "max_response_tokens": 6}
 
 # for every variant a configuration that has it, with what the variant needs; no two alike
@@ -51,6 +52,11 @@ TREES: dict[str, dict[str, Any]] = {
     "unclipped": {"ppo": {"objective": {"kind": "unclipped"}}},
     "policy gradient": {"ppo": {"objective": {"kind": "policy_gradient"}}},
     "importance weights": {"ppo": {"ratio_anchor": "old", "importance_weights": WEIGHTS}},
+    "rejection": {"ppo": {"rejection": REJECTION}},
+    "sequence clip": {"ppo": {"objective": {"kind": "sequence_clip"}}},
+    "cispo": {"ppo": {"objective": {"kind": "cispo"}}},
+    "clip cov": {"ppo": {"objective": {"kind": "clip_cov"}}},
+    "kl cov": {"ppo": {"objective": {"kind": "kl_cov"}}},
     "lora": {"lora": {"rank": 2, "alpha": 4.0}},
     "value lora": {"value": {"learning_rate": 1e-3, "lora": {"rank": 2, "alpha": 4.0}}},
     "lag": {"mismatch": {"sampler": {"lag": {"kind": "fixed", "iterations": 2}}}},

@@ -21,6 +21,10 @@ FACTORS: dict[str, list[tuple[str, ...]]] = {
         ("ppo.objective={kind: kl_penalty, target_kl: 0.01}",),
         ("ppo.objective={kind: unclipped}",),
         ("ppo.objective={kind: policy_gradient}",),
+        ("ppo.objective={kind: sequence_clip, clip_range: 0.01}",),
+        ("ppo.objective={kind: cispo, cap: 1.01, floor: 0.99}",),
+        ("ppo.objective={kind: clip_cov, share: 0.2, covariance_low: 0, clip_range: 0.2}",),
+        ("ppo.objective={kind: kl_cov, share: 0.2}",),
     ],
     "value": [
         ("value={learning_rate: 1e-3}",),
@@ -62,6 +66,14 @@ FACTORS: dict[str, list[tuple[str, ...]]] = {
         ("ppo.ratio_anchor=old",),
         ("ppo.ratio_anchor=old", "ppo.importance_weights={kind: truncated}"),
         ("ppo.ratio_anchor=old", "ppo.importance_weights={kind: masked, level: sequence}"),
+        (
+            "ppo.ratio_anchor=old",
+            "ppo.importance_weights={kind: truncated, level: geometric, cap: null, normalize: true}",
+        ),
+        (
+            "ppo.rejection=[{kind: ratio, low: 0.5, high: 2}, {kind: veto}, {kind: divergence, above: 1}]",
+            "ppo.rejected_tokens=left_out",
+        ),
     ],
     "sampling": [(), ("rollout.temperature=0.7", "rollout.top_p=0.9"), ("rollout.top_k=4",)],
     "memory": [(), ("layout.gradient_checkpointing=true",), ("lora={rank: 2, alpha: 4.0}",)],

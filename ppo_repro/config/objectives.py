@@ -1,0 +1,240 @@
+"""What the policy's update maximises, and its corrections for tokens that another policy sampled.
+
+`kind` chooses one of several, so that no field is without effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ppo_repro.config.section import Finite, NonNegative, Positive, Section
+
+ClipBound = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+WeightCap = Annotated[float, Field(gt=1, allow_inf_nan=False)]
+
+
+class ClipObjective(Section):
+    """The clipped surrogate of PPO, with clip-higher and dual clip."""
+
+    kind: Literal["clip"] = Field("clip", description="Clip the ratio within fixed bounds.")
+    clip_range: ClipBound = Field(0.2, description="Ratios below 1 - clip_range are not pushed further down.")
+    clip_range_high: Positive | None = Field(
+        None, description="Ratios above 1 + clip_range_high are not pushed further up; null: the same as clip_range."
+    )
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
+        None, description="Ratios above this keep no gradient where the advantage is negative; null: no dual clip."
+    )
+
+    @model_validator(mode="after")
+    def _dual_is_outside(self) -> Self:
+        if self.dual_clip is not None and self.dual_clip <= 1.0 + self.high:
+            raise ValueError(f"dual_clip = {self.dual_clip} must be greater than 1 + the upper clip range {self.high}")
+        return self
+
+    @property
+    def high(self) -> float:
+        """The upper clip range, clip_range_high or by default clip_range."""
+        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+
+
+class AdaptiveClipObjective(Section):
+    """The clipped surrogate with a clip range that follows KL(anchor || new)."""
+
+    kind: Literal["adaptive_clip"] = Field(description="Clip the ratio within bounds that follow the KL.")
+    clip_range: ClipBound = Field(0.2, description="Clip range of the first iteration, on both sides.")
+    target_kl: Positive = Field(description="Halve above 1.5 times this, double below it / 1.5; nats per token.")
+    clip_range_min: ClipBound = Field(0.02, description="The clip range is never smaller.")
+    clip_range_max: ClipBound = Field(0.5, description="The clip range is never larger.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.clip_range_min <= self.clip_range <= self.clip_range_max:
+            raise ValueError(
+                f"clip_range = {self.clip_range} must lie between clip_range_min and clip_range_max, "
+                f"{self.clip_range_min} and {self.clip_range_max}"
+            )
+        return self
+
+
+class PenaltyObjective(Section):
+    """PPO-Penalty: the unclipped surrogate minus beta KL(anchor || new)."""
+
+    kind: Literal["kl_penalty"] = Field(description="Penalise the KL instead of clipping.")
+    penalty_coef: Positive = Field(1.0, description="Weight beta of the first iteration.")
+    target_kl: Positive | None = Field(
+        None, description="Halve beta below this / 1.5, double it above 1.5 times this; nats per token; null: fixed."
+    )
+
+
+class SequenceClipObjective(Section):
+    """GSPO: the clipped surrogate with one length-normalised ratio for the whole response."""
+
+    kind: Literal["sequence_clip"] = Field(description="Clip the geometric mean of a response's ratios.")
+    clip_range: ClipBound = Field(3e-4, description="Lower clip range of the response's ratio.")
+    clip_range_high: Positive | None = Field(
+        4e-4, description="Upper clip range of the response's ratio; null: the same as clip_range."
+    )
+    advantages: Literal["token", "response"] = Field(
+        "token", description="`token`: each token its own, GSPO-token; `response`: their mean over the response."
+    )
+
+    @property
+    def high(self) -> float:
+        """The upper clip range, clip_range_high or by default clip_range."""
+        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+
+
+class CispoObjective(Section):
+    """CISPO: the policy gradient with a bounded ratio as its weight; every token keeps a gradient."""
+
+    kind: Literal["cispo"] = Field(description="Bound the ratio as a weight of the policy gradient.")
+    cap: WeightCap = Field(5.0, description="Largest weight.")
+    floor: NonNegative = Field(0.0, description="Smallest weight; 0 for no bound below.")
+
+    @model_validator(mode="after")
+    def _floor_below_one(self) -> Self:
+        if self.floor >= 1.0:
+            raise ValueError(f"floor = {self.floor} must be smaller than 1, the weight where both policies agree")
+        return self
+
+
+class ClipCovObjective(Section):
+    """Clip-Cov: a random few of the tokens with high covariance of log-prob and advantage have no gradient."""
+
+    kind: Literal["clip_cov"] = Field(description="Draw tokens of high covariance, and drop their gradient.")
+    share: Share = Field(2e-4, description="Share of a minibatch's tokens that are drawn, at least one token.")
+    covariance_low: Finite = Field(1.0, description="Only tokens with more covariance than this are drawn.")
+    covariance_high: Finite = Field(5.0, description="Only tokens with less covariance than this are drawn.")
+    clip_range: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="The ratio is clipped below 1 - clip_range besides; 1 for no bound below."
+    )
+    clip_range_high: Positive | None = Field(
+        None, description="The ratio is clipped above 1 + clip_range_high besides; null: the same as clip_range."
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.covariance_low >= self.covariance_high:
+            raise ValueError(
+                f"covariance_low = {self.covariance_low} must be smaller than covariance_high = {self.covariance_high}"
+            )
+        return self
+
+    @property
+    def high(self) -> float:
+        """The upper clip range, clip_range_high or by default clip_range."""
+        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+
+
+class KLCovObjective(Section):
+    """KL-Cov: the tokens with the highest covariance of log-prob and advantage get a KL penalty; no clip."""
+
+    kind: Literal["kl_cov"] = Field(description="Penalise the KL of the tokens with the highest covariance.")
+    share: Share = Field(2e-4, description="Share of a minibatch's tokens that are penalised, at least one token.")
+    penalty_coef: Positive = Field(1.0, description="Weight of |log ratio| on these tokens.")
+
+
+class UnclippedObjective(Section):
+    """The importance-sampled surrogate without any bound, L_CPI."""
+
+    kind: Literal["unclipped"] = Field(description="Neither clip nor penalise.")
+
+
+class PolicyGradientObjective(Section):
+    """REINFORCE with a baseline: log pi times advantage, no ratio."""
+
+    kind: Literal["policy_gradient"] = Field(description="Use no ratio.")
+
+
+Objective = Annotated[
+    ClipObjective
+    | AdaptiveClipObjective
+    | SequenceClipObjective
+    | CispoObjective
+    | ClipCovObjective
+    | KLCovObjective
+    | PenaltyObjective
+    | UnclippedObjective
+    | PolicyGradientObjective,
+    Field(discriminator="kind"),
+]
+
+
+# w = pi_old / pi_rollout below: of a token, of its whole response (the product over its tokens), or the geometric mean
+# of its response's. Everything that follows is a constant in the loss: no gradient flows through w.
+Level = Literal["token", "sequence", "geometric"]
+
+
+class ImportanceWeights(Section):
+    """Correction of a sampler that is not the policy that is trained: w on every token's surrogate."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"floor", "normalize"})
+
+    kind: Literal["truncated", "masked"] = Field(
+        description="Either w within [floor, cap], or 0 where w is outside [floor, cap]."
+    )
+    level: Level = Field(
+        "token",
+        description="Ratio w of the token, of its whole response (the product), or its response's geometric mean.",
+    )
+    cap: WeightCap | None = Field(2.0, description="Largest w; null: none, so that truncated weights are w itself.")
+    floor: NonNegative | None = Field(
+        None, description="Smallest w; null: none, or for masked weights with a cap 1 / cap."
+    )
+    normalize: bool = Field(
+        False, description="Divide by the mean over an iteration's tokens, or responses at the other levels."
+    )
+
+    @model_validator(mode="after")
+    def _bounds_are_around_one(self) -> Self:
+        if self.floor is not None and self.floor >= 1.0:
+            raise ValueError(f"floor = {self.floor} must be smaller than 1, the weight where both policies agree")
+        if self.kind == "masked" and self.cap is None and not self.floor:
+            raise ValueError("kind = masked without cap and floor masks nothing; give one, or take kind truncated")
+        return self
+
+    @property
+    def lowest(self) -> float:
+        """The lower bound, 0 for none: floor, or for masked weights by default 1 / cap."""
+        if self.floor is None and self.kind == "masked" and self.cap is not None:
+            return 1.0 / self.cap
+        return self.floor or 0.0
+
+
+class RatioRejection(Section):
+    """Tokens, or whole responses, whose w is outside [low, high] are rejected."""
+
+    kind: Literal["ratio"] = Field(description="Reject by w.")
+    level: Level = Field("token", description="Reject tokens by their w, or responses by product or geometric mean.")
+    low: NonNegative = Field(description="Smaller w are rejected.")
+    high: WeightCap = Field(description="Larger w are rejected.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low >= 1.0:
+            raise ValueError(f"low = {self.low} must be smaller than 1, the ratio where both policies agree")
+        return self
+
+
+class DivergenceRejection(Section):
+    """Tokens, or whole responses, with a large estimate of KL(rollout || old) are rejected."""
+
+    kind: Literal["divergence"] = Field(description="Reject by an estimate of the KL.")
+    estimator: Literal["k2", "k3"] = Field("k3", description="Of KL(rollout || old), from the sampled token.")
+    level: Literal["token", "sum", "mean", "max"] = Field(
+        "token", description="Reject tokens by their own, or responses by sum, mean or maximum over their tokens."
+    )
+    above: Positive = Field(description="Larger estimates are rejected, nats.")
+
+
+class VetoRejection(Section):
+    """Whole responses with a token that the trainer finds far less likely than the sampler are rejected."""
+
+    kind: Literal["veto"] = Field(description="Reject a response by its smallest w of a token.")
+    below: Annotated[float, Field(gt=0, lt=1)] = Field(1e-4, description="A single w below this rejects the response.")
+
+
+Rejection = Annotated[RatioRejection | DivergenceRejection | VetoRejection, Field(discriminator="kind")]

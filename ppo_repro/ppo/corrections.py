@@ -1,0 +1,134 @@
+"""Corrections for tokens that another policy sampled: importance weights, rejection, and what they did to each token.
+
+delta = log pi_old - log pi_rollout of a token, and w = exp(delta), of a whole response the product over its tokens, or
+their geometric mean. pi_old is the policy before the update, pi_rollout the sampler. Weights are constants: no
+gradient flows through them. Where both policies agree every weight is exactly 1 and nothing is rejected.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
+from ppo_repro.ppo import kl
+
+
+class Correction(IntEnum):
+    """What the corrections did to a token, the later of these where there were several. One per token."""
+
+    NONE = 0  # the weight is w, or 1 without importance weights
+    TRUNCATED_HIGH = 1  # the weight is the upper bound
+    TRUNCATED_LOW = 2  # the weight is the lower bound
+    MASKED_HIGH = 3  # w is above the upper bound, the weight is 0
+    MASKED_LOW = 4  # w is below the lower bound, the weight is 0
+    REJECTED = 5  # the token or its response is rejected, the weight is 0
+
+
+def correction_names(corrections: Tensor) -> list[str]:
+    """The names of corrections as they are recorded, such as `masked_low`; corrections [n] uint8."""
+    names = [correction.name.lower() for correction in Correction]
+    return [names[correction] for correction in corrections.tolist()]
+
+
+def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, level: str) -> Tensor:
+    """w of each token, [N] float32, from log-probs [N] float32 of B responses, `lengths` [B]. Exactly 1 where equal.
+
+    token: exp(delta). sequence: exp(sum of delta over the response). geometric: exp(mean of delta), the
+    length-normalised ratio. Sums are correctly rounded, so the order of tokens in memory cannot matter. verl, slime and
+    TRL have the same levels; AReaL's sequence level is the geometric one. verl and slime clamp the logarithm to
+    [-20, 20], here it is [-87, 88].
+    """
+    assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    delta = old_logprobs - rollout_logprobs
+    if level != "token":
+        sums = exact_sums(delta, lengths)
+        of_response = sums / lengths if level == "geometric" else sums
+        delta = torch.repeat_interleave(of_response.to(torch.float32), lengths)
+    return elementwise.exp(delta)
+
+
+def _bounds(low: float, high: float | None) -> tuple[Tensor, Tensor]:
+    return torch.tensor(low, dtype=torch.float32), torch.tensor(
+        torch.inf if high is None else high, dtype=torch.float32
+    )
+
+
+def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Tensor, Tensor]:
+    """(w within [floor, cap], Correction), [N] float32 and uint8. Truncated importance sampling; cap None: no bound.
+
+    Ionides, 2008, for a sampler's tokens Yao et al., 2025 (TIS): min(w, cap). Without bounds it is the weight of
+    decoupled PPO (Hilton et al., 2022, section 3; AReaL). With a floor slime's `tis_mode: clip` and TRL's
+    `vllm_importance_sampling_clip_min`; verl and AReaL have none.
+    """
+    low, high = _bounds(floor, cap)
+    changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
+    changes[ratios > high] = Correction.TRUNCATED_HIGH
+    changes[ratios < low] = Correction.TRUNCATED_LOW
+    return torch.minimum(torch.maximum(ratios, low), high), changes
+
+
+def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Tensor, Tensor]:
+    """(w where floor <= w <= cap and 0 elsewhere, Correction), [N] float32 and uint8. Masked importance sampling.
+
+    By token with both bounds IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et al., 2025, "When Speed
+    Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier TRL only above, which
+    is a floor of 0.
+    """
+    low, high = _bounds(floor, cap)
+    changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
+    changes[ratios > high] = Correction.MASKED_HIGH
+    changes[ratios < low] = Correction.MASKED_LOW
+    return torch.where(changes == Correction.NONE, ratios, 0.0), changes
+
+
+def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> Tensor:
+    """Weights over their mean, [N] float32: self-normalised importance sampling over an iteration.
+
+    The mean is over tokens, or `by_response` over responses, which have one weight each; zeros count. Weights that are
+    all 0 stay. verl's `rollout_is_batch_normalize`, slime's `tis_batch_normalize`; both take the batch of a step's
+    rollout, and verl leaves rejected tokens in the mean, as is done here.
+    """
+    assert weights.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    each = weights[torch.cumsum(lengths, 0) - 1] if by_response else weights
+    mean = exact_mean(each)
+    return (weights.to(torch.float64) / mean).to(torch.float32) if mean > 0.0 else weights
+
+
+def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
+    """Where w < low or w > high, [N] bool; at a level of responses all tokens of a response alike.
+
+    Rejection sampling of verl (`rollout_rs`) and slime (`use_rs`). The level geometric is Geo-RS. verl compares -log w
+    with the logarithms of its bounds, so that its "0.6_1.4" is [1/1.4, 1/0.6] here.
+    """
+    lowest, highest = _bounds(low, high)
+    return (ratios < lowest) | (ratios > highest)
+
+
+def beyond_divergence(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, estimator: str, level: str, above: float
+) -> Tensor:
+    """Where an estimate of KL(rollout || old) in nats is greater than `above`, [N] bool.
+
+    k2 = delta^2 / 2 or k3 = exp(delta) - 1 - delta, of the token, or its sum, mean or maximum over the response.
+    verl's `rollout_rs` of the names token_k2, seq_sum_k3, seq_mean_k3, seq_max_k3 and so on.
+    """
+    assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    log_ratio = (rollout_logprobs - old_logprobs).to(torch.float64)
+    values = kl.k2(log_ratio) if estimator == "k2" else kl.k3(log_ratio)
+    if level == "max":
+        values = torch.repeat_interleave(torch.stack([run.max() for run in values.split(lengths.tolist())]), lengths)
+    elif level != "token":
+        sums = exact_sums(values, lengths)
+        values = torch.repeat_interleave(sums / lengths if level == "mean" else sums, lengths)
+    return values > above
+
+
+def vetoed(token_ratios: Tensor, lengths: Tensor, below: float) -> Tensor:
+    """Where a response has a token with w < below, [N] bool. verl's and slime's veto, at 1e-4 there."""
+    assert token_ratios.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    below_it = token_ratios < _bounds(below, None)[0]
+    return torch.repeat_interleave(torch.stack([run.any() for run in below_it.split(lengths.tolist())]), lengths)

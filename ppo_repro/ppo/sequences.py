@@ -1,0 +1,47 @@
+"""One ratio and one advantage for a whole response, as GSPO has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics.arithmetic.grid import exact_sums
+
+
+class _SequenceRatio(Function):
+    """The response's ratio at each token, whose derivative in a token's log-prob is the ratio, at that token alone."""
+
+    @staticmethod
+    def forward(ctx: Any, log_ratios: Tensor, lengths: Tensor) -> Tensor:
+        means = (exact_sums(log_ratios, lengths) / lengths).to(torch.float32)
+        ratios = torch.repeat_interleave(elementwise.exp(means), lengths)
+        ctx.save_for_backward(ratios)
+        return ratios
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (ratios,) = ctx.saved_tensors
+        return grad * ratios, None
+
+
+def sequence_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor, lengths: Tensor) -> Tensor:
+    """s = exp(mean over the response of log pi_new - log pi_anchor) at each of its tokens, [M] float32, `lengths` [B].
+
+    The length-normalised ratio of GSPO (Zheng et al., 2025, arXiv 2507.18071, equation 7), differentiated as
+    GSPO-token's sg[s] pi / sg[pi] (equation 14): the gradient at a token is s times that of its own log-prob. Where the
+    tokens of a response have one advantage and one loss weight, that is the gradient of GSPO itself (equation 5).
+    verl's `gspo` clamps the logarithm at 10. Exactly 1 where both policies agree.
+    """
+    assert new_logprobs.shape == anchor_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    return _SequenceRatio.apply(new_logprobs - anchor_logprobs, lengths)
+
+
+def response_means(advantages: Tensor, lengths: Tensor) -> Tensor:
+    """The mean over its response at each token, [M] float32: the one advantage of a response, as AReaL takes it."""
+    assert advantages.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    means = exact_sums(advantages, lengths) / lengths
+    return torch.repeat_interleave(means.to(torch.float32), lengths)

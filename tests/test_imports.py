@@ -16,9 +16,9 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 # do not import each other. A file directly in ppo_repro/ or analysis/ counts as a package.
 PPO_REPRO = """
     errors secrets mistakes clock buffers seeding watcher
-    output analysis_home
+    output
     shares interrupts heartbeats collectives disk config numerics.arithmetic
-    learning_rates assets ranks ppo records numerics.kernels.core
+    assets ranks ppo records numerics.kernels.core
     numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
     numerics

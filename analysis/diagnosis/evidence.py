@@ -240,9 +240,11 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
         return tokens[name].to_numpy().astype(np.float64)
 
     if "entropies" in tokens and "prob_sq_sums" in tokens:
-        entropy = column("entropies")
-        x, k = b + entropy, entropy + np.log(column("prob_sq_sums"))
-        products = {"dx": delta * x, "xx": x * x, "dk": delta * k, "xk": x * k, "kk": k * k}
+        entropy, sums_of_squares = column("entropies"), column("prob_sq_sums")
+        usable = np.isfinite(entropy) & (sums_of_squares > 0)  # all, unless the numbers themselves are wrong
+        entropy, moved = entropy[usable], delta[usable]
+        x, k = b[usable] + entropy, entropy + np.log(sums_of_squares[usable])
+        products = {"dx": moved * x, "xx": x * x, "dk": moved * k, "xk": x * k, "kk": k * k}
         evidence |= {"has_entropies": 1.0, **{name: _total(values) for name, values in products.items()}}
     if "log_kept_mass" in tokens:
         evidence |= {"has_mass": 1.0, "mass_sq": _total((delta - column("log_kept_mass")) ** 2)}

@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.analysis_home import report_writer
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say, tell
 from ppo_repro.tracking import finished as tracked
+from ppo_repro.tracking.analysis_home import report_writer
 
 if TYPE_CHECKING:
     from ppo_repro.runs.diff import Difference

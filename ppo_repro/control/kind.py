@@ -19,11 +19,11 @@ import pyarrow as pa
 from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig, load_control_config
 from ppo_repro.config.kinds import CONTROL, Kind
+from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
 from ppo_repro.control.stages import evaluate
 from ppo_repro.control.tables import finished_returns, iteration_tables
 from ppo_repro.control.update import ControlState
-from ppo_repro.learning_rates import naming_learning_rates
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.manifest import Manifest

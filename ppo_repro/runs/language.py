@@ -15,7 +15,7 @@ from ppo_repro.clock import Clock
 from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
-from ppo_repro.learning_rates import naming_learning_rates
+from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.optim.optimizer import weights_digest

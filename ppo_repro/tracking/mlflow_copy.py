@@ -17,7 +17,6 @@ from mlflow.entities import DatasetInput, Metric, Param, RunTag, ViewType
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
-from ppo_repro.analysis_home import report_writer
 from ppo_repro.config.files import read_tree
 from ppo_repro.config.kinds import load_config_of
 from ppo_repro.dpo import records as dpo_records
@@ -26,6 +25,7 @@ from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, check_c
 from ppo_repro.records.contents import REPORT_NAME
 from ppo_repro.records.manifest import Head
 from ppo_repro.tracking import datasets, findings, scalars
+from ppo_repro.tracking.analysis_home import report_writer
 from ppo_repro.tracking.links import Place
 from ppo_repro.tracking.scalars import Scalar, Seen
 from ppo_repro.tracking.store import answering

@@ -67,12 +67,19 @@ def test_older_weights_come_back_and_go() -> None:
 )
 def test_an_end_token_has_no_loss(aggregation: str, expected: list[float]) -> None:
     config = small_config(f"ppo.aggregation={aggregation}", "mismatch.trainer.eos_in_loss=false")
-    found = training_weights(config, LENGTHS, REASONS)
+    found = training_weights(config, LENGTHS, REASONS, None)
     assert found.tolist() == pytest.approx(expected, rel=1e-6) and found[2] == found[5] == 0
-    usual = training_weights(small_config(f"ppo.aggregation={aggregation}"), LENGTHS, REASONS)
+    usual = training_weights(small_config(f"ppo.aggregation={aggregation}"), LENGTHS, REASONS, None)
     assert torch.equal(usual, loss_weights(aggregation, LENGTHS)) and usual.min() > 0
-    only_ends = training_weights(config, torch.tensor([1, 1]), ("stop", "stop"))
+    only_ends = training_weights(config, torch.tensor([1, 1]), ("stop", "stop"), None)
     assert only_ends.tolist() == [0.0, 0.0]
+
+
+def test_an_end_token_and_a_token_left_out_have_no_loss() -> None:
+    config = small_config("mismatch.trainer.eos_in_loss=false")
+    counted = torch.tensor([True, False, True, True, True, True])
+    found = training_weights(config, LENGTHS, REASONS, counted)
+    assert found.tolist() == pytest.approx([1 / 3, 0, 0, 1 / 3, 1 / 3, 0], rel=1e-6)
 
 
 @settings(max_examples=20)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.distribution import (
     Distribution,
     distribution,
@@ -86,9 +87,9 @@ def token_statistics(
     if mode == "exact":
         if backend.has_kernels(logits):
             return _FusedTokenStatistics.apply(logits, targets, temperature, eligible)
-        return _TokenStatistics.apply(logits / temperature, targets, eligible)
+        return _TokenStatistics.apply(elementwise.divided(logits, temperature), targets, eligible)
     require_finite(logits)
-    scaled = logits / temperature
+    scaled = elementwise.divided(logits, temperature)
     if eligible is not None:
         scaled = scaled.masked_fill(~eligible, float("-inf"))
     log_p = scaled.log_softmax(-1)
@@ -100,12 +101,13 @@ def token_statistics(
 
 def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """sum_v p_v^2, float32 [n], by an exact sum."""
-    return sum_of_squares(distribution(logits / temperature, eligible))[:, 0].to(torch.float32)
+    return sum_of_squares(distribution(elementwise.divided(logits, temperature), eligible))[:, 0].to(torch.float32)
 
 
 def kl_divergence(p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v), float32 [n], nats, over the eligible tokens, by an exact sum."""
-    p, q = distribution(p_logits / temperature, eligible), distribution(q_logits / temperature, eligible)
+    p_scaled, q_scaled = (elementwise.divided(logits, temperature) for logits in (p_logits, q_logits))
+    p, q = distribution(p_scaled, eligible), distribution(q_scaled, eligible)
     return expectation(p, _log_ratios(p, q))[:, 0].to(torch.float32)
 
 
@@ -139,9 +141,9 @@ def kl_loss(logits: Tensor, ref_logits: Tensor, temperature: float, eligible: Te
 
     Shapes as in `token_statistics`.
     """
+    scaled, ref_scaled = (elementwise.divided(x, temperature) for x in (logits, ref_logits))
     if mode == "exact":
-        return _Divergence.apply(logits / temperature, ref_logits / temperature, eligible)
-    scaled, ref_scaled = logits / temperature, ref_logits / temperature
+        return _Divergence.apply(scaled, ref_scaled, eligible)
     if eligible is not None:
         scaled, ref_scaled = (x.masked_fill(~eligible, float("-inf")) for x in (scaled, ref_scaled))
     log_p, log_q = scaled.log_softmax(-1), ref_scaled.log_softmax(-1)
@@ -184,7 +186,7 @@ def top_logits(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, 
 
     logits float32 [n, V]; K = min(count, V). 0.0 comes before -0.0.
     """
-    scaled = logits / temperature
+    scaled = elementwise.divided(logits, temperature)
     if count == 0:
         return torch.empty(len(logits), 0, dtype=torch.int32), torch.empty(len(logits), 0)
     # integers in the order of the floats; with the id below them no two are equal, so that topk has one answer

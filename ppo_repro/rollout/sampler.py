@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.distribution import distribution, require_finite
 from ppo_repro.numerics.arithmetic.elementwise import cos_sin, log, sqrt
 from ppo_repro.numerics.kernels import gumbel as noise
@@ -72,7 +73,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
     seeds, positions int64 [n]. log u is clamped to [-DBL_MAX, -2^-32] as SGLang does.
     """
     h = murmur_hash32(_words(seeds, positions, columns))
-    u = h.to(torch.float64) / float(_MASK)
+    u = elementwise.divided(h.to(torch.float64), _MASK)
     log_u = torch.where(h > 0, log(u.clamp(min=1e-300)), -_FLOAT64_MAX)
     return -log(-log_u.clamp(max=-(2.0**-32)))
 
@@ -133,7 +134,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         tokens, logprobs = _sample_fused(logits, seeds, positions, sampling.temperature, None)
         return Sample(tokens, logprobs, torch.zeros(len(logits)), torch.empty(len(logits), 0, dtype=torch.uint8), *top)
     require_finite(logits)
-    scaled = logits / sampling.temperature
+    scaled = elementwise.divided(logits, sampling.temperature)
     kept, log_kept_mass = None, torch.zeros(len(logits))
     packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:

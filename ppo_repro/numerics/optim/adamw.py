@@ -106,7 +106,7 @@ def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, c
     g = gradient * c.clip
     first.mul_(c.beta1).add_(g * c.rest1)
     second.mul_(c.beta2).add_((g * g).mul_(c.rest2))
-    denominator = (elementwise.sqrt(second) / c.second_scale) + c.eps
+    denominator = elementwise.divided(elementwise.sqrt(second), c.second_scale) + c.eps
     parameter.mul_(c.decay)
     parameter.sub_((first / denominator).mul_(c.step_size))
 

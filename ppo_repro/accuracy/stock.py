@@ -41,7 +41,7 @@ def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
             model.set_submodule(name, type(module)(config))
         elif isinstance(module, GemmaTextScaledWordEmbedding):
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
-    return model.eval()
+    return model.to(policy.device).eval()
 
 
 def wide_model(policy: PreTrainedModel) -> PreTrainedModel:
@@ -53,7 +53,7 @@ def wide_model(policy: PreTrainedModel) -> PreTrainedModel:
     with Float64():
         for name, module in list(model.named_modules()):
             if type(module) in ROTARIES:
-                model.set_submodule(name, type(module)(model.config))
+                model.set_submodule(name, type(module)(model.config).to(policy.device))
     for station in stations(model).values():
         _widen_in_use(station)
     return model

@@ -157,6 +157,7 @@ class LayoutConfig(Section):
     threads: Threads = Field(
         1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
     )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="What the models compute on, in each process.")
     backend: Literal["auto", "eager", "float64", "amx"] = Field(
         "auto", description="What computes exact numerics on a CPU: kernels on float64 or AMX, or eager torch."
     )

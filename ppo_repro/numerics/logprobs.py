@@ -26,6 +26,8 @@ from ppo_repro.numerics.arithmetic.distribution import (
 from ppo_repro.numerics.kernels import token_statistics as statistics
 from ppo_repro.numerics.products import array
 
+CPU = torch.device("cpu")
+
 
 class _TokenStatistics(Function):
     @staticmethod
@@ -81,9 +83,10 @@ def token_statistics(
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy -sum p log p, float32 [n] each, nats; differentiable in the logits.
 
-    logits float32 [n, V], targets int64 [n], eligible bool [n, V] or None. Raises NumericsError if logits are not
-    finite.
+    logits float32 [n, V], targets int64 [n] on any device, eligible bool [n, V] or None. Raises NumericsError if
+    logits are not finite.
     """
+    targets = targets.to(logits.device)
     if mode == "exact":
         if backend.has_kernels(logits):
             return _FusedTokenStatistics.apply(logits, targets, temperature, eligible)
@@ -192,18 +195,18 @@ def top_logits(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, 
     # integers in the order of the floats; with the id below them no two are equal, so that topk has one answer
     bits = scaled.view(torch.int32).to(torch.int64)
     order = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-    columns = torch.arange(scaled.shape[-1])
+    columns = torch.arange(scaled.shape[-1], device=scaled.device)
     ids = ((order << 32) | (0xFFFFFFFF - columns)).topk(min(count, scaled.shape[-1])).indices
     return ids.to(torch.int32), scaled.gather(-1, ids)
 
 
-def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
-    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None for bit sets of width 0, where all tokens are eligible."""
+def expand_kept(kept_tokens: Tensor, vocab_size: int, device: torch.device = CPU) -> Tensor | None:
+    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V] on a device; None for bit sets of width 0: all are eligible."""
     if kept_tokens.shape[1] == 0:
         return None
-    return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_))
+    return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_)).to(device)
 
 
 def pack_bits(eligible: Tensor) -> Tensor:
-    """bool [n, V] -> bit sets uint8 [n, ceil(V/8)], the first token in the highest bit."""
-    return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))
+    """bool [n, V] -> bit sets uint8 [n, ceil(V/8)] on the CPU, the first token in the highest bit."""
+    return torch.from_numpy(np.packbits(eligible.cpu().numpy(), axis=1))

@@ -64,7 +64,7 @@ def murmur_hash32(words: list[Tensor]) -> Tensor:
 
 def _words(seeds: Tensor, positions: Tensor, columns: int) -> list[Tensor]:
     by_row = [seeds & _MASK, (seeds >> 32) & _MASK, positions & _MASK]
-    return [*(word[:, None] for word in by_row), torch.arange(columns)[None, :]]
+    return [*(word[:, None] for word in by_row), torch.arange(columns, device=seeds.device)[None, :]]
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
@@ -113,7 +113,8 @@ def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     kept = before <= sampling.top_p * d.total
     if sampling.top_k:
         kept[:, sampling.top_k :] = False
-    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
+    ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, ranks)
     eligible = torch.zeros_like(kept).scatter_(-1, order, kept)
     kept_mass = d.masses.to(torch.int64).masked_fill(~eligible, 0).sum(-1, keepdim=True).to(torch.float64)
     return eligible, rank, log(kept_mass / d.total)[:, 0].to(torch.float32)
@@ -173,5 +174,5 @@ def _sample_fused(
 
 def first_argmax(x: Tensor) -> Tensor:
     """Index of the maximum along the last axis; among equal ones the lowest."""
-    columns = torch.arange(x.shape[-1])
+    columns = torch.arange(x.shape[-1], device=x.device)
     return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

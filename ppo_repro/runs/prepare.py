@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -36,6 +37,7 @@ from ppo_repro.models.reward_model import (
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
+from ppo_repro.numerics.device import device_of
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.proof import proof
@@ -81,15 +83,17 @@ def task_inputs(config: RunConfig) -> list[Path]:
 
 
 def _source(
-    config: RunConfig, problems: Split, progress: WarmStartProgress
+    config: RunConfig, problems: Split, device: torch.device, progress: WarmStartProgress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[WarmStartStep, ...]]:
     """The model that policy, value model and reference are copies of at the start, its tokenizer, its warm start."""
     if isinstance(config.model, ModelFolder):
-        return *load_folder(Path(config.model.path)), ()
+        source, tokenizer = load_folder(Path(config.model.path))
+        return source.to(device), tokenizer, ()
     assert isinstance(config.model, TinyModel)
     tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
     model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
+    model.to(device)
     steps = warm_start(model, tokenizer, problems.train, config.model, config.numerics, config.seed, progress)
     return model, tokenizer, steps
 
@@ -124,7 +128,7 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return freeze(loaded), None
+        return freeze(loaded.to(source.device)), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     pairs, eval_pairs = (
         pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
@@ -210,7 +214,8 @@ def _value_model(
     if isinstance(config.value, NoValue):
         return None
     if isinstance(config.value, ValueHead):
-        return ValueModel(trunk_of(policy), make_value_head(source.config.hidden_size, mode, config.seed))
+        head = make_value_head(source.config.hidden_size, mode, config.seed)
+        return ValueModel(trunk_of(policy), head.to(source.device))
     if config.value.init == "reward_model":
         assert reward_model is not None
         return value_model_from(reward_model, mode, max_context)
@@ -227,6 +232,7 @@ def prepare(
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of
     this run left it; it replaces the model of the configuration and its warm start.
     """
+    device = device_of(config.layout.device)
     proof.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
     disable_progress_bar()  # the run shows its own
     judge = load_judge(config.reward)  # before the minutes that a warm start takes
@@ -236,9 +242,10 @@ def prepare(
     check_functions(judge, problems.train)
     check_source(brought, problems.train)
     if start_folder is None:
-        source, tokenizer, steps = _source(config, problems, progress)
+        source, tokenizer, steps = _source(config, problems, device, progress)
     else:
         source, tokenizer, steps = *load_folder(start_folder), ()
+        source.to(device)
     task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")

@@ -118,11 +118,12 @@ class PolicyLoss:
         return self.of_logits(m, policy_logits(self.state.policy, m.batch))
 
     def of_logits(self, m: MicroBatch, logits: Tensor) -> LossAndColumns:
-        """The same from the policy's logits [m, V]."""
+        """The same from the policy's logits [m, V]; what follows from numbers of tokens is computed on the CPU."""
         config, tokens = self.terms.config, m.tokens
         temperature, mode = config.rollout.temperature, config.numerics.mode
-        eligible = expand_kept(self.rollout.kept_tokens[tokens], logits.shape[-1])
-        logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
+        eligible = expand_kept(self.rollout.kept_tokens[tokens], logits.shape[-1], logits.device)
+        statistics = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
+        logprobs, entropies = (x.cpu() for x in statistics)
         if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
             kl_terms: Tensor | None = self._exact_divergence(m, logits, eligible) * self.terms.coefficients.kl_coef
         else:
@@ -135,7 +136,7 @@ class PolicyLoss:
         config = self.terms.config
         with torch.no_grad():
             ref_logits = policy_logits(self.state.reference, m.batch)
-        return kl_loss(logits, ref_logits, config.rollout.temperature, eligible, config.numerics.mode)
+        return kl_loss(logits, ref_logits, config.rollout.temperature, eligible, config.numerics.mode).cpu()
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class ValueLoss:
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]."""
-        values = in_reward_units(self.value_model.head(hidden)[:, 0], self.terms.statistics)
+        values = in_reward_units(self.value_model.head(hidden)[:, 0].cpu(), self.terms.statistics)
         loss = self.terms.of(m.tokens, values)
         return loss, (loss, values)
 

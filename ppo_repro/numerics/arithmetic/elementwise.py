@@ -45,7 +45,7 @@ def divided(x: Tensor, divisor: float) -> Tensor:
     CUDA turns a division by a number of Python into a multiplication by its rounded reciprocal (ATen,
     BinaryDivTrueKernel.cu); by a tensor of the same device it divides.
     """
-    return x / torch.tensor(divisor, dtype=x.dtype, device=x.device)
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def sqrt(x: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ def lower(model: PreTrainedModel, max_context: int) -> PreTrainedModel:
             module.max_context = max_context
     # on this model's own config object; nothing global changes
     model.set_attn_implementation(IMPLEMENTATION)
-    return model
+    return model.to(model.device)  # tables are made on the CPU
 
 
 def is_exact(model: PreTrainedModel) -> bool:

@@ -113,6 +113,7 @@ def device_double() -> Iterator[torch.device]:
     """In this block the device exists."""
     if not hasattr(torch, _NAME):  # once in a process
         _setup_privateuseone_for_python_backend(_NAME)
+        getattr(torch, _NAME).get_amp_supported_dtype = list  # checkpointing asks, though autocast is off
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # a moved parameter stays the same object, as on CUDA
     try:

@@ -157,7 +157,9 @@ class LayoutConfig(Section):
     threads: Threads = Field(
         1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
     )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="What the models compute on, in each process.")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="What the models compute on: the CPU, or one CUDA device."
+    )
     backend: Literal["auto", "eager", "float64", "amx"] = Field(
         "auto", description="What computes exact numerics on a CPU: kernels on float64 or AMX, or eager torch."
     )
@@ -239,6 +241,8 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
     if native and config.layout.backend != "auto":
         yield "layout.backend needs numerics.mode = exact"
+    if config.layout.device == "cuda" and (native or config.layout.backend != "eager"):
+        yield "layout.device = cuda needs numerics.mode = exact and layout.backend = eager: the kernels are for CPUs"
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
         yield "numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing"
     engine = config.rollout.engine

@@ -37,7 +37,7 @@ from ppo_repro.models.reward_model import (
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
-from ppo_repro.numerics.device import device_of
+from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.proof import proof
@@ -88,12 +88,12 @@ def _source(
     """The model that policy, value model and reference are copies of at the start, its tokenizer, its warm start."""
     if isinstance(config.model, ModelFolder):
         source, tokenizer = load_folder(Path(config.model.path))
-        return source.to(device), tokenizer, ()
+        return moved(source, device), tokenizer, ()
     assert isinstance(config.model, TinyModel)
     tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
     model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
-    model.to(device)
+    moved(model, device)
     steps = warm_start(model, tokenizer, problems.train, config.model, config.numerics, config.seed, progress)
     return model, tokenizer, steps
 
@@ -128,7 +128,7 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return freeze(loaded.to(source.device)), None
+        return freeze(moved(loaded, source.device)), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     pairs, eval_pairs = (
         pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
@@ -245,7 +245,7 @@ def prepare(
         source, tokenizer, steps = _source(config, problems, device, progress)
     else:
         source, tokenizer, steps = *load_folder(start_folder), ()
-        source.to(device)
+        moved(source, device)
     task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")

@@ -6,7 +6,7 @@ missing move to the device, or back, fails here too, and what is computed can be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _NAME = "twin"
@@ -71,9 +70,15 @@ def _unwrap(x: Any) -> Any:
     return x.inner if isinstance(x, OnDevice) else x
 
 
+def _mapped(f: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
+        return type(tree)(_mapped(f, x) for x in tree)
+    return {key: _mapped(f, x) for key, x in tree.items()} if isinstance(tree, dict) else f(tree)
+
+
 def _tensors(*trees: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, Tensor) else None, trees)
+    _mapped(lambda x: found.append(x) if isinstance(x, Tensor) else None, trees)
     return found
 
 
@@ -92,13 +97,13 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     inner_kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     if wanted is not None:
         inner_kwargs["device"] = torch.device("cpu")
-    out = func(*tree_map(_unwrap, args), **tree_map(_unwrap, inner_kwargs))
+    out = func(*_mapped(_unwrap, args), **_mapped(_unwrap, inner_kwargs))
     if name == "copy_" or (name.endswith("_") and not name.startswith("_") and isinstance(args[0], Tensor)):
         return args[0]
     if name == "_to_copy" and wanted is not None:
         return _wrap(out) if torch.device(wanted).type == _NAME else out
     is_here = bool(own) if wanted is None else torch.device(wanted).type == _NAME
-    return tree_map(_wrap, out) if is_here else out
+    return _mapped(_wrap, out) if is_here else out
 
 
 class _Factories(TorchDispatchMode):

@@ -51,6 +51,7 @@ TREES: dict[str, dict[str, Any]] = {
     "unclipped": {"ppo": {"objective": {"kind": "unclipped"}}},
     "policy gradient": {"ppo": {"objective": {"kind": "policy_gradient"}}},
     "importance weights": {"ppo": {"ratio_anchor": "old", "importance_weights": WEIGHTS}},
+    "eager": {"layout": {"backend": "eager"}},
     "lora": {"lora": {"rank": 2, "alpha": 4.0}},
     "value lora": {"value": {"learning_rate": 1e-3, "lora": {"rank": 2, "alpha": 4.0}}},
     "sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang"}}, "kl": {"placement": "none"}},

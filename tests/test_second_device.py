@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_repro.config.files import load_config
+from ppo_repro.config.files import load_config, load_dpo_config
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.device import UNTRIED, check_device
 from ppo_repro.records import manifest
@@ -27,6 +27,10 @@ from tests.support.language import run
 from tests.support.paths import ROOT, TINY
 
 CUDA = ("layout.device=cuda", "layout.backend=eager")
+SHORT = (
+    *("layout.backend=eager", "numerics.accuracy_sequences=0", "model.warm_start_steps=1"),
+    *("ppo.iterations=1", "ppo.epochs=1", "rollout.prompts_per_iteration=1", "task.num_eval_prompts=1"),
+)
 CASES: dict[str, list[str]] = {
     "plain": [],
     "head": ["value={kind: head}", "rollout.top_p=0.9", "rollout.top_k=5", "records.level=deep"],
@@ -95,6 +99,7 @@ def test_a_fault_of_the_second_device_is_found(said: dict[str, Any], fault: str)
     assert FAULTS[fault] in said[fault]["said"]
 
 
+@pytest.mark.slow
 def test_tensors_of_the_double_meet_no_others_and_have_the_same_numbers() -> None:
     assert python("-c", DOUBLE) == "done\n"
 
@@ -112,20 +117,16 @@ def test_a_recorded_run_on_a_device_that_is_not_there(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run_dir, _ = run(
-        load_config(TINY, ["layout.backend=eager", "numerics.accuracy_sequences=0", "ppo.iterations=1"]),
+        load_config(TINY, SHORT),
         tmp_path,
         Silent(),
     )
     sets = [part for field in CUDA for part in ("--set", field)]
     code, out, err = cli("rerun", run_dir, *sets)
     assert code == 2 and out == "" and "torch sees no CUDA device" in one_line(err)
-    running = {
-        "status": "running",
-        "final": {},
-        "fingerprint": manifest.load(run_dir).iterations[-1].chain,
-        "ending": {},
-    }
-    manifest.save(manifest.load(run_dir).model_copy(update=running), run_dir)
+    recorded = manifest.load(run_dir)
+    running = {"status": "running", "final": {}, "fingerprint": recorded.iterations[-1].chain, "ending": {}}
+    manifest.save(recorded.model_copy(update=running), run_dir)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     code, out, err = cli("resume", run_dir, *sets)
     assert code == 2 and out == "" and "torch sees no CUDA device" in one_line(err)
@@ -139,8 +140,17 @@ def test_several_processes_on_a_device() -> None:
         check_device("cuda", 2)
 
 
-@pytest.mark.parametrize("others", [[], ["layout.backend=float64"], ["numerics.mode=native"]], ids=len)
-def test_kernels_and_native_numerics_are_for_cpus(others: list[str]) -> None:
-    with pytest.raises(UserError, match=r"layout.device = cuda needs numerics.mode = exact and layout.backend = eager"):
-        load_config(TINY, ["layout.device=cuda", *others])
+def test_kernels_and_native_numerics_are_for_cpus() -> None:
+    for others in ([], ["layout.backend=float64"], ["numerics.mode=native"]):
+        with pytest.raises(UserError, match=r"layout.device = cuda needs layout.backend = eager"):
+            load_config(TINY, ["layout.device=cuda", *others])
+    with pytest.raises(UserError, match=r"layout.backend needs numerics.mode = exact"):
+        load_config(TINY, [*CUDA, "numerics.mode=native"])
     assert load_config(TINY, CUDA).layout.device == "cuda"
+
+
+def test_dpo_computes_on_the_cpu() -> None:
+    config = ROOT / "experiments" / "dpo.yaml"
+    assert load_dpo_config(config, ["run=somewhere"]).layout.device == "cpu"
+    with pytest.raises(UserError, match=r"layout.device = cuda: DPO computes on the CPU; must be cpu$"):
+        load_dpo_config(config, ["run=somewhere", *CUDA])

@@ -12,7 +12,7 @@ from ppo_repro.errors import UserError
 Model = TypeVar("Model", bound=nn.Module)
 
 UNTRIED = (
-    "layout.device = cuda: this program was never run on a CUDA device; compare a run with the CPU by "
+    "layout.device = cuda: this program was never run on a CUDA device; compare the run with a CPU by "
     "`ppo-repro rerun RUN --set layout.device=cpu`"
 )
 

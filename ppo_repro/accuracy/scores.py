@@ -78,10 +78,11 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
 
 def _scored(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int]) -> Scores:
     """Scores of one sequence by the model's own forward; the softmax is in float32 at least."""
-    out = model(input_ids=torch.tensor([[*prompt, *response[:-1]]]), use_cache=False)
+    out = model(input_ids=torch.tensor([[*prompt, *response[:-1]]]).to(model.device), use_cache=False)
     logits = out.logits[0][len(prompt) - 1 :]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return Scores(logits, wide.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0])
+    targets = torch.tensor(response).to(model.device)
+    return Scores(logits, wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0])
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
 
 from ppo_repro.accuracy.scores import Float64
+from ppo_repro.numerics.device import moved
 from ppo_repro.numerics.layers.families import ROTARIES, decoder_layers
 
 
@@ -41,7 +42,7 @@ def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
             model.set_submodule(name, type(module)(config))
         elif isinstance(module, GemmaTextScaledWordEmbedding):
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
-    return model.eval()
+    return moved(model, policy.device).eval()
 
 
 def wide_model(policy: PreTrainedModel) -> PreTrainedModel:
@@ -53,7 +54,7 @@ def wide_model(policy: PreTrainedModel) -> PreTrainedModel:
     with Float64():
         for name, module in list(model.named_modules()):
             if type(module) in ROTARIES:
-                model.set_submodule(name, type(module)(model.config))
+                model.set_submodule(name, type(module)(model.config).to(policy.device))
     for station in stations(model).values():
         _widen_in_use(station)
     return model

@@ -141,8 +141,8 @@ def scored(
 ) -> Tensor:
     """Log-probs [n] float32 of the training forward."""
     logits = policy_logits(policy, batch)
-    eligible = expand_kept(torch.cat([c.kept_tokens for c in completions]), logits.shape[-1])
-    return token_statistics(logits, batch.targets, temperature, eligible, mode)[0]
+    eligible = expand_kept(torch.cat([c.kept_tokens for c in completions]), logits.shape[-1], logits.device)
+    return token_statistics(logits, batch.targets, temperature, eligible, mode)[0].cpu()
 
 
 def token_grid(s: Subject) -> tuple[Tensor, Tensor]:

@@ -122,9 +122,9 @@ def _batches(s: _Subject, padding: str, size: int) -> Iterator[tuple[TokenBatch,
 
 def _score(s: _Subject, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
     logits = policy_logits(s.prepared.state.policy, batch)
-    eligible = expand_kept(kept_tokens, logits.shape[-1])
+    eligible = expand_kept(kept_tokens, logits.shape[-1], logits.device)
     mode, temperature = s.config.numerics.mode, s.config.rollout.temperature
-    return token_statistics(logits, batch.targets, temperature, eligible, mode)[0]
+    return token_statistics(logits, batch.targets, temperature, eligible, mode)[0].cpu()
 
 
 @torch.no_grad()

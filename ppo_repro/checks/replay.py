@@ -46,7 +46,7 @@ class Replay(TorchEngine):
         next_tokens = [(self.completions[item.index], len(item.tokens)) for item in turn]
         tokens = torch.tensor([c.response_ids[position] for c, position in next_tokens])
         kept_tokens = torch.stack([c.kept_tokens[position] for c, position in next_tokens])
-        eligible = expand_kept(kept_tokens, logits.shape[-1])
+        eligible = expand_kept(kept_tokens, logits.shape[-1], logits.device)
         logprobs, _ = token_statistics(logits, tokens, sampling.temperature, eligible, self.mode)
         mass = torch.stack([c.log_kept_mass[position] for c, position in next_tokens])
         ids, logits = top_logits(logits, sampling.temperature, sampling.top_logits)

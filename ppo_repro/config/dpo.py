@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ppo_repro.config.run import LayoutConfig, NumericsConfig
 from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
@@ -38,3 +38,9 @@ class DPOConfig(Experiment):
     dpo: DPOUpdate
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
+
+    @model_validator(mode="after")
+    def _on_cpu(self) -> Self:
+        if self.layout.device != "cpu":
+            raise ValueError(f"layout.device = {self.layout.device}: DPO computes on the CPU; must be cpu")
+        return self

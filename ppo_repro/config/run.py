@@ -109,6 +109,8 @@ class RunNumericsConfig(NumericsConfig):
 class LayoutConfig(Section):
     """How the work is cut up. In exact numerics nothing here can change a result."""
 
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device"})
+
     rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
     prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
     prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
@@ -120,9 +122,8 @@ class LayoutConfig(Section):
     threads: Threads = Field(
         1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
     )
-    backend: Literal["auto", "eager", "float64", "amx"] = Field(
-        "auto", description="What computes exact numerics on a CPU: kernels on float64 or AMX, or eager torch."
-    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="What the models compute on.")
+    backend: Literal["auto", "eager", "float64", "amx"] = Field("auto", description="Kernels for CPUs, or eager torch.")
     gradient_checkpointing: bool = Field(
         False, description="Keep no activations inside decoder layers; compute them again in the backward pass."
     )
@@ -206,6 +207,8 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
     if native and config.layout.backend != "auto":
         yield "layout.backend needs numerics.mode = exact"
+    if config.layout.device == "cuda" and config.layout.backend != "eager":
+        yield "layout.device = cuda needs layout.backend = eager: the kernels are for CPUs"
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
         yield "numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing"
     engine = config.rollout.engine

@@ -50,6 +50,6 @@ def _write(lora: Lora, folder: Path, base_model: str, task: str, whole: list[str
         "inference_mode": True,
         "init_lora_weights": True,
     }
-    tensors = {_PREFIX + name: tensor.contiguous() for name, tensor in named.items()}
+    tensors = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in named.items()}
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     safetensors.torch.save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})

@@ -52,7 +52,7 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
 def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
     """A value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
     trunk = make_policy(trunk_of(source), mode, max_context)
-    return ValueModel(trunk, make_value_head(source.config.hidden_size, mode, seed))
+    return ValueModel(trunk, make_value_head(source.config.hidden_size, mode, seed).to(source.device))
 
 
 def make_value_head(size: int, mode: str, seed: int) -> nn.Module:
@@ -76,7 +76,8 @@ def checkpoint_gradients(model: nn.Module) -> None:
 
 def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Final hidden states [n, H] float32 at the positions that predict the response tokens."""
-    return TrunkForward(trunk).over_batch(batch.input_ids, batch.position_ids, batch.first_key, batch.predictors)
+    inputs = batch.input_ids, batch.position_ids, batch.first_key, batch.predictors
+    return TrunkForward(trunk).over_batch(*(x.to(trunk.device) for x in inputs))
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:

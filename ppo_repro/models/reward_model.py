@@ -19,6 +19,7 @@ from ppo_repro.disk.folder import whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_as
 from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
+from ppo_repro.numerics.device import state_on_cpu
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.seeding import bell
@@ -80,7 +81,7 @@ def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     token, its scores differ from these.
     """
     with whole_folder(folder) as temporary:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=state_on_cpu(model))
         tokenizer.save_pretrained(temporary)
         write_sums(temporary)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.distribution import (
     Distribution,
     distribution,
@@ -24,6 +25,8 @@ from ppo_repro.numerics.arithmetic.distribution import (
 )
 from ppo_repro.numerics.kernels import token_statistics as statistics
 from ppo_repro.numerics.products import array
+
+CPU = torch.device("cpu")
 
 
 class _TokenStatistics(Function):
@@ -80,15 +83,16 @@ def token_statistics(
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy -sum p log p, float32 [n] each, nats; differentiable in the logits.
 
-    logits float32 [n, V], targets int64 [n], eligible bool [n, V] or None. Raises NumericsError if logits are not
-    finite.
+    logits float32 [n, V], targets int64 [n] on any device, eligible bool [n, V] or None. Raises NumericsError if
+    logits are not finite.
     """
+    targets = targets.to(logits.device)
     if mode == "exact":
         if backend.has_kernels(logits):
             return _FusedTokenStatistics.apply(logits, targets, temperature, eligible)
-        return _TokenStatistics.apply(logits / temperature, targets, eligible)
+        return _TokenStatistics.apply(elementwise.divided(logits, temperature), targets, eligible)
     require_finite(logits)
-    scaled = logits / temperature
+    scaled = elementwise.divided(logits, temperature)
     if eligible is not None:
         scaled = scaled.masked_fill(~eligible, float("-inf"))
     log_p = scaled.log_softmax(-1)
@@ -100,12 +104,13 @@ def token_statistics(
 
 def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """sum_v p_v^2, float32 [n], by an exact sum."""
-    return sum_of_squares(distribution(logits / temperature, eligible))[:, 0].to(torch.float32)
+    return sum_of_squares(distribution(elementwise.divided(logits, temperature), eligible))[:, 0].to(torch.float32)
 
 
 def kl_divergence(p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v), float32 [n], nats, over the eligible tokens, by an exact sum."""
-    p, q = distribution(p_logits / temperature, eligible), distribution(q_logits / temperature, eligible)
+    p_scaled, q_scaled = (elementwise.divided(logits, temperature) for logits in (p_logits, q_logits))
+    p, q = distribution(p_scaled, eligible), distribution(q_scaled, eligible)
     return expectation(p, _log_ratios(p, q))[:, 0].to(torch.float32)
 
 
@@ -139,9 +144,9 @@ def kl_loss(logits: Tensor, ref_logits: Tensor, temperature: float, eligible: Te
 
     Shapes as in `token_statistics`.
     """
+    scaled, ref_scaled = (elementwise.divided(x, temperature) for x in (logits, ref_logits))
     if mode == "exact":
-        return _Divergence.apply(logits / temperature, ref_logits / temperature, eligible)
-    scaled, ref_scaled = logits / temperature, ref_logits / temperature
+        return _Divergence.apply(scaled, ref_scaled, eligible)
     if eligible is not None:
         scaled, ref_scaled = (x.masked_fill(~eligible, float("-inf")) for x in (scaled, ref_scaled))
     log_p, log_q = scaled.log_softmax(-1), ref_scaled.log_softmax(-1)
@@ -184,24 +189,24 @@ def top_logits(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, 
 
     logits float32 [n, V]; K = min(count, V). 0.0 comes before -0.0.
     """
-    scaled = logits / temperature
+    scaled = elementwise.divided(logits, temperature)
     if count == 0:
         return torch.empty(len(logits), 0, dtype=torch.int32), torch.empty(len(logits), 0)
     # integers in the order of the floats; with the id below them no two are equal, so that topk has one answer
     bits = scaled.view(torch.int32).to(torch.int64)
     order = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-    columns = torch.arange(scaled.shape[-1])
+    columns = torch.arange(scaled.shape[-1], device=scaled.device)
     ids = ((order << 32) | (0xFFFFFFFF - columns)).topk(min(count, scaled.shape[-1])).indices
     return ids.to(torch.int32), scaled.gather(-1, ids)
 
 
-def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
-    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None for bit sets of width 0, where all tokens are eligible."""
+def expand_kept(kept_tokens: Tensor, vocab_size: int, device: torch.device = CPU) -> Tensor | None:
+    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V] on a device; None for bit sets of width 0: all are eligible."""
     if kept_tokens.shape[1] == 0:
         return None
-    return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_))
+    return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_)).to(device)
 
 
 def pack_bits(eligible: Tensor) -> Tensor:
-    """bool [n, V] -> bit sets uint8 [n, ceil(V/8)], the first token in the highest bit."""
-    return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))
+    """bool [n, V] -> bit sets uint8 [n, ceil(V/8)] on the CPU, the first token in the highest bit."""
+    return torch.from_numpy(np.packbits(eligible.cpu().numpy(), axis=1))

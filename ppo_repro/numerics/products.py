@@ -251,7 +251,7 @@ def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: 
         rows.add_rows_on_grid(array(x), array(exponents), limit, 2.0**shift, indices, out.numpy())
         return
     fitting = exponents <= limit
-    unit = pow2(torch.tensor(shift, device=x.device))
+    unit = pow2(torch.full((), shift, dtype=torch.int64, device=x.device))
     integers = (x[fitting].to(torch.float64) * unit).round_().to(torch.int64)
     if ids is None:
         out += integers.sum(0).view(out.shape)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.arithmetic.distribution import distribution, require_finite
 from ppo_repro.numerics.arithmetic.elementwise import cos_sin, log, sqrt
 from ppo_repro.numerics.kernels import gumbel as noise
@@ -64,7 +65,7 @@ def murmur_hash32(words: list[Tensor]) -> Tensor:
 
 def _words(seeds: Tensor, positions: Tensor, columns: int) -> list[Tensor]:
     by_row = [seeds & _MASK, (seeds >> 32) & _MASK, positions & _MASK]
-    return [*(word[:, None] for word in by_row), torch.arange(columns)[None, :]]
+    return [*(word[:, None] for word in by_row), torch.arange(columns, device=seeds.device)[None, :]]
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
@@ -73,7 +74,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
     seeds, positions int64 [n]. log u is clamped to [-DBL_MAX, -2^-32] as SGLang does.
     """
     h = murmur_hash32(_words(seeds, positions, columns))
-    u = h.to(torch.float64) / float(_MASK)
+    u = elementwise.divided(h.to(torch.float64), _MASK)
     log_u = torch.where(h > 0, log(u.clamp(min=1e-300)), -_FLOAT64_MAX)
     return -log(-log_u.clamp(max=-(2.0**-32)))
 
@@ -122,7 +123,8 @@ def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     kept = before <= sampling.top_p * d.total
     if sampling.top_k:
         kept[:, sampling.top_k :] = False
-    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
+    ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, ranks)
     eligible = torch.zeros_like(kept).scatter_(-1, order, kept)
     kept_mass = d.masses.to(torch.int64).masked_fill(~eligible, 0).sum(-1, keepdim=True).to(torch.float64)
     return eligible, rank, log(kept_mass / d.total)[:, 0].to(torch.float32)
@@ -145,7 +147,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         tokens, logprobs = _sample_fused(logits, seeds, positions, sampling.temperature, None)
         return Sample(tokens, logprobs, torch.zeros(len(logits)), torch.empty(len(logits), 0, dtype=torch.uint8), *top)
     require_finite(logits)
-    scaled = logits / sampling.temperature
+    scaled = elementwise.divided(logits, sampling.temperature)
     kept, log_kept_mass = None, torch.zeros(len(logits))
     packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:
@@ -184,5 +186,5 @@ def _sample_fused(
 
 def first_argmax(x: Tensor) -> Tensor:
     """Index of the maximum along the last axis; among equal ones the lowest."""
-    columns = torch.arange(x.shape[-1])
+    columns = torch.arange(x.shape[-1], device=x.device)
     return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

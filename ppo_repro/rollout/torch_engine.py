@@ -178,7 +178,7 @@ class TorchEngine:
 
     def _prefill(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
         """Compute the unknown tokens of the prompts; logits [len(turn), V] after each prompt."""
-        out = torch.empty(len(turn), self.policy.config.vocab_size)
+        out = torch.empty(len(turn), self.policy.config.vocab_size, device=self.policy.device)
         row_of = {item.index: row for row, item in enumerate(turn)}
         for wave, items in enumerate(self._admit(cache, prefixes, turn)):
             for item in items:
@@ -198,7 +198,8 @@ class TorchEngine:
                 item.known += len(piece)
             ends = [row for row, item in enumerate(items) if item.known == len(item.context)]
             if ends:
-                yield from zip((items[row] for row in ends), head_of(self.policy)(hidden[ends]), strict=True)
+                logits = head_of(self.policy)(hidden[torch.tensor(ends).to(hidden.device)])
+                yield from zip((items[row] for row in ends), logits, strict=True)
             items = [item for item in items if item.known < len(item.context)]
 
     def _decode(self, cache: Cache, turn: list[_Active]) -> Tensor:
@@ -217,15 +218,17 @@ class TorchEngine:
         # a padded query sits at position 0, where it sees one key, and its result is not used
         positions = np.where(valid, np.array(starts)[:, None] + columns, 0)
         cache.aim(torch.tensor(slots), torch.from_numpy(positions), torch.from_numpy(valid))
-        last = None if width == 1 else torch.from_numpy(np.arange(len(pieces)) * width + lengths - 1)
-        return self._trunk.over_cache(torch.from_numpy(ids), cache, last)
+        here = self.policy.device
+        last = None if width == 1 else torch.from_numpy(np.arange(len(pieces)) * width + lengths - 1).to(here)
+        return self._trunk.over_cache(torch.from_numpy(ids).to(here), cache, last)
 
     def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
-        samples = sample(logits.to(torch.float32), seeds, positions, sampling, self.mode)
+        at = seeds.to(logits.device), positions.to(logits.device)
+        samples = sample(logits.to(torch.float32), *at, sampling, self.mode)
         names = (field.name for field in fields(Drawn))
-        drawn = Drawn(*(getattr(samples, name).numpy() for name in names))
+        drawn = Drawn(*(getattr(samples, name).cpu().numpy() for name in names))
         for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
             item.add(token, drawn, row)
 

@@ -22,6 +22,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.models.value_folder import load_value_parameters, save_value_model
+from ppo_repro.numerics.device import state_on_cpu
 from ppo_repro.records.contents import (
     CHECKPOINT,
     checkpoint_folder,
@@ -65,7 +66,7 @@ def task_digest(prepared: Prepared) -> str:
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """A model and its tokenizer as a transformers folder; appears whole or not at all. UserError where that fails."""
     with whole_folder(folder) as temporary:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=state_on_cpu(model))
         tokenizer.save_pretrained(temporary)
         write_sums(temporary)
 
@@ -103,7 +104,8 @@ class ModelStore:
         gc.collect()  # see quick_collections
 
     def put_policy(self, folder: Path) -> None:
-        self.prepared.state.policy.save_pretrained(folder)
+        policy = self.prepared.state.policy
+        policy.save_pretrained(folder, state_dict=state_on_cpu(policy))
         self.prepared.task.tokenizer.save_pretrained(folder)
 
     def finish(self, link: str) -> dict[str, str]:

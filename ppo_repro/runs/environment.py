@@ -17,11 +17,14 @@ import torch
 
 from ppo_repro import __version__
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.run import RunConfig
-from ppo_repro.config.tasks import ReasoningGymTask
+from ppo_repro.config.reward import RewardModelFolder
+from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.tasks import JsonlTask, PythonTask, ReasoningGymTask
 from ppo_repro.errors import UserError
+from ppo_repro.models.load import input_files
 from ppo_repro.numerics import backend
 from ppo_repro.tasks.reasoning_gym_task import PACKAGE
+from ppo_repro.tasks.rewards import reward_files
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "pandas", "pyarrow", "pydantic")
 
@@ -96,3 +99,17 @@ def check_inputs(inputs: Mapping[str, str]) -> None:
     for path, digest in inputs.items():
         if file_digests([Path(path)])[str(Path(path).resolve())] != digest:
             raise UserError(f"{path}: changed since the run was recorded; restore it")
+
+
+def run_inputs(config: RunConfig) -> list[Path]:
+    """The files outside the run folder that the configuration names; not what a reward's file imports or opens."""
+    files = input_files(Path(config.model.path)) if isinstance(config.model, ModelFolder) else []
+    return [*files, *task_inputs(config)]
+
+
+def task_inputs(config: RunConfig) -> list[Path]:
+    """The input files that are not the model's: prompts and reward, a reward model's folder included."""
+    files = [Path(config.task.path)] if isinstance(config.task, JsonlTask | PythonTask) else []
+    model = config.reward.model
+    folder = input_files(Path(model.path)) if isinstance(model, RewardModelFolder) else []
+    return [*files, *reward_files(config.reward), *folder]

@@ -18,6 +18,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics.arithmetic.grid import exact_mean
+from ppo_repro.numerics.device import UNTRIED, check_device
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
@@ -27,10 +28,10 @@ from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.runs.checkpoint_format import Checkpoint
 from ppo_repro.runs.checkpoints import ModelStore, load_newest, open_store, quick_collections
-from ppo_repro.runs.environment import check_inputs, describe_environment
+from ppo_repro.runs.environment import check_inputs, describe_environment, run_inputs, task_inputs
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
 from ppo_repro.runs.open_engine import check_engine, require_same_sampler, rollout_engine
-from ppo_repro.runs.prepare import Prepared, policy_accuracy, prepare, run_inputs, task_inputs
+from ppo_repro.runs.prepare import Prepared, policy_accuracy, prepare
 from ppo_repro.runs.profiling import Peak, measure_peak
 from ppo_repro.runs.tables import iteration_tables
 from ppo_repro.shares import check_shares
@@ -122,11 +123,13 @@ class LanguageKind:
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
         check_shares(config.layout.rank_shares, self.ranks.size)
         check_engine(config, self.ranks.size)
+        check_device(config.layout.device, self.ranks.size)
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
         check_shares(config.layout.rank_shares, self.ranks.size)
+        check_device(config.layout.device, self.ranks.size)
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
@@ -137,6 +140,8 @@ class LanguageKind:
         self, config: RunConfig, run_dir: Path | None, start: Checkpoint | None, measured: bool = False
     ) -> Iterator[LanguageExecution]:
         """PromiseBroken where a rank begins with other weights than the first one."""
+        if config.layout.device != "cpu":
+            self.watcher.warning(UNTRIED)
         with naming_learning_rates(config):
             prepared = self._prepare(config, None if run_dir is None or start is None else reference_folder(run_dir))
             accuracy = self._accuracy(config, prepared) if measured else None

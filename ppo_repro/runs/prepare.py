@@ -15,9 +15,8 @@ from ppo_repro.accuracy.measurement import measure, text_of
 from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, ValueHead
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
-from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.errors import UserError
-from ppo_repro.models.load import input_files, load_folder, stop_ids
+from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
 from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import (
@@ -39,6 +38,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
+from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.proof import proof
@@ -52,7 +52,7 @@ from ppo_repro.stages.faults import check_training_prompts
 from ppo_repro.stages.prompts import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.python_task import PythonFile
-from ppo_repro.tasks.rewards import Judge, check_functions, for_source, load_judge, reward_files
+from ppo_repro.tasks.rewards import Judge, check_functions, for_source, load_judge
 from ppo_repro.tasks.sources import check_source, load_source
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
@@ -71,30 +71,18 @@ class Prepared:
     value_lora: Lora | None  # None without a value model of its own, and where all its weights are trained
 
 
-def run_inputs(config: RunConfig) -> list[Path]:
-    """The files outside the run folder that the configuration names; not what a reward's file imports or opens."""
-    files = input_files(Path(config.model.path)) if isinstance(config.model, ModelFolder) else []
-    return [*files, *task_inputs(config)]
-
-
-def task_inputs(config: RunConfig) -> list[Path]:
-    """The input files that are not the model's: prompts and reward, a reward model's folder included."""
-    files = [Path(config.task.path)] if isinstance(config.task, JsonlTask | PythonTask) else []
-    model = config.reward.model
-    folder = input_files(Path(model.path)) if isinstance(model, RewardModelFolder) else []
-    return [*files, *reward_files(config.reward), *folder]
-
-
 def _source(
-    config: RunConfig, problems: Split, progress: WarmStartProgress
+    config: RunConfig, problems: Split, device: torch.device, progress: WarmStartProgress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[WarmStartStep, ...]]:
     """The model that policy, value model and reference are copies of at the start, its tokenizer, its warm start."""
     if isinstance(config.model, ModelFolder):
-        return *load_folder(Path(config.model.path)), ()
+        source, tokenizer = load_folder(Path(config.model.path))
+        return moved(source, device), tokenizer, ()
     assert isinstance(config.model, TinyModel)
     tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
     model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
+    moved(model, device)
     steps = warm_start(model, tokenizer, problems.train, config.model, config.numerics, config.seed, progress)
     return model, tokenizer, steps
 
@@ -129,7 +117,7 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return freeze(loaded), None
+        return freeze(moved(loaded, source.device)), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     pairs, eval_pairs = (
         pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
@@ -236,7 +224,8 @@ def _value_model(
     if isinstance(config.value, NoValue):
         return None
     if isinstance(config.value, ValueHead):
-        return ValueModel(trunk_of(policy), make_value_head(source.config.hidden_size, mode, config.seed))
+        head = make_value_head(source.config.hidden_size, mode, config.seed)
+        return ValueModel(trunk_of(policy), head.to(source.device))
     if config.value.init == "reward_model":
         assert reward_model is not None
         return value_model_from(reward_model, mode, max_context)
@@ -253,6 +242,7 @@ def prepare(
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of
     this run left it; it replaces the model of the configuration and its warm start.
     """
+    device = device_of(config.layout.device)
     proof.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
     disable_progress_bar()  # the run shows its own
     judge = load_judge(config.reward)  # before the minutes that a warm start takes
@@ -262,9 +252,10 @@ def prepare(
     check_functions(judge, problems.train)
     check_source(brought, problems.train)
     if start_folder is None:
-        source, tokenizer, steps = _source(config, problems, progress)
+        source, tokenizer, steps = _source(config, problems, device, progress)
     else:
         source, tokenizer, steps = *load_folder(start_folder), ()
+        moved(source, device)
     task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
     check_training_prompts(config, task)
     if config.rollout.top_k > source.config.vocab_size:

@@ -25,9 +25,9 @@ def training_temperature(config: RunConfig) -> float:
     return config.rollout.temperature if config.mismatch.trainer.temperature_scored else 1.0
 
 
-def training_eligible(config: RunConfig, kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
+def training_eligible(config: RunConfig, kept_tokens: Tensor, vocab_size: int, device: torch.device) -> Tensor | None:
     """The tokens over which the trainer normalises, bool [n, V]; None for all. `kept_tokens` [n, W] uint8."""
-    return expand_kept(kept_tokens, vocab_size) if config.mismatch.trainer.top_p_scored else None
+    return expand_kept(kept_tokens, vocab_size, device) if config.mismatch.trainer.top_p_scored else None
 
 
 def training_prompt(config: RunConfig, task: Task, ids: Sequence[int]) -> tuple[int, ...]:
@@ -86,7 +86,8 @@ def dropped(config: RunConfig, hidden: Tensor, tokens: Tensor, stream: Stream) -
     width = hidden.shape[1]
     least = np.uint64(int(p * 2.0**64))
     kept = [words(width, "dropout", config.seed, *stream, token) >= least for token in tokens.tolist()]
-    return hidden * (torch.from_numpy(np.array(kept).reshape(-1, width)).to(torch.float32) * (1.0 / (1.0 - p)))
+    factors = torch.from_numpy(np.array(kept).reshape(-1, width)).to(torch.float32) * (1.0 / (1.0 - p))
+    return hidden * factors.to(hidden.device)
 
 
 def training_weights(

@@ -66,7 +66,7 @@ def in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
 
 
 def _values(value_model: ValueModel, hidden: Tensor, state: TrainState) -> Tensor:
-    return in_reward_units(value_model.head(hidden)[:, 0], state.coefficients.returns)
+    return in_reward_units(value_model.head(hidden)[:, 0].cpu(), state.coefficients.returns)
 
 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
@@ -110,7 +110,7 @@ def _distributions(
     """Old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n] each.
 
     The last one is empty unless the reward charges it. Then `top_logits` of the policy and of the reference. Logits
-    are computed for LOGITS_AT_ONCE elements at a time.
+    are computed for LOGITS_AT_ONCE elements at a time, on the device of the models; the results are on the CPU.
     """
     mode, temperature = config.numerics.mode, training_temperature(config)
     policy, reference = state.policy, state.reference
@@ -118,13 +118,16 @@ def _distributions(
     head, ref_head = head_of(policy), head_of(reference)
     vocab_size = policy.config.vocab_size
     chunks: list[tuple[Tensor, ...]] = []
-    for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // vocab_size)):
+    at_once = max(1, LOGITS_AT_ONCE // vocab_size)
+    for rows in (slice(start, start + at_once) for start in range(0, len(hidden), at_once)):
         logits, ref_logits = head(hidden[rows]), ref_head(ref_hidden[rows])
-        targets, eligible = batch.targets[rows], training_eligible(config, kept_tokens[rows], vocab_size)
+        targets = batch.targets[rows]
+        eligible = training_eligible(config, kept_tokens[rows], vocab_size, hidden.device)
         s = score(logits, ref_logits, targets, temperature, eligible, mode)
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(ref_logits, logits, temperature, eligible)
         top = [top_logits(x, temperature, config.records.logits_per_token) for x in (logits, ref_logits)]
-        chunks.append((s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]))
+        found = s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
+        chunks.append(tuple(x.cpu() for x in found))
     return tuple(torch.cat(column) for column in zip(*chunks, strict=True))

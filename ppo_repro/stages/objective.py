@@ -150,12 +150,13 @@ class PolicyLoss:
         return self.of_hidden(m, hidden_states(trunk_of(self.state.policy), m.batch))
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
-        """The same from the trunk's hidden states [m, H]."""
+        """The same from the trunk's hidden states [m, H]; sums over few numbers are done on the CPU."""
         config, tokens = self.terms.config, m.tokens
         temperature, mode = training_temperature(config), config.numerics.mode
         logits = head_of(self.state.policy)(dropped(config, hidden, tokens, self.step))
-        eligible = training_eligible(config, self.rollout.kept_tokens[tokens], logits.shape[-1])
-        logprobs, entropies = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
+        eligible = training_eligible(config, self.rollout.kept_tokens[tokens], logits.shape[-1], logits.device)
+        statistics = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
+        logprobs, entropies = (x.cpu() for x in statistics)
         if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
             kl_terms: Tensor | None = self._exact_divergence(m, logits, eligible) * self.terms.coefficients.kl_coef
         else:
@@ -168,7 +169,7 @@ class PolicyLoss:
         config = self.terms.config
         with torch.no_grad():
             ref_logits = policy_logits(self.state.reference, m.batch)
-        return kl_loss(logits, ref_logits, training_temperature(config), eligible, config.numerics.mode)
+        return kl_loss(logits, ref_logits, training_temperature(config), eligible, config.numerics.mode).cpu()
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class ValueLoss:
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]."""
-        values = in_reward_units(self.value_model.head(hidden)[:, 0], self.terms.statistics)
+        values = in_reward_units(self.value_model.head(hidden)[:, 0].cpu(), self.terms.statistics)
         loss = self.terms.of(m.tokens, values)
         return loss, (loss, values)
 

@@ -39,6 +39,15 @@ def pow2(exponent: Tensor) -> Tensor:
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
+def divided(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once on every device.
+
+    CUDA turns a division by a number of Python into a multiplication by its rounded reciprocal (ATen,
+    BinaryDivTrueKernel.cu); by a tensor of the same device it divides.
+    """
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def sqrt(x: Tensor) -> Tensor:
     """Correctly rounded square root of a float32 or float64 tensor.
 

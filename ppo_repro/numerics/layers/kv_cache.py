@@ -78,7 +78,7 @@ class GridCache(_Slots):
             low, high = int(index.min()), int(index.max())
             if low < 0 or high >= size:
                 raise NumericsError(f"key/value cache: {name} {low if low < 0 else high} is not in 0..{size - 1}")
-        self._target = Target(slots, positions, valid)
+        self._target = Target(*(x.to(self.keys[0].device) for x in (slots, positions, valid)))
 
     def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Where a subclass also stores new keys and values [R, Hk, L, D] unquantised."""
@@ -130,7 +130,7 @@ class SlotCache(_Slots):
 
     def aim(self, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Set what the next pass over all layers writes and sees, see `Target`."""
-        self._target = Target(slots, positions, valid)
+        self._target = Target(*(x.to(self.keys[0].device) for x in (slots, positions, valid)))
         self._rows = slots[:, None].expand_as(positions)[valid]
         self._positions = positions[valid]
         self._width = int(positions.max()) + 1

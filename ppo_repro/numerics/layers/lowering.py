@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.arithmetic.grid import MAX_TERMS
+from ppo_repro.numerics.device import moved
 from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.layers import families
 from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU, ExactSiLU
@@ -140,7 +141,7 @@ def lower(model: PreTrainedModel, max_context: int) -> PreTrainedModel:
             module.max_context = max_context
     # on this model's own config object; nothing global changes
     model.set_attn_implementation(IMPLEMENTATION)
-    return model
+    return moved(model, model.device)  # tables are made on the CPU
 
 
 def is_exact(model: PreTrainedModel) -> bool:

@@ -68,7 +68,7 @@ def _flat(x: Tensor) -> np.ndarray:
 
 def _sum_of_squares(gradient: Tensor, shift: int) -> int:
     """sum rne(g 2^shift)^2 of integers up to 2^26, as int64 sums of products of their 13-bit halves."""
-    integers = (gradient.to(torch.float64).reshape(-1) * elementwise.pow2(torch.tensor([shift]))).round_()
+    integers = (gradient.to(torch.float64).reshape(-1) * elementwise.pow2(torch.tensor(shift))).round_()
     integers = integers.to(torch.int64)
     high = integers >> 13
     low = integers - (high << 13)
@@ -106,7 +106,7 @@ def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, c
     g = gradient * c.clip
     first.mul_(c.beta1).add_(g * c.rest1)
     second.mul_(c.beta2).add_((g * g).mul_(c.rest2))
-    denominator = (elementwise.sqrt(second) / c.second_scale) + c.eps
+    denominator = elementwise.divided(elementwise.sqrt(second), c.second_scale) + c.eps
     parameter.mul_(c.decay)
     parameter.sub_((first / denominator).mul_(c.step_size))
 

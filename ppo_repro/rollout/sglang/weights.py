@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.numerics.device import state_on_cpu
 from ppo_repro.rollout.sglang.client import Call, get, post
 
 DIGEST_NAME = "ppo_repro.digest"
@@ -35,7 +36,7 @@ BUCKET_BYTES = 256 * 2**20  # weights per request
 def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
     """Write the policy as a folder for a server, with the run's end tokens. UserError where that fails."""
     with whole_folder(folder) as temporary:
-        policy.save_pretrained(temporary)
+        policy.save_pretrained(temporary, state_dict=state_on_cpu(policy))
         path = temporary / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**config, "eos_token_id": sorted(stop_ids)}, indent=1), encoding="utf-8")

@@ -84,8 +84,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of a model, such as `ppo-repro fetch` writes")
     folder = parser.parse_args().model
     torch.set_num_threads(1)
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stock = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", trust_remote_code=False, use_safetensors=True
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     measure("exact", timed("exact()", lambda: ppo_repro.exact(stock, max_context=256)), tokenizer)
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB")
     measure("stock", stock, tokenizer)

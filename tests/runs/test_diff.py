@@ -150,7 +150,7 @@ def test_equal_runs_do_not_differ(run: Path, copy: Path, tmp_path: Path) -> None
 def test_the_earliest_difference_wins(run: Path, copy: Path) -> None:
     for table, iteration, column in (
         ("sequences", 1, "seed"),
-        ("steps", 0, "entropy"),
+        ("steps", 0, "policy_digest"),
         ("tokens", 0, "rewards"),
     ):
         synthetic_run.rewrite_cell(copy, table, iteration, column, _flip)

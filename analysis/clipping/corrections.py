@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,22 @@ def rejected(entry: Rejection, delta: Float64, sequence: npt.NDArray[np.int64]) 
     return ((sums / np.bincount(codes) if entry.level == "mean" else sums) > entry.above)[codes]
 
 
+def applied(
+    importance_weights: ImportanceWeights | None,
+    rejection: Sequence[Rejection],
+    delta: Float64,
+    sequence: npt.NDArray[np.int64],
+) -> tuple[Float64, npt.NDArray[np.object_]]:
+    """(weights, what was done) of each token, by importance weights and then by every entry of the rejection."""
+    weights, changes = np.ones(len(delta)), np.full(len(delta), "none", dtype=object)
+    if importance_weights is not None:
+        weights, changes = weights_of(importance_weights, delta, sequence)
+    for entry in rejection:
+        where = rejected(entry, delta, sequence)
+        weights, changes = np.where(where, 0.0, weights), np.where(where, "rejected", changes)
+    return weights, changes
+
+
 def corrections_of(tokens: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
     """weight (float64), change (as the column `correction`) and counted (bool) of the tokens of a whole iteration.
 
@@ -62,12 +79,7 @@ def corrections_of(tokens: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
     """
     ppo, sequence = config.ppo, tokens["sequence"].to_numpy(np.int64)
     delta = column(tokens, "old_logprobs") - column(tokens, "rollout_logprobs")
-    weights, changes = np.ones(len(tokens)), np.full(len(tokens), "none", dtype=object)
-    if ppo.importance_weights is not None:
-        weights, changes = weights_of(ppo.importance_weights, delta, sequence)
-    for entry in ppo.rejection:
-        where = rejected(entry, delta, sequence)
-        weights, changes = np.where(where, 0.0, weights), np.where(where, "rejected", changes)
+    weights, changes = applied(ppo.importance_weights, ppo.rejection, delta, sequence)
     counted = ~np.isin(changes.astype(str), WEIGHTLESS) | (ppo.rejected_tokens == "counted")
     return pd.DataFrame({"weight": weights, "change": changes, "counted": counted}, index=tokens.index)
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.clipping.corrections import WEIGHTLESS, bounds_of, rejected, weights_of
+from analysis.clipping.corrections import WEIGHTLESS, applied, bounds_of
 from analysis.mismatch.token import mismatch_token, sequence_starts
 from analysis.stats import exact_sums
 from analysis.stats.exact_sums import ExactSum, Floats
@@ -86,12 +86,7 @@ def remedy_sums(pairs: pd.DataFrame, remedies: Sequence[Remedy]) -> list[RemedyS
 
 
 def _sums(remedy: Remedy, delta: Floats, k3: Floats, response: npt.NDArray[np.int64], responses: int) -> RemedySums:
-    weights, changes = np.ones(len(delta)), np.full(len(delta), "none", dtype=object)
-    if remedy.importance_weights is not None:
-        weights, changes = weights_of(remedy.importance_weights, delta, response)
-    for entry in remedy.rejection:
-        where = rejected(entry, delta, response)
-        weights, changes = np.where(where, 0.0, weights), np.where(where, "rejected", changes)
+    weights, changes = applied(remedy.importance_weights, remedy.rejection, delta, response)
     changed, without = changes.astype(str) != "none", np.isin(changes.astype(str), WEIGHTLESS)
     of_response = np.bincount(response, minlength=responses)
     has_change = np.bincount(response, changed, minlength=responses) > 0

@@ -150,7 +150,7 @@ class PolicyLoss:
         return self.of_hidden(m, hidden_states(trunk_of(self.state.policy), m.batch))
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
-        """The same from the trunk's hidden states [m, H]; sums over few numbers are done on the CPU."""
+        """The same from the trunk's hidden states [m, H]; the losses of tokens are computed on the CPU."""
         config, tokens = self.terms.config, m.tokens
         temperature, mode = training_temperature(config), config.numerics.mode
         logits = head_of(self.state.policy)(dropped(config, hidden, tokens, self.step))

@@ -31,9 +31,7 @@ def answering(uri: str) -> Iterator[MlflowClient]:
     _check(uri)
     try:
         client = _client(uri)
-    except (
-        Exception
-    ) as error:  # of MLflow, SQLAlchemy, requests, a missing driver: whatever they raise at first contact
+    except Exception as error:  # MLflow's, SQLAlchemy's, requests', of a missing driver: all mean no first contact
         raise _unwritable(uri, error) from error
     try:
         yield client

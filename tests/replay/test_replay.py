@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,34 +16,20 @@ from ppo_repro.replay.columns import COMPUTED, STAGES, Stage
 from ppo_repro.replay.replay import lines, replay, stages_of
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
-from tests.support.cases.options import FACTORS, NAMES, Choice, overrides, pairwise
 from tests.support.cli import Cli
 from tests.support.language import run
 from tests.support.paths import TINY
+from tests.support.replay import require_replayed
 from tests.support.synthetic_run import rewrite_cell
 
-CASES = pairwise()
 # without a final state, which names the chain of records that it follows
 SMALLEST = ("model.warm_start_steps=4", "evaluation.every=2", "checkpoints.final_state=false")
 ADAPTIVE = "{kind: adaptive, target_kl: 0.5}"
 POTENTIAL = "def phi(prompt, response, answer):\n    return 0.25 * len(response)\n"
 
 
-def name_of(choice: Choice) -> str:
-    return "-".join(f"{name}{option}" for name, option in zip(NAMES, choice, strict=True) if option) or "usual"
-
-
 def record(out: Path, *more: str) -> Path:
     return run(load_config(TINY, [*SMALLEST, *more]), out, Silent())[0]
-
-
-def require_replayed(run_dir: Path, stages: Sequence[Stage] = STAGES) -> None:
-    found = replay(run_dir, stages)
-    assert found.difference is None, lines(found)
-    assert set(found.compared) == set(stages)
-    # at least one coefficient or learning rate in each iteration
-    assert all(count >= 2 for count in found.compared.values()), found.compared
-    assert lines(found) == [f"{stage}: {found.compared[stage]:,} values identical in 2 iterations" for stage in stages]
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +65,6 @@ def test_every_stage_of_a_run_follows_from_its_records(recorded: Path) -> None:
 def test_no_model_is_needed(copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints")
     assert replay(copy, STAGES).difference is None
-
-
-# the first five meet most options; all of them are in the slow tier
-@pytest.mark.parametrize("choice", CASES[:5], ids=name_of)
-def test_a_sample_of_options_is_replayed(choice: Choice, tmp_path: Path) -> None:
-    require_replayed(record(tmp_path, *overrides(choice)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", CASES[5:], ids=name_of)
-def test_every_two_options_are_replayed(choice: Choice, tmp_path: Path) -> None:
-    require_replayed(record(tmp_path, *overrides(choice)))
 
 
 def test_native_runs_are_replayed_too(tmp_path: Path) -> None:
@@ -195,7 +168,6 @@ def test_every_computed_column_is_in_the_schema() -> None:
     columns = {(table.name, column.name) for table in schema.TABLES for column in table.columns}
     computed = [(table, name) for stage in STAGES for table, names in COMPUTED[stage].items() for name in names]
     assert set(computed) <= columns and len(set(computed)) == len(computed)
-    assert set(FACTORS) == set(NAMES)
 
 
 def test_the_command_line(cli: Cli, recorded: Path, copy: Path) -> None:

@@ -105,12 +105,6 @@ class Case:
         return model.eval()
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    config = load_config(TINY, [*COMMON, *CASES[request.param]])
-    return Case(request.param, run(config, tmp_path_factory.mktemp("faults"), Silent())[0])
-
-
 @torch.no_grad()
 def stock_logprobs(
     model: PreTrainedModel, prompt: list[int], response: list[int], kept: Tensor | None = None
@@ -151,8 +145,7 @@ def stock(case: Case, iteration: int, side: str) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.slow
-def test_both_sides_are_those_of_stock_torch(case: Case) -> None:
+def require_both_sides_are_those_of_stock_torch(case: Case) -> None:
     tokens = case.tokens
     sampler_differs = case.name.startswith(("top", "temperature", "token", "all", "half"))
     for iteration in (0, 2):
@@ -164,8 +157,7 @@ def test_both_sides_are_those_of_stock_torch(case: Case) -> None:
             assert np.abs(stock(case, iteration, side) - case.of(side)[rows]).max() < 2e-4, (side, iteration)
 
 
-@pytest.mark.slow
-def test_the_mismatch_is_there_and_what_its_definition_says(case: Case) -> None:
+def require_the_mismatch_is_what_its_definition_says(case: Case) -> None:
     delta = case.of("old_logprobs") - case.of("rollout_logprobs")
     tokens, name = case.tokens, case.name
     counted = reader.read_iterations(case.folder)["unequal_old_rollout_logprobs"].sum()
@@ -210,8 +202,7 @@ def test_the_mismatch_is_there_and_what_its_definition_says(case: Case) -> None:
             assert kept == all(row.is_as_sampled)
 
 
-@pytest.mark.slow
-def test_no_layout_shows_and_neither_does_an_interruption(case: Case, tmp_path: Path) -> None:
+def require_no_layout_shows_and_no_interruption(case: Case, tmp_path: Path) -> None:
     config = load_config(TINY, [*COMMON, *CASES[case.name]])
 
     class Interrupting(Silent):
@@ -226,8 +217,7 @@ def test_no_layout_shows_and_neither_does_an_interruption(case: Case, tmp_path: 
     assert manifest.load(run_folder(config, tmp_path)).fingerprint == manifest.load(case.folder).fingerprint
 
 
-@pytest.mark.slow
-def test_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
+def require_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
     assert replay(case.folder, stages_of("all")).difference is None
     expected = next((cause for start, cause in CAUSES.items() if case.name.startswith(start)), None)
     if expected is not None:
@@ -237,8 +227,7 @@ def test_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
         assert diagnose_chunks(chunks).verdict == (expected if known else "unknown")
 
 
-@pytest.mark.slow
-def test_the_mismatch_by_lag(case: Case) -> None:
+def require_the_mismatch_by_lag(case: Case) -> None:
     buckets = bucket_table(whole(measure(run_pairs(case.folder))).buckets)
     by_lag = buckets[buckets["kind"] == "policy_lag"]
     versions = case.sequences["rollout_policy_versions"]
@@ -252,6 +241,18 @@ def test_the_mismatch_by_lag(case: Case) -> None:
     fresh = by_lag[by_lag["lo"] == 0].iloc[0]
     assert fresh["abs_max"] == 0.0 or "versions" in case.name, "without a lag there is no mismatch"
     assert (by_lag[by_lag["lo"] > 0]["k3"] > 0).all()
+
+
+# one test a cause: all of them read one recorded run
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_cause_is_what_it_says_under_every_layout(name: str, tmp_path: Path) -> None:
+    case = Case(name, run(load_config(TINY, [*COMMON, *CASES[name]]), tmp_path / "first", Silent())[0])
+    require_both_sides_are_those_of_stock_torch(case)
+    require_the_mismatch_is_what_its_definition_says(case)
+    require_the_records_suffice_and_the_cause_is_named(case)
+    require_the_mismatch_by_lag(case)
+    require_no_layout_shows_and_no_interruption(case, tmp_path / "again")
 
 
 @pytest.mark.slow

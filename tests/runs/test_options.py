@@ -14,6 +14,7 @@ from ppo_repro.watcher import Silent
 from tests.support.cases.options import FACTORS, NAMES, Choice, overrides, pairwise
 from tests.support.language import run
 from tests.support.paths import TINY
+from tests.support.replay import require_replayed
 
 CASES = pairwise()
 # the same work cut up in another way
@@ -42,6 +43,7 @@ def check(choice: Choice, tmp_path: Path) -> None:
     found = parity(run_dir)
     assert found.tokens > 30 and found.first_minibatch_tokens > 3
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)
+    require_replayed(run_dir)
     _, again = recorded(choice, tmp_path / "again", *OTHER_LAYOUT)
     assert reader.open_manifest(again).fingerprint == reader.open_manifest(run_dir).fingerprint
     steps = reader.read_steps(run_dir)

@@ -217,6 +217,7 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
     _add_out(parser)
     parser.add_argument("--workers", metavar="N", type=_count, default=1, help="cells side by side")
     _add_track(parser)
+    _add_tensorboard(parser)
     parser.add_argument("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
     parser.add_argument(
         "--slurm", metavar="NAME=VALUE", action="append", help="run them as a Slurm array; may be repeated"

@@ -14,17 +14,21 @@ from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.grids.summary import as_json, lines
 from ppo_repro.output import print_result
-from ppo_repro.tracking.finished import grid_into_mlflow
+from ppo_repro.tracking.finished import grid_into_mlflow, grid_into_tensorboard, require_copies
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run what is missing of a grid and print its table; exit code 1 if a cell is not complete at the end."""
     grid = load_grid(arguments.grid)
     folder = grid_folder(grid, arguments.out)
+    require_copies(arguments.tensorboard)
     with ConsoleGrid() as watcher:
         outcome = run_grid(grid, arguments.out, _engine(arguments, folder), watcher, arguments.changed)
     said, copied = ([], {}) if arguments.track is None else grid_into_mlflow(folder, arguments.track)
     fields = as_json(grid, folder, outcome) | ({"mlflow": copied} if copied else {})
+    if arguments.tensorboard is not None:
+        also, events = grid_into_tensorboard(folder, arguments.tensorboard)
+        said, fields = [*said, *also], fields | events
     print_result(arguments.json, fields, [*lines(grid, folder, outcome), *said])
     return 0 if (outcome.table["state"] == "complete").all() else 1
 

@@ -57,6 +57,15 @@ def grid_into_mlflow(folder: Path, uri: str) -> Said:
         return [], {}
 
 
+def grid_into_tensorboard(folder: Path, events: Path) -> Said:
+    """`into_tensorboard` of a grid that was run just now: a failure is said, not raised."""
+    try:
+        return into_tensorboard(folder, events, is_grid=True)
+    except UserError as error:
+        say(f"{error}; copy it later with `ppo-repro track {folder} --tensorboard DIR`")
+        return [], {}
+
+
 def _require_recorded(folder: Path, is_grid: bool) -> None:
     """UserError unless there is something to copy, before MLflow is imported."""
     from ppo_repro.dpo import records as dpo_records

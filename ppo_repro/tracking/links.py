@@ -9,6 +9,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ppo_repro.secrets import masked
 
+WORKFLOW = "?workflowType=machine_learning"  # else MLflow 3 takes the run for an evaluation of prompts
 LOCAL_PAGES = "http://127.0.0.1:5000"  # where `mlflow ui` shows them unless told otherwise
 
 
@@ -22,7 +23,7 @@ class Place:
     @property
     def path(self) -> str:
         """The part of the address after that of the server."""
-        return f"/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return f"/#/experiments/{self.experiment_id}/runs/{self.run_id}{WORKFLOW}"
 
 
 def lines(uri: str, place: Place) -> list[str]:

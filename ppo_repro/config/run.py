@@ -44,15 +44,34 @@ USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value",
 USUAL_ACCURACY_SEQUENCES = 4  # in native numerics, which measure nothing, this says nothing
 
 
+class ExpertsConfig(Section):
+    """A router and its experts in place of every MLP."""
+
+    family: Literal["qwen3_moe", "mixtral", "olmoe"] = Field(description="Which transformers class the policy has.")
+    count: Annotated[int, Field(ge=2, le=1024)] = Field(description="Experts in each layer, each of intermediate_size.")
+    per_token: Count = Field(description="Experts that compute a token; at most count.")
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> Self:
+        if self.per_token > self.count:
+            raise ValueError(f"per_token = {self.per_token} must be at most count = {self.count}")
+        return self
+
+
 class TinyModel(Section):
     """A small Qwen3 made from nothing, with its own tokenizer, warm-started on the task by supervision."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"experts"})
 
     kind: Literal["tiny"] = Field(description="Make the policy here instead of loading one.")
     hidden_size: Width = Field(description="Width of the residual stream.")
     num_layers: Layers = Field(description="Number of decoder layers.")
     num_attention_heads: Width = Field(description="Number of query heads; divides hidden_size.")
     num_key_value_heads: Width = Field(description="Number of key/value heads; divides num_attention_heads.")
-    intermediate_size: Width = Field(description="Width of the MLP.")
+    intermediate_size: Width = Field(description="Width of the MLP, or of each expert.")
+    experts: ExpertsConfig | None = Field(
+        None, description="Make a mixture of experts instead of a dense Qwen3; null: do not."
+    )
     tokenizer: Literal["bpe", "bpe_single_digits", "bpe_three_digits", "characters", "words"] = Field(
         "bpe", description="BPE, digits merged like letters, single or in groups of three; characters; whole words."
     )
@@ -74,7 +93,7 @@ class TinyModel(Section):
 
 
 class ModelFolder(Section):
-    """A transformers folder with its tokenizer: Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2 or GPT-NeoX (Pythia)."""
+    """A transformers folder with its tokenizer: Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2, GPT-NeoX (Pythia) or mixtures of experts."""
 
     kind: Literal["folder"] = Field(description="Load the policy from a local folder.")
     path: PathText = Field(description="Folder with config.json, safetensors and tokenizer files.")

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ppo_repro.config.algorithm import (
     AdvantagesConfig,
+    ExpertsConfig,
     GaeAdvantages,
     KLConfig,
     KLInReward,
@@ -19,7 +20,7 @@ from ppo_repro.config.algorithm import (
 )
 from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.faults import contradictions
-from ppo_repro.config.mismatch import MismatchConfig, not_possible
+from ppo_repro.config.mismatch import MismatchConfig, not_possible, replays_nothing
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
 from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
@@ -42,20 +43,6 @@ from ppo_repro.config.tasks import ArithmeticTask, TaskConfig, misjudged, with_u
 USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
 
 USUAL_ACCURACY_SEQUENCES = 4  # in native numerics, which measure nothing, this says nothing
-
-
-class ExpertsConfig(Section):
-    """A router and its experts in place of every MLP."""
-
-    family: Literal["qwen3_moe", "mixtral", "olmoe"] = Field(description="Which transformers class the policy has.")
-    count: Annotated[int, Field(ge=2, le=1024)] = Field(description="Experts in each layer, each of intermediate_size.")
-    per_token: Count = Field(description="Experts that compute a token; at most count.")
-
-    @model_validator(mode="after")
-    def _enough_experts(self) -> Self:
-        if self.per_token > self.count:
-            raise ValueError(f"per_token = {self.per_token} must be at most count = {self.count}")
-        return self
 
 
 class TinyModel(Section):
@@ -234,6 +221,9 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     if native and engine.kind == "sglang" and engine.numerics == "exact":
         yield "rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both"
     yield from not_possible(config.mismatch, config.numerics.mode, engine.kind)
+    if config.ppo.replay_routes:
+        dense = isinstance(config.model, TinyModel) and config.model.experts is None
+        yield from replays_nothing(config.mismatch, config.numerics.mode, engine.kind, dense)
     if config.mismatch.trainer.precision.rounds and config.numerics.accuracy_sequences not in (
         0,
         USUAL_ACCURACY_SEQUENCES,

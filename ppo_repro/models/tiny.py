@@ -80,7 +80,7 @@ def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_i
 
 
 def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_id: int, seed: int) -> PreTrainedModel:
-    """A float32 Qwen3, or a mixture of experts, whose weights are a pure function of `seed`, the same bits on every machine.
+    """A float32 model whose weights are a pure function of `seed`, the same bits on every machine.
 
     Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
     """

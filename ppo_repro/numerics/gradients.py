@@ -159,9 +159,9 @@ class GradientAccumulator:
     ) -> None:
         """dW[n, k] += sum_t grad[t, n] x[t, k]; x [T, K] and grad [T, N] float32.
 
-        A `transposed` weight is stored as [K, N]. Of a weight [E, N, K] with `part` it is dW[part], on the one grid of
-        the whole tensor; no token may come twice to a part. The integers are sum_t Z[t, n] X[t, k] with X = rne(x 2^(22 - ex))
-        and Z = rne(grad 2^(ex - E - HEADROOM + 27)), ex the exponent of x's row.
+        A `transposed` weight is stored as [K, N]. Of a weight [P, N, K] with `part` it is dW[part], on the one grid of
+        the whole tensor, and no token may come twice to a part. The integers are sum_t Z[t, n] X[t, k] with
+        X = rne(x 2^(22 - ex)) and Z = rne(grad 2^(ex - E - HEADROOM + 27)), ex the exponent of x's row.
         """
         name = self.names[id(weight)]
         x_exponents, grad_exponents = factor_exponents(name, x, grad)

@@ -59,7 +59,7 @@ def model_shape(
 ) -> ModelShape:
     """The shape of a causal model, with adapters on `lora_targets` (None: without; see `choose_layers`).
 
-    UserError for a mixture of experts: which experts a token takes, and so what a pass keeps, is known to nobody before.
+    UserError for a mixture of experts: nobody knows before which experts a token takes, and so what a pass keeps.
     """
     if config.model_type not in _EXACT:
         raise UserError(

@@ -178,12 +178,14 @@ def _by_rank(way: Dispatch, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
 class ExactRouter(ExactModule):
     """The router of a mixture: logits [T, E], routing weights [T, k] float32, experts int64 [T, k] by rising index.
 
-    x [T, H] float32. Raises NumericsError where a logit is not finite.
+    x [T, H] float32. `given` are the experts of the next tokens, int64 [T, k] by rising index, where they are not to
+    be chosen here: see `TrunkForward`. Raises NumericsError where a logit is not finite.
     """
 
     def __init__(self, source: nn.Module, name: str) -> None:
         super().__init__()
         stock = cast(Any, source)
+        self.given: Tensor | None = None
         self.weight: nn.Parameter = stock.weight
         self.top_k, self.name = int(stock.top_k), name
         self.normalised = bool(getattr(stock, "norm_topk_prob", True))  # Mixtral's always are
@@ -201,7 +203,7 @@ class ExactRouter(ExactModule):
         logits = self.logits(x)
         if not bool(torch.isfinite(logits).all()):
             raise NumericsError(f"a logit of {self.name} is not finite; lower the learning rate or check the weights")
-        experts = self.choose(logits)
+        experts = self.choose(logits) if self.given is None else self.given
         return logits, _RoutingWeights.apply(logits, experts, self.normalised), experts
 
 

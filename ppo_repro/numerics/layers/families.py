@@ -99,6 +99,11 @@ MIXTURES: tuple[type[nn.Module], ...] = (
     mixtral.MixtralSparseMoeBlock,
     olmoe.OlmoeSparseMoeBlock,
 )
+ROUTERS: tuple[type[nn.Module], ...] = (
+    qwen3_moe.Qwen3MoeTopKRouter,
+    mixtral.MixtralTopKRouter,
+    olmoe.OlmoeTopKRouter,
+)
 # modules that call others and compute nothing themselves but elementwise sums and products
 CONTAINERS: tuple[type[nn.Module], ...] = (
     *CAUSAL_MODELS,

@@ -21,10 +21,10 @@ from ppo_repro.numerics.layers.lowering import check_config, lower
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from tests.support.models import (
     ARCHITECTURES,
-    MIXTURES,
     CLASSES,
     CONTEXT,
     LLAMA3_ROPE,
+    MIXTURES,
     VARIANTS,
     YARN,
     gemma_config,

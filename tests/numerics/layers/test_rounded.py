@@ -16,7 +16,8 @@ from ppo_repro.models.networks import checkpoint_gradients, make_policy, policy_
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.lowering import attach
-from ppo_repro.numerics.layers.rounded import Precision, round_model, view_of
+from ppo_repro.numerics.layers.precision import Precision
+from ppo_repro.numerics.layers.rounded import round_model, view_of
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import collect, weights_digest
 from ppo_repro.numerics.trunk.weights import unpack

@@ -109,7 +109,7 @@ def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str
             )
 
 
-def replays_nothing(config: MismatchConfig, mode: str, engine: str, dense: bool) -> Iterator[str]:
+def has_no_routes(config: MismatchConfig, mode: str, engine: str, dense: bool) -> Iterator[str]:
     """A line for each setting with which the sampler has no routes that the trainer could take."""
     field = "ppo.replay_routes = true"
     if dense:

@@ -20,7 +20,7 @@ from ppo_repro.config.algorithm import (
 )
 from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.faults import contradictions
-from ppo_repro.config.mismatch import MismatchConfig, not_possible, replays_nothing
+from ppo_repro.config.mismatch import MismatchConfig, has_no_routes, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
 from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
@@ -80,7 +80,7 @@ class TinyModel(Section):
 
 
 class ModelFolder(Section):
-    """A transformers folder with its tokenizer: Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2, GPT-NeoX (Pythia) or mixtures of experts."""
+    """A transformers folder with its tokenizer, of a family that `models/README.md` lists."""
 
     kind: Literal["folder"] = Field(description="Load the policy from a local folder.")
     path: PathText = Field(description="Folder with config.json, safetensors and tokenizer files.")
@@ -223,7 +223,7 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     yield from not_possible(config.mismatch, config.numerics.mode, engine.kind)
     if config.ppo.replay_routes:
         dense = isinstance(config.model, TinyModel) and config.model.experts is None
-        yield from replays_nothing(config.mismatch, config.numerics.mode, engine.kind, dense)
+        yield from has_no_routes(config.mismatch, config.numerics.mode, engine.kind, dense)
     if config.mismatch.trainer.precision.rounds and config.numerics.accuracy_sequences not in (
         0,
         USUAL_ACCURACY_SEQUENCES,

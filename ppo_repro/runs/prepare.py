@@ -259,6 +259,9 @@ def prepare(
         moved(source, device)
     task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
     check_training_prompts(config, task)
+    if config.rollout.engine.kind == "sglang" and routers(source):
+        kind = type(source).__name__
+        raise UserError(f"rollout.engine.kind = sglang: a {kind} is sampled by the built-in engine only; set torch")
     if config.ppo.replay_routes and not routers(source):
         kind = type(source).__name__
         raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")

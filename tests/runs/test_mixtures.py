@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from analysis.mismatch.parity import parity
+from analysis.mismatch.routes import route_table
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_model
+from ppo_repro.plan.shapes import plan_run
 from ppo_repro.records import reader
 from ppo_repro.replay.columns import STAGES
 from ppo_repro.replay.replay import replay
@@ -47,7 +49,7 @@ def record(out: Path, family: str, *more: str) -> Path:
 
 def routes(folder: Path, column: str) -> np.ndarray:
     """[N, M k] of all iterations."""
-    return np.stack(reader.read_table(folder, "tokens")[column].to_list())
+    return np.stack(reader.read_tokens(folder)[column].to_list())
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +93,7 @@ def test_routes_are_recorded_at_level_deep_and_change_no_fingerprint(deep_run: P
     assert sampled.shape[1] == 4 and (sampled == trained).all()
     pairs = sampled.reshape(-1, 2, 2)
     assert (pairs[..., 0] < pairs[..., 1]).all() and set(np.unique(pairs)) == set(range(5))
-    assert "rollout_routes" not in reader.read_table(lean, "tokens").columns or (
-        reader.read_table(lean, "tokens")["rollout_routes"].isna().all()
-    )
+    assert reader.read_tokens(lean)["rollout_routes"].isna().all()
 
 
 def test_every_stage_of_a_run_with_routes_follows_from_its_records(deep_run: Path) -> None:
@@ -114,27 +114,26 @@ def test_replayed_routes_change_nothing_where_sampler_and_trainer_agree(tmp_path
 
 
 def rms(folder: Path) -> float:
-    tokens = reader.read_table(folder, "tokens")
+    tokens = reader.read_tokens(folder)
     return float(np.sqrt(np.mean((tokens["old_logprobs"] - tokens["rollout_logprobs"]).astype(float) ** 2)))
 
 
 def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path: Path) -> None:
-    more = (
-        "records.level=deep",
-        BFLOAT16,
-        "model.experts.count=16",
-        "ppo.iterations=1",
-        "rollout.samples_per_prompt=6",
-    )
-    more = (*more, "ppo.minibatch_size=30", "ppo.epochs=1")
+    experts = ("model.experts.count=64", "model.experts.per_token=4", "model.intermediate_size=4")
+    more = ("records.level=deep", BFLOAT16, *experts, "ppo.iterations=1", *ONE_STEP)
     own = record(tmp_path / "own", "olmoe", *more)
     replayed = record(tmp_path / "replayed", "olmoe", *more, "ppo.replay_routes=true")
     again = record(tmp_path / "again", "olmoe", *more, "ppo.replay_routes=true", *LAYOUT)
-    assert summarise(replayed).fingerprint == summarise(again).fingerprint != summarise(own).fingerprint
     assert (routes(own, "rollout_routes") == routes(replayed, "rollout_routes")).all()
     assert (routes(own, "policy_routes") != routes(own, "rollout_routes")).any()
+    assert summarise(replayed).fingerprint == summarise(again).fingerprint != summarise(own).fingerprint
     assert (routes(replayed, "policy_routes") == routes(replayed, "rollout_routes")).all()
     assert rms(replayed) < rms(own)
+    table = route_table(own)
+    flipped = (routes(own, "policy_routes") != routes(own, "rollout_routes")).any(-1)
+    assert table.loc["flipped", "tokens"] == flipped.sum() and table.loc["all", "rms_delta"] == pytest.approx(rms(own))
+    assert table.loc["flipped", "rms_delta"] > table.loc["same", "rms_delta"] > 0
+    assert route_table(replayed).loc["flipped", "tokens"] == 0
 
 
 @pytest.mark.parametrize(
@@ -157,8 +156,6 @@ def test_more_experts_for_a_token_than_there_are_is_refused() -> None:
         config_of("mixtral", "model.experts.per_token=9")
 
 
-def test_a_plan_of_a_mixture_is_refused_in_one_line(cli: object) -> None:
-    from ppo_repro.plan.shapes import plan_run
-
+def test_a_plan_of_a_mixture_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match="mixtures of experts are not planned"):
         plan_run(config_of("olmoe"))

@@ -15,7 +15,6 @@ import copy
 from collections.abc import Iterable
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from transformers import PreTrainedModel

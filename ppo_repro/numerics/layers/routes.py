@@ -24,7 +24,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 class SeenRoutes:
-    """The routes of the tokens of forward passes; stock routers give experts by falling weight, here they are sorted."""
+    """The routes of the tokens of forward passes, sorted: stock routers give experts by falling weight."""
 
     def __init__(self) -> None:
         self._by_layer: list[Tensor] = []

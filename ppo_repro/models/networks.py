@@ -80,10 +80,9 @@ def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = Fals
     `replay`: tokens take the routes of the batch, where it has some, through the mixtures of experts of the trunk.
     """
     inputs = batch.input_ids, batch.position_ids, batch.first_key, batch.predictors
-    here = [x.to(trunk.device) for x in inputs]
-    if not replay or batch.routes is None:
-        return TrunkForward(trunk).over_batch(*here)
-    return TrunkForward(trunk).over_batch(*here, batch.routes.flatten(0, 1).to(trunk.device))
+    ids, positions, first_key, rows = (x.to(trunk.device) for x in inputs)
+    routes = batch.routes.flatten(0, 1).to(trunk.device) if replay and batch.routes is not None else None
+    return TrunkForward(trunk).over_batch(ids, positions, first_key, rows, routes)
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:

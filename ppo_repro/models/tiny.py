@@ -52,7 +52,7 @@ def check_spelling(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Proble
 
 def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_id: int | None) -> PretrainedConfig:
     """The transformers configuration of the model that `make_model` makes."""
-    heads: dict[str, int] = {"head_dim": model.hidden_size // model.num_attention_heads}
+    heads: dict[str, Any] = {"head_dim": model.hidden_size // model.num_attention_heads}
     shape: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": model.hidden_size,
@@ -72,7 +72,11 @@ def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_i
         return Qwen3Config(**shape, **heads)
     shape["num_experts_per_tok"] = experts.per_token
     if experts.family == "qwen3_moe":
-        own = {"num_experts": experts.count, "moe_intermediate_size": model.intermediate_size, "norm_topk_prob": True}
+        own: dict[str, Any] = {
+            "num_experts": experts.count,
+            "moe_intermediate_size": model.intermediate_size,
+            "norm_topk_prob": True,
+        }
         return Qwen3MoeConfig(**shape, **heads, **own)
     if experts.family == "mixtral":
         return MixtralConfig(**shape, **heads, num_local_experts=experts.count)

@@ -159,3 +159,11 @@ def test_more_experts_for_a_token_than_there_are_is_refused() -> None:
 def test_a_plan_of_a_mixture_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match="mixtures of experts are not planned"):
         plan_run(config_of("olmoe"))
+
+
+def test_adapters_leave_routers_and_experts_alone_and_keep_parity(tmp_path: Path) -> None:
+    folder = record(tmp_path, "olmoe", "lora={rank: 2, alpha: 4.0}", "ppo.iterations=1", "records.level=deep")
+    found = parity(folder)
+    assert found.unequal_old_rollout_logprobs == 0 and found.unequal_ratios > 0
+    trained = reader.read_steps(folder)["policy_tensors"].iloc[0].split()
+    assert trained and all("self_attn" in name and "lora_" in name for name in trained)

@@ -9,6 +9,7 @@ A token is computed by its k experts alone and shares no sum with another token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ def chosen_experts(logits: Tensor, count: int) -> Tensor:
     return top_logits(logits, 1.0, count)[0].to(torch.int64).sort(-1).values
 
 
-def ordered_sum(terms: Tensor) -> Tensor:
+def ordered_sum(terms: Tensor | Sequence[Tensor]) -> Tensor:
     """terms[0] + terms[1] + ... in this order, float64; terms [k, ..]."""
     total = terms[0].to(torch.float64)
     for term in terms[1:]:
@@ -78,7 +79,7 @@ class _ExpertLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: list[int], prepared: list[PreparedWeight], to: Gradients | None
+        ctx: Any, x: Tensor, weight: Tensor, counts: list[int], prepared: Sequence[PreparedWeight], to: Gradients | None
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.counts, ctx.prepared, ctx.accumulator = weight, counts, prepared, to
@@ -103,7 +104,7 @@ def _rows_of(counts: list[int]) -> list[tuple[int, slice]]:
     return found
 
 
-def _by_expert(x: Tensor, weight: Tensor, counts: list[int], prepared: list[PreparedWeight], dim: int) -> Tensor:
+def _by_expert(x: Tensor, weight: Tensor, counts: list[int], prepared: Sequence[PreparedWeight], dim: int) -> Tensor:
     """The product of each expert's rows with its matrix, over dimension `dim` of the matrix; [S, ..] float32."""
     y = torch.empty(len(x), weight.shape[2 - dim], dtype=torch.float32, device=x.device)
     matrices = weight.detach()
@@ -219,6 +220,8 @@ class ExactExperts(ExactModule):
         self.gate_up_proj: nn.Parameter = stock.gate_up_proj  # [E, 2 I, H], the rows of gates first
         self.down_proj: nn.Parameter = stock.down_proj  # [E, H, I]
         self.act_fn: nn.Module = stock.act_fn
+        self.prepared_gate_up: Sequence[PreparedWeight]
+        self.prepared_down: Sequence[PreparedWeight]
         self.prepared_gate_up, self.prepared_down = (
             [PreparedWeight(f"{name}.{which} of expert {e}") for e in range(len(self.down_proj))]
             for which in ("gate_up_proj", "down_proj")

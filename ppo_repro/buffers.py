@@ -71,6 +71,7 @@ class Rollout:
     policy_versions: tuple[tuple[int, ...], ...] | None = None  # [B] ragged, of each token; None without a lag
     sampled_ids: tuple[tuple[int, ...], ...] | None = None  # [B] ragged; None where these are response_ids
     is_as_sampled: tuple[tuple[bool, ...], ...] | None = None  # [B] ragged, of each token; None likewise
+    routes: tuple[Tensor, ...] | None = None  # [B] int32 [inputs, M k], see `token_routes`; None where nobody asked
 
     def whole(self, sequence: int) -> tuple[int, ...]:
         """All tokens of a sequence after its prompt."""
@@ -78,6 +79,21 @@ class Rollout:
             return self.episodes[sequence].ids
         start = int(self.lengths[:sequence].sum())
         return tuple(self.response_ids[start : start + int(self.lengths[sequence])].tolist())
+
+    def token_routes(self) -> Tensor:
+        """[N, M k] int32 experts of the inputs that predict the tokens: k by rising index of each of M layers.
+
+        Inputs are all tokens of a sequence but the last. [N, 0] where no routes are known.
+        """
+        if self.routes is None:
+            return torch.empty(len(self.response_ids), 0, dtype=torch.int32)
+        rows = []
+        for sequence, routes in enumerate(self.routes):
+            predicting = routes[len(routes) - len(self.whole(sequence)) :]
+            if self.episodes is not None:
+                predicting = predicting[~torch.tensor(self.episodes[sequence].is_forced)]
+            rows.append(predicting)
+        return torch.cat(rows)
 
     def starts(self) -> Tensor:
         """[B] int64 index of each sequence's first token in the [N] fields."""
@@ -111,6 +127,7 @@ class ForwardPass:
     top_logits: Tensor  # [N, K] float32
     ref_top_ids: Tensor  # [N, K] int32, of the reference
     ref_top_logits: Tensor  # [N, K] float32
+    routes: Tensor  # [N, M k] int32, of the policy, as `Rollout.token_routes`; [N, 0] below level deep
     values: Tensor | None  # [N] float32, expected return before the token; None without a value model
     final_values: Tensor  # [B] float32, value after the last token of a response that is bootstrapped, else 0
 

@@ -69,6 +69,7 @@ class Float64(TorchFunctionMode):
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of `model` in float64, its rotary frequencies too; to be called inside `Float64`."""
     wide = copy.deepcopy(model).double()
+    wide.config._experts_implementation = "eager"  # grouped products take no float64
     for name, module in list(wide.named_modules()):
         if type(module) in ROTARIES:
             with Float64():

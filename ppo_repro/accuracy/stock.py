@@ -33,6 +33,7 @@ def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
     """The unmodified model with the weights of `policy`, whose memory it shares: nothing may write to them."""
     config = copy.deepcopy(policy.config)
     config._attn_implementation = "sdpa"
+    config._experts_implementation = "eager"  # grouped products take no float64
     config.pad_token_id = None  # a prompt may hold it, of which transformers would warn
     with torch.device("meta"):
         model = type(policy)(config)

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from ppo_repro.checks.replay import Replay
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
-from ppo_repro.numerics.layers.families import head_of, trunk_of
+from ppo_repro.numerics.layers.experts import ExactMixture
+from ppo_repro.numerics.layers.families import MIXTURES, head_of, trunk_of
 from ppo_repro.numerics.logprobs import expand_kept, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 
@@ -56,11 +57,12 @@ TokenGrid = Callable[[], tuple[Tensor, Tensor]]
 
 
 def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module inside the trunk, and the head."""
+    """Every module inside the trunk but the parts of a mixture of experts, whose rows are not tokens; and the head."""
     trunk, head = trunk_of(policy), head_of(policy)
     inside = {id(module) for module in trunk.modules()} - {id(trunk)}
     named = {name: m for name, m in policy.named_modules() if id(m) in inside or m is head}
-    return {name: m for name, m in named.items() if not isinstance(m, nn.ModuleList)}
+    mixtures = tuple(f"{n}." for n, m in named.items() if isinstance(m, ExactMixture) or type(m) in MIXTURES)
+    return {n: m for n, m in named.items() if not isinstance(m, nn.ModuleList) and not n.startswith(mixtures)}
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -36,6 +36,20 @@ class GroupAdvantages(Section):
 AdvantagesConfig = Annotated[GaeAdvantages | GroupAdvantages, Field(discriminator="kind")]
 
 
+class ExpertsConfig(Section):
+    """A router and its experts in place of every MLP."""
+
+    family: Literal["qwen3_moe", "mixtral", "olmoe"] = Field(description="Which transformers class the policy has.")
+    count: Annotated[int, Field(ge=2, le=1024)] = Field(description="Experts in each layer, each of intermediate_size.")
+    per_token: Count = Field(description="Experts that compute a token; at most count.")
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> Self:
+        if self.per_token > self.count:
+            raise ValueError(f"per_token = {self.per_token} must be at most count = {self.count}")
+        return self
+
+
 class LoraConfig(Section):
     """Low-rank adapters instead of full weights; all forward passes use the merged weights. Hu et al., 2021."""
 
@@ -143,7 +157,7 @@ KLConfig = Annotated[KLInReward | KLInLoss | NoKL, Field(discriminator="placemen
 class PPOConfig(Section):
     """The PPO update."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"rejection", "rejected_tokens"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"rejection", "rejected_tokens", "replay_routes"})
 
     iterations: Count = Field(description="Rollout-update cycles.")
     epochs: Count = Field(description="Passes over each rollout.")
@@ -162,6 +176,9 @@ class PPOConfig(Section):
     rejected_tokens: Literal["counted", "left_out"] = Field(
         "counted",
         description="A token of weight 0 stays in means and in its other losses, or is left out of every loss.",
+    )
+    replay_routes: bool = Field(
+        False, description="In training tokens take the experts that the sampler's routers chose, in every step."
     )
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
         "token_mean",

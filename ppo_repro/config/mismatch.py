@@ -107,3 +107,18 @@ def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str
                 f"mismatch.sampler.{field} needs rollout.engine.kind = torch; SGLang's own precision is that of "
                 "rollout.engine.numerics = stock with --dtype in rollout.engine.arguments"
             )
+
+
+def has_no_routes(config: MismatchConfig, mode: str, engine: str, dense: bool) -> Iterator[str]:
+    """A line for each setting with which the sampler has no routes that the trainer could take."""
+    field = "ppo.replay_routes = true"
+    if dense:
+        yield f"{field} needs a mixture of experts, which model.experts makes"
+    if mode == "native":
+        yield f"{field} needs numerics.mode = exact, whose routers take routes"
+    if engine == "sglang":
+        yield f"{field} needs rollout.engine.kind = torch; SGLang's servers return no routes here"
+    if config.trainer.retokenize:
+        yield f"{field} needs mismatch.trainer.retokenize = 0: tokens that were not sampled have no route"
+    if config.trainer.prompts_differ:
+        yield f"{field} needs the sampler's prompts; remove prompt_before, prompt_after and padding_leak"

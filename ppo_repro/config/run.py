@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ppo_repro.config.algorithm import (
     AdvantagesConfig,
+    ExpertsConfig,
     GaeAdvantages,
     KLConfig,
     KLInReward,
@@ -19,7 +20,7 @@ from ppo_repro.config.algorithm import (
 )
 from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.faults import contradictions
-from ppo_repro.config.mismatch import MismatchConfig, not_possible
+from ppo_repro.config.mismatch import MismatchConfig, has_no_routes, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
 from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
@@ -47,12 +48,17 @@ USUAL_ACCURACY_SEQUENCES = 4  # in native numerics, which measure nothing, this 
 class TinyModel(Section):
     """A small Qwen3 made from nothing, with its own tokenizer, warm-started on the task by supervision."""
 
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"experts"})
+
     kind: Literal["tiny"] = Field(description="Make the policy here instead of loading one.")
     hidden_size: Width = Field(description="Width of the residual stream.")
     num_layers: Layers = Field(description="Number of decoder layers.")
     num_attention_heads: Width = Field(description="Number of query heads; divides hidden_size.")
     num_key_value_heads: Width = Field(description="Number of key/value heads; divides num_attention_heads.")
-    intermediate_size: Width = Field(description="Width of the MLP.")
+    intermediate_size: Width = Field(description="Width of the MLP, or of each expert.")
+    experts: ExpertsConfig | None = Field(
+        None, description="Make a mixture of experts instead of a dense Qwen3; null: do not."
+    )
     tokenizer: Literal["bpe", "bpe_single_digits", "bpe_three_digits", "characters", "words"] = Field(
         "bpe", description="BPE, digits merged like letters, single or in groups of three; characters; whole words."
     )
@@ -74,7 +80,7 @@ class TinyModel(Section):
 
 
 class ModelFolder(Section):
-    """A transformers folder with its tokenizer: Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2 or GPT-NeoX (Pythia)."""
+    """A transformers folder with its tokenizer, of a family that `models/README.md` lists."""
 
     kind: Literal["folder"] = Field(description="Load the policy from a local folder.")
     path: PathText = Field(description="Folder with config.json, safetensors and tokenizer files.")
@@ -215,6 +221,9 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     if native and engine.kind == "sglang" and engine.numerics == "exact":
         yield "rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both"
     yield from not_possible(config.mismatch, config.numerics.mode, engine.kind)
+    if config.ppo.replay_routes:
+        dense = isinstance(config.model, TinyModel) and config.model.experts is None
+        yield from has_no_routes(config.mismatch, config.numerics.mode, engine.kind, dense)
     if config.mismatch.trainer.precision.rounds and config.numerics.accuracy_sequences not in (
         0,
         USUAL_ACCURACY_SEQUENCES,

@@ -21,6 +21,7 @@ class TokenBatch:
     predictors: Tensor  # [n] int64, flat index of the position whose logits predict the token
     targets: Tensor  # [n] int64, the response tokens
     real_tokens: int  # inputs that are not padding
+    routes: Tensor | None = None  # [R, L, M k] int32, experts that computed the inputs elsewhere; None: not known
 
 
 def lay_out(
@@ -28,12 +29,13 @@ def lay_out(
     responses: Sequence[Sequence[int]],
     padding: str,
     is_forced: Sequence[Sequence[bool]] | None = None,
+    routes: Sequence[Tensor] | None = None,
 ) -> TokenBatch:
     """Place sequences (prompt + response) in rows, padded `right` or `left`, or packed in one row with `none`.
 
     The last response token is not an input: nothing is predicted from it. Padding is token 0 and sees only itself,
     so that no query is without a key; no other token sees padding. Response tokens that are forced are inputs like
-    those of the prompt, and are not scored; None: none is.
+    those of the prompt, and are not scored; None: none is. `routes` are those of each sequence's inputs, [.., M k].
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     if padding == "none":
@@ -57,7 +59,12 @@ def lay_out(
     if is_forced is not None:
         sampled = ~torch.tensor([forced for response in is_forced for forced in response], dtype=torch.bool)
         scored, targets = scored[sampled], targets[sampled]
-    return TokenBatch(input_ids, position_ids, first_key, scored, targets, sum(lengths))
+    laid_out = None
+    if routes is not None:
+        laid_out = routes[0][0].repeat(rows, width, 1)  # padding takes any route
+        for route, length, (row, start) in zip(routes, lengths, starts, strict=True):
+            laid_out[row, start : start + length] = route
+    return TokenBatch(input_ids, position_ids, first_key, scored, targets, sum(lengths), laid_out)
 
 
 def input_tokens(rollout: Rollout, sequences: Tensor) -> int:
@@ -77,19 +84,25 @@ class MicroBatch:
     tokens: Tensor
 
 
-def micro_batches(rollout: Rollout, sequences: Tensor, size: int, padding: str) -> list[MicroBatch]:
-    """The given sequences of a rollout, `size` at a time, or all at once with 0; empty without sequences."""
+def micro_batches(
+    rollout: Rollout, sequences: Tensor, size: int, padding: str, replay: bool = False
+) -> list[MicroBatch]:
+    """The given sequences of a rollout, `size` at a time, or all at once with 0; empty without sequences.
+
+    `replay`: with the sampler's routes.
+    """
     micro: list[MicroBatch] = []
     if not len(sequences):
         return micro
     for chunk in sequences.split(size or len(sequences)):
         tokens = rollout.tokens_of(chunk)
         prompts = [rollout.prompts.prompt_ids[i] for i in chunk.tolist()]
+        routes = None if not replay or rollout.routes is None else [rollout.routes[i] for i in chunk.tolist()]
         if rollout.episodes is None:
             responses = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
-            batch = lay_out(prompts, [r.tolist() for r in responses], padding)
+            batch = lay_out(prompts, [r.tolist() for r in responses], padding, routes=routes)
         else:
             episodes = [rollout.episodes[i] for i in chunk.tolist()]
-            batch = lay_out(prompts, [e.ids for e in episodes], padding, [e.is_forced for e in episodes])
+            batch = lay_out(prompts, [e.ids for e in episodes], padding, [e.is_forced for e in episodes], routes)
         micro.append(MicroBatch(batch, tokens))
     return micro

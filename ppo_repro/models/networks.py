@@ -74,10 +74,15 @@ def checkpoint_gradients(model: nn.Module) -> None:
         layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
 
 
-def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Final hidden states [n, H] float32 at the positions that predict the response tokens."""
+def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = False) -> Tensor:
+    """Final hidden states [n, H] float32 at the positions that predict the response tokens.
+
+    `replay`: tokens take the routes of the batch, where it has some, through the mixtures of experts of the trunk.
+    """
     inputs = batch.input_ids, batch.position_ids, batch.first_key, batch.predictors
-    return TrunkForward(trunk).over_batch(*(x.to(trunk.device) for x in inputs))
+    ids, positions, first_key, rows = (x.to(trunk.device) for x in inputs)
+    routes = batch.routes.flatten(0, 1).to(trunk.device) if replay and batch.routes is not None else None
+    return TrunkForward(trunk).over_batch(ids, positions, first_key, rows, routes)
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:

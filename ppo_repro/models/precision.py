@@ -6,7 +6,8 @@ from transformers import PreTrainedModel
 
 from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision, TrainerPrecision
 from ppo_repro.numerics.arithmetic.rounding import NARROW
-from ppo_repro.numerics.layers.rounded import Precision, round_model, view_of
+from ppo_repro.numerics.layers.precision import Precision
+from ppo_repro.numerics.layers.rounded import round_model, view_of
 
 
 def precision_of(config: SamplerPrecision) -> Precision:

@@ -20,11 +20,9 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_as
 from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
 from ppo_repro.numerics.device import state_on_cpu
-from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, trunk_of
+from ppo_repro.numerics.layers.families import CLASSIFIER_OF, CLASSIFIERS, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.seeding import bell
-
-CLASSIFIER_OF = dict(zip(CAUSAL_MODELS, CLASSIFIERS, strict=True))
 
 
 def _head_of(classifier: PreTrainedModel) -> nn.Linear:
@@ -38,7 +36,7 @@ def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed
     `source` is an unmodified float32 model. UserError where its family has no classifier or is not covered.
     """
     if type(source) not in CLASSIFIER_OF:
-        known = ", ".join(c.__name__ for c in CAUSAL_MODELS)
+        known = ", ".join(c.__name__ for c in CLASSIFIER_OF)
         raise UserError(f"a reward model cannot be made from {type(source).__name__}; must be one of {known}")
     config = copy.deepcopy(source.config)
     config.num_labels = 1

@@ -1,12 +1,22 @@
-"""A small Qwen3 made from scratch: configuration, tokenizer and initial weights."""
+"""A small Qwen3, or a small mixture of experts, made from scratch: configuration, tokenizer and initial weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    OlmoeConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from ppo_repro.config.run import TinyModel
 from ppo_repro.errors import UserError
@@ -40,37 +50,52 @@ def check_spelling(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Proble
             )
 
 
-def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_id: int | None) -> Qwen3Config:
+def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_id: int | None) -> PretrainedConfig:
     """The transformers configuration of the model that `make_model` makes."""
-    return Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.hidden_size // model.num_attention_heads,
-        max_position_embeddings=max_context,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=0,
-        dtype="float32",
-    )
+    heads: dict[str, Any] = {"head_dim": model.hidden_size // model.num_attention_heads}
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "max_position_embeddings": max_context,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
+    experts = model.experts
+    if experts is None:
+        return Qwen3Config(**shape, **heads)
+    shape["num_experts_per_tok"] = experts.per_token
+    if experts.family == "qwen3_moe":
+        own: dict[str, Any] = {
+            "num_experts": experts.count,
+            "moe_intermediate_size": model.intermediate_size,
+            "norm_topk_prob": True,
+        }
+        return Qwen3MoeConfig(**shape, **heads, **own)
+    if experts.family == "mixtral":
+        return MixtralConfig(**shape, **heads, num_local_experts=experts.count)
+    return OlmoeConfig(**shape, num_experts=experts.count)
 
 
 def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_id: int, seed: int) -> PreTrainedModel:
-    """A float32 Qwen3 whose weights are a pure function of `seed`, the same bits on every machine.
+    """A float32 model whose weights are a pure function of `seed`, the same bits on every machine.
 
     Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
     """
-    model = Qwen3ForCausalLM(tiny_config(config, vocab_size, max_context, eos_token_id))
+    source = tiny_config(config, vocab_size, max_context, eos_token_id)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(source)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
-            std = 0.1 if "embed_tokens" in name else 1.0 / math.sqrt(parameter.shape[1])
+            std = 0.1 if "embed_tokens" in name else 1.0 / math.sqrt(parameter.shape[-1])  # experts are [E, N, K]
             draws = bell(parameter.numel(), "weights", seed, name) * std
             parameter.copy_(torch.from_numpy(draws).view(parameter.shape))
     return model

@@ -47,14 +47,23 @@ class GradientBins:
         """Drop what was collected of a parameter."""
         self._bins[name] = {}
 
-    def add_linear(self, weight: Tensor, x: Tensor, grad: Tensor, transposed: bool = False) -> None:
+    def add_linear(
+        self, weight: Tensor, x: Tensor, grad: Tensor, transposed: bool = False, part: int | None = None
+    ) -> None:
         """dW[n, k] += sum_t grad[t, n] x[t, k]; x [T, K] and grad [T, N] float32. As in `GradientAccumulator`."""
         name = self.names[id(weight)]
         x_exponents, grad_exponents = factor_exponents(name, x, grad)
-        self.add_measured(name, x, x_exponents, grad, grad_exponents, transposed)
+        self.add_measured(name, x, x_exponents, grad, grad_exponents, transposed, part)
 
     def add_measured(
-        self, name: str, x: Tensor, x_exponents: Tensor, grad: Tensor, grad_exponents: Tensor, transposed: bool = False
+        self,
+        name: str,
+        x: Tensor,
+        x_exponents: Tensor,
+        grad: Tensor,
+        grad_exponents: Tensor,
+        transposed: bool = False,
+        part: int | None = None,
     ) -> None:
         """`add_linear` with known exponents of the rows, int64 [T], results of `products.row_exponents`."""
         sums = (x_exponents + grad_exponents).masked_fill(
@@ -62,10 +71,10 @@ class GradientBins:
         )
         for target, rows in self._shares(name, sums):
             if rows is None:
-                target.add_measured(name, x, x_exponents, grad, grad_exponents, transposed)
+                target.add_measured(name, x, x_exponents, grad, grad_exponents, transposed, part)
             else:
                 share = x[rows], x_exponents[rows], grad[rows], grad_exponents[rows]
-                target.add_measured(name, *share, transposed)
+                target.add_measured(name, *share, transposed, part)
 
     def add_rows(self, parameter: Tensor, contributions: Tensor, ids: Tensor | None = None) -> None:
         """dp += sum_t contributions[t], or dp[ids[t]] += contributions[t]. As in `GradientAccumulator`."""

@@ -154,18 +154,28 @@ class GradientAccumulator:
         _normalise(self.high[name], low)
         self._bounds[name] = 1 << LIMB_BITS
 
-    def add_linear(self, weight: Tensor, x: Tensor, grad: Tensor, transposed: bool = False) -> None:
+    def add_linear(
+        self, weight: Tensor, x: Tensor, grad: Tensor, transposed: bool = False, part: int | None = None
+    ) -> None:
         """dW[n, k] += sum_t grad[t, n] x[t, k]; x [T, K] and grad [T, N] float32.
 
-        A `transposed` weight is stored as [K, N]. The integers are sum_t Z[t, n] X[t, k] with X = rne(x 2^(22 - ex))
-        and Z = rne(grad 2^(ex - E - HEADROOM + 27)), ex the exponent of x's row.
+        A `transposed` weight is stored as [K, N]. Of a weight [P, N, K] with `part` it is dW[part], on the one grid of
+        the whole tensor, and no token may come twice to a part. The integers are sum_t Z[t, n] X[t, k] with
+        X = rne(x 2^(22 - ex)) and Z = rne(grad 2^(ex - E - HEADROOM + 27)), ex the exponent of x's row.
         """
         name = self.names[id(weight)]
         x_exponents, grad_exponents = factor_exponents(name, x, grad)
-        self.add_measured(name, x, x_exponents, grad, grad_exponents, transposed)
+        self.add_measured(name, x, x_exponents, grad, grad_exponents, transposed, part)
 
     def add_measured(
-        self, name: str, x: Tensor, x_exponents: Tensor, grad: Tensor, grad_exponents: Tensor, transposed: bool = False
+        self,
+        name: str,
+        x: Tensor,
+        x_exponents: Tensor,
+        grad: Tensor,
+        grad_exponents: Tensor,
+        transposed: bool = False,
+        part: int | None = None,
     ) -> None:
         """`add_linear` with known exponents of the rows, int64 [T], results of `products.row_exponents`."""
         largest = largest_product(x_exponents, grad_exponents)
@@ -181,16 +191,26 @@ class GradientAccumulator:
         piece = 1 << (SUM_BITS - 1 - GRADIENT_INPUT_BITS - bits) if self._long else len(x)
         for start in range(0, len(x), piece):
             rows = slice(start, start + piece)
-            self._add_piece(name, x[rows], x_up[rows], grad[rows], up[rows], bits, transposed)
+            self._add_piece(name, x[rows], x_up[rows], grad[rows], up[rows], bits, transposed, part)
 
     def _add_piece(
-        self, name: str, x: Tensor, x_up: Tensor, grad: Tensor, up: Tensor, bits: int, transposed: bool
+        self,
+        name: str,
+        x: Tensor,
+        x_up: Tensor,
+        grad: Tensor,
+        up: Tensor,
+        bits: int,
+        transposed: bool,
+        part: int | None,
     ) -> None:
         """Add rows whose sums fit into an emptied lower limb."""
-        fresh = transposed or name not in self.sums  # then the memory is overwritten and need not be cleared
-        if name not in self.sums and not transposed:
+        # then the memory is overwritten and need not be cleared
+        fresh = transposed or (part is None and name not in self.sums)
+        if fresh and not transposed:
             self.sums[name] = self._memory(name)
-        total = self.sum_of(name, len(x), bits + GRADIENT_INPUT_BITS)
+        whole = self.sum_of(name, len(x), bits + GRADIENT_INPUT_BITS)
+        total = whole if part is None else whole[part]
         out = torch.empty_like(total.t(), memory_format=torch.contiguous_format) if transposed else total
         add_products(grad, up, bits, x, x_up, GRADIENT_INPUT_BITS, out, fresh)
         if transposed:

@@ -57,7 +57,14 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 def model_shape(
     config: PretrainedConfig, exact: bool, lora_targets: Sequence[str] | None = None, section: str = "lora"
 ) -> ModelShape:
-    """The shape of a causal model, with adapters on `lora_targets` (None: without; see `choose_layers`)."""
+    """The shape of a causal model, with adapters on `lora_targets` (None: without; see `choose_layers`).
+
+    UserError for a mixture of experts: nobody knows before which experts a token takes, and so what a pass keeps.
+    """
+    if config.model_type not in _EXACT:
+        raise UserError(
+            f"the plan of a {config.model_type} model: mixtures of experts are not planned; take a dense model"
+        )
     model = without_weights(config)
     adapted = set() if lora_targets is None else set(choose_layers(model, lora_targets, section))
     head = head_of(model)

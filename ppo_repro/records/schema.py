@@ -177,6 +177,8 @@ TOKENS = Table(
         deep("policy_top_logits", "list<float32>", "nats", "Their logits over the temperature."),
         deep("ref_top_ids", "list<int32>", "token id", "The same under the frozen reference."),
         deep("ref_top_logits", "list<float32>", "nats", "Their logits over the temperature."),
+        deep("rollout_routes", "list<int32>", "index", "Experts that computed the sampler's distribution of the token: for each layer with a mixture of experts, in order, the chosen ones by rising index; null for dense models, an SGLang server, and tokens encoded again."),
+        deep("policy_routes", "list<int32>", "index", "The same in the training forward before any update; null for dense models."),
     ),
     retired=(Column("is_forced", "bool", "", "Put there by the engine instead of sampled; always false."),),
 )

@@ -153,6 +153,7 @@ def forward_of(records: Records) -> ForwardPass:
         top_logits=logits,
         ref_top_ids=ids,
         ref_top_logits=logits,
+        routes=ids,
         values=records.tensor_or_none("tokens", "values"),
         final_values=torch.zeros(records.tables["sequences"].num_rows) if final_values is None else final_values,
     )

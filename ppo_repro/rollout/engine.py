@@ -31,6 +31,7 @@ class Sampling:
     mismatch_sigma: float = 0.0  # standard deviation of noise added to logits / temperature
     token_bias: float = 0.0  # standard deviation of an error of each token, added likewise
     bias_seed: int = 0  # which errors these are
+    routes: bool = False  # whether the built-in engine returns routes through mixtures of experts; changes no token
     top_logits: int = 0  # how many of the largest logits the built-in engine returns; changes no token
 
     @property
@@ -73,6 +74,7 @@ class Completion:
     latency: float | None
     episode_ids: tuple[int, ...] = ()  # with a dialogue: all tokens after the prompt
     is_forced: tuple[bool, ...] = ()  # which of them the dialogue put in
+    routes: Tensor | None = None  # [inputs, M k] int32 of prompt and response; None where they were not asked for
 
 
 class Engine(Protocol):

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
 from ppo_repro.numerics.layers.lowering import is_exact
+from ppo_repro.numerics.layers.routes import routers, seen_routes
 from ppo_repro.numerics.trunk.forward import Cache, TrunkForward
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.sampler import sample
+from ppo_repro.rollout.slot_routes import SlotRoutes
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class TorchEngine:
         self.prefill_chunk = prefill_chunk or max_context
         self.prefix_cache = prefix_cache
         self._trunk = TrunkForward(trunk_of(policy))  # of the generation in progress
+        self._routes: SlotRoutes | None = None  # likewise
 
     @torch.no_grad()
     def generate(
@@ -93,6 +96,16 @@ class TorchEngine:
     ) -> list[Completion]:
         for request in requests:
             check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
+        if not (sampling.routes and routers(self.policy)):
+            return self._generate(requests, sampling, dialogue)
+        with seen_routes(self.policy) as seen:
+            self._routes = SlotRoutes(seen, min(self.slots, len(requests)), self.max_context)
+            try:
+                return self._generate(requests, sampling, dialogue)
+            finally:
+                self._routes = None
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None) -> list[Completion]:
         slots = min(self.slots, len(requests))
         cache = self._cache(slots)
         self._trunk = TrunkForward(trunk_of(self.policy))
@@ -122,7 +135,7 @@ class TorchEngine:
                 if item.forced[-1]:
                     answered.append(item)
                 elif reason:
-                    done[item.index] = _completion(item, reason)
+                    done[item.index] = _completion(item, reason, self._routes)
                     free.append(item.slot)
                     prefixes.hold(item.slot, item.context[:-1])
             active = [item for item in active if item.index not in done and not item.forced[-1]]
@@ -175,6 +188,8 @@ class TorchEngine:
         source, item.known = prefixes.longest(item.request.prompt_ids[:-1])
         if item.known and source != item.slot:
             cache.copy_prefix(source, item.slot, item.known)
+            if self._routes is not None:
+                self._routes.copy_prefix(source, item.slot, item.known)
 
     def _prefill(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
         """Compute the unknown tokens of the prompts; logits [len(turn), V] after each prompt."""
@@ -220,7 +235,10 @@ class TorchEngine:
         cache.aim(torch.tensor(slots), torch.from_numpy(positions), torch.from_numpy(valid))
         here = self.policy.device
         last = None if width == 1 else torch.from_numpy(np.arange(len(pieces)) * width + lengths - 1).to(here)
-        return self._trunk.over_cache(torch.from_numpy(ids).to(here), cache, last)
+        hidden = self._trunk.over_cache(torch.from_numpy(ids).to(here), cache, last)
+        if self._routes is not None:
+            self._routes.keep(torch.tensor(slots), torch.from_numpy(positions), torch.from_numpy(valid))
+        return hidden
 
     def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])
@@ -238,7 +256,7 @@ class TorchEngine:
         return "length" if len(item.tokens) == sampling.max_response_tokens else ""
 
 
-def _completion(item: _Active, reason: str) -> Completion:
+def _completion(item: _Active, reason: str, routes: SlotRoutes | None) -> Completion:
     return Completion(
         response_ids=tuple(token for turn in item.turns for token in turn),
         logprobs=torch.from_numpy(np.array([drawn.logprobs[row] for drawn, row in item.samples])),
@@ -251,6 +269,7 @@ def _completion(item: _Active, reason: str) -> Completion:
         latency=None,
         episode_ids=tuple(item.tokens),
         is_forced=tuple(item.forced),
+        routes=None if routes is None else routes.of(item.slot, item.last_position),
     )
 
 

@@ -40,6 +40,7 @@ from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.layers.families import trunk_of
+from ppo_repro.numerics.layers.routes import routers
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.proof import proof
 from ppo_repro.preferences.pairs import pairs_by_rule
@@ -258,6 +259,12 @@ def prepare(
         moved(source, device)
     task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
     check_training_prompts(config, task)
+    if config.rollout.engine.kind == "sglang" and routers(source):
+        kind = type(source).__name__
+        raise UserError(f"rollout.engine.kind = sglang: a {kind} is sampled by the built-in engine only; set torch")
+    if config.ppo.replay_routes and not routers(source):
+        kind = type(source).__name__
+        raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     networks = _networks(config, source, task, share)

@@ -12,6 +12,7 @@ from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batc
 from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
+from ppo_repro.numerics.layers.routes import routers, seen_routes
 from ppo_repro.numerics.logprobs import kl_divergence, score, top_logits
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.faults import dropped, training_eligible, training_temperature
@@ -27,9 +28,10 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     operands are freed in between and at the end: those of all three together would be the most that a run needs.
     """
     mine = torch.tensor(ranks.mine(len(rollout.lengths), config.layout.rank_shares), dtype=torch.int64)
-    work = micro_batches(rollout, mine, config.layout.forward_micro_batch, config.layout.padding)
+    layout = config.layout
+    work = micro_batches(rollout, mine, layout.forward_micro_batch, layout.padding, config.ppo.replay_routes)
     scored = ranks.gather([_score(state, m, rollout, config) for m in work])
-    old, ref, ref_kl, entropies, prob_sq_sums, reverse, *top, values = (
+    old, ref, ref_kl, entropies, prob_sq_sums, reverse, *top, routes, values = (
         torch.cat(column) for column in zip(*scored, strict=True)
     )
     top_ids, largest, ref_top_ids, ref_largest = top
@@ -50,6 +52,7 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         top_logits=largest,
         ref_top_ids=ref_top_ids,
         ref_top_logits=ref_largest,
+        routes=routes,
         values=None if state.value_model is None else values,
         final_values=final_values,
     )
@@ -70,13 +73,23 @@ def _values(value_model: ValueModel, hidden: Tensor, state: TrainState) -> Tenso
 
 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
-    """The results of `_distributions`, and the values of a head on the policy's trunk; empty without one."""
-    hidden = hidden_states(trunk_of(state.policy), m.batch)
+    """The results of `_distributions`, routes, and the values of a head on the policy's trunk; empty without one."""
+    hidden, routes = _seen(state, m.batch, config)
     seen = dropped(config, hidden, m.tokens, ("scoring", state.iteration))
     statistics = _distributions(state, m.batch, seen, rollout.kept_tokens[m.tokens], config)
     if state.value_model is None or state.value_optimizer is not None:
-        return *statistics, torch.empty(0)
-    return *statistics, _values(state.value_model, hidden, state)
+        return *statistics, routes, torch.empty(0)
+    return *statistics, routes, _values(state.value_model, hidden, state)
+
+
+def _seen(state: TrainState, batch: TokenBatch, config: RunConfig) -> tuple[Tensor, Tensor]:
+    """The policy's hidden states [n, H], and at level deep the routes that gave them, [n, M k] int32, else [n, 0]."""
+    trunk = trunk_of(state.policy)
+    if config.records.level != "deep" or not routers(trunk):
+        return hidden_states(trunk, batch, replay=True), torch.empty(len(batch.targets), 0, dtype=torch.int32)
+    with seen_routes(trunk) as seen:
+        hidden = hidden_states(trunk, batch, replay=True)
+    return hidden, seen.take()[batch.predictors]
 
 
 def _separate_values(state: TrainState, m: MicroBatch) -> Tensor:

@@ -121,4 +121,5 @@ def _joined(a: Completion, b: Completion) -> Completion:
         top_logits=torch.cat([a.top_logits, b.top_logits]),
         episode_ids=(*a.episode_ids, *b.episode_ids),
         is_forced=(*a.is_forced, *b.is_forced),
+        routes=None if a.routes is None or b.routes is None else torch.cat([a.routes, b.routes[len(a.routes) :]]),
     )

@@ -23,7 +23,7 @@ def columns_above_lean(item: Iteration, level: Level) -> dict[str, Columns]:
         return {}
     found = {"sequences": _sequences(item), "tokens": _tokens(item), "updates": _updates(item), "steps": _steps(item)}
     if level == "deep":
-        found["tokens"] |= _top_logits(item)
+        found["tokens"] |= _top_logits(item) | _routes(item)
         found["steps"] |= _gradients(item, "policy") | _gradients(item, "value")
     return found
 
@@ -122,6 +122,10 @@ def _top_logits(item: Iteration) -> Columns:
         "ref_top_ids": _lists(forward.ref_top_ids),
         "ref_top_logits": _lists(forward.ref_top_logits),
     }
+
+
+def _routes(item: Iteration) -> Columns:
+    return {"rollout_routes": _lists(item.rollout.token_routes()), "policy_routes": _lists(item.forward.routes)}
 
 
 def _lists(rows: Tensor) -> Lists | AllNull:

@@ -147,7 +147,7 @@ class PolicyLoss:
 
     def of(self, m: MicroBatch) -> LossAndColumns:
         """(loss, `PolicyColumns`) from a forward pass of the policy."""
-        return self.of_hidden(m, hidden_states(trunk_of(self.state.policy), m.batch))
+        return self.of_hidden(m, hidden_states(trunk_of(self.state.policy), m.batch, replay=True))
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]; the losses of tokens are computed on the CPU."""
@@ -237,7 +237,7 @@ class Objective:
     def joint(self, m: MicroBatch) -> LossAndColumns:
         """Policy loss plus value_coef times value loss, both from one pass of the shared trunk."""
         assert self.value is not None
-        hidden = hidden_states(trunk_of(self.policy.state.policy), m.batch)
+        hidden = hidden_states(trunk_of(self.policy.state.policy), m.batch, replay=True)
         policy_loss, policy_columns = self.policy.of_hidden(m, hidden)
         value_loss, value_columns = self.value.of_hidden(m, hidden)
         return policy_loss + value_loss * self.value_coef, (*policy_columns, *value_columns)

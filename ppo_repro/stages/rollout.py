@@ -6,12 +6,13 @@ from dataclasses import fields
 from itertools import compress
 
 import torch
+from torch import Tensor
 
 from ppo_repro.buffers import Prompts, Rollout, Spans
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.versions import Versions
 from ppo_repro.ranks import Ranks
-from ppo_repro.rollout.engine import Engine
+from ppo_repro.rollout.engine import Completion, Engine
 from ppo_repro.stages.generation import Answered, Sampled, episodes_of, generate, sampling_of
 from ppo_repro.stages.lagging import generate_behind
 from ppo_repro.stages.prompts import Task
@@ -27,6 +28,12 @@ def _spans(task: Task, answer: Answered) -> Spans:
         return of_all
     sampled = [not forced for forced in answer.episode.is_forced]
     return Spans(*(list(compress(getattr(of_all, column.name), sampled)) for column in fields(Spans)))
+
+
+def _routes(completions: list[Completion]) -> tuple[Tensor, ...] | None:
+    """The routes of all completions; None where the engine gave none."""
+    found = tuple(c.routes for c in completions if c.routes is not None)
+    return found or None
 
 
 def roll_out(
@@ -60,5 +67,6 @@ def roll_out(
         spans=tuple(_spans(task, answer) for answer in answers),
         episodes=episodes_of(answers),
         policy_versions=None if by_token is None else tuple(map(tuple, by_token)),
+        routes=_routes(completions),
     )
     return retokenized(config, task.tokenizer, rollout)

@@ -74,7 +74,7 @@ def _share_out(
 ) -> _Work:
     layout = config.layout
     mine = sequences[torch.tensor(ranks.mine(len(sequences), layout.rank_shares), dtype=torch.int64)]
-    work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding)
+    work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes)
     tokens = rollout.tokens_of(sequences)
     weights = torch.zeros(len(rollout.response_ids))
     in_losses = None if counted is None else counted[tokens]

@@ -80,7 +80,8 @@ def retokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rollout: 
     """The rollout that is trained on: the same texts, some of them as other tokens; as it is where nothing is set.
 
     A token's `rollout_logprobs` and `log_kept_mass` are then those of the sampled tokens that end in its text, added
-    up, so that a response keeps its log-prob; a token in which none ends has 0. Largest logits have no token any more.
+    up, so that a response keeps its log-prob; a token in which none ends has 0. Largest logits and routes have no token
+    any more.
     """
     share = config.mismatch.trainer.retokenize
     if not share:
@@ -110,6 +111,7 @@ def retokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rollout: 
         policy_versions=None if versions is None else tuple(_taken(v, n) for v, n in zip(versions, made, strict=True)),
         sampled_ids=tuple(tuple(ids.tolist()) for ids in columns[0]),
         is_as_sampled=tuple(tuple(new.as_sampled) for new in made),
+        routes=None,
     )
 
 

@@ -18,12 +18,18 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 CONTEXT = 64
@@ -97,6 +103,28 @@ def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
     return GPTNeoXConfig(**{**shape, "tie_word_embeddings": False, **dropout, **changes})
 
 
+# the class's own code: torch's grouped products take no float64
+OWN_EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}
+
+
+def qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
+    """A dense layer and a mixture, 3 of 6 experts with renormalised weights."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**{**SHAPE, "head_dim": 16, "mlp_only_layers": [0], **experts, **OWN_EXPERTS, **changes})
+
+
+def mixtral_config(**changes: Any) -> MixtralConfig:
+    """2 of 4 experts in every layer, whose weights are always renormalised, and a window of 6 keys."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 28}
+    return MixtralConfig(**{**SHAPE, "sliding_window": 6, **experts, **OWN_EXPERTS, **changes})
+
+
+def olmoe_config(**changes: Any) -> OlmoeConfig:
+    """3 of 8 experts in every layer with weights as the softmax gives them; queries and keys normed whole."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16}
+    return OlmoeConfig(**{**SHAPE, "tie_word_embeddings": False, **experts, **OWN_EXPERTS, **changes})
+
+
 SLIDING: dict[str, Any] = {
     "use_sliding_window": True,
     "sliding_window": 5,
@@ -110,6 +138,9 @@ CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
     GemmaConfig: GemmaForCausalLM,
     GPT2Config: GPT2LMHeadModel,
     GPTNeoXConfig: GPTNeoXForCausalLM,
+    Qwen3MoeConfig: Qwen3MoeForCausalLM,
+    MixtralConfig: MixtralForCausalLM,
+    OlmoeConfig: OlmoeForCausalLM,
 }
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": qwen3_config,
@@ -120,6 +151,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": gpt2_config,
     "gpt_neox": gpt_neox_config,
     "qwen2 sliding": lambda: qwen2_config(**SLIDING),
+}
+# mixtures of experts
+MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3_moe": qwen3_moe_config,
+    "mixtral": mixtral_config,
+    "olmoe": olmoe_config,
 }
 
 
@@ -143,7 +180,7 @@ def fill(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(0.3 * noise)
             else:
                 # GPT-2 stores [in, out]
-                fan_in = parameter.shape[0 if isinstance(config, GPT2Config) and ".c_" in name else 1]
+                fan_in = parameter.shape[0 if isinstance(config, GPT2Config) and ".c_" in name else -1]
                 parameter.copy_(noise * (1.5 / math.sqrt(fan_in)))
 
 

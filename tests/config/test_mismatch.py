@@ -8,7 +8,7 @@ from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision
 from ppo_repro.errors import UserError
 from ppo_repro.models.precision import precision_of
-from ppo_repro.numerics.layers.rounded import Precision
+from ppo_repro.numerics.layers.precision import Precision
 from tests.support.runs import small_config
 
 ROUNDED, STOCK = "mismatch.sampler.precision.weights=bfloat16", "mismatch.sampler.stock=bfloat16"

@@ -24,7 +24,7 @@ from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, ex
 from tests.support.in_order import sum_in_order
 from tests.support.models import (
     CONTEXT,
-    FAMILIES,
+    EVERY_FAMILY,
     VARIANTS,
     ragged,
     scored,
@@ -72,7 +72,7 @@ def trained(architecture: str, mode: str, layout: tuple[int, str, int, int, str]
     return weights_digest(policy.named_parameters())
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", EVERY_FAMILY)
 def test_weights_after_training_do_not_depend_on_the_layout(architecture: str) -> None:
     layouts = LAYOUTS if architecture == "qwen3" else LAYOUTS[1:5]
     assert len({trained(architecture, "exact", layout) for layout in layouts}) == 1
@@ -120,7 +120,7 @@ def worst_gradient(architecture: str, scale: float) -> float:
 
 # the smallest scale is that of 10^5 tokens with small advantages: nothing may be lost beside zero gradients
 @pytest.mark.parametrize("scale", [1.0 / 40, 2.0**-40])
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", EVERY_FAMILY)
 def test_gradients_are_those_of_autograd_in_float64(architecture: str, scale: float) -> None:
     # 0.9e-6 to 2.5e-6 was measured
     assert 0 < worst_gradient(architecture, scale) < 6e-6

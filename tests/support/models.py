@@ -19,6 +19,7 @@ from ppo_repro.testing.small_models import (
     CONFIGS,
     CONTEXT,
     LLAMA3_ROPE,
+    MIXTURES,
     SLIDING,
     VOCAB,
     fill,
@@ -27,8 +28,11 @@ from ppo_repro.testing.small_models import (
     gpt_neox_config,
     llama_config,
     mistral_config,
+    mixtral_config,
+    olmoe_config,
     qwen2_config,
     qwen3_config,
+    qwen3_moe_config,
     seeded,
     small_model,
 )
@@ -40,6 +44,7 @@ ARCHITECTURES = tuple(CONFIGS)
 # for parametrize: families whose layers are of another kind; those that share them wait for the slow tests
 DISTINCT = ("qwen3", "gemma", "gpt2", "gpt_neox")
 FAMILIES = [a if a in DISTINCT else pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES]
+EVERY_FAMILY = [*FAMILIES, *MIXTURES]
 # settings of these families that change what is computed; compared with float64 only
 VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3 sliding, untied, biases": lambda: qwen3_config(**SLIDING, tie_word_embeddings=False, attention_bias=True),
@@ -57,6 +62,11 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt_neox sequential, tied, no biases": lambda: gpt_neox_config(
         use_parallel_residual=False, tie_word_embeddings=True, attention_bias=False, hidden_act="quick_gelu"
     ),
+    "qwen3_moe sparse, not renormalised, window": lambda: qwen3_moe_config(
+        mlp_only_layers=[], norm_topk_prob=False, use_sliding_window=True, sliding_window=5, num_experts_per_tok=1
+    ),
+    "mixtral without window, all experts": lambda: mixtral_config(sliding_window=None, num_experts_per_tok=4),
+    "olmoe renormalised, gelu": lambda: olmoe_config(norm_topk_prob=True, hidden_act="gelu"),
     "gpt_neox linear": lambda: gpt_neox_config(
         rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
     ),
@@ -65,7 +75,7 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
 
 def source_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     """An unmodified transformers model with random weights, in evaluation mode."""
-    return small_model({**CONFIGS, **VARIANTS}[architecture](), seed)
+    return small_model({**CONFIGS, **MIXTURES, **VARIANTS}[architecture](), seed)
 
 
 def without_window(architecture: str) -> PreTrainedModel:

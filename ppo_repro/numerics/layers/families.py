@@ -13,12 +13,15 @@ from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from ppo_repro.errors import UserError
 
-NAMES = "Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2 or GPT-NeoX"
+NAMES = "Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2, GPT-NeoX, Qwen3-MoE, Mixtral or OLMoE"
 
 CAUSAL_MODELS: tuple[type[PreTrainedModel], ...] = (
     llama.LlamaForCausalLM,
@@ -28,6 +31,9 @@ CAUSAL_MODELS: tuple[type[PreTrainedModel], ...] = (
     gemma.GemmaForCausalLM,
     gpt2.GPT2LMHeadModel,
     gpt_neox.GPTNeoXForCausalLM,
+    qwen3_moe.Qwen3MoeForCausalLM,
+    mixtral.MixtralForCausalLM,
+    olmoe.OlmoeForCausalLM,
 )
 CLASSIFIERS: tuple[type[PreTrainedModel], ...] = (
     llama.LlamaForSequenceClassification,
@@ -37,7 +43,11 @@ CLASSIFIERS: tuple[type[PreTrainedModel], ...] = (
     gemma.GemmaForSequenceClassification,
     gpt2.GPT2ForSequenceClassification,
     gpt_neox.GPTNeoXForSequenceClassification,
+    qwen3_moe.Qwen3MoeForSequenceClassification,
+    mixtral.MixtralForSequenceClassification,
 )
+# OLMoE, the last causal model, has no classifier
+CLASSIFIER_OF = dict(zip(CAUSAL_MODELS, CLASSIFIERS, strict=False))
 ATTENTIONS: tuple[type[nn.Module], ...] = (
     llama.LlamaAttention,
     qwen2.Qwen2Attention,
@@ -46,12 +56,18 @@ ATTENTIONS: tuple[type[nn.Module], ...] = (
     gemma.GemmaAttention,
     gpt2.GPT2Attention,
     gpt_neox.GPTNeoXAttention,
+    qwen3_moe.Qwen3MoeAttention,
+    mixtral.MixtralAttention,
+    olmoe.OlmoeAttention,
 )
 RMS_NORMS: tuple[type[nn.Module], ...] = (
     llama.LlamaRMSNorm,
     qwen2.Qwen2RMSNorm,
     qwen3.Qwen3RMSNorm,
     mistral.MistralRMSNorm,
+    qwen3_moe.Qwen3MoeRMSNorm,
+    mixtral.MixtralRMSNorm,
+    olmoe.OlmoeRMSNorm,
 )
 ROTARIES: tuple[type[nn.Module], ...] = (
     llama.LlamaRotaryEmbedding,
@@ -60,6 +76,9 @@ ROTARIES: tuple[type[nn.Module], ...] = (
     mistral.MistralRotaryEmbedding,
     gemma.GemmaRotaryEmbedding,
     gpt_neox.GPTNeoXRotaryEmbedding,
+    qwen3_moe.Qwen3MoeRotaryEmbedding,
+    mixtral.MixtralRotaryEmbedding,
+    olmoe.OlmoeRotaryEmbedding,
 )
 # trunks of the structure of Llama's: rotary attention and a gated MLP, each after a root-mean-square norm of its input
 LLAMA_TRUNKS: tuple[type[PreTrainedModel], ...] = (
@@ -67,6 +86,23 @@ LLAMA_TRUNKS: tuple[type[PreTrainedModel], ...] = (
     qwen2.Qwen2Model,
     qwen3.Qwen3Model,
     mistral.MistralModel,
+)
+# trunks of the same structure but for a mixture of experts in place of some MLPs
+MIXTURE_TRUNKS: tuple[type[PreTrainedModel], ...] = (
+    qwen3_moe.Qwen3MoeModel,
+    mixtral.MixtralModel,
+    olmoe.OlmoeModel,
+)
+# a router and its experts, in place of an MLP
+MIXTURES: tuple[type[nn.Module], ...] = (
+    qwen3_moe.Qwen3MoeSparseMoeBlock,
+    mixtral.MixtralSparseMoeBlock,
+    olmoe.OlmoeSparseMoeBlock,
+)
+ROUTERS: tuple[type[nn.Module], ...] = (
+    qwen3_moe.Qwen3MoeTopKRouter,
+    mixtral.MixtralTopKRouter,
+    olmoe.OlmoeTopKRouter,
 )
 # modules that call others and compute nothing themselves but elementwise sums and products
 CONTAINERS: tuple[type[nn.Module], ...] = (
@@ -94,9 +130,17 @@ CONTAINERS: tuple[type[nn.Module], ...] = (
     gpt_neox.GPTNeoXModel,
     gpt_neox.GPTNeoXLayer,
     gpt_neox.GPTNeoXMLP,
+    qwen3_moe.Qwen3MoeModel,
+    qwen3_moe.Qwen3MoeDecoderLayer,
+    qwen3_moe.Qwen3MoeMLP,
+    mixtral.MixtralModel,
+    mixtral.MixtralDecoderLayer,
+    olmoe.OlmoeModel,
+    olmoe.OlmoeDecoderLayer,
     nn.ModuleList,
 )
 
+_WINDOWED = {"mistral", "mixtral", "qwen3_moe"}  # families with one window for all layers
 _TYPED_LAYERS = {"qwen2", "qwen3"}  # families whose `layer_types` say which layers have a sliding window
 
 
@@ -177,4 +221,4 @@ def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor
     if config.model_type in _TYPED_LAYERS:
         windows = {"full_attention": None, "sliding_attention": config.sliding_window}
         return {kind: visible(windows[kind]) for kind in sorted(set(config.layer_types))}
-    return visible(config.sliding_window if config.model_type == "mistral" else None)
+    return visible(config.sliding_window if config.model_type in _WINDOWED else None)

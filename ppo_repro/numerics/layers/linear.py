@@ -68,6 +68,21 @@ class _Linear(Function):
         return dx, None, None, None, None, None
 
 
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prepared: PreparedWeight,
+    accumulator: Gradients | None,
+    transposed: bool = False,
+) -> Tensor:
+    """x W^T + b, or x W + b for a `transposed` weight; x [.., K] float32 -> [.., N] float32. Differentiable."""
+    if not torch.is_grad_enabled():  # autograd's own work would be a sixth of the time of decoding one token
+        rows = x.reshape(-1, x.shape[-1])
+        return _product(rows, weight, bias, prepared, transposed, x.shape)
+    return _Linear.apply(x, weight, bias, prepared, accumulator, transposed)
+
+
 class _Matrix(ExactModule):
     """A linear layer, x [.., K] float32 -> [.., N] float32."""
 
@@ -79,10 +94,7 @@ class _Matrix(ExactModule):
         self.prepared = PreparedWeight(name)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # autograd's own work would be a sixth of the time of decoding one token
-            rows = x.reshape(-1, x.shape[-1])
-            return _product(rows, self.weight, self.bias, self.prepared, self.transposed, x.shape)
-        return _Linear.apply(x, self.weight, self.bias, self.prepared, self.accumulator, self.transposed)
+        return linear(x, self.weight, self.bias, self.prepared, self.accumulator, self.transposed)
 
 
 class ExactLinear(_Matrix):

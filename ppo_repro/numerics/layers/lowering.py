@@ -35,6 +35,7 @@ from ppo_repro.numerics.layers import families
 from ppo_repro.numerics.layers.activations import ExactGELU, ExactGELUTanh, ExactQuickGELU, ExactSiLU
 from ppo_repro.numerics.layers.attention import IMPLEMENTATION, attention
 from ppo_repro.numerics.layers.embedding import ExactEmbedding, ExactScaledEmbedding
+from ppo_repro.numerics.layers.experts import ExactExperts, ExactMixture, ExactRouter
 from ppo_repro.numerics.layers.linear import ExactConv1D, ExactLinear, ExactModule
 from ppo_repro.numerics.layers.norms import ExactGemmaRMSNorm, ExactLayerNorm, ExactRMSNorm
 from ppo_repro.numerics.layers.rotary import ExactRotary, inverse_frequencies
@@ -73,6 +74,7 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
     refusals = {
         activation: getattr(config, activation) not in ACTIVATION_NAMES,
         "vocab_size": config.vocab_size > MAX_TERMS,
+        "clip_qkv": getattr(config, "clip_qkv", None) is not None,  # OLMoE clips in place
         "pretraining_tp": getattr(config, "pretraining_tp", 1) not in (None, 1),
     }
     for field, refused in refusals.items():
@@ -114,6 +116,8 @@ def _exact(module: nn.Module, name: str, config: PretrainedConfig, max_context: 
         return ACTIVATIONS[kind]()
     if kind is nn.Dropout:
         return nn.Dropout(0.0)  # also in training: sampler and update must see the same distribution
+    if kind in families.MIXTURES:
+        return ExactMixture(module, name)
     if kind in families.CONTAINERS:
         return None
     raise UserError(
@@ -132,7 +136,10 @@ def lower(model: PreTrainedModel, max_context: int) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UserError(f"model parameter '{name}' is {parameter.dtype}; exact numerics need float32")
+    mixtures = tuple(f"{name}." for name, module in model.named_modules() if type(module) in families.MIXTURES)
     for name, module in list(model.named_modules()):
+        if name.startswith(mixtures) and type(module) not in ACTIVATIONS:
+            continue  # a part of a mixture, which was exchanged as a whole
         replacement = _exact(module, name, model.config, max_context)
         if replacement is not None:
             parent, _, attribute = name.rpartition(".")
@@ -161,7 +168,13 @@ def forget_operands(module: nn.Module, but_of: Iterable[nn.Module] = ()) -> None
 
 
 def _prepared(module: nn.Module) -> list[PreparedWeight]:
-    return [layer.prepared for layer in families.modules_of(module) if isinstance(layer, ExactLinear | ExactConv1D)]
+    found: list[PreparedWeight] = []
+    for layer in families.modules_of(module):
+        if isinstance(layer, ExactLinear | ExactConv1D | ExactRouter):
+            found.append(layer.prepared)
+        if isinstance(layer, ExactExperts):
+            found += [*layer.prepared_gate_up, *layer.prepared_down]
+    return found
 
 
 def attach(module: nn.Module, accumulator: Gradients) -> None:

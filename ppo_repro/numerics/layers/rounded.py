@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from transformers import PreTrainedModel
@@ -26,84 +24,11 @@ from ppo_repro.errors import UserError
 from ppo_repro.numerics.arithmetic.rounding import round_rows, round_to
 from ppo_repro.numerics.layers.activations import ExactSiLU
 from ppo_repro.numerics.layers.embedding import ExactEmbedding
-from ppo_repro.numerics.layers.families import ATTENTIONS, LLAMA_TRUNKS, head_of, trunk_of
+from ppo_repro.numerics.layers.experts import ExactExperts, ExactRouter
+from ppo_repro.numerics.layers.families import ATTENTIONS, LLAMA_TRUNKS, MIXTURE_TRUNKS, head_of, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.norms import ExactRMSNorm
-from ppo_repro.numerics.products import PreparedWeight
-
-
-@dataclass(frozen=True)
-class Precision:
-    """To which format each kind of number is rounded, by its name in `arithmetic.rounding`; None: not at all."""
-
-    weights: str | None = None  # of 8 bits: of the linear layers of attention and MLP
-    other_weights: str | None = None  # what 8 bits leave alone: embedding, norms, biases, head
-    linear_inputs: str | None = None  # of 8 bits, of the linear layers of attention and MLP
-    activations: str | None = None  # of 16 bits, everywhere
-    kv_cache: str | None = None
-    logits: str | None = None
-    gradients: str | None = None  # of activations, in the backward pass
-
-    @property
-    def rounds(self) -> bool:
-        """Whether anything is rounded."""
-        return any(getattr(self, field.name) is not None for field in fields(self))
-
-    @property
-    def only_logits(self) -> bool:
-        """Whether nothing but logits is rounded."""
-        return self == Precision(logits=self.logits)
-
-
-class _Rounded(Function):
-    """y = round(x); dx = dy, or round(dy)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, form: str | None, gradients: str | None) -> Tensor:
-        ctx.gradients = gradients
-        return x.view_as(x) if form is None else round_rows(x, form)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (grad if ctx.gradients is None else round_rows(grad, ctx.gradients)), None, None
-
-
-def rounded(x: Tensor, form: str | None, gradients: str | None = None) -> Tensor:
-    """x [.., K] float32 in a format, its gradient in another one; None for none."""
-    if not torch.is_grad_enabled() or not x.requires_grad:
-        return x if form is None else round_rows(x, form)
-    return x if form is None and gradients is None else _Rounded.apply(x, form, gradients)
-
-
-class RoundedWeight(PreparedWeight):
-    """A weight that is rounded before it is prepared; the parameter itself stays as it is."""
-
-    def __init__(self, name: str, form: str | None, bias_form: str | None) -> None:
-        super().__init__(name)
-        self._form, self._bias_form = form, bias_form
-        self._rounded_from: tuple[int, int] = (0, -1)
-        self._rounded: Tensor | None = None
-
-    def forget(self) -> None:
-        super().forget()
-        self._rounded, self._rounded_from = None, (0, -1)
-
-    def contract(self, x: Tensor, weight: Tensor, dim: int, bias: Tensor | None = None) -> Tensor:
-        if bias is not None and self._bias_form is not None:
-            bias = round_to(bias.detach(), self._bias_form)
-        return super().contract(x, self._of(weight), dim, bias)
-
-    def _of(self, weight: Tensor) -> Tensor:
-        if self._form is None:
-            return weight
-        source = (weight.data_ptr(), weight._version)
-        if self._rounded is None:
-            self._rounded = torch.empty_like(weight)
-        if source != self._rounded_from:
-            # in place, so that its version tells one rounding from the next
-            self._rounded.copy_(round_rows(weight.detach(), self._form))
-            self._rounded_from = source
-        return self._rounded
+from ppo_repro.numerics.layers.precision import Precision, RoundedWeight, rounded
 
 
 class RoundedLinear(ExactLinear):
@@ -173,6 +98,50 @@ class RoundedSiLU(ExactSiLU):
         return rounded(super().forward(x), self.precision.activations, self.precision.gradients)
 
 
+class RoundedRouter(ExactRouter):
+    """The router of a mixture: rounded input, weight and logits; softmax and routing weights in float32.
+
+    Stacks of 8 bits leave it alone, and gates of 16 bits give logits of 16 bits, so ties are frequent.
+    """
+
+    def __init__(self, source: ExactRouter, precision: Precision) -> None:
+        super().__init__(source, source.name)
+        self.normalised, self.precision = source.normalised, precision
+        self.prepared = RoundedWeight(source.name, precision.other_weights, None)
+
+    def logits(self, x: Tensor) -> Tensor:
+        p = self.precision
+        return rounded(super().logits(rounded(x, p.activations, p.gradients)), p.activations, p.gradients)
+
+
+class RoundedExperts(ExactExperts):
+    """The experts of a mixture: linear layers rounded as those of an MLP, and the sum over experts."""
+
+    def __init__(self, source: ExactExperts, precision: Precision) -> None:
+        super().__init__(source, "")
+        self.precision = precision
+        self.prepared_gate_up, self.prepared_down = (
+            [RoundedWeight(one.name, precision.weights, None) for one in prepared]
+            for prepared in (source.prepared_gate_up, source.prepared_down)
+        )
+
+    def _entering(self, x: Tensor) -> Tensor:
+        p = self.precision
+        x = rounded(x, p.activations, p.gradients)
+        return x if p.linear_inputs is None else rounded(x, p.linear_inputs)
+
+    def gate_up(self, rows: Tensor, counts: list[int]) -> Tensor:
+        p = self.precision
+        return rounded(super().gate_up(self._entering(rows), counts), p.activations, p.gradients)
+
+    def down(self, rows: Tensor, counts: list[int]) -> Tensor:
+        p = self.precision
+        return rounded(super().down(self._entering(rows), counts), p.activations, p.gradients)
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return rounded(super().forward(x, weights, experts), self.precision.activations, self.precision.gradients)
+
+
 class RoundedDecoderLayer(GradientCheckpointingLayer):
     """A decoder layer of the Llama structure, h = x + attention(norm(x)), y = h + mlp(norm(h)): both sums rounded."""
 
@@ -224,8 +193,9 @@ def round_model(model: PreTrainedModel, precision: Precision, where: str) -> Pre
     if not precision.rounds:
         return model
     head = head_of(model)
-    if not isinstance(head, ExactLinear) or type(trunk_of(model)) not in LLAMA_TRUNKS:
-        raise UserError(f"{where}: needs a Llama, Qwen2, Qwen3 or Mistral model, not {type(model).__name__}; remove it")
+    if not isinstance(head, ExactLinear) or type(trunk_of(model)) not in (*LLAMA_TRUNKS, *MIXTURE_TRUNKS):
+        known = "Llama, Qwen2, Qwen3, Mistral, Qwen3-MoE, Mixtral or OLMoE"
+        raise UserError(f"{where}: needs a {known} model, not {type(model).__name__}; remove it")
     model.set_output_embeddings(RoundedHead(head, precision))
     if precision.only_logits:
         return model
@@ -251,6 +221,10 @@ def _replacement(module: nn.Module, precision: Precision) -> nn.Module | None:
         return RoundedEmbedding(module, precision)
     if type(module) is ExactRMSNorm:
         return RoundedRMSNorm(module, precision)
+    if type(module) is ExactRouter:
+        return RoundedRouter(module, precision)
+    if type(module) is ExactExperts:
+        return RoundedExperts(module, precision)
     return RoundedSiLU(precision) if type(module) is ExactSiLU else None
 
 

@@ -15,6 +15,7 @@ from ppo_repro.numerics.layers.attention import cached_reach, reach
 from ppo_repro.numerics.layers.families import decoder_layers, stock_masks
 from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
 from ppo_repro.numerics.layers.lowering import is_exact
+from ppo_repro.numerics.layers.routes import give_routes, routers
 from ppo_repro.numerics.trunk import decoding, training
 from ppo_repro.numerics.trunk.decoding import Decoder
 from ppo_repro.numerics.trunk.weights import unpack
@@ -30,6 +31,7 @@ class TrunkForward:
     | native   | any                         | any        | any                    | modules, `_through_modules`      |
     | exact    | any                         | eager, GPU | any                    | modules                          |
     | exact    | Gemma, GPT-2, GPT-NeoX,     | any        | any                    | modules                          |
+    |          | mixtures of experts,        |            |                        |                                  |
     |          | not SiLU, or with hooks     |            |                        |                                  |
     | exact    | with layers that round      | any        | any                    | modules                          |
     | exact    | any                         | any        | of a batch             | `training`, by `layer_forward`   |
@@ -42,16 +44,22 @@ class TrunkForward:
     """
 
     def __init__(self, trunk: PreTrainedModel) -> None:
-        self._trunk = trunk
+        self._trunk, self._has_routers = trunk, bool(routers(trunk))
         has_kernels = is_exact(trunk) and backend.has_kernels(next(trunk.parameters()))
         self._weights = unpack(trunk) if has_kernels else None
         self._decoder = None if self._weights is None else Decoder(self._weights)
 
-    def over_batch(self, input_ids: Tensor, position_ids: Tensor, first_key: Tensor, rows: Tensor) -> Tensor:
+    def over_batch(
+        self, input_ids: Tensor, position_ids: Tensor, first_key: Tensor, rows: Tensor, routes: Tensor | None = None
+    ) -> Tensor:
         """Final hidden states [n, H] float32 at the flat positions `rows` [n] int64, all of them different.
 
-        input_ids, position_ids, first_key [R, L] int64 as in `TokenBatch`. Differentiable.
+        input_ids, position_ids, first_key [R, L] int64 as in `TokenBatch`. Differentiable. `routes` [R L, M k] are the
+        experts of a mixture in exact numerics, also in a backward pass that computes layers again; None: its routers
+        choose.
         """
+        if self._has_routers or routes is not None:
+            give_routes(self._trunk, routes)
         if self._weights is not None:
             recompute = any(layer.gradient_checkpointing for layer in decoder_layers(self._trunk))
             return training.hidden_states(self._weights, input_ids, position_ids, first_key, rows, recompute)
@@ -66,6 +74,8 @@ class TrunkForward:
         """
         if self._decoder is not None and isinstance(cache, GridCache):
             return decoding.hidden_states(self._decoder, ids, cache, rows)
+        if self._has_routers:
+            give_routes(self._trunk, None)
         hidden = _through_modules(self._trunk, ids, cache.target.positions, cache)
         flat = hidden.reshape(-1, hidden.shape[-1])
         return flat if rows is None else flat[rows]

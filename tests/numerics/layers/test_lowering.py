@@ -24,6 +24,7 @@ from tests.support.models import (
     CLASSES,
     CONTEXT,
     LLAMA3_ROPE,
+    MIXTURES,
     VARIANTS,
     YARN,
     gemma_config,
@@ -59,7 +60,7 @@ def logits_error(architecture: str, mode: str, padding: str) -> float:
 
 
 @pytest.mark.parametrize("padding", ["right", "left", "none"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
 def test_logits_are_those_of_the_unmodified_model(architecture: str, padding: str) -> None:
     # weights lose 2^-24 of the largest of a row, as float32 does: 1e-6 was measured at most, on either side
     for mode in ("exact", "native"):
@@ -82,7 +83,7 @@ def test_the_sliding_window_is_seen_in_the_logits(architecture: str, mode: str) 
     assert float((a - b).norm() / a.norm()) > 0.01
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
 def test_native_and_exact_values_agree_closely(architecture: str) -> None:
     batch = lay_out(*ragged(6, 1), "right")
     with torch.no_grad():
@@ -92,7 +93,7 @@ def test_native_and_exact_values_agree_closely(architecture: str) -> None:
     assert float((exact - native).norm() / native.norm()) < 6e-6
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
 def test_parameters_stay_the_same_objects_under_the_same_names(architecture: str) -> None:
     model = source_model(architecture)
     before, keys = dict(model.named_parameters(remove_duplicate=False)), list(model.state_dict())
@@ -104,7 +105,7 @@ def test_parameters_stay_the_same_objects_under_the_same_names(architecture: str
     assert weights_digest(lowered.named_parameters()) == digest
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
 def test_a_lowered_state_loads_into_the_unmodified_class_and_from_a_saved_folder(
     architecture: str, tmp_path: Path
 ) -> None:
@@ -112,15 +113,16 @@ def test_a_lowered_state_loads_into_the_unmodified_class_and_from_a_saved_folder
     ids = list(range(20))
     expected = stock_logits(source_model(architecture), ids)
     fresh = type(source_model(architecture))(lowered.config.__class__.from_dict(lowered.config.to_dict())).eval()
+    fresh.set_experts_implementation("eager")  # no part of a saved configuration
     fresh.load_state_dict(lowered.state_dict())
     assert unequal(stock_logits(fresh, ids), expected) == 0
     lowered.save_pretrained(tmp_path)
-    loaded = type(fresh).from_pretrained(tmp_path, local_files_only=True).eval()
+    loaded = type(fresh).from_pretrained(tmp_path, local_files_only=True, experts_implementation="eager").eval()
     assert weights_digest(loaded.named_parameters()) == weights_digest(lowered.named_parameters())
     assert unequal(stock_logits(loaded, ids), expected) == 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
 def test_lowering_one_model_leaves_every_other_alone(architecture: str) -> None:
     other, source, ids = source_model(architecture), source_model(architecture), list(range(25))
     before, classes = stock_logits(other, ids), [type(m) for m in source.modules()]

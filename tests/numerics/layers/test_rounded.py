@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy.scores import Text, policy_scores, reference_scores
+from ppo_repro.accuracy.scores import Text, exact_scores, policy_scores, reference_scores, stock_scores
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import checkpoint_gradients, make_policy, policy_logits
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.lowering import attach
-from ppo_repro.numerics.layers.rounded import Precision, round_model, view_of
+from ppo_repro.numerics.layers.precision import Precision
+from ppo_repro.numerics.layers.rounded import round_model, view_of
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import collect, weights_digest
 from ppo_repro.numerics.trunk.weights import unpack
 from ppo_repro.ranks import ALONE
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
-from tests.support.models import CONTEXT, ragged, scored, source_model, unequal
+from tests.support.models import CONTEXT, MIXTURES, ragged, scored, source_model, unequal
 from tests.support.number_formats import Formats, Qwen3InFloat64
 
 BFLOAT16 = Precision("bfloat16", "bfloat16", None, "bfloat16", None, "bfloat16")
@@ -197,6 +198,28 @@ def test_the_families_keep_names_parameters_and_bits_of_what_is_not_rounded(arch
     before = policy_scores(make_policy(source_model(architecture), "exact", CONTEXT), TEXT).logprobs
     assert unequal(policy_scores(source, TEXT).logprobs, before) == 0, "the view changed its model"
     assert 1e-4 < float((policy_scores(policy, TEXT).logprobs - before).abs().max()) < 0.5
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_a_rounded_mixture_has_the_error_of_stock_bfloat16_and_the_same_bits_in_every_layout(architecture: str) -> None:
+    model = rounded(BFLOAT16, architecture)
+    with torch.no_grad():
+        together, alone = (
+            scored(PROMPTS, RESPONSES, *layout, lambda batch, *_: policy_logits(model, batch))
+            for layout in (("none", 0), ("left", 1))
+        )
+    assert unequal(together, alone) == 0
+    source = source_model(architecture)
+    reference = reference_scores(source, TEXT).logits
+    stock = stock_scores(source_model(architecture).bfloat16(), TEXT).logits
+    rms = [float((x.double() - reference).square().mean().sqrt()) for x in (together, stock, policy_of(source))]
+    # the same places are rounded but inside attention, and a flipped route weighs more than a rounding
+    assert 1 / 3 < rms[0] / rms[1] < 3 and rms[0] > 100 * rms[2]
+
+
+def policy_of(source: PreTrainedModel) -> Tensor:
+    """Logits without rounding."""
+    return exact_scores(source, TEXT, CONTEXT).logits
 
 
 def test_a_changed_weight_is_rounded_again() -> None:

@@ -18,6 +18,9 @@ from ppo_repro.config.yaml_text import parse_yaml
 from tests.support.paths import SMALL
 
 FOLDER = {"kind": "folder", "path": "some/model"}
+MIXTURE = {"kind": "tiny", "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+MIXTURE |= {"intermediate_size": 8, "vocab_size": 20, "warm_start_steps": 0, "warm_start_batch_size": 4}
+MIXTURE |= {"warm_start_learning_rate": 1e-3, "experts": {"family": "mixtral", "count": 4, "per_token": 2}}
 JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
 EVALUATED = {"num_eval_prompts": 3}
 GYM = {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 9, **EVALUATED}
@@ -31,6 +34,7 @@ ROLLOUT = {"prompts_per_iteration": 24, "samples_per_prompt": 2, "max_response_t
 TREES: dict[str, dict[str, Any]] = {
     "all usual": {},
     "model folder": {"model": FOLDER},
+    "experts": {"model": MIXTURE},
     "task jsonl": {"model": FOLDER, "task": {**JSONL, "chat_template": True}},
     "task reasoning_gym": {"model": FOLDER, "task": {**GYM, "chat_template": True}},
     "task python": {"model": FOLDER, "task": {"kind": "python", "path": "task.py", "chat_template": True} | EVALUATED},

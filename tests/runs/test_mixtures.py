@@ -1,0 +1,169 @@
+"""Whole runs of mixtures of experts: parity, layouts that must not show, recorded routes, and routes replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.mismatch.parity import parity
+from analysis.mismatch.routes import route_table
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.models.tiny import make_model
+from ppo_repro.plan.shapes import plan_run
+from ppo_repro.records import reader
+from ppo_repro.replay.columns import STAGES
+from ppo_repro.replay.replay import replay
+from ppo_repro.runs.diff import first_difference
+from ppo_repro.runs.summary import summarise
+from ppo_repro.watcher import Silent
+from tests.support.language import run
+from tests.support.paths import TINY
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
+every_family = pytest.mark.parametrize(
+    "family", [f if f == "qwen3_moe" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
+LAYOUT = (
+    *("layout.rollout_slots=4", "layout.prefix_cache=false", "layout.prefill_chunk=2", "layout.padding=none"),
+    *("layout.forward_micro_batch=4", "layout.update_micro_batch=1", "layout.gradient_checkpointing=true"),
+    *("layout.threads=2", "layout.backend=float64"),
+)
+BFLOAT16 = "mismatch.sampler.precision={weights: bfloat16, activations: bfloat16}"
+ONE_STEP = ("ppo.epochs=1", "ppo.minibatch_size=15")
+
+
+def config_of(family: str, *more: str) -> RunConfig:
+    """`tiny.yaml` with two layers of 2 of 5 experts, shorter."""
+    experts = f"model.experts={{family: {family}, count: 5, per_token: 2}}"
+    small = ("model.intermediate_size=12", "model.num_layers=2", "model.warm_start_steps=10", "ppo.learning_rate=2e-2")
+    return load_config(TINY, [experts, *small, "numerics.accuracy_sequences=2", *more])
+
+
+def record(out: Path, family: str, *more: str) -> Path:
+    return run(config_of(family, *more), out, Silent())[0]
+
+
+def routes(folder: Path, column: str) -> np.ndarray:
+    """[N, M k] of all iterations."""
+    return np.stack(reader.read_tokens(folder)[column].to_list())
+
+
+@pytest.fixture(scope="module")
+def deep_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("deep"), "qwen3_moe", "records.level=deep")
+
+
+@every_family
+def test_sampler_and_trainer_agree_on_every_bit_in_every_layout(family: str, tmp_path: Path) -> None:
+    one, other = record(tmp_path / "one", family), record(tmp_path / "other", family, *LAYOUT)
+    found = parity(one)
+    assert found.tokens > 50 and found.unequal_old_rollout_logprobs == 0
+    assert found.unequal_first_ratios == 0 and found.unequal_values == 0
+    assert found.unequal_ratios > 0, "the weights must have moved, or a constant would pass this test"
+    assert summarise(one).fingerprint == summarise(other).fingerprint
+    assert first_difference(one, other) is None
+
+
+@pytest.mark.usefixtures("row_noise")
+def test_native_numerics_fail_the_same_check(tmp_path: Path) -> None:
+    native = record(tmp_path, "qwen3_moe", "numerics.mode=native", "numerics.accuracy_sequences=0")
+    found = parity(native)
+    assert found.unequal_old_rollout_logprobs > found.tokens // 20 and found.unequal_first_ratios > 0
+
+
+def test_each_family_is_made_of_its_own_class_by_the_seed_alone() -> None:
+    names = set()
+    for family in FAMILIES:
+        model = config_of(family).model
+        a, b, c = (make_model(model, 16, 12, 1, seed) for seed in (3, 3, 4))  # type: ignore[arg-type]
+        names.add(type(a).__name__)
+        assert all((p == q).all() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+        assert any((p != q).any() for p, q in zip(a.parameters(), c.parameters(), strict=True))
+    assert names == {"Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM"}
+
+
+def test_routes_are_recorded_at_level_deep_and_change_no_fingerprint(deep_run: Path, tmp_path: Path) -> None:
+    lean = record(tmp_path, "qwen3_moe")
+    assert summarise(lean).fingerprint == summarise(deep_run).fingerprint
+    sampled, trained = routes(deep_run, "rollout_routes"), routes(deep_run, "policy_routes")
+    assert sampled.shape[1] == 4 and (sampled == trained).all()
+    pairs = sampled.reshape(-1, 2, 2)
+    assert (pairs[..., 0] < pairs[..., 1]).all() and set(np.unique(pairs)) == set(range(5))
+    assert reader.read_tokens(lean)["rollout_routes"].isna().all()
+
+
+def test_every_stage_of_a_run_with_routes_follows_from_its_records(deep_run: Path) -> None:
+    assert replay(deep_run, STAGES).difference is None
+
+
+def test_native_numerics_have_routes_too(tmp_path: Path) -> None:
+    more = ("numerics.mode=native", "numerics.accuracy_sequences=0", "records.level=deep", "ppo.iterations=1")
+    sampled = routes(record(tmp_path, "mixtral", *more), "rollout_routes")
+    assert (np.diff(sampled.reshape(-1, 2, 2), axis=-1) > 0).all()
+
+
+def test_replayed_routes_change_nothing_where_sampler_and_trainer_agree(tmp_path: Path) -> None:
+    """With one step for a rollout; a later step has other weights, which may choose other experts."""
+    plain = record(tmp_path / "plain", "qwen3_moe", *ONE_STEP)
+    replayed = record(tmp_path / "replayed", "qwen3_moe", *ONE_STEP, "ppo.replay_routes=true", *LAYOUT)
+    assert summarise(plain).fingerprint == summarise(replayed).fingerprint
+
+
+def rms(folder: Path) -> float:
+    tokens = reader.read_tokens(folder)
+    return float(np.sqrt(np.mean((tokens["old_logprobs"] - tokens["rollout_logprobs"]).astype(float) ** 2)))
+
+
+def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path: Path) -> None:
+    experts = ("model.experts.count=64", "model.experts.per_token=4", "model.intermediate_size=4")
+    more = ("records.level=deep", BFLOAT16, *experts, "ppo.iterations=1", *ONE_STEP)
+    own = record(tmp_path / "own", "olmoe", *more)
+    replayed = record(tmp_path / "replayed", "olmoe", *more, "ppo.replay_routes=true")
+    again = record(tmp_path / "again", "olmoe", *more, "ppo.replay_routes=true", *LAYOUT)
+    assert (routes(own, "rollout_routes") == routes(replayed, "rollout_routes")).all()
+    assert (routes(own, "policy_routes") != routes(own, "rollout_routes")).any()
+    assert summarise(replayed).fingerprint == summarise(again).fingerprint != summarise(own).fingerprint
+    assert (routes(replayed, "policy_routes") == routes(replayed, "rollout_routes")).all()
+    assert rms(replayed) < rms(own)
+    table = route_table(own)
+    flipped = (routes(own, "policy_routes") != routes(own, "rollout_routes")).any(-1)
+    assert table.loc["flipped", "tokens"] == flipped.sum() and table.loc["all", "rms_delta"] == pytest.approx(rms(own))
+    assert table.loc["flipped", "rms_delta"] > table.loc["same", "rms_delta"] > 0
+    assert route_table(replayed).loc["flipped", "tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["model.experts=null"], "needs a mixture of experts"),
+        (["numerics.mode=native", "numerics.accuracy_sequences=0"], "needs numerics.mode = exact"),
+        (["rollout.engine={kind: sglang}"], "needs rollout.engine.kind = torch"),
+        (["mismatch.trainer.retokenize=0.5"], "needs mismatch.trainer.retokenize = 0"),
+        (["mismatch.trainer.prompt_before=a"], "needs the sampler's prompts"),
+    ],
+)
+def test_a_run_without_routes_to_replay_is_refused(more: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=rf"ppo\.replay_routes = true {message}"):
+        config_of("mixtral", "ppo.replay_routes=true", *more)
+
+
+def test_more_experts_for_a_token_than_there_are_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.experts.*per_token = 9 must be at most count = 5"):
+        config_of("mixtral", "model.experts.per_token=9")
+
+
+def test_a_plan_of_a_mixture_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match="mixtures of experts are not planned"):
+        plan_run(config_of("olmoe"))
+
+
+def test_adapters_leave_routers_and_experts_alone_and_keep_parity(tmp_path: Path) -> None:
+    folder = record(tmp_path, "olmoe", "lora={rank: 2, alpha: 4.0}", "ppo.iterations=1", "records.level=deep")
+    found = parity(folder)
+    assert found.unequal_old_rollout_logprobs == 0 and found.unequal_ratios > 0
+    trained = reader.read_steps(folder)["policy_tensors"].iloc[0].split()
+    assert trained and all("self_attn" in name and "lora_" in name for name in trained)

@@ -52,7 +52,7 @@ def test_behind_the_error_every_step_meets_every_other() -> None:
     assert int((found == 1).sum()) == 8 and found[0, 7].item() == pytest.approx(math.exp(0.1 - 0.8), rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_corrected_program_learns(tmp_path: Path) -> None:
     found = run_config(CORRECTED, tmp_path)

@@ -282,11 +282,12 @@ def sweep(mode: str, tokens: int) -> tuple[int, int]:
     return compared, differing
 
 
+# of whole runs test_machines.py compares a hundred thousand
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_hundred_thousand_sampled_tokens_have_no_unequal_bit() -> None:
-    compared, differing = sweep("exact", 100_000)
-    assert compared >= 100_000 and differing == 0, f"{differing} of {compared} tokens differ"
+def test_twenty_thousand_sampled_tokens_have_no_unequal_bit() -> None:
+    compared, differing = sweep("exact", 20_000)
+    assert compared >= 20_000 and differing == 0, f"{differing} of {compared} tokens differ"
 
 
 @pytest.mark.slow

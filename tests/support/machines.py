@@ -29,7 +29,8 @@ def numpy_features_above(level: str) -> list[str]:
     kept = ("AVX", "F16C", "FMA3", "AVX2") if level == "avx2" else ()
     # those that come with SSE4.2 are never taken away
     below = {"SSSE3", "SSE41", "POPCNT", "SSE42", *kept}
-    return [name for name in __cpu_dispatch__ if __cpu_features__[name] and name not in below]
+    capped = os.environ.get("NPY_DISABLE_CPU_FEATURES", "").split()  # this command may run under a cap itself
+    return [name for name in __cpu_dispatch__ if (__cpu_features__[name] or name in capped) and name not in below]
 
 
 def all_capped(level: str) -> dict[str, str]:

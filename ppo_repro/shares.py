@@ -17,6 +17,16 @@ def check_shares(shares: Sequence[int], size: int) -> None:
         )
 
 
+def check_mesh(data: int, size: int) -> None:
+    """Raise UserError unless `layout.mesh.data` is 0 or the number of processes."""
+    if data not in (0, size):
+        started = f"{size} processes were started" if size > 1 else "this is one process"
+        raise UserError(
+            f"layout.mesh.data = {data}: {started}; start {data} with `torchrun --nproc-per-node {data}`, "
+            f"or take {size}, or 0 for all there are"
+        )
+
+
 def share_ranges(count: int, shares: Sequence[int]) -> list[range]:
     """Cut 0..count-1 into one range per rank: rank r gets the fraction shares[r] / sum(shares).
 

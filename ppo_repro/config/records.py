@@ -1,4 +1,4 @@
-"""How much of a run is written down: the levels of records. Nothing here changes a result."""
+"""How much of a run is written down, and what its processes divide. Nothing here changes a result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.section import Count, Section
+from ppo_repro.config.section import Count, Index, Section
 
 Level = Literal["lean", "full", "deep"]
 USUAL_TOP_LOGITS = 16
@@ -40,3 +40,9 @@ class RunRecordsConfig(RecordsConfig):
         if self.top_logits is not None and self.level != "deep":
             raise ValueError("top_logits needs level = deep; set it to null elsewhere")
         return self
+
+
+class MeshConfig(Section):
+    """What the processes of a run, as torchrun starts them, divide. No exact result depends on it."""
+
+    data: Index = Field(0, description="Processes that divide the sequences; 0 takes all there are.")

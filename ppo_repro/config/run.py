@@ -21,7 +21,7 @@ from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.faults import contradictions
 from ppo_repro.config.mismatch import MismatchConfig, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
-from ppo_repro.config.records import RunRecordsConfig
+from ppo_repro.config.records import MeshConfig, RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
     Count,
@@ -109,7 +109,7 @@ class RunNumericsConfig(NumericsConfig):
 class LayoutConfig(Section):
     """How the work is cut up. In exact numerics nothing here can change a result."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device", "mesh"})
 
     rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
     prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
@@ -130,6 +130,7 @@ class LayoutConfig(Section):
     rank_shares: Annotated[tuple[Index, ...], Field(strict=False)] = Field(
         (), description="In what proportion the processes of a run get sequences, one entry each; [] for equal shares."
     )
+    mesh: MeshConfig = MeshConfig()
 
     @field_validator("rank_shares")
     @classmethod

@@ -94,6 +94,7 @@ class Work:
     value_lora_rank: int = 0  # 0: all weights of a value model of its own are trained
     older_policies: int = 0  # versions that a sampler which is behind needs beside the policy
     reference_in_steps: bool = False  # whether the loss of the policy needs the reference's logits
+    processes: int = 1  # of the run; everything else is of one of them
 
     @property
     def exact(self) -> bool:

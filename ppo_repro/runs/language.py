@@ -34,7 +34,7 @@ from ppo_repro.runs.open_engine import check_engine, require_same_sampler, rollo
 from ppo_repro.runs.prepare import Prepared, policy_accuracy, prepare
 from ppo_repro.runs.profiling import Peak, measure_peak
 from ppo_repro.runs.tables import iteration_tables
-from ppo_repro.shares import check_shares
+from ppo_repro.shares import check_mesh, check_shares
 from ppo_repro.side_tables.evaluation import evaluation_table
 from ppo_repro.side_tables.preparation import preparation_tables
 from ppo_repro.stages.coefficients import last_kl
@@ -121,19 +121,26 @@ class LanguageKind:
         return describe_environment(config, self.ranks.size)
 
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
-        check_shares(config.layout.rank_shares, self.ranks.size)
+        self._check_layout(config)
         check_engine(config, self.ranks.size)
-        check_device(config.layout.device, self.ranks.size)
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
-        check_shares(config.layout.rank_shares, self.ranks.size)
-        check_device(config.layout.device, self.ranks.size)
+        self._check_layout(config)
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
         return Resumption(0 if start is None else start.iteration, self._open(config, run_dir, start))
+
+    def _check_layout(self, config: RunConfig) -> None:
+        """UserError where these processes cannot compute in this layout, or do not agree on it."""
+        mesh, shares = config.layout.mesh, config.layout.rank_shares
+        self.ranks.require_agreed("layout.mesh", mesh.model_dump())
+        self.ranks.require_agreed("layout.rank_shares", list(shares))
+        check_mesh(mesh.data, self.ranks.size)
+        check_shares(shares, self.ranks.size)
+        check_device(config.layout.device, self.ranks.size)
 
     @contextmanager
     def _open(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from ppo_repro import interrupts
-from ppo_repro.collectives import all_gather, all_reduce, wait
+from ppo_repro.collectives import all_gather, all_reduce, all_to_all, wait
 from ppo_repro.errors import (
     Failure,
     RankLost,
@@ -109,6 +109,18 @@ class Ranks:
         self.require_same("shapes of the tensors to sum", [(tuple(t.shape), str(t.dtype)) for t in tensors])
         try:
             all_reduce(tensors, self._waiting)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def deal(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """The bytes that every rank has for this one, in rank order; `parts[r]` is for rank r, uint8.
+
+        `lengths`: how many come from each rank. Nothing is checked: all ranks have agreed on what they exchange.
+        """
+        if self.beats is not None:
+            self.beats.exchanges += 1
+        try:
+            return all_to_all(parts, lengths, self._waiting)
         except RuntimeError as error:
             raise _lost(error) from error
 

@@ -1,4 +1,4 @@
-"""How the sequences of a run are divided among its processes. Pure arithmetic."""
+"""How the sequences and the parameters of a run are divided among its processes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def check_mesh(data: int, size: int) -> None:
             f"layout.mesh.data = {data}: {started}; start {data} with `torchrun --nproc-per-node {data}`, "
             f"or take {size}, or 0 for all there are"
         )
+
+
+def pieces(count: int, size: int) -> list[range]:
+    """Cut the numbers 0..count-1 of a tensor, laid out flat, into one piece per rank; none is longer by more than 1."""
+    return share_ranges(count, [1] * size)
 
 
 def share_ranges(count: int, shares: Sequence[int]) -> list[range]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -46,3 +47,17 @@ class MeshConfig(Section):
     """What the processes of a run, as torchrun starts them, divide. No exact result depends on it."""
 
     data: Index = Field(0, description="Processes that divide the sequences; 0 takes all there are.")
+    zero: Literal[0, 1, 2] = Field(
+        0, description="Divided among them: 0 nothing, 1 moments of AdamW, 2 sums of gradients after a step too."
+    )
+
+
+def not_divided(mesh: MeshConfig, mode: str, adapted: Sequence[str]) -> Iterator[str]:
+    """One line for what this program cannot divide; `adapted`: the fields that ask for adapters."""
+    if mesh.zero and mode == "native":
+        yield f"layout.mesh.zero = {mesh.zero} needs numerics.mode = exact; take 0"
+    if mesh.zero == 2 and adapted:
+        yield (
+            f"layout.mesh.zero = 2 needs all weights to be trained, and {adapted[0]} is set: an adapter's gradient "
+            "needs that of the whole matrix; take 1"
+        )

@@ -21,7 +21,7 @@ from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.faults import contradictions
 from ppo_repro.config.mismatch import MismatchConfig, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
-from ppo_repro.config.records import MeshConfig, RunRecordsConfig
+from ppo_repro.config.records import MeshConfig, RunRecordsConfig, not_divided
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
     Count,
@@ -208,6 +208,9 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
     if native and config.layout.backend != "auto":
         yield "layout.backend needs numerics.mode = exact"
+    loras = {"lora": config.lora, "value.lora": config.value.lora if isinstance(config.value, SeparateValue) else None}
+    adapted = [name for name, lora in loras.items() if lora is not None]
+    yield from not_divided(config.layout.mesh, config.numerics.mode, adapted)
     if config.layout.device == "cuda" and config.layout.backend != "eager":
         yield "layout.device = cuda needs layout.backend = eager: the kernels are for CPUs"
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):

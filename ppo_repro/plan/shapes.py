@@ -120,6 +120,7 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         older_policies=0 if (lag := config.mismatch.sampler.lag) is None else min(lag.most, config.ppo.iterations - 1),
         reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",
         processes=processes,
+        zero=layout.mesh.zero,
     )
 
 

@@ -25,7 +25,7 @@ from tests.support.cli import Cli, one_line
 from tests.support.language import resume, run
 from tests.support.paths import TINY
 from tests.support.processes.mesh_worker import LORA, QUICK, interrupted
-from tests.support.ranks import end, start_ranks
+from tests.support.ranks import cli_ranks, end, start_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -186,6 +186,19 @@ def test_a_run_goes_on_under_another_mesh_with_the_same_bits(two: Meshes, tmp_pa
             assert len(files) == 5
             for file in files:
                 assert (other / "checkpoints" / name / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_in_two_processes(tmp_path: Path) -> None:
+    run_dir = interrupted(tmp_path / "interrupted", [], ALONE)
+    ended = cli_ranks(2, "resume", run_dir, "--set", "layout.mesh.zero=2", "--json")
+    assert [e.code for e in ended] == [0, 0], ended
+    assert ended[1].out == ended[1].err == ""
+    whole = fingerprint(tmp_path, "ppo.iterations=3", "checkpoints.every=1", "checkpoints.keep=9")
+    assert json.loads(ended[0].out)["fingerprint"] == whole
+    refused = cli_ranks(2, "resume", run_dir)
+    assert [e.code for e in refused] == [2, 2]
+    assert "the run is finished" in refused[0].errors[-1] and refused[1].err == ""
 
 
 @pytest.mark.slow

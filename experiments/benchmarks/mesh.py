@@ -7,6 +7,7 @@ for a few steps in each mesh, in processes of their own, and prints a table. Exi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -120,8 +121,8 @@ def work(ranks: Counting, zero: int, size: Size) -> Measured:
     )
 
 
-def _start(processes: int, arguments: Sequence[str]) -> Measured:
-    """What the first process of a mesh measured; CalledProcessError where one fails."""
+def _start(processes: int, arguments: Sequence[str]) -> list[Measured]:
+    """What the first of so many processes measured; CalledProcessError where one fails."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -135,7 +136,7 @@ def _start(processes: int, arguments: Sequence[str]) -> Measured:
     for process in started:
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command)
-    return Measured(**json.loads(outputs[0]))
+    return [Measured(**row) for row in json.loads(outputs[0])]
 
 
 def markdown(rows: Sequence[Measured]) -> str:
@@ -167,13 +168,16 @@ def main() -> int:
     if arguments.work:
         with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) as ranks:
             counting = Counting(ranks.rank, ranks.size, ranks.interrupted, ranks.beats, ranks.patience)
-            found = work(counting, arguments.zero[0], size)
+            found = []
+            for zero in arguments.zero if ranks.size > 1 else [0]:
+                found.append(asdict(work(counting, zero, size)))
+                gc.collect()
             if ranks.is_first:
-                print(json.dumps(asdict(found)))
+                print(json.dumps(found))
         end_process(0)
     shape = ["--hidden", str(hidden), "--layers", str(layers), "--vocabulary", str(vocabulary)]
-    meshes = [(1, 0), *((n, zero) for n in arguments.processes for zero in arguments.zero)]
-    rows = [_start(n, [*shape, "--zero", str(zero)]) for n, zero in meshes]
+    zeros = ["--zero", *map(str, arguments.zero)]
+    rows = [row for n in (1, *arguments.processes) for row in _start(n, [*shape, *zeros])]
     print(f"{rows[0].parameters:,} parameters; bytes for each, of one process, in a step\n\n{markdown(rows)}")
     return 0 if len({row.digest for row in rows}) == 1 else 1
 

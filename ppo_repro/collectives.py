@@ -65,6 +65,17 @@ def all_reduce(tensors: Sequence[Tensor], waiting: Waiting) -> None:
                 tensor.copy_(total.view_as(tensor))
 
 
+def all_to_all(parts: Sequence[Tensor], lengths: Sequence[int], waiting: Waiting) -> list[Tensor]:
+    """What every rank has for this one, in rank order; `parts[r]` goes to rank r. uint8, `lengths` numbers of each.
+
+    gloo's reduce-scatter sends as much as its all-reduce, this half of that: sums are added up where they arrive.
+    """
+    received = torch.empty(sum(lengths), dtype=torch.uint8)
+    sent = [len(part) for part in parts]
+    wait(dist.all_to_all_single(received, torch.cat(list(parts)), list(lengths), sent, async_op=True), waiting)
+    return list(received.split(list(lengths)))
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Consecutive tensors of one dtype and device, up to BUCKET_ELEMENTS together; a larger tensor alone."""
     bucket: list[Tensor] = []

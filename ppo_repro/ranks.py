@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event
-from typing import Any, Literal, NoReturn, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,18 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from ppo_repro import interrupts
-from ppo_repro.collectives import all_gather, all_reduce, wait
-from ppo_repro.errors import PromiseBroken, RankLost, Terminated, UserError
+from ppo_repro.collectives import all_gather, all_reduce, all_to_all, wait
+from ppo_repro.errors import (
+    Failure,
+    RankLost,
+    SharedPromiseBroken,
+    SharedUserError,
+    Terminated,
+    UserError,
+    failure_of,
+    known_to_all,
+    shared,
+)
 from ppo_repro.heartbeats import NOTICE_SECONDS, PATIENCE_SECONDS, Heartbeats
 from ppo_repro.shares import share_ranges
 
@@ -34,32 +44,11 @@ Arguments = TypeVarTuple("Arguments")
 _joined_others = False  # whether this process has been one of several
 
 
-class _SharedUserError(UserError):
-    """A UserError that every rank knows about."""
-
-
-class _SharedPromiseBroken(PromiseBroken):
-    """A PromiseBroken that every rank knows about."""
-
-
-class _SharedInterrupt(KeyboardInterrupt):
-    """A Ctrl-C that every rank knows about."""
-
-
-_Kind = Literal["user error", "promise broken", "interrupt"]
-
-
-@dataclass(frozen=True)
-class _Failure:
-    kind: _Kind
-    message: str
-
-
 @dataclass(frozen=True)
 class _Message:
     what: str  # name of the exchange; where ranks differ, they are at different points
     value: Any
-    failure: _Failure | None
+    failure: Failure | None
 
 
 @dataclass(frozen=True)
@@ -99,7 +88,16 @@ class Ranks:
         values = self._exchange(what, value)
         other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
         if other is not None:
-            raise _SharedPromiseBroken(f"{what}: rank {other} has {values[other]}, rank 0 has {values[0]}")
+            raise SharedPromiseBroken(f"{what}: rank {other} has {values[other]}, rank 0 has {values[0]}")
+
+    def require_agreed(self, field: str, value: object) -> None:
+        """Raise UserError, naming the rank, where a `field` of the configuration is not the same on every rank."""
+        values = self.gather([value])
+        other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
+        if other is not None:
+            raise SharedUserError(
+                f"{field}: rank {other} has {values[other]}, rank 0 has {values[0]}; give every process the same"
+            )
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks; shapes and dtypes must be the same on every rank.
@@ -114,13 +112,25 @@ class Ranks:
         except RuntimeError as error:
             raise _lost(error) from error
 
-    def _exchange(self, what: str, value: Any, failure: _Failure | None = None) -> list[Any]:
+    def deal(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """The bytes that every rank has for this one, in rank order; `parts[r]` is for rank r, uint8.
+
+        `lengths`: how many come from each rank. Nothing is checked: all ranks have agreed on what they exchange.
+        """
+        if self.beats is not None:
+            self.beats.exchanges += 1
+        try:
+            return all_to_all(parts, lengths, self._waiting)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _exchange(self, what: str, value: Any, failure: Failure | None = None) -> list[Any]:
         """Every rank's value, in rank order. Raises the failure of the lowest rank that has one, unless it is ours."""
         if self.size == 1:
             return [value]
         if self.beats is not None:
             self.beats.exchanges += 1
-        own_failure = _Failure("interrupt", "") if failure is None and self.interrupted.is_set() else failure
+        own_failure = Failure("interrupt", "") if failure is None and self.interrupted.is_set() else failure
         try:
             messages: list[_Message] = all_gather(_Message(what, value, own_failure), self.size, self._waiting)
         except RuntimeError as error:
@@ -129,10 +139,10 @@ class Ranks:
             if message.failure is not None:
                 if rank == self.rank and failure is not None:
                     return []
-                raise _shared(rank, message.failure)
+                raise shared(rank, message.failure)
         stray = next((rank for rank, message in enumerate(messages) if message.what != messages[0].what), None)
         if stray is not None:
-            raise _SharedPromiseBroken(f"rank {stray} is at {messages[stray].what!r}, rank 0 at {messages[0].what!r}")
+            raise SharedPromiseBroken(f"rank {stray} is at {messages[stray].what!r}, rank 0 at {messages[0].what!r}")
         return [message.value for message in messages]
 
     def _waiting(self, seconds: float) -> None:
@@ -149,33 +159,9 @@ def _lost(error: RuntimeError) -> RankLost:
     return RankLost(f"another process of this run ended unexpectedly ({reason}); see its output")
 
 
-def _shared(rank: int, failure: _Failure) -> BaseException:
-    if failure.kind == "interrupt":
-        return _SharedInterrupt()
-    kind = _SharedUserError if failure.kind == "user error" else _SharedPromiseBroken
-    return kind(f"rank {rank}: {failure.message}")
-
-
-def _failure_of(error: BaseException) -> _Failure:
-    if isinstance(error, UserError):
-        return _Failure("user error", str(error))
-    if isinstance(error, PromiseBroken):
-        return _Failure("promise broken", str(error))
-    return _Failure("promise broken", f"stopped by {type(error).__name__}: {error}")
-
-
-def _known_to_all(error: BaseException | None) -> bool:
-    """Whether this error came from an exchange, or was raised while handling one that did."""
-    while error is not None:
-        if isinstance(error, _SharedUserError | _SharedPromiseBroken | _SharedInterrupt):
-            return True
-        error = error.__context__
-    return False
-
-
 def _out_of_step(error: BaseException) -> bool:
     """Whether no exchange is possible any more: a rank is gone, or there was a second Ctrl-C."""
-    return isinstance(error, RankLost | KeyboardInterrupt) and not _known_to_all(error)
+    return isinstance(error, RankLost | KeyboardInterrupt) and not known_to_all(error)
 
 
 @contextmanager
@@ -185,8 +171,8 @@ def _telling(ranks: Ranks) -> Iterator[None]:
         yield
         ranks._exchange("end", None)
     except BaseException as error:
-        if not _known_to_all(error) and not _out_of_step(error):
-            ranks._exchange("end", None, _failure_of(error))
+        if not known_to_all(error) and not _out_of_step(error):
+            ranks._exchange("end", None, failure_of(error))
         raise
 
 

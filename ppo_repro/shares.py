@@ -1,4 +1,4 @@
-"""How the sequences of a run are divided among its processes. Pure arithmetic."""
+"""How the sequences and the parameters of a run are divided among its processes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ def check_shares(shares: Sequence[int], size: int) -> None:
             f"layout.rank_shares = {list(shares)}: must have one entry for each of the {size} processes, "
             "or be [] for equal shares"
         )
+
+
+def check_mesh(data: int, size: int) -> None:
+    """Raise UserError unless `layout.mesh.data` is 0 or the number of processes."""
+    if data not in (0, size):
+        started = f"{size} processes were started" if size > 1 else "this is one process"
+        raise UserError(
+            f"layout.mesh.data = {data}: {started}; start {data} with `torchrun --nproc-per-node {data}`, "
+            f"or take {size}, or 0 for all there are"
+        )
+
+
+def pieces(count: int, size: int) -> list[range]:
+    """Cut the numbers 0..count-1 of a tensor, laid out flat, into one piece per rank; none is longer by more than 1."""
+    return share_ranges(count, [1] * size)
 
 
 def share_ranges(count: int, shares: Sequence[int]) -> list[range]:

@@ -240,7 +240,7 @@ def test_torchrun_passes_on_ctrl_c(tmp_path: Path) -> None:
 def test_other_commands_refuse_several_processes(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for rank, said in ((0, "error: only run and rerun work in several processes; start this command"), (1, "")):
+    for rank, said in ((0, "error: only run, rerun and resume work in several processes; start this command"), (1, "")):
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setattr(sys, "argv", ["ppo-repro", *command])

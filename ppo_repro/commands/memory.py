@@ -54,7 +54,7 @@ def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
     from ppo_repro.plan.parts import in_words
     from ppo_repro.plan.report import size
 
-    plan = _plan(config)
+    plan = _plan(config, processes)
     limit = memory_limit()
     if plan is not None and limit is not None:
         if processes * plan.certain > limit:
@@ -93,11 +93,11 @@ def out_of_memory(plan: str = "") -> UserError:
     return UserError(f"out of memory; {plan or 'see `ppo-repro plan CONFIG`'}")
 
 
-def _plan(config: RunConfig) -> Plan | None:
+def _plan(config: RunConfig, processes: int) -> Plan | None:
     """None where there is none for a configuration, which the run itself refuses with a better message."""
     from ppo_repro.plan.shapes import plan_run
 
     try:
-        return plan_run(config)
+        return plan_run(config, processes)
     except UserError:
         return None

@@ -151,17 +151,16 @@ def resume_command(arguments: argparse.Namespace) -> int:
     say(f"{arguments.run}: going on after what is recorded")
     from ppo_repro.commands.kinds import kind_of
 
-    kind = kind_of(arguments.run)
-    from ppo_repro.commands.progress import ConsoleProgress
-    from ppo_repro.ranks import ALONE
-    from ppo_repro.runs.run import resume
+    if processes()[1] == 1:  # what is no run is said before the seconds that torch takes
+        kind_of(arguments.run)
+    with _saying_how_to_go_on([arguments.run]), _working_together() as (ranks, watcher):
+        kind = kind_of(arguments.run)
+        from ppo_repro.runs.run import resume
 
-    with (
-        _saying_how_to_go_on([arguments.run]),
-        ConsoleProgress() as watcher,
-        within_recorded(arguments.run, arguments.set),
-    ):
-        resumed = resume(kind.executed_by(watcher, ALONE), arguments.run, arguments.set)
+        with within_recorded(arguments.run, arguments.set, ranks.size):
+            resumed = resume(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
+    if not ranks.is_first:
+        return 0
     where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
     say(f"{where}; {resumed.recorded - resumed.start} recorded iterations came out identical")
     _report_run(arguments.run, None, arguments.json)

@@ -6,6 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from ppo_repro.config.records import MeshConfig
 from ppo_repro.config.run import LayoutConfig, NumericsConfig
 from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
 
@@ -40,7 +41,9 @@ class DPOConfig(Experiment):
     layout: LayoutConfig = LayoutConfig()
 
     @model_validator(mode="after")
-    def _on_cpu(self) -> Self:
+    def _alone_on_cpu(self) -> Self:
         if self.layout.device != "cpu":
             raise ValueError(f"layout.device = {self.layout.device}: DPO computes on the CPU; must be cpu")
+        if self.layout.mesh != MeshConfig():
+            raise ValueError("layout.mesh: DPO trains in one process, which divides nothing; remove it")
         return self

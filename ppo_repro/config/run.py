@@ -22,7 +22,7 @@ from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.faults import contradictions
 from ppo_repro.config.mismatch import MismatchConfig, has_no_routes, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
-from ppo_repro.config.records import RunRecordsConfig
+from ppo_repro.config.records import MeshConfig, RunRecordsConfig, not_divided
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
     Count,
@@ -115,7 +115,7 @@ class RunNumericsConfig(NumericsConfig):
 class LayoutConfig(Section):
     """How the work is cut up. In exact numerics nothing here can change a result."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device", "mesh"})
 
     rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
     prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
@@ -136,6 +136,7 @@ class LayoutConfig(Section):
     rank_shares: Annotated[tuple[Index, ...], Field(strict=False)] = Field(
         (), description="In what proportion the processes of a run get sequences, one entry each; [] for equal shares."
     )
+    mesh: MeshConfig = MeshConfig()
 
     @field_validator("rank_shares")
     @classmethod
@@ -213,6 +214,9 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
     if native and config.layout.backend != "auto":
         yield "layout.backend needs numerics.mode = exact"
+    loras = {"lora": config.lora, "value.lora": config.value.lora if isinstance(config.value, SeparateValue) else None}
+    adapted = [name for name, lora in loras.items() if lora is not None]
+    yield from not_divided(config.layout.mesh, config.numerics.mode, adapted)
     if config.layout.device == "cuda" and config.layout.backend != "eager":
         yield "layout.device = cuda needs layout.backend = eager: the kernels are for CPUs"
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):

@@ -31,17 +31,18 @@ from ppo_repro.numerics.optim.optimizer import (
     collect_native,
     tensor_gradients,
 )
+from ppo_repro.numerics.pieces import WHOLE, Division
 from ppo_repro.ranks import ALONE, Ranks
 
 
 class ExactLoraOptimizer:
     """Integer gradients of the merged weights, exact products with the factors, and exact AdamW on the factors."""
 
-    def __init__(self, model: nn.Module, lora: Lora, settings: AdamWSettings) -> None:
+    def __init__(self, model: nn.Module, lora: Lora, settings: AdamWSettings, division: Division = WHOLE) -> None:
         self.settings, self.lora = settings, lora
         self.accumulator = GradientAccumulator({**lora.merged_weights(), **lora.whole}.items())
         attach(model, self.accumulator)
-        self.adamw = ExactAdamW(lora.trained())
+        self.adamw = ExactAdamW(lora.trained(), division)
 
     def step(
         self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
@@ -51,7 +52,9 @@ class ExactLoraOptimizer:
         gradients |= {name: collected[name] for name in self.lora.whole}
         norm = exact_norm(gradients.values())
         measured = tensor_gradients(gradients) if by_tensor else ()
-        self.adamw.apply(self.settings, gradients, norm)
+        # a factor's gradient needs that of the whole matrix, so that all processes have all of them
+        own = {name: self.adamw.division.own(gradient.contiguous()) for name, gradient in gradients.items()}
+        self.adamw.apply(self.settings, own, norm)
         self.lora.merge()
         return StepReport(norm, redos, measured)
 
@@ -107,8 +110,8 @@ class NativeLoraOptimizer:
         self.lora.merge()
 
 
-def make_lora_optimizer(model: nn.Module, lora: Lora, settings: AdamWSettings) -> Optimizer:
-    """The optimizer of an adapter, in the numerics of its model."""
+def make_lora_optimizer(model: nn.Module, lora: Lora, settings: AdamWSettings, division: Division = WHOLE) -> Optimizer:
+    """The optimizer of an adapter, in the numerics of its model; several processes may divide its moments."""
     if lora.exact:
-        return ExactLoraOptimizer(model, lora, settings)
+        return ExactLoraOptimizer(model, lora, settings, division)
     return NativeLoraOptimizer(lora, settings)

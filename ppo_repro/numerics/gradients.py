@@ -20,6 +20,7 @@ from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import GRADIENT_BITS, GRADIENT_INPUT_BITS, LIMB_BITS, PRODUCT_BITS
 from ppo_repro.numerics.kernels.optimizer import to_float32
+from ppo_repro.numerics.pieces import Division, add_up_pieces
 from ppo_repro.numerics.products import (
     NOTHING,
     add_integer_rows,
@@ -256,22 +257,33 @@ class GradientAccumulator:
             if any(name in largest for largest in gathered)
         }
 
-    def _add_up(self, ranks: Ranks) -> None:
-        """Replace the sums by those over all ranks; on a rank that added nothing they are zeros."""
-        sums = [self.sum_of(name) for name in self.largest]
-        if ranks.size > 1:
-            two_limbs = [name for name in self.largest if self._has_two_limbs(name)]
-            for name in two_limbs:
+    def _limbs(self, ranks: Ranks) -> list[tuple[dict[str, Tensor], str]]:
+        """The sums to add up over all ranks, by the dictionary that holds them; zeros on a rank that added nothing."""
+        for name in self.largest:
+            self.sum_of(name)
+            if ranks.size > 1 and self._has_two_limbs(name):
                 self._empty(name)
-            sums += [self.high[name] for name in two_limbs]
-        ranks.add_up(sums)
+        lower = [(self.sums, name) for name in self.largest]
+        return lower + [(self.high, name) for name in self.largest if ranks.size > 1 and self._has_two_limbs(name)]
 
-    def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor] | None:
+    def _add_up_pieces(self, division: Division) -> None:
+        """Replace the sums by this rank's pieces of those over all ranks; stage 2 frees the memory of the others."""
+        limbs, apart = self._limbs(division.ranks), division.zero > 1
+        if apart:
+            self._sums_memory = {}
+        tensors = [held.pop(name) for held, name in limbs]
+        add_up_pieces(tensors, division.ranks, apart)
+        for (held, name), piece in zip(limbs, tensors, strict=True):
+            held[name] = piece
+
+    def finish(self, ranks: Ranks = ALONE, division: Division | None = None) -> dict[str, Tensor] | None:
         """The float32 gradients over all ranks, or None if a grid did not fit and the step must be redone.
 
         dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 3 for every tensor. They take
-        the place of the sums; the next step overwrites them.
+        the place of the sums; the next step overwrites them. Where the ranks divide them, this rank's piece of each,
+        flat.
         """
+        divides = division is not None and division.divides
         self._observe_all(ranks)
         misfits = {
             name: new
@@ -281,13 +293,16 @@ class GradientAccumulator:
         if misfits:
             self.grids = {**self.grids, **misfits}
             return None
-        self._add_up(ranks)
+        if division is not None and divides:
+            self._add_up_pieces(division)
+        else:
+            ranks.add_up([held[name] for held, name in self._limbs(ranks)])
         gradients = {}
         for name, parameter in self.parameters.items():
             if name in self.largest:
                 unit = 2.0 ** (self.grids[name] + HEADROOM - PRODUCT_BITS)
                 gradients[name] = _to_float32(self.sums.pop(name), self.high.get(name), unit)
             else:
-                gradients[name] = torch.zeros_like(parameter)
+                gradients[name] = torch.zeros_like(division.own(parameter.detach()) if division else parameter)
         self.grids = {**self.grids, **self.largest}
         return gradients

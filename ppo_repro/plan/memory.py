@@ -94,10 +94,16 @@ class Work:
     value_lora_rank: int = 0  # 0: all weights of a value model of its own are trained
     older_policies: int = 0  # versions that a sampler which is behind needs beside the policy
     reference_in_steps: bool = False  # whether the loss of the policy needs the reference's logits
+    processes: int = 1  # of the run; everything else is of one of them
+    zero: int = 0  # what they divide: 1 moments, 2 after each step the sums of gradients too
 
     @property
     def exact(self) -> bool:
         return self.kernels != "native"
+
+    def moments(self, parameters: int) -> int:
+        """Bytes of the AdamW moments of so many parameters, up to one number of each tensor where they are divided."""
+        return 8 * (ceil(parameters / self.processes) if self.zero else parameters)
 
     @property
     def long_steps(self) -> bool:
@@ -239,7 +245,7 @@ def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: W
     if not lora_rank:
         sums, gradients = (per_sum * parameters, 0) if work.exact else (0, 4 * parameters)
         operands = operand_bytes([*shape.linears, head], work, True)
-        return Resident(name, 4 * parameters, 8 * parameters, sums, gradients, operands, parameters, 0)
+        return Resident(name, 4 * parameters, work.moments(parameters), sums, gradients, operands, parameters, 0)
     own_head = 0 if head == shape.head else head.size + bias
     merged = adapted_size(shape)
     factors = lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
@@ -249,7 +255,7 @@ def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: W
     matrices = [*(m for m in shape.linears if m.adapted), *([head] if own_head else [])]
     trained = factors + own_head
     weights, operands = 4 * (merged + trained), operand_bytes(matrices, work, True)
-    return Resident(name, weights, 8 * trained, sums, gradients, operands, trained, parameters - own_head)
+    return Resident(name, weights, work.moments(trained), sums, gradients, operands, trained, parameters - own_head)
 
 
 def frozen_model(name: str, shape: ModelShape, work: Work) -> Resident:

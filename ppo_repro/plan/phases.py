@@ -64,7 +64,8 @@ def make_plan(
         "update": {
             **stay,
             "operands": _update_operands(matrices, work),
-            "gradient sums": sum(r.gradient_sums for r in trained),
+            # of several processes that divide them, those of one model are freed before the other's step
+            "gradient sums": (max if work.zero > 1 and work.processes > 1 else sum)(r.gradient_sums for r in trained),
             "gradients": sum(r.gradients for r in trained),
             **_update(policy, trained, work),
         },

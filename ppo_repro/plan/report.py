@@ -18,6 +18,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "process": PROCESS,
         "peak": plan.peak,
         "mixed_precision": sum(r.mixed_precision for r in plan.residents),
+        "processes": plan.work.processes,
     }
 
 
@@ -53,6 +54,8 @@ def lines(plan: Plan) -> list[str]:
         out.append(f"{phase + ', up to about':<34}{size(sum(amounts.values())):>16}  {purposes}")
     out.append(f"{'process, about':<34}{size(PROCESS):>16}  interpreter, torch, compiled kernels")
     out.append(f"{'peak, up to about':<34}{size(plan.peak):>16}  process, resident, the largest of these")
+    if work.processes > 1:
+        out.append(f"All of this is of each of the {work.processes} processes, the one with the largest share.")
     out.append(
         "Mixed-precision Adam: 16 bytes per trained parameter, 2 per frozen one; activations and caches come on top."
     )

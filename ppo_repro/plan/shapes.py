@@ -29,6 +29,7 @@ from ppo_repro.numerics.layers.families import (
 from ppo_repro.numerics.layers.lowering import check_config
 from ppo_repro.plan.memory import Linear, ModelShape, Plan, Saved, Work, as_classifier
 from ppo_repro.plan.phases import make_plan
+from ppo_repro.shares import check_mesh, check_shares, share_ranges
 
 # what a backward pass keeps in one layer of each family, checked by a test: multiples of the widths of residual
 # stream, queries, keys and MLP, then norms with exponents of rows, norms of every head, mask rows
@@ -93,29 +94,40 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def work_of(config: RunConfig) -> Work:
-    """How a run of a configuration computes on this machine. UserError for layout.backend = eager."""
-    layout, sequences = config.layout, config.sequences_per_iteration
+def work_of(config: RunConfig, processes: int = 1) -> Work:
+    """How one of the processes of a run computes on this machine: the one with the largest share.
+
+    UserError for layout.backend = eager, and where the mesh or the shares are not for so many processes.
+    """
+    layout = config.layout
+    check_mesh(layout.mesh.data, processes)
+    check_shares(layout.rank_shares, processes)
+    sequences, step, evaluated = (
+        max(map(len, share_ranges(count, layout.rank_shares or [1] * processes)))
+        for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)
+    )
     exact = config.numerics.mode == "exact"
     kernels = backend.choose(layout.backend) if exact else "native"
     if kernels == "eager":
         raise UserError("layout.backend = eager: only for comparisons; plan supports auto, float64 and amx")
     return Work(
         kernels=kernels,
-        slots=min(layout.rollout_slots, max(sequences, config.task.num_eval_prompts)),
+        slots=min(layout.rollout_slots, max(sequences, evaluated)),
         max_context=config.numerics.max_context,
         max_response_tokens=config.rollout.max_response_tokens,
         sequences=sequences,
         forward_sequences=min(layout.forward_micro_batch or sequences, sequences),
-        update_sequences=min(layout.update_micro_batch or config.ppo.minibatch_size, config.ppo.minibatch_size),
+        update_sequences=min(layout.update_micro_batch or step, step),
         packed=layout.padding == "none",
         recompute=layout.gradient_checkpointing,
         lora_rank=0 if config.lora is None else config.lora.rank,
         step_sequences=config.ppo.minibatch_size,
-        side_by_side=exact and layout.threads > 1 and isinstance(config.value, SeparateValue),
+        side_by_side=exact and processes == 1 and layout.threads > 1 and isinstance(config.value, SeparateValue),
         value_lora_rank=0 if (lora := _value_lora(config)) is None else lora.rank,
         older_policies=0 if (lag := config.mismatch.sampler.lag) is None else min(lag.most, config.ppo.iterations - 1),
         reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",
+        processes=processes,
+        zero=layout.mesh.zero,
     )
 
 
@@ -123,8 +135,13 @@ def _value_lora(config: RunConfig) -> LoraConfig | None:
     return config.value.lora if isinstance(config.value, SeparateValue) else None
 
 
-def plan_run(config: RunConfig) -> Plan:
-    """The memory of a run in one process. UserError where the model is not supported."""
+def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
+    """The memory of a run in each of `processes`, by default those of its mesh, or one.
+
+    UserError where the model is not supported, or the mesh or the shares are not for so many processes.
+    """
+    shares = len(config.layout.rank_shares)
+    processes = processes or config.layout.mesh.data or shares or 1
     max_context, exact = config.numerics.max_context, config.numerics.mode == "exact"
     if isinstance(config.model, ModelFolder):
         path = config.model.path
@@ -149,4 +166,4 @@ def plan_run(config: RunConfig) -> Plan:
         value = model_shape(begun_as, exact, None if lora is None else lora.target_modules, "value.lora")
         if from_reward:
             value = as_classifier(value, 1)
-    return make_plan(policy, value, reward, work_of(config), from_reward)
+    return make_plan(policy, value, reward, work_of(config, processes), from_reward)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ppo_repro import __version__
 from ppo_repro.buffers import Coefficients, ReturnStatistics
+from ppo_repro.config.run import RunConfig
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
@@ -33,6 +34,7 @@ from ppo_repro.numerics.arithmetic.grid import (
 )
 from ppo_repro.numerics.gradients import HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
+from ppo_repro.numerics.pieces import Divided
 from ppo_repro.runs.checkpoint_index import (
     DAMAGED,
     FORMAT,
@@ -120,18 +122,13 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
 
 
 def save(saved: Checkpoint, folder: Path) -> None:
-    """Write a checkpoint; it appears whole and durable or not at all. UserError where writing fails."""
-    tensors = {
-        POLICY: saved.policy,
-        VALUE_MODEL: saved.value_model,
-        POLICY_OPTIMIZER: _moments(saved.policy_optimizer),
-        VALUE_OPTIMIZER: _moments(saved.value_optimizer),
-    }
-    if saved.versions:
-        tensors[VERSIONS] = saved.versions
+    """Write a checkpoint; it appears whole and durable or not at all. UserError where writing fails.
+
+    Where processes divide the state, the others save to a `Lender` meanwhile. The bytes are those of one process.
+    """
     files = {}
     with whole_folder(folder) as temporary:
-        for name, content in tensors.items():
+        for name, content in _contents(saved).items():
             files[name] = write_tensors(temporary / name, content)
         index = Index(
             format=FORMAT,
@@ -147,6 +144,53 @@ def save(saved: Checkpoint, folder: Path) -> None:
             files=files,
         )
         (temporary / INDEX_NAME).write_text(sealed(index.model_dump()), encoding="utf-8")
+
+
+def is_due(config: RunConfig, iteration: int) -> bool:
+    """Whether there is a checkpoint after `iteration` iterations."""
+    every = config.checkpoints.every
+    return every > 0 and iteration % every == 0
+
+
+def keeps_final_state(config: RunConfig, iteration: int) -> bool:
+    """Whether the optimizers' state is kept at the end, where no checkpoint has it."""
+    return config.checkpoints.final_state and not is_due(config, iteration)
+
+
+@dataclass(frozen=True)
+class Lender:
+    """The store of a process that does not record: while the first one saves, it gives its pieces."""
+
+    config: RunConfig
+    state: TrainState
+
+    @property
+    def files(self) -> dict[str, str]:
+        return {}
+
+    def is_due(self, iteration: int) -> bool:
+        return is_due(self.config, iteration)
+
+    def save(self, link: str) -> None:
+        for content in _contents(take(self.state, link, Origin("", {}))).values():
+            for _, tensor in sorted(content.items()):
+                if isinstance(tensor, Divided):
+                    tensor.whole()
+
+    def put_policy(self, folder: Path) -> None:
+        """Nothing: all weights are with the first process."""
+
+    def finish(self, link: str) -> dict[str, str]:
+        if keeps_final_state(self.config, self.state.iteration):
+            self.save(link)
+        return {}
+
+
+def _contents(saved: Checkpoint) -> dict[str, Mapping[str, Tensor | Divided]]:
+    """The tensors of each file."""
+    moments = {POLICY_OPTIMIZER: _moments(saved.policy_optimizer), VALUE_OPTIMIZER: _moments(saved.value_optimizer)}
+    versions = {VERSIONS: saved.versions} if saved.versions else {}
+    return {POLICY: saved.policy, VALUE_MODEL: saved.value_model, **moments, **versions}
 
 
 def load(folder: Path) -> Checkpoint:
@@ -178,9 +222,13 @@ def _assemble(index: Index, tensors: Mapping[str, Mapping[str, Tensor]]) -> Chec
     )
 
 
-def _moments(state: OptimizerState) -> dict[str, Tensor]:
-    named = {"first": state.first, "second": state.second, "factors": state.factors}
-    return {f"{moment}/{name}": tensor for moment, tensors in named.items() for name, tensor in tensors.items()}
+def _moments(state: OptimizerState) -> dict[str, Tensor | Divided]:
+    held = state.division.held
+    found: dict[str, Tensor | Divided] = {f"factors/{name}": tensor for name, tensor in state.factors.items()}
+    for moment, tensors in (("first", state.first), ("second", state.second)):
+        for name, tensor in tensors.items():
+            found[f"{moment}/{name}"] = held(tensor, state.shapes.get(name, tensor.shape))
+    return found
 
 
 def _entry(state: OptimizerState) -> OptimizerEntry:
@@ -218,18 +266,20 @@ def _coefficients(entry: CoefficientsEntry) -> Coefficients:
     return Coefficients(number(entry.kl_coef), number(entry.clip_range), number(entry.penalty_coef), returns)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | Divided]) -> str:
     """Write float32 tensors as a safetensors file, one by one; returns its SHA-256. Raises OSError.
 
-    The whole file is never in memory. Digested before it is written, so that an error of the disk shows.
+    The whole file is never in memory, nor more than one tensor of those that processes divide. Digested before it is
+    written, so that an error of the disk shows.
     """
     tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"tensor {name} is {tensor.dtype}; a checkpoint holds float32")
-        begin, end = end, end + 4 * tensor.numel()
+        dtype = tensor.piece.dtype if isinstance(tensor, Divided) else tensor.dtype
+        if dtype != torch.float32:
+            raise ValueError(f"tensor {name} is {dtype}; a checkpoint holds float32")
+        begin, end = end, end + 4 * tensor.shape.numel()
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -239,7 +289,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
             digest.update(piece)
             file.write(piece)
         for tensor in tensors.values():
-            numbers = tensor.detach().cpu().contiguous().view(-1).numpy().data
+            whole = tensor.whole() if isinstance(tensor, Divided) else tensor
+            numbers = whole.detach().cpu().contiguous().view(-1).numpy().data
             digest.update(numbers)
             file.write(numbers)
     return digest.hexdigest()

@@ -35,7 +35,7 @@ from ppo_repro.records.contents import (
 )
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint_format, checkpoint_index
-from ppo_repro.runs.checkpoint_format import Checkpoint, Origin
+from ppo_repro.runs.checkpoint_format import Checkpoint, Origin, is_due, keeps_final_state
 from ppo_repro.runs.checkpoint_index import Outline
 from ppo_repro.runs.prepare import Prepared
 
@@ -92,8 +92,7 @@ class ModelStore:
         return sums_digest(self.run_dir, reference_folder(self.run_dir)) if self.origin.reference else {}
 
     def is_due(self, iteration: int) -> bool:
-        every = self.config.checkpoints.every
-        return every > 0 and iteration % every == 0
+        return is_due(self.config, iteration)
 
     def save(self, link: str) -> None:
         """Write a checkpoint, then remove all but the newest ones; UserError where that fails."""
@@ -145,7 +144,7 @@ class ModelStore:
             config = None if state.value_optimizer is None else state.value_model.trunk.config
             save_value_model(state.value_parameters(), config, made[-1])
         files = {name: digest for model in made for name, digest in sums_digest(self.run_dir, model).items()}
-        if self.config.checkpoints.final_state and not self.is_due(state.iteration):
+        if keeps_final_state(self.config, state.iteration):
             files |= self._keep_state(link)
         return files
 
@@ -168,22 +167,22 @@ class ModelStore:
 
 
 def open_store(run_dir: Path, config: RunConfig, prepared: Prepared, start: Checkpoint | None) -> ModelStore:
-    """The store of a prepared run, whose state is brought to where `start` is.
-
-    `start` needs a run prepared from the reference folder. UserError where it does not fit.
-    """
-    task = task_digest(prepared)
+    """The store of a prepared run, whose state is where `start` is."""
     if start is None:
         reference = save_reference(run_dir, prepared) if config.checkpoints.every else {}
-        return ModelStore(run_dir, config, prepared, Origin(task, reference))
-    if task != start.origin.task:
+        return ModelStore(run_dir, config, prepared, Origin(task_digest(prepared), reference))
+    _remove_old(run_dir, config.checkpoints.keep)
+    return ModelStore(run_dir, config, prepared, start.origin)
+
+
+def go_on_from(start: Checkpoint, prepared: Prepared) -> None:
+    """Bring the state of a run prepared from the reference folder to where `start` is; UserError if it does not fit."""
+    if task_digest(prepared) != start.origin.task:
         raise UserError("prompts, answers or end tokens are not what they were when the run started; restore them")
     try:
         checkpoint_format.restore(start, prepared.state)
     except ValueError as error:
         raise UserError(f"the checkpoint of iteration {start.iteration} does not fit the model: {error}") from error
-    _remove_old(run_dir, config.checkpoints.keep)
-    return ModelStore(run_dir, config, prepared, start.origin)
 
 
 def _remove_old(run_dir: Path, keep: int) -> None:

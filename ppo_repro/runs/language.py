@@ -26,15 +26,15 @@ from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.contents import reference_folder
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.checkpoint_format import Checkpoint
-from ppo_repro.runs.checkpoints import ModelStore, load_newest, open_store, quick_collections
+from ppo_repro.runs.checkpoint_format import Checkpoint, Lender
+from ppo_repro.runs.checkpoints import go_on_from, load_newest, open_store, quick_collections
 from ppo_repro.runs.environment import check_inputs, describe_environment, run_inputs, task_inputs
-from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
+from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
 from ppo_repro.runs.open_engine import check_engine, require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, policy_accuracy, prepare
 from ppo_repro.runs.profiling import Peak, measure_peak
 from ppo_repro.runs.tables import iteration_tables
-from ppo_repro.shares import check_shares
+from ppo_repro.shares import check_mesh, check_shares
 from ppo_repro.side_tables.evaluation import evaluation_table
 from ppo_repro.side_tables.preparation import preparation_tables
 from ppo_repro.stages.coefficients import last_kl
@@ -50,7 +50,7 @@ class LanguageExecution:
     prepared: Prepared
     engine: Engine
     ranks: Ranks
-    store: ModelStore | None
+    store: Store | None
     peak: Peak | None
     accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
 
@@ -121,33 +121,50 @@ class LanguageKind:
         return describe_environment(config, self.ranks.size)
 
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
-        check_shares(config.layout.rank_shares, self.ranks.size)
+        self._check_layout(config)
         check_engine(config, self.ranks.size)
-        check_device(config.layout.device, self.ranks.size)
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
-        check_shares(config.layout.rank_shares, self.ranks.size)
-        check_device(config.layout.device, self.ranks.size)
+        self._check_layout(config)
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
         return Resumption(0 if start is None else start.iteration, self._open(config, run_dir, start))
 
+    def _check_layout(self, config: RunConfig) -> None:
+        """UserError where these processes cannot compute in this layout, or do not agree on it."""
+        mesh, shares = config.layout.mesh, config.layout.rank_shares
+        self.ranks.require_agreed("layout.mesh", mesh.model_dump())
+        self.ranks.require_agreed("layout.rank_shares", list(shares))
+        check_mesh(mesh.data, self.ranks.size)
+        check_shares(shares, self.ranks.size)
+        check_device(config.layout.device, self.ranks.size)
+
     @contextmanager
     def _open(
         self, config: RunConfig, run_dir: Path | None, start: Checkpoint | None, measured: bool = False
     ) -> Iterator[LanguageExecution]:
-        """PromiseBroken where a rank begins with other weights than the first one."""
+        """PromiseBroken where a rank begins with other weights than the first one.
+
+        `run_dir`: where the first rank keeps something; the others only read there what they go on from.
+        """
         if config.layout.device != "cpu":
             self.watcher.warning(UNTRIED)
         with naming_learning_rates(config):
             prepared = self._prepare(config, None if run_dir is None or start is None else reference_folder(run_dir))
             accuracy = self._accuracy(config, prepared) if measured else None
-            store = None if run_dir is None else open_store(run_dir, config, prepared, start)
+            if start is not None:
+                go_on_from(start, prepared)
+            store: Store | None = None
+            if not self.ranks.is_first:
+                store = Lender(config, prepared.state)
+            elif run_dir is not None:
+                store = open_store(run_dir, config, prepared, start)
             del start  # as large as weights and moments together
-            peak = measure_peak(config, prepared.state) if self.profile and run_dir is not None else None
+            records = run_dir is not None and self.ranks.is_first
+            peak = measure_peak(config, prepared.state) if self.profile and records else None
             logs = None if run_dir is None else run_dir / "sglang"
             with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher) as engine:
                 yield LanguageExecution(config, prepared, engine, self.ranks, store, peak, accuracy)
@@ -164,7 +181,7 @@ class LanguageKind:
             self.ranks.check()  # every rank computes the whole warm start by itself
             self.watcher.warm_start(step, total, loss)
 
-        prepared = prepare(config, warm_start, start_folder, share=True)
+        prepared = prepare(config, warm_start, start_folder, share=True, ranks=self.ranks)
         weights = prepared.state.policy.named_parameters(), prepared.state.value_parameters().items()
         self.ranks.require_same("initial weights", [weights_digest(parameters) for parameters in weights])
         return prepared

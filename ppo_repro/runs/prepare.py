@@ -42,9 +42,11 @@ from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.layers.routes import routers
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.pieces import Division
 from ppo_repro.numerics.proof import proof
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
+from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -155,7 +157,7 @@ class _Networks:
     adapters: _Adapters
 
 
-def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) -> _Networks:
+def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: bool, division: Division) -> _Networks:
     """Policy, value model and reference before the first step, their optimizers, and their adapters.
 
     `share`: adapted models use the weights of frozen ones where they do not train.
@@ -180,12 +182,12 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
     value_optimizer = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
-        value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate)
+        value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate, division)
     state = TrainState(
         policy=policy,
         value_model=value_model,
         reference=reference,
-        policy_optimizer=_optimizer(config, trained, lora, config.ppo.learning_rate),
+        policy_optimizer=_optimizer(config, trained, lora, config.ppo.learning_rate, division),
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
         versions=_versions(config, policy, lora),
@@ -211,11 +213,13 @@ def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTr
     return lora if base is None else share_frozen(model, base, lora)
 
 
-def _optimizer(config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float) -> Optimizer:
+def _optimizer(
+    config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float, division: Division
+) -> Optimizer:
     settings = _adamw(config, learning_rate)
     if lora is None:
-        return make_optimizer(module, settings, config.numerics.mode)
-    return make_lora_optimizer(module, lora, settings)
+        return make_optimizer(module, settings, config.numerics.mode, division)
+    return make_lora_optimizer(module, lora, settings, division)
 
 
 def _value_model(
@@ -234,7 +238,11 @@ def _value_model(
 
 
 def prepare(
-    config: RunConfig, progress: WarmStartProgress, start_folder: Path | None = None, share: bool = False
+    config: RunConfig,
+    progress: WarmStartProgress,
+    start_folder: Path | None = None,
+    share: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Prepared:
     """Load or make everything; UserError names whatever the user has to correct.
 
@@ -242,6 +250,7 @@ def prepare(
     model that the value model starts as. Not for a caller that trains otherwise than by the optimizers in the state.
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of
     this run left it; it replaces the model of the configuration and its warm start.
+    `ranks`: the processes that divide the optimizers' state as the configuration says; each prepares everything else.
     """
     device = device_of(config.layout.device)
     proof.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
@@ -267,7 +276,7 @@ def prepare(
         raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
-    networks = _networks(config, source, task, share)
+    networks = _networks(config, source, task, share, Division(ranks, config.layout.mesh.zero))
     engine = _engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     adapters = networks.adapters
     return Prepared(task, networks.state, engine, steps, reward_training, adapters.policy, adapters.value)

@@ -65,9 +65,13 @@ def _require_same_start(ranks: Ranks, config: RunConfig | ControlConfig, inputs:
 def _work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
     """What a rank does that does not record: everything else."""
     with opened as execution:
-        for _ in execution.iterations():
-            pass
+        store = execution.store
+        for item in execution.iterations():
+            if store is not None and store.is_due(item.index + 1):
+                store.save("")
         execution.ending(Clock())
+        if store is not None:
+            store.finish("")
 
 
 def execute(
@@ -194,11 +198,14 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
 
     `overrides` may change what must not change a bit. UserError if another process writes the run, it is finished,
     a file of it is damaged, its inputs have changed or an override could change a result; then nothing has changed.
+    Of several ranks, which all read the run's folder, the first one records.
     PromiseBroken if an iteration computed again differs from its record.
     """
-    clock = Clock()
+    clock, ranks = Clock(), kind.ranks
     manifest.load(run_dir)  # before a lock is put into a folder that is no run
     check_links(run_dir)
+    if not ranks.is_first:
+        return _resume_along(kind, run_dir, overrides)
     with only_writer(run_dir):
         recorded = manifest.load(run_dir)
         if recorded.status == "complete":
@@ -206,6 +213,8 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
         writer.require_current_format(run_dir, recorded)
         config = _recorded_config(kind, run_dir, recorded, overrides)
         resumption = kind.resume(config, run_dir, recorded)
+        _require_same_start(ranks, config, recorded.inputs)
+        ranks.require_same("iterations to go on from", (resumption.start, recorded.num_iterations))
         kept = files_to_resume_with(recorded, begins_again=resumption.start == 0)
         contents = check_contents(run_dir, recorded.model_copy(update={"files": kept}))
         clock.lap("inputs")
@@ -220,6 +229,17 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
         except BaseException as error:
             mark_ended(run_dir, error)
             raise
+    return Resumed(resumption.start, recorded.num_iterations)
+
+
+def _resume_along(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str]) -> Resumed:
+    """What a rank does that does not record while the first one resumes. It has read all it needs by the exchanges."""
+    recorded = manifest.load(run_dir)
+    config = _recorded_config(kind, run_dir, recorded, overrides)
+    resumption = kind.resume(config, run_dir, recorded)
+    _require_same_start(kind.ranks, config, recorded.inputs)
+    kind.ranks.require_same("iterations to go on from", (resumption.start, recorded.num_iterations))
+    _work_along(resumption.execution)
     return Resumed(resumption.start, recorded.num_iterations)
 
 

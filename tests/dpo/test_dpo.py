@@ -247,6 +247,7 @@ def test_the_command(cli: Cli, trained: DPOResult, source: Path, tmp_path: Path)
         ("num_eval_prompts=1000", "num_eval_prompts = 1000: the pairs have"),
         ("run_iterations=3", "iterations = 3:"),
         ("layout.rank_shares=[1,1]", "layout.rank_shares = [1, 1]"),
+        ("layout.mesh.zero=1", "layout.mesh: DPO trains in one process"),
         ("numerics.max_context=6", "rollout.max_response_tokens = 6 must be smaller than numerics.max_context"),
     ],
 )

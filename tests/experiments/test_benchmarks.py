@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.benchmarks import lean, learning, numerics
+from experiments.benchmarks import lean, learning, mesh, numerics
 from experiments.benchmarks.machine import Peaks
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
@@ -30,6 +30,14 @@ def test_floors_by_hand() -> None:
     assert numerics.floor_seconds(256, 2, "forward+backward", 1e9, 4.0, peak) == 3 * weights * 2 * 96 / 1e9
     # one sequence, a fast processor: reading the weights 65 times takes longer than multiplying
     assert numerics.floor_seconds(256, 1, "decode", 1e15, 4.0, peak) == weights * 4.0 * 65 / 1e10
+
+
+def test_the_bytes_of_meshes_by_hand() -> None:
+    # a ring of two sends half of the numbers twice, of 2 bytes each; one process sends nothing
+    assert (mesh.bf16_bytes(100, 2), mesh.bf16_bytes(100, 1)) == (200.0, 0.0)
+    assert mesh.bf16_bytes(300, 3) == 2 * 2 / 3 * 2 * 300
+    row = mesh.Measured(2, 1, 100, 300.0, 200.0, 10.0, 400, 800, 5_000_000, "digest")
+    assert mesh.markdown([row]).splitlines()[2] == ("| 2 | 1 | 3.00 | 2.00 | 0.10 | 5.10 | 2.00 | 4.00 | 8.00 | 5 |")
 
 
 def test_the_interval_of_a_paired_difference_by_hand() -> None:

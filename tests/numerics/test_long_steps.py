@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -23,6 +18,7 @@ from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import make_optimizer, weights_digest
 from ppo_repro.ranks import Ranks
 from tests.support.models import seeded, unequal
+from tests.support.thread_ranks import in_threads
 
 BACKENDS = ("eager", "float64")
 SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0)
@@ -131,27 +127,6 @@ def test_one_and_two_limbs_give_the_same_gradient(kernels: str, tokens: int, see
     assert all(unequal(one[name], two[name]) == 0 for name in one)
 
 
-@dataclass(frozen=True)
-class ThreadRanks(Ranks):
-    """Ranks that are threads of this process, which exchange through a list."""
-
-    shared: list[Any] = field(default_factory=list)
-    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
-
-    def gather(self, values: Sequence[Any]) -> list[Any]:
-        self.shared[self.rank] = list(values)
-        self.barrier.wait()
-        gathered = [value for own in self.shared for value in own]
-        self.barrier.wait()
-        return gathered
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        everything = self.gather([[t.clone() for t in tensors]])
-        assert len({tuple((t.shape, t.dtype) for t in own) for own in everything}) == 1
-        for i, tensor in enumerate(tensors):
-            tensor.copy_(torch.stack([own[i] for own in everything]).sum(0))
-
-
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("shares", [(40, 20), (0, 60), (59, 1)])
 def test_ranks_add_up_both_limbs(short: bool, shares: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,23 +142,17 @@ def test_ranks_add_up_both_limbs(short: bool, shares: tuple[int, int], monkeypat
         expected = alone.finish()
     if short:
         with_short_limbs(monkeypatch)
-    shared, barrier, found = [None, None], threading.Barrier(2, timeout=30), {}
 
-    def work(rank: int) -> None:
-        ranks = ThreadRanks(rank, 2, shared=shared, barrier=barrier)
+    def work(ranks: Ranks) -> dict[str, Tensor]:
         accumulator, result = new_accumulator(), None
         while result is None:
             accumulator.begin(120)
-            if shares[rank]:
-                contribute(accumulator, shares[rank], rank, 7)
+            if shares[ranks.rank]:
+                contribute(accumulator, shares[ranks.rank], ranks.rank, 7)
             result = accumulator.finish(ranks)
-        found[rank] = result
+        return result
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_threads(2, work)
     for rank in range(2):
         assert all(unequal(found[rank][name], expected[name]) == 0 for name in expected)
 

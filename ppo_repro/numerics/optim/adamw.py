@@ -7,7 +7,7 @@ depends on an order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,8 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
 from ppo_repro.numerics.kernels import optimizer as kernels
+from ppo_repro.numerics.pieces import WHOLE, Division
+from ppo_repro.ranks import ALONE, Ranks
 
 NORM_BITS = 26  # grid bits of a gradient in the norm
 
@@ -45,10 +47,13 @@ class OptimizerState:
     beta1_power: float  # exact numerics: beta1^steps by repeated multiplication; 1 in native
     beta2_power: float
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # of low-rank adapters
+    # of moments that processes divide `first` and `second` have this one's pieces, and this the shapes of all of them
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    division: Division = WHOLE
 
 
-def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy every bit of `values` into `targets`; ValueError unless names, shapes and dtypes are the same."""
+def require_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """ValueError unless names, shapes and dtypes are the same."""
     if set(targets) != set(values):
         unmatched = ", ".join(sorted(set(targets) ^ set(values)))
         raise ValueError(f"these tensors are on one side only: {unmatched}")
@@ -57,8 +62,14 @@ def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> N
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             actual, expected = f"{value.dtype} {list(value.shape)}", f"{target.dtype} {list(target.shape)}"
             raise ValueError(f"tensor {name} is {actual}, expected {expected}")
-        with torch.no_grad():
-            target.copy_(value)
+
+
+def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy every bit of `values` into `targets`; ValueError unless names, shapes and dtypes are the same."""
+    require_named(targets, values)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(values[name])
 
 
 def _flat(x: Tensor) -> np.ndarray:
@@ -75,23 +86,44 @@ def _sum_of_squares(gradient: Tensor, shift: int) -> int:
     return (int((high * high).sum()) << 26) + (int((high * low).sum()) << 14) + int((low * low).sum())
 
 
-def exact_norm(gradients: Iterable[Tensor]) -> float:
-    """sqrt(sum g^2) over all elements, from exact integer sums; independent of any order.
+def exact_norms(gradients: Iterable[Tensor], ranks: Ranks = ALONE) -> tuple[float, list[float], list[float]]:
+    """The norm of all gradients together, the norm of each, and the largest magnitude in each.
 
-    Each tensor is rounded to a grid of NORM_BITS below its largest element. The integer sums of squares of all tensors
-    are added as Python integers.
+    sqrt(sum g^2) from exact integer sums; independent of any order. Each tensor is rounded to a grid of NORM_BITS below
+    its largest element. The integer sums of squares of all tensors are added as Python integers. With several `ranks`
+    each of them has its pieces of all tensors. NumericsError where a gradient is not finite.
     """
-    squares: list[tuple[int, int]] = []  # sum of squares and exponent of its unit
-    for gradient in gradients:
-        fused = backend.has_kernels(gradient)
-        largest = kernels.largest(_flat(gradient)) if fused else float(gradient.abs().amax())
-        if not math.isfinite(largest):
-            raise NumericsError("a gradient is not finite; lower the learning rate")
-        if largest == 0.0:
-            continue
-        shift = NORM_BITS - math.frexp(largest)[1]
-        square = kernels.sum_of_squares(_flat(gradient), shift) if fused else _sum_of_squares(gradient, shift)
-        squares.append((square, -2 * shift))
+    pieces = list(gradients)
+    magnitudes = ranks.gather([[_largest(piece) for piece in pieces]])
+    if not all(math.isfinite(magnitude) for of_rank in magnitudes for magnitude in of_rank):
+        raise NumericsError("a gradient is not finite; lower the learning rate")
+    largest = [max(of_ranks) for of_ranks in zip(*magnitudes, strict=True)]
+    shifts = [NORM_BITS - math.frexp(magnitude)[1] for magnitude in largest]
+    own = [_square(p, shift) if most else 0 for p, shift, most in zip(pieces, shifts, largest, strict=True)]
+    sums = [sum(of_ranks) for of_ranks in zip(*ranks.gather([own]), strict=True)]
+    squares = [(total, -2 * shift) for total, shift in zip(sums, shifts, strict=True)]
+    return _root(squares), [_root([square]) for square in squares], largest
+
+
+def exact_norm(gradients: Iterable[Tensor], ranks: Ranks = ALONE) -> float:
+    """The norm of all gradients together, as `exact_norms` has it."""
+    return exact_norms(gradients, ranks)[0]
+
+
+def _largest(gradient: Tensor) -> float:
+    if not gradient.numel():
+        return 0.0
+    return kernels.largest(_flat(gradient)) if backend.has_kernels(gradient) else float(gradient.abs().amax())
+
+
+def _square(gradient: Tensor, shift: int) -> int:
+    fused = backend.has_kernels(gradient)
+    return kernels.sum_of_squares(_flat(gradient), shift) if fused else _sum_of_squares(gradient, shift)
+
+
+def _root(squares: Sequence[tuple[int, int]]) -> float:
+    """sqrt(sum_i n_i 2^u_i) of integers n_i and exponents u_i, rounded down to 64 bits or more, then to float64."""
+    squares = [(total, unit) for total, unit in squares if total]
     if not squares:
         return 0.0
     unit = min(exponent for _, exponent in squares)
@@ -112,18 +144,22 @@ def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, c
 
 
 class ExactAdamW:
-    """AdamW by the elementwise law on named parameters, with its moments."""
+    """AdamW by the elementwise law on named parameters, with its moments, or this process's pieces of them."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.parameters = dict(parameters)
-        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+    def __init__(self, parameters: Mapping[str, Tensor], division: Division = WHOLE) -> None:
+        self.parameters, self.division = dict(parameters), division
+        self.first, self.second = (
+            {name: torch.zeros_like(division.own(p.detach())) for name, p in self.parameters.items()} for _ in range(2)
+        )
         # powers of beta by repeated multiplication: the C library's pow differs between machines
         self.beta1_power = self.beta2_power = 1.0
 
     @torch.no_grad()
     def apply(self, s: AdamWSettings, gradients: Mapping[str, Tensor], norm: float) -> None:
-        """One step with gradients of global norm `norm`, scaled down to `max_grad_norm`."""
+        """One step with gradients of global norm `norm`, scaled down to `max_grad_norm`.
+
+        Gradients are as the moments are: this process's pieces where they are divided. Every process gets all weights.
+        """
         self.beta1_power *= s.beta1
         self.beta2_power *= s.beta2
         constants = kernels.StepConstants(
@@ -138,7 +174,8 @@ class ExactAdamW:
             step_size=s.learning_rate / (1.0 - self.beta1_power),
         )
         for name, parameter in self.parameters.items():
-            tensors = (parameter, gradients[name], self.first[name], self.second[name])
+            own = self.division.own(parameter.detach())
+            tensors = (own, gradients[name], self.first[name], self.second[name])
             if backend.has_kernels(parameter):
                 values, gradient, first, second = (_flat(t) for t in tensors)
                 kernels.adamw(values, gradient, first, second, constants)
@@ -146,13 +183,18 @@ class ExactAdamW:
                 torch.autograd.graph.increment_version(parameter)
             else:
                 _adamw(*tensors, constants)
+        self.division.spread(list(self.parameters.values()))
 
     def state(self, grids: Mapping[str, int]) -> OptimizerState:
-        return OptimizerState(self.first, self.second, dict(grids), {}, self.beta1_power, self.beta2_power)
+        powers, shapes = (self.beta1_power, self.beta2_power), {n: p.shape for n, p in self.parameters.items()}
+        divided = (shapes, self.division) if self.division.divides else ()
+        return OptimizerState(self.first, self.second, dict(grids), {}, *powers, {}, *divided)
 
     def load(self, state: OptimizerState) -> None:
-        copy_named(self.first, state.first)
-        copy_named(self.second, state.second)
+        """Continue from whole moments, whoever holds them here."""
+        for pieces, whole in ((self.first, state.first), (self.second, state.second)):
+            require_named({name: p.detach() for name, p in self.parameters.items()}, whole)
+            copy_named(pieces, {name: self.division.own(tensor) for name, tensor in whole.items()})
         self.beta1_power, self.beta2_power = state.beta1_power, state.beta2_power
 
 

@@ -14,7 +14,15 @@ from ppo_repro.buffers import TensorGradient
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.layers.lowering import attach
-from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, NativeAdamW, OptimizerState, exact_norm
+from ppo_repro.numerics.optim.adamw import (
+    AdamWSettings,
+    ExactAdamW,
+    NativeAdamW,
+    OptimizerState,
+    exact_norm,
+    exact_norms,
+)
+from ppo_repro.numerics.pieces import WHOLE, Division
 from ppo_repro.ranks import ALONE, Ranks
 
 MAX_REDOS = 8  # the grid fits after one redo, unless the backward pass is not reproducible
@@ -63,21 +71,30 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
-def tensor_gradients(gradients: Mapping[str, Tensor]) -> tuple[TensorGradient, ...]:
+def tensor_gradients(gradients: Mapping[str, Tensor], ranks: Ranks = ALONE) -> tuple[TensorGradient, ...]:
     """Norm, largest magnitude and share of zeros of each gradient, the norm as `exact_norm` has it.
 
-    NumericsError where one is not finite.
+    With several `ranks` each of them has its pieces of all gradients. NumericsError where one is not finite.
     """
+    _, norms, largest = exact_norms(gradients.values(), ranks)
+    counts = ranks.gather([[(int((g == 0).sum()), g.numel()) for g in gradients.values()]])
+    of_tensors = [[sum(column) for column in zip(*of_ranks, strict=True)] for of_ranks in zip(*counts, strict=True)]
     return tuple(
-        TensorGradient(name, exact_norm([g]), float(g.abs().amax()), int((g == 0).sum()) / g.numel())
-        for name, g in gradients.items()
+        TensorGradient(name, norm, most, zeros / numbers)
+        for name, norm, most, (zeros, numbers) in zip(gradients, norms, largest, of_tensors, strict=True)
     )
 
 
 def collect(
-    accumulator: GradientAccumulator, backward: Callable[[], None], tokens: int, ranks: Ranks
+    accumulator: GradientAccumulator,
+    backward: Callable[[], None],
+    tokens: int,
+    ranks: Ranks,
+    division: Division = WHOLE,
 ) -> tuple[dict[str, Tensor], int]:
     """The float32 gradients of a minibatch over all ranks, and how often the backward pass was redone.
+
+    Where the ranks divide the gradients, this one's pieces of them.
 
     UserError if the sums cannot hold this many tokens, PromiseBroken if no pass fits the grids of the one before.
     """
@@ -85,7 +102,7 @@ def collect(
     for redos in range(MAX_REDOS):
         accumulator.begin(tokens)
         backward()
-        gradients = accumulator.finish(ranks)
+        gradients = accumulator.finish(ranks, division)
         if gradients is not None:
             return gradients, redos
     raise PromiseBroken("a gradient changes every time it is computed; the backward pass is not reproducible")
@@ -94,18 +111,19 @@ def collect(
 class ExactOptimizer:
     """Integer gradients, exact norm and AdamW by the elementwise law: independent of how the work is split up."""
 
-    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
-        self.settings = settings
-        self.adamw = ExactAdamW(dict(module.named_parameters()))
+    def __init__(self, module: nn.Module, settings: AdamWSettings, division: Division = WHOLE) -> None:
+        self.settings, self.division = settings, division
+        self.adamw = ExactAdamW(dict(module.named_parameters()), division)
         self.accumulator = GradientAccumulator(self.adamw.parameters.items())
         attach(module, self.accumulator)
 
     def step(
         self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
     ) -> StepReport:
-        gradients, redos = collect(self.accumulator, backward, tokens, ranks)
-        norm = exact_norm(gradients.values())
-        measured = tensor_gradients(gradients) if by_tensor else ()
+        gradients, redos = collect(self.accumulator, backward, tokens, ranks, self.division)
+        owners = self.division.owners
+        norm = exact_norm(gradients.values(), owners)
+        measured = tensor_gradients(gradients, owners) if by_tensor else ()
         self.adamw.apply(self.settings, gradients, norm)
         return StepReport(norm, redos, measured)
 
@@ -164,6 +182,6 @@ class NativeOptimizer:
         self.adamw.load(state)
 
 
-def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str) -> Optimizer:
-    """The optimizer for numerics `exact` or `native`."""
-    return ExactOptimizer(module, settings) if mode == "exact" else NativeOptimizer(module, settings)
+def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str, division: Division = WHOLE) -> Optimizer:
+    """The optimizer for numerics `exact`, whose state several processes may divide, or `native`."""
+    return ExactOptimizer(module, settings, division) if mode == "exact" else NativeOptimizer(module, settings)

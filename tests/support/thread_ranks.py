@@ -1,0 +1,66 @@
+"""Ranks that are threads of one process: what several processes compute, without their start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ppo_repro.ranks import Ranks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ThreadRanks(Ranks):
+    """One of several threads, which exchange through a list."""
+
+    shared: list[Any] = field(default_factory=list)
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+    sent: list[int] = field(default_factory=list)  # bytes of each `deal`
+
+    def gather(self, values: Sequence[Any]) -> list[Any]:
+        self.shared[self.rank] = list(values)
+        self.barrier.wait()
+        gathered = [value for own in self.shared for value in own]
+        self.barrier.wait()
+        return gathered
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        everything = self.gather([[t.clone() for t in tensors]])
+        assert len({tuple((t.shape, t.dtype) for t in own) for own in everything}) == 1
+        for i, tensor in enumerate(tensors):
+            tensor.copy_(torch.stack([own[i] for own in everything]).sum(0))
+
+    def deal(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        self.sent.append(sum(len(part) for other, part in enumerate(parts) if other != self.rank))
+        received = [of_rank[self.rank] for of_rank in self.gather([list(parts)])]
+        assert [len(part) for part in received] == list(lengths)
+        return received
+
+
+def in_threads(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
+    """What `work` returns on each of `size` ranks; an error of one of them is raised."""
+    shared: list[Any] = [None] * size
+    barrier, results, errors = threading.Barrier(size, timeout=60), dict[int, T](), list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadRanks(rank, size, shared=shared, barrier=barrier))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)] or errors
+    if first:
+        raise first[0]
+    return [results[rank] for rank in range(size)]

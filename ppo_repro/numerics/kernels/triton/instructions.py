@@ -1,0 +1,132 @@
+"""What the compiled kernels consist of: compiled for a card, on any machine, and read in its assembly.
+
+`python -m ppo_repro.numerics.kernels.triton.instructions [--capability 80|90|100]` prints a table; exit status 1 if a
+kernel has an instruction that is approximate, fused where it rounds, or flushes denormal numbers, keeps registers in
+memory, or lacks the product of its tensor cores; 2 where Triton is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CAPABILITIES = (80, 90, 100)
+# of PTX: results that are not the correctly rounded ones of IEEE 754
+APPROXIMATE = re.compile(r"\b((?:ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.(?:approx|full)[.\w]*|[a-z]\w*\.[.\w]*ftz[.\w]*)")
+FUSED = re.compile(r"\b(fma\.[.\w]*f(?:32|64))\b")
+# division and square root of float64 are one instruction of PTX, which the assembler writes out with fused ones
+ROUNDED = re.compile(r"\b((?:div|sqrt|add|sub|mul|cvt)\.r[nz][.\w]*)")
+TENSOR = re.compile(r"\b(wgmma\.mma_async\.[.\w]+|tcgen05\.mma[.\w]*|mma\.sync\.[.\w]+)")
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel as it is started."""
+
+    name: str
+    function: Any
+    signature: dict[str, str]  # types by argument
+    constants: dict[str, Any]
+    product: str = ""  # what the instruction of its tensor cores contains
+    fused: bool = False  # whether sums of products may be fused: they are exact
+    warps: int = 4
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiled kernel consists of."""
+
+    name: str
+    registers: int
+    spilled: int  # bytes of registers in local memory
+    products: tuple[str, ...]
+    fused: tuple[str, ...]
+    approximate: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+def compiled(case: Case, capability: int, fusion: bool = False) -> Compiled:
+    """Compile a kernel for cards of a compute capability, 90 for 9.0, and read it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**case.signature, **dict.fromkeys(case.constants, "constexpr")}
+    names = case.function.arg_names
+    assert set(signature) == set(names), (case.name, set(signature) ^ set(names))
+    # memory of torch begins at multiples of 16 bytes
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, kind in case.signature.items() if kind[0] == "*"}
+    source = ASTSource(
+        fn=case.function, signature={name: signature[name] for name in names}, constexprs=case.constants, attrs=aligned
+    )
+    options = {"num_warps": case.warps, "enable_fp_fusion": fusion}
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spilled = _usage(kernel.asm["cubin"])
+    return _judged(case, kernel.asm["ptx"], registers, spilled)
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    usage = USAGE.search(text)
+    assert usage is not None, text
+    return int(usage[1]), int(usage[2]) + int(usage[4])
+
+
+def _judged(case: Case, ptx: str, registers: int, spilled: int) -> Compiled:
+    body = "\n".join(line for line in ptx.splitlines() if not line.lstrip().startswith(("//", ".")))
+    approximate, fused = (tuple(sorted(set(pattern.findall(body)))) for pattern in (APPROXIMATE, FUSED))
+    products = tuple(sorted(set(TENSOR.findall(body))))
+    faults = [f"approximate: {name}" for name in approximate]
+    faults += [] if case.fused else [f"fused: {name}" for name in fused]
+    faults += [f"{spilled} bytes of registers in memory"] if spilled else []
+    if case.product and not any(case.product in name for name in products):
+        faults.append(f"no product of {case.product}")
+    return Compiled(case.name, registers, spilled, products, fused, approximate, tuple(faults))
+
+
+def table(results: list[Compiled]) -> str:
+    """One line for each kernel."""
+    lines = [f"{'kernel':<28}{'registers':>9}{'spilled':>9}  {'tensor cores':<46}{'faults'}"]
+    for r in results:
+        products = " ".join(name.replace("mma_async.sync.aligned.", "") for name in r.products) or "-"
+        lines.append(f"{r.name:<28}{r.registers:>9}{r.spilled:>9}  {products:<46}{'; '.join(r.faults) or '-'}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile every kernel for one capability and print the table."""
+    parser = argparse.ArgumentParser(description="what the compiled kernels consist of, without a card")
+    parser.add_argument("--capability", type=int, choices=CAPABILITIES, default=90, help="of the card (default 90)")
+    parser.add_argument("--only", default="", help="kernels whose names begin with this")
+    options = parser.parse_args(arguments)
+    os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported
+    try:
+        import triton
+    except ImportError:
+        print("error: Triton is not installed; pip install 'ppo_repro[gpu]'", file=sys.stderr)
+        return 2
+    from ppo_repro.numerics.kernels.triton.cases import CASES
+
+    chosen = [case for case in CASES if case.name.startswith(options.only)]
+    results = [compiled(case, options.capability) for case in chosen]
+    print(f"Triton {triton.__version__}, compute capability {options.capability}")
+    print(table(results))
+    return int(any(result.faults for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -93,6 +93,15 @@ def has_kernels(x: Tensor) -> bool:
     return _active not in ("eager", TRITON) and x.device.type == "cpu"
 
 
+def device_of_kernels() -> torch.device:
+    """Where the kernels in use compute; in Triton's interpreter that is the CPU."""
+    if _active != TRITON:
+        return torch.device("cpu")
+    from ppo_repro.numerics.kernels.triton.launch import INTERPRETED
+
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
 def has_triton(x: Tensor) -> bool:
     """Whether Triton's kernels replace the eager code for this tensor; they are imported after this says so."""
     if _active != TRITON:

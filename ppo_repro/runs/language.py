@@ -123,13 +123,13 @@ class LanguageKind:
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
         check_shares(config.layout.rank_shares, self.ranks.size)
         check_engine(config, self.ranks.size)
-        check_device(config.layout.device, self.ranks.size)
+        check_device(config.layout.device, self.ranks.size, config.layout.backend)
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
         check_shares(config.layout.rank_shares, self.ranks.size)
-        check_device(config.layout.device, self.ranks.size)
+        check_device(config.layout.device, self.ranks.size, config.layout.backend)
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)

@@ -147,7 +147,7 @@ class ExactAdamW:
             elif backend.has_triton(parameter):
                 from ppo_repro.numerics.kernels.triton import optimizer as triton_optimizer
 
-                triton_optimizer.step(*tensors, constants)
+                triton_optimizer.take_step(*tensors, constants)
                 torch.autograd.graph.increment_version(parameter)
             else:
                 _adamw(*tensors, constants)

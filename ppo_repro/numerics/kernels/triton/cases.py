@@ -24,8 +24,10 @@ def _types(**kinds: str) -> dict[str, str]:
     return {name: letters[kind] for kind, names in kinds.items() for name in names.split()}
 
 
-def _case(name: str, function: Any, kinds: dict[str, str], product: str = "", fused: bool = False, **constants: Any) -> Case:
-    return Case(name, function, kinds, constants, product, fused)
+def _case(
+    name: str, function: Any, kinds: dict[str, str], product: str = "", fused: bool = False, warps: int = 4, **constants: Any
+) -> Case:
+    return Case(name, function, kinds, constants, product, fused, warps)
 
 
 _ROWS = _types(
@@ -34,7 +36,7 @@ _ROWS = _types(
 )  # fmt: skip
 _PRODUCT = _types(i32="a_exponents b_exponents", f32="bias y", n="a_rows b_rows padded bits")
 _INT8, _FLOAT64 = ".s32.s8.s8", ".f64.f64.f64.f64"
-_WHOLE = {"MASKED": False, "BLOCK": 1024}
+_WHOLE = {"MASKED": False, "BLOCK": 512}
 _NORM = {"R": 4, "BLOCK": 1024}
 
 CASES: tuple[Case, ...] = (
@@ -42,7 +44,7 @@ CASES: tuple[Case, ...] = (
     _case("operands: weights", operands.put_on_grid, _ROWS, BITS=23, DIGITS=3, AS_DIGITS=True, R=4, BLOCK=1024),
     _case("operands: long rows", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=False, R=4, BLOCK=1024),
     _case(
-        "product: 64 rows", product.product, {**_types(i8="a b"), **_PRODUCT}, _INT8,
+        "product: 64 rows", product.product, {**_types(i8="a b"), **_PRODUCT}, _INT8, warps=8,
         AS_DIGITS=True, HAS_BIAS=True, BM=64, BN=64, BK=64,
     ),
     _case(
@@ -63,7 +65,7 @@ CASES: tuple[Case, ...] = (
     ),
     _case("gradient: digits", gradient.put_columns, _types(f32="x", f64="up", i8="digits", n="tokens columns padded"),
           DIGITS=4, BT=32, BC=32),
-    _case("gradient: sums", gradient.add_gradient, _types(i8="grad x", i64="out", n="n_rows k_rows padded"), _INT8,
+    _case("gradient: sums", gradient.add_gradient, _types(i8="grad x", i64="out", n="n_rows k_rows padded"), _INT8, warps=8,
           FRESH=False, BM=64, BN=64, BK=64),
     _case("gradient: exponents", gradient.largest_exponents, _types(f32="x", i64="exponents", n="rows columns"),
           R=4, BLOCK=1024),
@@ -87,7 +89,7 @@ CASES: tuple[Case, ...] = (
           _types(f32="scaled eligible tops d_logprobs d_entropies gradient", i64="targets",
                  f64="totals log_totals wide_entropies", n="size"), **_WHOLE),
     _case("sampler", token_statistics.sample,
-          _types(f32="scaled", i64="seeds positions tokens", i32="finite", n="size"), BLOCK=1024),
+          _types(f32="scaled", i64="seeds positions tokens", i32="finite", n="size"), BLOCK=512),
     _case("AdamW", optimizer.adamw,
           _types(f32="parameter gradient first second", n="count",
                  x="clip beta1 rest1 beta2 rest2 second_scale eps decay step_size"), BLOCK=1024),

@@ -15,7 +15,7 @@ from ppo_repro.numerics.kernels.triton.functions import (
     magnitude_bits,
     to_int64,
 )
-from ppo_repro.numerics.kernels.triton.launch import WARPS4, blocks_of
+from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8, blocks_of
 from ppo_repro.numerics.kernels.triton.operands import INPUT_DIGITS, PAD, WEIGHT_DIGITS
 from ppo_repro.numerics.kernels.triton.product import digit_sums
 
@@ -99,5 +99,5 @@ def add_products(grad: Tensor, up: Tensor, x: Tensor, x_up: Tensor, out: Tensor,
     z, integers = _columns(grad, up, INPUT_DIGITS), _columns(x, x_up, WEIGHT_DIGITS)
     (n, k), padded = out.shape, z.shape[-1]
     add_gradient[(-(-n // 64), -(-k // 64))](
-        z, integers, out, n, k, padded, FRESH=fresh, BM=64, BN=64, BK=64, **WARPS4
+        z, integers, out, n, k, padded, FRESH=fresh, BM=64, BN=64, BK=64, **WARPS8
     )

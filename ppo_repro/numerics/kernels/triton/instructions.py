@@ -24,7 +24,8 @@ FUSED = re.compile(r"\b(fma\.[.\w]*f(?:32|64))\b")
 # division and square root of float64 are one instruction of PTX, which the assembler writes out with fused ones
 ROUNDED = re.compile(r"\b((?:div|sqrt|add|sub|mul|cvt)\.r[nz][.\w]*)")
 TENSOR = re.compile(r"\b(wgmma\.mma_async\.[.\w]+|tcgen05\.mma[.\w]*|mma\.sync\.[.\w]+)")
-USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+USED = re.compile(r"Used (\d+) registers")
+SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Compiled:
 
     name: str
     registers: int
-    spilled: int  # bytes of registers in local memory
+    spilled: int  # bytes of registers that are kept in memory for a time
     products: tuple[str, ...]
     fused: tuple[str, ...]
     approximate: tuple[str, ...]
@@ -62,28 +63,34 @@ def compiled(case: Case, capability: int, fusion: bool = False) -> Compiled:
     signature = {**case.signature, **dict.fromkeys(case.constants, "constexpr")}
     names = case.function.arg_names
     assert set(signature) == set(names), (case.name, set(signature) ^ set(names))
-    # memory of torch begins at multiples of 16 bytes
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, kind in case.signature.items() if kind[0] == "*"}
+    # memory of torch begins at multiples of 16 bytes; Triton looks at numbers itself when a kernel is started
+    whole = [name for name, kind in case.signature.items() if kind[0] == "*" or name == "padded"]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
     source = ASTSource(
         fn=case.function, signature={name: signature[name] for name in names}, constexprs=case.constants, attrs=aligned
     )
     options = {"num_warps": case.warps, "enable_fp_fusion": fusion}
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spilled = _usage(kernel.asm["cubin"])
+    registers, spilled = _usage(kernel.asm["ptx"], fusion)
     return _judged(case, kernel.asm["ptx"], registers, spilled)
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
+def _usage(ptx: str, fusion: bool) -> tuple[int, int]:
+    """Registers, and bytes spilled, as the assembler says with the options that Triton gives it."""
     import triton
 
+    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
+    assert target is not None
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    usage = USAGE.search(text)
-    assert usage is not None, text
-    return int(usage[1]), int(usage[2]) + int(usage[4])
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        newest = tool / ("ptxas-blackwell" if target[1] >= "sm_100" and len(target[1]) > 5 else "ptxas")
+        command = [newest, "-v", f"--gpu-name={target[1]}", *([] if fusion else ["--fmad=false"])]
+        said = subprocess.run([*command, path, "-o", Path(folder, "kernel.cubin")], capture_output=True, text=True)
+    used, spilled = USED.search(said.stderr), SPILLED.search(said.stderr)
+    assert used is not None and spilled is not None, said.stderr
+    return int(used[1]), int(spilled[1]) + int(spilled[2])
 
 
 def _judged(case: Case, ptx: str, registers: int, spilled: int) -> Compiled:

@@ -31,7 +31,7 @@ def adamw(
     tl.store(second + i, v, mask=live)
 
 
-def step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, constants: StepConstants) -> None:
+def take_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, constants: StepConstants) -> None:
     """One step of AdamW on contiguous float32 tensors of one shape, in place."""
     tensors = [x.detach() for x in (parameter, gradient, first, second)]
     assert all(x.is_contiguous() for x in tensors)

@@ -15,7 +15,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic.grid import CHUNK as EXACT_CHUNK
 from ppo_repro.numerics.arithmetic.grid import MAX_TERMS, SPLIT_BITS
 from ppo_repro.numerics.kernels.triton.functions import exponent_of_bits, magnitude_bits, pow2, round_limbs
-from ppo_repro.numerics.kernels.triton.launch import WARPS4
+from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8
 from ppo_repro.numerics.kernels.triton.operands import Rows
 
 SPLIT: tl.constexpr = tl.constexpr(SPLIT_BITS)
@@ -142,7 +142,8 @@ def linear(x: Rows, w: Rows, bias: Tensor | None) -> Tensor:
     block_m, block_n, block_k = blocks(m, x.digits is not None)
     product[(-(-m // block_m), -(-n // block_n))](
         a, b, x.exponents, w.exponents, y if bias is None else bias, y, m, n, a.shape[-1], x.bits + w.bits,
-        AS_DIGITS=x.digits is not None, HAS_BIAS=bias is not None, BM=block_m, BN=block_n, BK=block_k, **WARPS4,
+        AS_DIGITS=x.digits is not None, HAS_BIAS=bias is not None, BM=block_m, BN=block_n, BK=block_k,
+        **(WARPS8 if block_m == 64 else WARPS4),  # with four, six sums of 64 x 64 would not fit into registers
     )  # fmt: skip
     if x.most or w.most:
         add_outliers[(-(-m // 32), -(-n // 32))](

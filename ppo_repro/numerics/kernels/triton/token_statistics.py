@@ -130,7 +130,7 @@ def statistics_backward(
         shifted, live = shifted_at(scaled, eligible, row, k, size, top, MASKED)
         p = mass_of(shifted, live).to(tl.float64) / (tl.zeros((BLOCK,), dtype=tl.float64) + total)
         d = ((shifted.to(tl.float64) - log_total) + entropy) * p * gh
-        d = -(d + gl * p)
+        d = (d + gl * p) * -1.0  # Triton's minus is 0 - x, which loses the sign of zero
         d = tl.where(k == target, d + gl, d)
         tl.store(gradient + row + k, d.to(tl.float32), mask=k < size)
 
@@ -202,7 +202,7 @@ def forward(
     finite = torch.empty(n, dtype=torch.int32, device=scaled.device)
     statistics[(n,)](
         scaled, scaled if eligible is None else eligible.view(torch.uint8), targets, *narrow, *wide, finite, size,
-        value_bits(size), MASKED=eligible is not None, BLOCK=blocks_of(size)[0], **WARPS4,
+        value_bits(size), MASKED=eligible is not None, BLOCK=blocks_of(size, 512)[0], **WARPS4,
     )  # fmt: skip
     _refuse(finite)
     return narrow[0], narrow[1], (narrow[2], *wide)
@@ -222,7 +222,7 @@ def backward(
     statistics_backward[(n,)](
         scaled, scaled if eligible is None else eligible.view(torch.uint8), targets, *rows,
         d_logprobs.contiguous(), d_entropies.contiguous(), gradient, size,
-        MASKED=eligible is not None, BLOCK=blocks_of(size)[0], **WARPS4,
+        MASKED=eligible is not None, BLOCK=blocks_of(size, 512)[0], **WARPS4,
     )  # fmt: skip
     return gradient
 
@@ -231,6 +231,6 @@ def sampled(scaled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Tokens int64 [n] of scaled float32 [n, V]; seeds, positions int64 [n]. NumericsError if logits are not finite."""
     n, size = scaled.shape
     tokens, finite = seeds.new_empty(n), torch.empty(n, dtype=torch.int32, device=scaled.device)
-    sample[(n,)](scaled, seeds, positions, tokens, finite, size, BLOCK=blocks_of(size)[0], **WARPS4)
+    sample[(n,)](scaled, seeds, positions, tokens, finite, size, BLOCK=blocks_of(size, 512)[0], **WARPS4)
     _refuse(finite)
     return tokens

@@ -13,40 +13,16 @@ from torch.autograd import Function
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.grid import DOT_BITS, MANTISSA_BITS, PRODUCT_BITS, ceil_log2, exact_dot, quantise
+from ppo_repro.numerics.arithmetic.grid import PRODUCT_BITS
 from ppo_repro.numerics.gradient_bins import GradientBins, Gradients
 from ppo_repro.numerics.gradients import PIECE, GradientAccumulator
 from ppo_repro.numerics.kernels import layer_norm, norms
 from ppo_repro.numerics.kernels.layer_norm import IntegerSums
 from ppo_repro.numerics.layers.linear import ExactModule
+from ppo_repro.numerics.layers.row_sums import mean_bits, row_dot, row_mean, row_mean_square
 from ppo_repro.numerics.products import array
 
 _GRADIENT = "the gradient of a norm"
-
-
-def mean_bits(size: int) -> int:
-    """Grid bits of the terms of a mean: the widest with which a sum of `size` of them is exact in float64."""
-    return MANTISSA_BITS - ceil_log2(size)
-
-
-def row_mean(x: Tensor, where: str = "a number") -> Tensor:
-    """Mean of each row, float64 [.., 1], by an exact sum on the widest grid that the row's length allows."""
-    size = x.shape[-1]
-    integers, scale = quantise(x, mean_bits(size), where=where)
-    return elementwise.divided(integers.sum(-1, keepdim=True) * scale, size)
-
-
-def row_mean_square(x: Tensor, where: str = "a number") -> Tensor:
-    """Mean of x_k^2 over each row, float64 [.., 1], by an exact sum of squares."""
-    size = x.shape[-1]
-    integers, scale = quantise(x, DOT_BITS, where=where)
-    return elementwise.divided(exact_dot(integers, integers) * (scale * scale), size)
-
-
-def row_dot(a: Tensor, b: Tensor, where: str = "a number") -> Tensor:
-    """Mean of a_k b_k over each row, float64 [.., 1], by an exact sum of products."""
-    (x, x_scale), (y, y_scale) = quantise(a, DOT_BITS, where=where), quantise(b, DOT_BITS, where=where)
-    return elementwise.divided(exact_dot(x, y) * (x_scale * y_scale), a.shape[-1])
 
 
 def _not_finite(where: str) -> NumericsError:
@@ -158,7 +134,9 @@ class _RMSNorm(Function):
         (x, inverse), weight, factor = ctx.saved_tensors, ctx.weight, ctx.factor
         dy = grad.reshape(x.shape)
         if backend.has_kernels(x):
-            found = rms_norm_backward(array(dy), array(x), weight, array(factor), inverse.numpy()[:, 0], ctx.accumulator)
+            found = rms_norm_backward(
+                array(dy), array(x), weight, array(factor), inverse.numpy()[:, 0], ctx.accumulator
+            )
             return torch.from_numpy(found).view(ctx.shape), None, None, None, None, None
         normed, dy = x.to(torch.float64) * inverse, dy.to(torch.float64)
         if backend.has_triton(x):

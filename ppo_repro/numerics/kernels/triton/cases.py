@@ -20,12 +20,28 @@ F32, F64, I8, I32, I64, U8 = "*fp32", "*fp64", "*i8", "*i32", "*i64", "*u8"
 
 def _types(**kinds: str) -> dict[str, str]:
     """Types by argument from names by type."""
-    letters = {"f32": F32, "f64": F64, "i8": I8, "i32": I32, "i64": I64, "u8": U8, "n": "i32", "x": "fp32", "long": "i64"}
+    letters = {
+        "f32": F32,
+        "f64": F64,
+        "i8": I8,
+        "i32": I32,
+        "i64": I64,
+        "u8": U8,
+        "n": "i32",
+        "x": "fp32",
+        "long": "i64",
+    }
     return {name: letters[kind] for kind, names in kinds.items() for name in names.split()}
 
 
 def _case(
-    name: str, function: Any, kinds: dict[str, str], product: str = "", fused: bool = False, warps: int = 4, **constants: Any
+    name: str,
+    function: Any,
+    kinds: dict[str, str],
+    product: str = "",
+    fused: bool = False,
+    warps: int = 4,
+    **constants: Any,
 ) -> Case:
     return Case(name, function, kinds, constants, product, fused, warps)
 
@@ -37,12 +53,12 @@ _ROWS = _types(
 _PRODUCT = _types(i32="a_exponents b_exponents", f32="bias y", n="a_rows b_rows padded bits")
 _INT8, _FLOAT64 = ".s32.s8.s8", ".f64.f64.f64.f64"
 _WHOLE = {"MASKED": False, "BLOCK": 512}
-_NORM = {"R": 4, "BLOCK": 1024}
+_NORM = {"R": 2, "BLOCK": 1024}
 
 CASES: tuple[Case, ...] = (
-    _case("operands: inputs", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=True, R=4, BLOCK=1024),
-    _case("operands: weights", operands.put_on_grid, _ROWS, BITS=23, DIGITS=3, AS_DIGITS=True, R=4, BLOCK=1024),
-    _case("operands: long rows", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=False, R=4, BLOCK=1024),
+    _case("operands: inputs", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=True, R=2, BLOCK=1024),
+    _case("operands: weights", operands.put_on_grid, _ROWS, BITS=23, DIGITS=3, AS_DIGITS=True, R=2, BLOCK=1024),
+    _case("operands: long rows", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=False, R=2, BLOCK=1024),
     _case(
         "product: 64 rows", product.product, {**_types(i8="a b"), **_PRODUCT}, _INT8, warps=8,
         AS_DIGITS=True, HAS_BIAS=True, BM=64, BN=64, BK=64,
@@ -65,10 +81,10 @@ CASES: tuple[Case, ...] = (
     ),
     _case("gradient: digits", gradient.put_columns, _types(f32="x", f64="up", i8="digits", n="tokens columns padded"),
           DIGITS=4, BT=32, BC=32),
-    _case("gradient: sums", gradient.add_gradient, _types(i8="grad x", i64="out", n="n_rows k_rows padded"), _INT8, warps=8,
-          FRESH=False, BM=64, BN=64, BK=64),
+    _case("gradient: sums", gradient.add_gradient, _types(i8="grad x", i64="out", n="n_rows k_rows padded"), _INT8,
+          warps=8, FRESH=False, BM=64, BN=64, BK=64),
     _case("gradient: exponents", gradient.largest_exponents, _types(f32="x", i64="exponents", n="rows columns"),
-          R=4, BLOCK=1024),
+          R=2, BLOCK=1024),
     _case("RMS norm", norms.rms_norm,
           _types(f32="x factor y", f64="inverse eps size", i32="exponents", n="rows columns"), **_NORM),
     _case("RMS norm, backward", norms.rms_norm_backward,

@@ -77,7 +77,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def exponent_of_bits(bits):
-    """`grid.exponent` of a magnitude by its bits; NOT_FINITE for infinity and NaN, NOT_FINITE64 for those of float64."""
+    """`grid.exponent` of a magnitude by its bits; NOT_FINITE, of float64 NOT_FINITE64, for infinity and NaN."""
     if bits.dtype == tl.int64:
         e = ((bits >> 52) - 1022).to(tl.int32)
     else:

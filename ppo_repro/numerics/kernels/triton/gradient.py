@@ -98,6 +98,4 @@ def add_products(grad: Tensor, up: Tensor, x: Tensor, x_up: Tensor, out: Tensor,
     """`products.add_products`: grad [T, N], x [T, K] float32, integers up to 2^27 and 2^22, out int64 [N, K]."""
     z, integers = _columns(grad, up, INPUT_DIGITS), _columns(x, x_up, WEIGHT_DIGITS)
     (n, k), padded = out.shape, z.shape[-1]
-    add_gradient[(-(-n // 64), -(-k // 64))](
-        z, integers, out, n, k, padded, FRESH=fresh, BM=64, BN=64, BK=64, **WARPS8
-    )
+    add_gradient[(-(-n // 64), -(-k // 64))](z, integers, out, n, k, padded, FRESH=fresh, BM=64, BN=64, BK=64, **WARPS8)

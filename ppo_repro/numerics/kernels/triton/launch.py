@@ -16,6 +16,6 @@ def runs_on(x: Tensor) -> bool:
 
 
 def blocks_of(columns: int, most: int = 1024) -> tuple[int, int]:
-    """How many columns of a row, and how many rows, a program holds at a time: powers of two, 4,096 numbers at most."""
+    """How many columns of a row, and how many rows, a program holds at a time: powers of two, 2,048 numbers at most."""
     block = min(most, max(16, triton.next_power_of_2(columns)))
-    return block, min(32, 4096 // block)
+    return block, min(32, 2048 // block)

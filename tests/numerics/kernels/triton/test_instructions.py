@@ -15,9 +15,11 @@ from tests.support.paths import ROOT
 HEAD = ".version 8.7\n.target sm_90a\n.visible .entry k(\n)\n{\n"
 
 
-def faults(line: str, product: str = "", spilled: int = 0, fused: bool = False) -> tuple[str, ...]:
+def faults(
+    line: str, product: str = "", spilled: int = 0, fused: bool = False, capability: int = 90
+) -> tuple[str, ...]:
     case = instructions.Case("k", None, {}, {}, product, fused)
-    return instructions._judged(case, f"{HEAD}\t{line};\n}}\n", 20, spilled).faults
+    return instructions._judged(case, f"{HEAD}\t{line};\n}}\n", 20, spilled, capability).faults
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,8 @@ def test_other_instructions_are_named(line: str, said: str) -> None:
 
 
 def test_spilled_registers_and_missing_products_are_named() -> None:
-    assert faults("add.f32 %f1, %f2, %f3", spilled=8) == ("8 bytes of registers in memory",)
+    assert faults("add.f32 %f1, %f2, %f3", spilled=40) == ("40 bytes of registers in memory",)
+    assert faults("add.f32 %f1, %f2, %f3", spilled=40, capability=80) == ()
     assert faults("add.f32 %f1, %f2, %f3", product=".s32.s8.s8") == ("no product of .s32.s8.s8",)
     assert faults("wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {}", product=".s32.s8.s8") == ()
     assert faults("fma.rn.f64 %fd1, %fd2, %fd3, %fd4", fused=True) == (), "of a sum that is exact"

@@ -152,7 +152,7 @@ def test_norms_refuse_what_is_not_finite(bad: float) -> None:
     one = torch.ones(6)
     with as_on_a_card():
         for norm in (lambda: norms.rms_normed(x, one, 1e-6, "it"), lambda: norms.layer_normed(x, one, one, 1e-6, "it")):
-            with pytest.raises(NumericsError, match="^it is not finite"):
+            with pytest.raises(NumericsError, match=r"^it is not finite"):
                 norm()
 
 

@@ -21,6 +21,7 @@ PPO_REPRO = """
     assets ranks ppo records numerics.kernels.core
     numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
+    numerics.kernels.triton
     numerics
     numerics.layers
     numerics.trunk numerics.optim
@@ -176,6 +177,7 @@ def test_only_the_update_takes_optimizer_steps() -> None:
 
 def test_heavy_libraries_have_one_importer() -> None:
     homes = {"mlflow": "tracking", "sglang": "sglang_plugin", "gymnasium": "control", "reasoning_gym": "tasks"}
+    homes["triton"] = "numerics.kernels.triton"
     for path in files("ppo_repro/**/*.py"):
         package = package_of(path, ROOT / "ppo_repro")
         for library, home in homes.items():

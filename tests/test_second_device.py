@@ -7,6 +7,7 @@ compares a card.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -142,11 +143,22 @@ def test_several_processes_on_a_device() -> None:
 
 def test_kernels_and_native_numerics_are_for_cpus() -> None:
     for others in ([], ["layout.backend=float64"], ["numerics.mode=native"]):
-        with pytest.raises(UserError, match=r"layout.device = cuda needs layout.backend = eager"):
+        with pytest.raises(UserError, match=r"layout.device = cuda needs layout.backend = eager or triton"):
             load_config(TINY, ["layout.device=cuda", *others])
     with pytest.raises(UserError, match=r"layout.backend needs numerics.mode = exact"):
         load_config(TINY, [*CUDA, "numerics.mode=native"])
+    with pytest.raises(UserError, match=r"layout.backend = triton needs layout.device = cuda"):
+        load_config(TINY, ["layout.backend=triton"])
     assert load_config(TINY, CUDA).layout.device == "cuda"
+    assert load_config(TINY, ["layout.device=cuda", "layout.backend=triton"]).layout.backend == "triton"
+
+
+def test_kernels_of_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_device("cuda", 1)
+    with pytest.raises(UserError, match=r"^layout.backend = triton: Triton is not installed; pip install"):
+        check_device("cuda", 1, "triton")
 
 
 def test_dpo_computes_on_the_cpu() -> None:

@@ -129,7 +129,9 @@ class LayoutConfig(Section):
         1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="What the models compute on.")
-    backend: Literal["auto", "eager", "float64", "amx"] = Field("auto", description="Kernels for CPUs, or eager torch.")
+    backend: Literal["auto", "eager", "float64", "amx", "triton"] = Field(
+        "auto", description="Kernels for CPUs, eager torch, or Triton's kernels for CUDA devices."
+    )
     gradient_checkpointing: bool = Field(
         False, description="Keep no activations inside decoder layers; compute them again in the backward pass."
     )
@@ -217,8 +219,10 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     loras = {"lora": config.lora, "value.lora": config.value.lora if isinstance(config.value, SeparateValue) else None}
     adapted = [name for name, lora in loras.items() if lora is not None]
     yield from not_divided(config.layout.mesh, config.numerics.mode, adapted)
-    if config.layout.device == "cuda" and config.layout.backend != "eager":
-        yield "layout.device = cuda needs layout.backend = eager: the kernels are for CPUs"
+    if config.layout.device == "cuda" and config.layout.backend not in ("eager", "triton"):
+        yield "layout.device = cuda needs layout.backend = eager or triton: the other kernels are for CPUs"
+    if config.layout.device != "cuda" and config.layout.backend == "triton":
+        yield "layout.backend = triton needs layout.device = cuda: its kernels are for CUDA devices"
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
         yield "numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing"
     engine = config.rollout.engine

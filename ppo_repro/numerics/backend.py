@@ -1,11 +1,12 @@
 """The backend that computes the exact numerics on this machine. It changes the speed, but no bit of a result.
 
 `eager` is the specification in torch, on any device. On CPUs Numba kernels replace it, with matrix products in float64
-(`float64`) or in 8-bit integers on AMX tiles (`amx`).
+(`float64`) or in 8-bit integers on AMX tiles (`amx`), on CUDA devices Triton's (`triton`).
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,7 +19,8 @@ from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
 from ppo_repro.numerics.kernels.core.memory import keep_freed_memory
 
-BACKENDS = ("eager", "float64", "amx")
+BACKENDS = ("eager", "float64", "amx")  # of CPUs
+TRITON = "triton"
 
 _active = "eager"
 
@@ -38,11 +40,16 @@ def has_amx() -> bool:
 
 
 def choose(backend: str) -> str:
-    """The backend for a name (`auto`: the fastest on this CPU); UserError for `amx` on a CPU without it."""
+    """The backend for a name (`auto`: the fastest on this CPU).
+
+    UserError for `amx` on a CPU without it, and for `triton` where Triton is missing.
+    """
     if backend == "auto":
         return "amx" if has_amx() else "float64"
     if backend == "amx" and not has_amx():
         raise UserError("layout.backend = amx: this CPU has no AMX int8 tiles; must be auto, float64 or eager here")
+    if backend == TRITON and importlib.util.find_spec("triton") is None:
+        raise UserError("layout.backend = triton: Triton is not installed; pip install 'ppo_repro[gpu]', or take eager")
     return backend
 
 
@@ -55,7 +62,7 @@ def use(backend: str, threads: int) -> str:
     backend = choose(backend)
     _active = backend
     pool.set_threads(threads)
-    torch.set_num_threads(threads if backend == "eager" else 1)
+    torch.set_num_threads(threads if backend in ("eager", TRITON) else 1)
     keep_freed_memory()
     return backend
 
@@ -65,7 +72,7 @@ def side_by_side(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]
 
     Both see the grad mode of the caller. The first exception is raised here when both have ended.
     """
-    if _active == "eager":
+    if _active in ("eager", TRITON):
         return first(), second()
     recording = torch.is_grad_enabled()
 
@@ -82,5 +89,23 @@ def active() -> str:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether kernels replace the eager code for this tensor."""
-    return _active != "eager" and x.device.type == "cpu"
+    """Whether kernels for CPUs replace the eager code for this tensor."""
+    return _active not in ("eager", TRITON) and x.device.type == "cpu"
+
+
+def device_of_kernels() -> torch.device:
+    """Where the kernels in use compute; in Triton's interpreter that is the CPU."""
+    if _active != TRITON:
+        return torch.device("cpu")
+    from ppo_repro.numerics.kernels.triton.launch import INTERPRETED
+
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def has_triton(x: Tensor) -> bool:
+    """Whether Triton's kernels replace the eager code for this tensor; they are imported after this says so."""
+    if _active != TRITON:
+        return False
+    from ppo_repro.numerics.kernels.triton.launch import runs_on
+
+    return runs_on(x)

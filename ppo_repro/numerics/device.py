@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_repro.errors import UserError
+from ppo_repro.numerics import backend
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -17,8 +18,10 @@ UNTRIED = (
 )
 
 
-def check_device(name: str, processes: int) -> None:
-    """Raise UserError where there is no such device, or where several processes are to share the work of a run."""
+def check_device(name: str, processes: int, kernels: str = "eager") -> None:
+    """Raise UserError where there is no such device, where the kernels for it are missing (`backend.choose`), or where
+    several processes are to share the work of a run.
+    """
     if name == "cpu":
         return
     if processes > 1:  # their gradients are added up on the CPU
@@ -28,6 +31,7 @@ def check_device(name: str, processes: int) -> None:
         )
     if not torch.cuda.is_available():
         raise UserError(f"layout.device = {name}: torch sees no CUDA device here; must be cpu")
+    backend.choose(kernels)
 
 
 def device_of(name: str) -> torch.device:

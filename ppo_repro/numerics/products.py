@@ -121,12 +121,22 @@ class PreparedWeight:
         if kind == "eager":
             return weight_operand(weight if dim == 1 else weight.t(), self._where), outliers.NONE
         values = array(weight)
+        if kind == backend.TRITON:
+            from ppo_repro.numerics.kernels.triton import operands
+
+            return operands.weight_rows(weight if dim == 1 else weight.t(), self._where), outliers.NONE
         if kind == "amx":
             prepared: Any = amx.pack(values, dim == 1, outdated if isinstance(outdated, amx.PackedWeight) else None)
         else:
             prepared = float64.pack_weight(values) if dim == 1 else float64.column_grids(values)
         most = most_outliers(weight.shape[dim])
         return prepared, outliers.find(values, dim == 1, prepared.outliers, ROOM, WEIGHT_GAP, most)
+
+    def _by_triton(self, x: Tensor, weight: Tensor, dim: int, bias: Tensor | None) -> Tensor:
+        from ppo_repro.numerics.kernels.triton import operands, product
+
+        rows = _operands.of(x, (backend.TRITON,), lambda: operands.input_rows(x.detach(), self._where))
+        return product.linear(rows, self._get(weight, dim, backend.TRITON)[0], bias)
 
     @property
     def _where(self) -> str:
@@ -138,6 +148,8 @@ class PreparedWeight:
         x [M, K] float32 -> [M, N] for dim 1; [M, N] -> [M, K] for dim 0. Raises NumericsError naming the module if x or
         the weight is not finite.
         """
+        if backend.has_triton(x):
+            return self._by_triton(x, weight, dim, bias)
         if not backend.has_kernels(x):
             return linear(input_operand(x, self._where), self._get(weight, dim, "eager")[0], bias)
         kind = _kernels(weight.shape[dim])
@@ -188,6 +200,10 @@ def row_exponents(x: Tensor) -> Tensor | None:
     if backend.has_kernels(x) and x.dtype == torch.float32:
         exponents = rows.row_exponents(array(x))
         return None if exponents is None else torch.from_numpy(exponents).to(torch.int64)
+    if backend.has_triton(x):
+        from ppo_repro.numerics.kernels.triton import gradient
+
+        return gradient.row_exponents(x.detach())
     largest = x.abs().amax(-1)
     if not torch.isfinite(largest).all():
         return None
@@ -232,6 +248,11 @@ def add_products(
         kernels = amx_gradient if kind == "amx" else float64_product
         inputs = _packed_inputs.of(x, (kind, x_bits), lambda: kernels.pack_inputs(array(x), array(x_up)))
         kernels.accumulate(array(grad), array(up), inputs, out.numpy(), fresh)
+        return
+    if backend.has_triton(grad):
+        from ppo_repro.numerics.kernels.triton import gradient
+
+        gradient.add_products(grad.detach(), up, x.detach(), x_up, out, fresh)
         return
     if fresh:
         out.zero_()

@@ -108,8 +108,8 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
     )
     exact = config.numerics.mode == "exact"
     kernels = backend.choose(layout.backend) if exact else "native"
-    if kernels == "eager":
-        raise UserError("layout.backend = eager: only for comparisons; plan supports auto, float64 and amx")
+    if kernels in ("eager", "triton"):
+        raise UserError(f"layout.backend = {kernels}: plan is for kernels of CPUs; it supports auto, float64 and amx")
     return Work(
         kernels=kernels,
         slots=min(layout.rollout_slots, max(sequences, evaluated)),

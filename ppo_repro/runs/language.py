@@ -140,7 +140,7 @@ class LanguageKind:
         self.ranks.require_agreed("layout.rank_shares", list(shares))
         check_mesh(mesh.data, self.ranks.size)
         check_shares(shares, self.ranks.size)
-        check_device(config.layout.device, self.ranks.size)
+        check_device(config.layout.device, self.ranks.size, config.layout.backend)
 
     @contextmanager
     def _open(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -67,9 +69,15 @@ def test_the_lean_loop_computes_the_same_model() -> None:
 
 
 @pytest.mark.slow
-def test_the_device_check_runs_on_the_cpu_and_refuses_what_is_not_there() -> None:
+def test_the_device_check_runs_on_the_cpu_and_refuses_what_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "experiments.benchmarks.device", "--device"]
-    same = subprocess.run([*command, "cpu"], capture_output=True, text=True, cwd=ROOT, check=True)
+    json_file = tmp_path / "device.json"
+    arguments = [*command, "cpu", "--small", "--json", str(json_file)]
+    same = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=True)
+    found = json.loads(json_file.read_text())
+    assert found["equal"] and found["digests"]["exp"] and found["seconds"]
+    # where Triton is, its kernels are compared in the interpreter, as the tests' environment says
+    assert ("cpu triton" in found["columns"]) == (importlib.util.find_spec("triton") is not None)
     assert "DIFFERENT" not in same.stdout and same.stdout.endswith("exact numerics: the same bits\n")
     absent = subprocess.run([*command, "nonsense"], capture_output=True, text=True, cwd=ROOT)
     assert absent.returncode == 2 and absent.stderr.startswith("error: --device nonsense") and not absent.stdout

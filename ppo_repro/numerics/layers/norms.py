@@ -13,40 +13,16 @@ from torch.autograd import Function
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.grid import DOT_BITS, MANTISSA_BITS, PRODUCT_BITS, ceil_log2, exact_dot, quantise
+from ppo_repro.numerics.arithmetic.grid import PRODUCT_BITS
 from ppo_repro.numerics.gradient_bins import GradientBins, Gradients
 from ppo_repro.numerics.gradients import PIECE, GradientAccumulator
 from ppo_repro.numerics.kernels import layer_norm, norms
 from ppo_repro.numerics.kernels.layer_norm import IntegerSums
 from ppo_repro.numerics.layers.linear import ExactModule
+from ppo_repro.numerics.layers.row_sums import mean_bits, row_dot, row_mean, row_mean_square
 from ppo_repro.numerics.products import array
 
 _GRADIENT = "the gradient of a norm"
-
-
-def mean_bits(size: int) -> int:
-    """Grid bits of the terms of a mean: the widest with which a sum of `size` of them is exact in float64."""
-    return MANTISSA_BITS - ceil_log2(size)
-
-
-def row_mean(x: Tensor, where: str = "a number") -> Tensor:
-    """Mean of each row, float64 [.., 1], by an exact sum on the widest grid that the row's length allows."""
-    size = x.shape[-1]
-    integers, scale = quantise(x, mean_bits(size), where=where)
-    return elementwise.divided(integers.sum(-1, keepdim=True) * scale, size)
-
-
-def row_mean_square(x: Tensor, where: str = "a number") -> Tensor:
-    """Mean of x_k^2 over each row, float64 [.., 1], by an exact sum of squares."""
-    size = x.shape[-1]
-    integers, scale = quantise(x, DOT_BITS, where=where)
-    return elementwise.divided(exact_dot(integers, integers) * (scale * scale), size)
-
-
-def row_dot(a: Tensor, b: Tensor, where: str = "a number") -> Tensor:
-    """Mean of a_k b_k over each row, float64 [.., 1], by an exact sum of products."""
-    (x, x_scale), (y, y_scale) = quantise(a, DOT_BITS, where=where), quantise(b, DOT_BITS, where=where)
-    return elementwise.divided(exact_dot(x, y) * (x_scale * y_scale), a.shape[-1])
 
 
 def _not_finite(where: str) -> NumericsError:
@@ -126,6 +102,10 @@ def _rms_norm(rows: Tensor, factor: Tensor, eps: float, name: str) -> tuple[Tens
     if backend.has_kernels(rows):
         y, inverse = rms_normed(array(rows), array(factor), eps, name)
         return torch.from_numpy(y), torch.from_numpy(inverse)[:, None]
+    if backend.has_triton(rows):
+        from ppo_repro.numerics.kernels.triton import norms as triton_norms
+
+        return triton_norms.rms_normed(rows.detach(), factor, eps, f"the input of {name}")
     scale = 1.0 / elementwise.sqrt(row_mean_square(rows, f"the input of {name}") + eps)
     return ((rows.to(torch.float64) * scale) * factor.to(torch.float64)).to(torch.float32), scale
 
@@ -154,14 +134,21 @@ class _RMSNorm(Function):
         (x, inverse), weight, factor = ctx.saved_tensors, ctx.weight, ctx.factor
         dy = grad.reshape(x.shape)
         if backend.has_kernels(x):
-            dx = rms_norm_backward(array(dy), array(x), weight, array(factor), inverse.numpy()[:, 0], ctx.accumulator)
-            return torch.from_numpy(dx).view(ctx.shape), None, None, None, None, None
+            found = rms_norm_backward(
+                array(dy), array(x), weight, array(factor), inverse.numpy()[:, 0], ctx.accumulator
+            )
+            return torch.from_numpy(found).view(ctx.shape), None, None, None, None, None
         normed, dy = x.to(torch.float64) * inverse, dy.to(torch.float64)
-        weighted = dy * factor.to(torch.float64)
-        wide = (weighted - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
+        if backend.has_triton(x):
+            from ppo_repro.numerics.kernels.triton import norms as triton_norms
+
+            dx = triton_norms.rms_norm_gradient(grad.reshape(x.shape), x, factor, inverse, _GRADIENT)
+        else:
+            weighted = dy * factor.to(torch.float64)
+            dx = (weighted - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
         if ctx.accumulator is not None:
             ctx.accumulator.add_rows(weight, dy * normed)
-        return wide.to(torch.float32).view(ctx.shape), None, None, None, None, None
+        return dx.to(torch.float32).view(ctx.shape), None, None, None, None, None
 
 
 class ExactRMSNorm(ExactModule):
@@ -240,6 +227,10 @@ def _layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, eps: float, name: st
         results = layer_normed(array(rows), array(weight), array(bias), eps, name)
         y, mean, inverse = (torch.from_numpy(result) for result in results)
         return y, mean[:, None], inverse[:, None]
+    if backend.has_triton(rows):
+        from ppo_repro.numerics.kernels.triton import norms as triton_norms
+
+        return triton_norms.layer_normed(rows.detach(), weight.detach(), bias.detach(), eps, f"the input of {name}")
     mean = row_mean(rows, f"the input of {name}")
     centred = rows.to(torch.float64) - mean
     inverse = 1.0 / elementwise.sqrt(row_mean_square(centred) + eps)

@@ -181,6 +181,11 @@ class ExactAdamW:
                 kernels.adamw(values, gradient, first, second, constants)
                 # prepared weights are outdated when this counter changes
                 torch.autograd.graph.increment_version(parameter)
+            elif backend.has_triton(parameter):
+                from ppo_repro.numerics.kernels.triton import optimizer as triton_optimizer
+
+                triton_optimizer.take_step(*tensors, constants)
+                torch.autograd.graph.increment_version(parameter)
             else:
                 _adamw(*tensors, constants)
         self.division.spread(list(self.parameters.values()))

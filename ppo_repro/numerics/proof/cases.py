@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
+from ppo_repro.numerics.device import moved
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.activations import ExactGELU
 from ppo_repro.numerics.layers.kv_cache import GridCache
@@ -21,6 +23,8 @@ from ppo_repro.numerics.products import PreparedWeight
 from ppo_repro.numerics.trunk.forward import TrunkForward
 
 CONTEXT = 48
+
+_device = torch.device("cpu")
 
 
 def _small_decoder() -> Qwen3Model:
@@ -42,7 +46,19 @@ def _small_decoder() -> Qwen3Model:
 
 
 def _numbers(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    """Normal numbers on the device in use, the same on every one."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(_device)
+
+
+@contextmanager
+def on(device: torch.device) -> Iterator[None]:
+    """Inside, the cases compute on a device; outside on the CPU."""
+    global _device
+    _device = device
+    try:
+        yield
+    finally:
+        _device = torch.device("cpu")
 
 
 def _with_outliers(x: Tensor) -> Tensor:
@@ -89,9 +105,9 @@ def gradients() -> list[Tensor]:
 
 def statistics() -> list[Tensor]:
     """Log-probs, entropies, divergences and their gradients, with all tokens eligible and with some."""
-    logits, other, targets = _numbers(0, 7, 131) * 3, _numbers(1, 7, 131), torch.arange(7)
+    logits, other, targets = _numbers(0, 7, 131) * 3, _numbers(1, 7, 131), torch.arange(7).to(_device)
     eligible = _numbers(2, 7, 131) > -0.5
-    eligible[torch.arange(7), targets] = True
+    eligible[torch.arange(7).to(_device), targets] = True
     results: list[Tensor] = []
     for mask in (None, eligible):
         scores = score(logits, other, targets, 0.7, mask, "exact")
@@ -107,18 +123,18 @@ def statistics() -> list[Tensor]:
 def _tokens() -> tuple[Tensor, Tensor]:
     """Three rows of 30, and their positions."""
     ids = torch.randint(0, 61, (3, 30), generator=torch.Generator().manual_seed(5))
-    return ids, torch.arange(30).expand(3, -1)
+    return ids.to(_device), torch.arange(30).expand(3, -1).to(_device)
 
 
 def training() -> list[Tensor]:
     """A small model over a batch, with its gradients."""
-    trunk = lower(_small_decoder(), CONTEXT)
+    trunk = moved(lower(_small_decoder(), CONTEXT), _device)
     accumulator = GradientAccumulator(trunk.named_parameters())
     attach(trunk, accumulator)
-    (ids, positions), first_key = _tokens(), torch.zeros(3, 30, dtype=torch.int64)
+    (ids, positions), first_key = _tokens(), torch.zeros(3, 30, dtype=torch.int64).to(_device)
     for _ in range(2):
         accumulator.begin()
-        hidden = TrunkForward(trunk).over_batch(ids, positions, first_key, torch.arange(90))
+        hidden = TrunkForward(trunk).over_batch(ids, positions, first_key, torch.arange(90).to(_device))
         hidden.backward(_numbers(6, *hidden.shape))
         sums = _sums(accumulator)
     return [hidden.detach(), *sums]
@@ -126,12 +142,12 @@ def training() -> list[Tensor]:
 
 def decoding() -> list[Tensor]:
     """The small model over a cache: a prompt, then one token of each row after the other."""
-    trunk, (ids, positions) = lower(_small_decoder(), CONTEXT), _tokens()
-    cache, forward = GridCache(trunk.config, 3, CONTEXT, torch.device("cpu")), TrunkForward(trunk)
+    trunk, (ids, positions) = moved(lower(_small_decoder(), CONTEXT), _device), _tokens()
+    cache, forward = GridCache(trunk.config, 3, CONTEXT, _device), TrunkForward(trunk)
     results = []
     for begin, end in ((0, 27), (27, 28), (28, 29), (29, 30)):
-        valid = torch.ones(3, end - begin, dtype=torch.bool)
-        cache.aim(torch.arange(3), positions[:, begin:end], valid)
+        valid = torch.ones(3, end - begin, dtype=torch.bool).to(_device)
+        cache.aim(torch.arange(3).to(_device), positions[:, begin:end], valid)
         results.append(forward.over_cache(ids[:, begin:end], cache))
     return results
 

@@ -56,16 +56,25 @@ def failure(name: str) -> str:
 
     It is computed once and kept with the compiled kernels, until they or the specification change.
     """
-    folder, key = cache_folder(), hashlib.sha256(f"{name} {machine()}".encode()).hexdigest()
+    folder, key = cache_folder(), hashlib.sha256(f"{name} {machine()} {_card(name)}".encode()).hexdigest()
     entry = f"proof.{name}.{key[:32]}"
     kept = entries.read(folder, entry)
     if kept is not None:
         return kept.decode()
     first_use = not folder.exists()
-    with ahead.beside(name, first_use):
+    with ahead.beside(name, first_use and name != backend.TRITON):  # Triton compiles by itself
         found = first_difference(name, first_use)
     entries.write(folder, entry, found.encode())
     return found
+
+
+def _card(name: str) -> str:
+    """What a proof of kernels for cards also depends on."""
+    if name != backend.TRITON or not torch.cuda.is_available():
+        return ""
+    import triton
+
+    return f"{torch.cuda.get_device_name()} CUDA {torch.version.cuda} Triton {triton.__version__}"
 
 
 @cache
@@ -84,7 +93,7 @@ def first_difference(name: str, first_use: bool = False) -> str:
 
     At the first use kernels are compiled, which takes so long that stderr says how far it is.
     """
-    from ppo_repro.numerics.proof.cases import CASES
+    from ppo_repro.numerics.proof.cases import CASES, on
 
     before, threads = backend.active(), torch.get_num_threads()
     try:
@@ -95,8 +104,9 @@ def first_difference(name: str, first_use: bool = False) -> str:
             expected = _bytes(compute())
             for count in (1, 2):
                 backend.use(name, count)
-                if not _equals(compute, expected):
-                    return case
+                with on(backend.device_of_kernels()):
+                    if not _equals(compute, expected):
+                        return case
     finally:
         backend.use(before, 1)
         torch.set_num_threads(threads)
@@ -113,4 +123,4 @@ def _equals(compute: Callable[[], list[Tensor]], expected: list[bytes]) -> bool:
 
 
 def _bytes(results: list[Tensor]) -> list[bytes]:
-    return [x.detach().contiguous().numpy().tobytes() for x in results]
+    return [x.detach().cpu().contiguous().numpy().tobytes() for x in results]

@@ -1,0 +1,101 @@
+"""Integer gradients of weights: sums over tokens of products of 8-bit digits, added to int64; and rows' exponents."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ppo_repro.numerics.kernels.core.rows import NOTHING as NO_EXPONENT
+from ppo_repro.numerics.kernels.triton.functions import (
+    NOT_FINITE,
+    NOT_FINITE64,
+    exponent_of_bits,
+    magnitude_bits,
+    to_int64,
+)
+from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8, blocks_of
+from ppo_repro.numerics.kernels.triton.operands import INPUT_DIGITS, PAD, WEIGHT_DIGITS
+from ppo_repro.numerics.kernels.triton.product import digit_sums
+
+NOTHING: tl.constexpr = tl.constexpr(int(NO_EXPONENT))
+TOKENS: tl.constexpr = tl.constexpr(1 << 15)  # whose products one int32 holds: three of 2^14 for each
+
+
+@triton.jit
+def largest_exponents(x, exponents, rows, columns, R: tl.constexpr, BLOCK: tl.constexpr):
+    """The exponent of the largest number of each row, NOTHING for a row of zeros."""
+    index = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    at = x + index[:, None] * columns
+    first = tl.arange(0, BLOCK)
+    live = (index < rows)[:, None] & (first < columns)[None, :]
+    top = tl.max(magnitude_bits(tl.load(at + first[None, :], mask=live, other=0.0)), 1)
+    for start in range(BLOCK, columns, BLOCK):
+        k = start + first
+        live = (index < rows)[:, None] & (k < columns)[None, :]
+        top = tl.maximum(top, tl.max(magnitude_bits(tl.load(at + k[None, :], mask=live, other=0.0)), 1))
+    e = tl.where(top == 0, NOTHING, exponent_of_bits(top).to(tl.int64))
+    tl.store(exponents + index, e, mask=index < rows)
+
+
+@triton.jit
+def put_columns(x, up, digits, tokens, columns, padded, DIGITS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
+    """The digits of rne(x[t, n] up[t]), transposed: int8 [D, N, T padded]."""
+    t, n = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1) * BC + tl.arange(0, BC)
+    live = (t < tokens)[:, None] & (n < columns)[None, :]
+    value = tl.load(x + t.to(tl.int64)[:, None] * columns + n[None, :], mask=live, other=0.0)
+    unit = tl.load(up + t, mask=t < tokens, other=0.0)
+    whole = to_int64(value.to(tl.float64) * unit[:, None]).to(tl.int32)
+    inside = (t < padded)[:, None] & (n < columns)[None, :]
+    for d in tl.static_range(DIGITS):
+        digit = ((whole + 128) & 255) - 128
+        whole = (whole - digit) >> 8
+        at = digits + (d * columns + n.to(tl.int64)[None, :]) * padded + t[:, None]
+        tl.store(at, digit.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def add_gradient(
+    grad, x, out, n_rows, k_rows, padded, FRESH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """out[n, k] += sum_t grad[n, t] x[k, t] in int64; FRESH: = instead of +=."""
+    i, j = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.int64)
+    for start in range(0, padded, TOKENS):
+        last = tl.minimum(start + TOKENS, padded)
+        total += digit_sums(grad, x, n_rows, k_rows, i, j, start, last, padded, BM, BN, BK)
+    at = out + i.to(tl.int64)[:, None] * k_rows + j[None, :]
+    inside = (i < n_rows)[:, None] & (j < k_rows)[None, :]
+    if not FRESH:
+        total += tl.load(at, mask=inside, other=0)
+    tl.store(at, total, mask=inside)
+
+
+def row_exponents(x: Tensor) -> Tensor | None:
+    """`products.row_exponents` of x [M, K] float32 or float64; None if a row is not finite."""
+    rows, columns = x.shape
+    exponents = torch.empty(rows, dtype=torch.int64, device=x.device)
+    block, together = blocks_of(columns)
+    largest_exponents[(-(-rows // together),)](
+        x.contiguous(), exponents, rows, columns, R=together, BLOCK=block, **WARPS4
+    )
+    limit = NOT_FINITE if x.dtype == torch.float32 else NOT_FINITE64
+    return None if rows and int(exponents.amax()) >= limit.value else exponents
+
+
+def _columns(x: Tensor, up: Tensor, digit_count: int) -> Tensor:
+    tokens, columns = x.shape
+    padded = -(-tokens // PAD) * PAD
+    digits = torch.empty(digit_count, columns, padded, dtype=torch.int8, device=x.device)
+    put_columns[(padded // 32, -(-columns // 32))](
+        x.contiguous(), up, digits, tokens, columns, padded, DIGITS=digit_count, BT=32, BC=32, **WARPS4
+    )
+    return digits
+
+
+def add_products(grad: Tensor, up: Tensor, x: Tensor, x_up: Tensor, out: Tensor, fresh: bool) -> None:
+    """`products.add_products`: grad [T, N], x [T, K] float32, integers up to 2^27 and 2^22, out int64 [N, K]."""
+    z, integers = _columns(grad, up, INPUT_DIGITS), _columns(x, x_up, WEIGHT_DIGITS)
+    (n, k), padded = out.shape, z.shape[-1]
+    add_gradient[(-(-n // 64), -(-k // 64))](z, integers, out, n, k, padded, FRESH=fresh, BM=64, BN=64, BK=64, **WARPS8)

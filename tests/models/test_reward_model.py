@@ -15,7 +15,6 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, value_predictions
 from ppo_repro.models.reward_model import (
-    CLASSIFIER_OF,
     load_reward_model,
     make_reward_model,
     require_same_tokens,
@@ -25,7 +24,7 @@ from ppo_repro.models.reward_model import (
 )
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.layers.families import trunk_of
+from ppo_repro.numerics.layers.families import CLASSIFIER_OF, trunk_of
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.tasks.problems import arithmetic
 from ppo_repro.tasks.tokenizer import train_bpe

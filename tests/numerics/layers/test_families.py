@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, make_value_model, policy_logits, sequence_scores
-from ppo_repro.numerics.layers.families import CAUSAL_MODELS, CLASSIFIERS, head_of, trunk_of
+from ppo_repro.numerics.layers.families import CLASSIFIER_OF, head_of, trunk_of
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import (
@@ -32,7 +32,6 @@ from tests.support.models import (
 )
 
 GREEDY = Sampling(1.0, 0, 1.0, 20, greedy=True)
-CLASSIFIER_OF = dict(zip(CAUSAL_MODELS, CLASSIFIERS, strict=True))
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -45,7 +44,6 @@ class Measured:
     sent_rest: float  # norms, grids, what is agreed on
     moments: int  # held after it
     sums: int
-    peak: int  # largest resident set of the steps, above what was resident before the optimizer was made
     digest: str
 
 
@@ -80,11 +78,6 @@ def bf16_bytes(parameters: int, processes: int) -> float:
     return 2 * (processes - 1) / processes * 2 * parameters
 
 
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
-
-
 def work(ranks: Counting, zero: int, size: Size) -> Measured:
     """Train as one process, on its share of the same sequences."""
     proof.use("auto", 1)
@@ -98,8 +91,6 @@ def work(ranks: Counting, zero: int, size: Size) -> Measured:
         logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "exact")
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / (SEQUENCES * LENGTH)))
 
-    Path("/proc/self/clear_refs").write_text("5")  # the largest resident set counts from here
-    before = _resident("VmRSS")
     optimizer = ExactOptimizer(policy, SETTINGS, Division(ranks, zero))
     for _ in range(STEPS):
         ranks.sent.clear()
@@ -116,7 +107,6 @@ def work(ranks: Counting, zero: int, size: Size) -> Measured:
         sent_rest=ranks.sent.get("rest", 0.0),
         moments=sum(t.untyped_storage().nbytes() for t in (*own, *optimizer.adamw.second.values())),
         sums=sum(t.untyped_storage().nbytes() for t in optimizer.accumulator._sums_memory.values()),
-        peak=_resident("VmHWM") - before,
         digest=weights_digest(policy.named_parameters()),
     )
 
@@ -140,16 +130,16 @@ def _start(processes: int, arguments: Sequence[str]) -> list[Measured]:
 
 
 def markdown(rows: Sequence[Measured]) -> str:
-    """One row per mesh; bytes for each parameter, peaks in MB."""
+    """One row per mesh; bytes for each parameter."""
     lines = [
-        "| processes | zero | sent: gradients | weights | rest | together | bf16 | held: moments | sums | peak MB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| processes | zero | sent: gradients | weights | rest | together | bf16 | held: moments | sums |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for m in rows:
         sent = (m.sent_gradients, m.sent_weights, m.sent_rest)
         counts = (*sent, sum(sent), bf16_bytes(m.parameters, m.processes), m.moments, m.sums)
         each = " | ".join(f"{count / m.parameters:.2f}" for count in counts)
-        lines.append(f"| {m.processes} | {m.zero} | {each} | {m.peak / 1e6:.0f} |")
+        lines.append(f"| {m.processes} | {m.zero} | {each} |")
     return "\n".join(lines)
 
 

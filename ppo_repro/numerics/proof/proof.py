@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import metadata
 
 import torch
 from torch import Tensor
@@ -72,9 +73,7 @@ def _card(name: str) -> str:
     """What a proof of kernels for cards also depends on."""
     if name != backend.TRITON or not torch.cuda.is_available():
         return ""
-    import triton
-
-    return f"{torch.cuda.get_device_name()} CUDA {torch.version.cuda} Triton {triton.__version__}"
+    return f"{torch.cuda.get_device_name()} CUDA {torch.version.cuda} Triton {metadata.version('triton')}"
 
 
 @cache

@@ -13,7 +13,7 @@ from ppo_repro.numerics.kernels.triton.launch import WARPS4
 
 LIMIT: tl.constexpr = tl.constexpr(gates.LIMIT)
 BLOCK = 1024
-KINDS = {gates.normal_cdf: 0, gates.tanh_gate: 1, gates.quick_gate: 2}
+KINDS: dict[gates.Gate, int] = {gates.normal_cdf: 0, gates.tanh_gate: 1, gates.quick_gate: 2}
 
 
 @triton.jit

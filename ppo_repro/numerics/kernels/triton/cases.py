@@ -52,8 +52,8 @@ _ROWS = _types(
 )  # fmt: skip
 _PRODUCT = _types(i32="a_exponents b_exponents", f32="bias y", n="a_rows b_rows padded bits")
 _INT8, _FLOAT64 = ".s32.s8.s8", ".f64.f64.f64.f64"
-_WHOLE = {"MASKED": False, "BLOCK": 512}
-_NORM = {"R": 2, "BLOCK": 1024}
+_WHOLE: dict[str, Any] = {"MASKED": False, "BLOCK": 512}
+_NORM: dict[str, Any] = {"R": 2, "BLOCK": 1024}
 
 CASES: tuple[Case, ...] = (
     _case("operands: inputs", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=True, R=2, BLOCK=1024),

@@ -90,7 +90,7 @@ def _usage(ptx: str, fusion: bool) -> tuple[int, int]:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
         newest = tool / ("ptxas-blackwell" if target[1] >= "sm_100" and len(target[1]) > 5 else "ptxas")
-        command = [newest, "-v", f"--gpu-name={target[1]}", *([] if fusion else ["--fmad=false"])]
+        command: list[str | Path] = [newest, "-v", f"--gpu-name={target[1]}", *([] if fusion else ["--fmad=false"])]
         said = subprocess.run([*command, path, "-o", Path(folder, "kernel.cubin")], capture_output=True, text=True)
     used, spilled = USED.search(said.stderr), SPILLED.search(said.stderr)
     assert used is not None and spilled is not None, said.stderr

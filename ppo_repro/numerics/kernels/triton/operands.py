@@ -136,8 +136,8 @@ def _rows(x: Tensor, bits: int, digit_count: int, gap: int, room: float, where: 
     highest, found = (int(v) for v in torch.stack([exponents.amax(), counts.amax()]).tolist())
     if highest >= NOT_FINITE:
         raise NumericsError(f"{where} is not finite; lower the learning rate or check the weights")
-    kinds = (digits, None) if as_digits else (None, integers)
-    return Rows(x, *kinds, exponents, bits, outliers, counts, found)
+    kept, whole = (digits, None) if as_digits else (None, integers)
+    return Rows(x, kept, whole, exponents, bits, outliers, counts, found)
 
 
 def input_rows(x: Tensor, where: str) -> Rows:

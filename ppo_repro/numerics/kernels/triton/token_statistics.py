@@ -188,9 +188,7 @@ def _refuse(finite: Tensor) -> None:
         raise NumericsError(NOT_FINITE)
 
 
-def forward(
-    scaled: Tensor, targets: Tensor, eligible: Tensor | None
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+def forward(scaled: Tensor, targets: Tensor, eligible: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Log-probs and entropies, float32 [n], and four numbers of each row for `backward`.
 
     scaled float32 [n, V], logits over temperature; targets int64 [n]; eligible bool [n, V] or None. NumericsError if

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from ppo_repro.commands.cli import _run
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent
-from tests.support.language import resume, run
+from tests.support.language import run
 from tests.support.paths import TINY
 from tests.support.ranks import end, start_ranks
 
@@ -67,8 +70,8 @@ def test_the_others_name_it_and_end_with_three(
     monkeypatch.setenv("HOW", how)
     monkeypatch.setenv("PPO_REPRO_RANK_TIMEOUT", "45" if how == "hang" else "1800")
     # a killed one takes its pieces of the moments with it, which the checkpoint has
-    zero = ["--set", "layout.mesh.zero=2"] if how == "SIGKILL" else []
-    processes = start_ranks(*[[*command(folder, tmp_path), *zero]] * 2)
+    mesh = ["--set", "layout.mesh={data: 2, zero: 2}", "--set", "layout.rank_shares=[2, 1]"]
+    processes = start_ranks(*[[*command(folder, tmp_path), *(mesh if how == "SIGKILL" else [])]] * 2)
     while not (folder / "there").exists():
         assert processes[0].poll() is None, end(processes)
         time.sleep(0.1)
@@ -82,11 +85,12 @@ def test_the_others_name_it_and_end_with_three(
     reason = {"SIGKILL": "ended without a word", "SIGSTOP": "no sign of life", "hang": "did not come within 45 s"}[how]
     said = ended[other].err.splitlines()[-1]
     assert said.startswith(f"stopped: rank {lost} (pid {processes[lost].pid} on ") and reason in said
-    assert "go on with `ppo-repro resume " in said
+    printed = re.search(r"go on with `ppo-repro (resume [^`]+)`, in one process$", said)
+    assert printed is not None, said
     if how == "hang":
         assert f"waiting for rank 0 (pid {processes[0].pid} on " in ended[other].err, "named long before it ends"
     (run_dir,) = {path.parent for path in tmp_path.rglob("manifest.json")}
     assert 1 <= len(manifest.load(run_dir).iterations) < 5
     monkeypatch.setenv("HOW", "")
-    resume(run_dir, Silent())
+    assert _run(shlex.split(printed[1])) == 0
     assert manifest.load(run_dir).fingerprint == fingerprint

@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ppo_repro.config.records import LayoutConfig
 from ppo_repro.config.reward import TrainedRewardModel
-from ppo_repro.config.run import LayoutConfig, RunConfig, TinyModel
+from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics import backend

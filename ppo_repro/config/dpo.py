@@ -6,8 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.records import MeshConfig
-from ppo_repro.config.run import LayoutConfig, NumericsConfig
+from ppo_repro.config.records import LayoutConfig, MeshConfig
+from ppo_repro.config.run import NumericsConfig
 from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
 
 

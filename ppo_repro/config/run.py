@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ppo_repro.config.algorithm import (
     AdvantagesConfig,
@@ -22,7 +22,7 @@ from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.faults import contradictions
 from ppo_repro.config.mismatch import MismatchConfig, has_no_routes, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
-from ppo_repro.config.records import MeshConfig, RunRecordsConfig, not_divided
+from ppo_repro.config.records import LayoutConfig, RunRecordsConfig, not_divided
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
     Count,
@@ -33,7 +33,6 @@ from ppo_repro.config.section import (
     PathText,
     Positive,
     Section,
-    Threads,
     Width,
     with_usual,
 )
@@ -110,42 +109,6 @@ class RunNumericsConfig(NumericsConfig):
         USUAL_ACCURACY_SEQUENCES,
         description="At its start an exact run compares the log-probs of this many sequences with float64; 0 for none.",
     )
-
-
-class LayoutConfig(Section):
-    """How the work is cut up. In exact numerics nothing here can change a result."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device", "mesh"})
-
-    rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
-    prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
-    prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
-    forward_micro_batch: Index = Field(0, description="Sequences per scoring pass; 0 takes all.")
-    update_micro_batch: Index = Field(0, description="Sequences per backward pass; 0 takes the minibatch.")
-    padding: Literal["right", "left", "none"] = Field(
-        "right", description="Where short rows are padded; `none` packs sequences into one row."
-    )
-    threads: Threads = Field(
-        1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
-    )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="What the models compute on.")
-    backend: Literal["auto", "eager", "float64", "amx", "triton"] = Field(
-        "auto", description="Kernels for CPUs, eager torch, or Triton's kernels for CUDA devices."
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="Keep no activations inside decoder layers; compute them again in the backward pass."
-    )
-    rank_shares: Annotated[tuple[Index, ...], Field(strict=False)] = Field(
-        (), description="In what proportion the processes of a run get sequences, one entry each; [] for equal shares."
-    )
-    mesh: MeshConfig = MeshConfig()
-
-    @field_validator("rank_shares")
-    @classmethod
-    def _someone_works(cls, shares: tuple[int, ...]) -> tuple[int, ...]:
-        if shares and not any(shares):
-            raise ValueError("at least one must be greater than 0")
-        return shares
 
 
 class CheckpointConfig(Section):

@@ -89,7 +89,7 @@ def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_i
     Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
     """
     source = tiny_config(config, vocab_size, max_context, eos_token_id)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(source)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(source, trust_remote_code=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.gradients import HEADROOM, MAX_TOKENS, GradientAccumulator, factor_exponents
-from ppo_repro.numerics.products import NOTHING, row_exponents
+from ppo_repro.numerics.gradients import HEADROOM, MAX_TOKENS, GradientAccumulator
+from ppo_repro.numerics.products import NOTHING, factor_exponents, row_exponents
 
 BIN_BITS = 8  # of exponents in a bin: a contribution keeps 27 - 8 bits at least
 # bins below the highest one that count: the others hold contributions below 2^-24 of the largest, as float32 drops them

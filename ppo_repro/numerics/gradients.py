@@ -20,12 +20,12 @@ from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import GRADIENT_BITS, GRADIENT_INPUT_BITS, LIMB_BITS, PRODUCT_BITS
 from ppo_repro.numerics.kernels.optimizer import to_float32
-from ppo_repro.numerics.pieces import Division, add_up_pieces
+from ppo_repro.numerics.pieces import WHOLE, Division, add_up_pieces
 from ppo_repro.numerics.products import (
     NOTHING,
     add_integer_rows,
     add_products,
-    input_exponents,
+    factor_exponents,
     largest_product,
     product_units,
     row_exponents,
@@ -75,14 +75,6 @@ def _to_float32(integers: Tensor, high: Tensor | None, unit: float) -> Tensor:
     above, below = high.to(torch.int64) + (integers >> LIMB_BITS), integers & ((1 << LIMB_BITS) - 1)
     total = above.to(torch.float64) * 2.0**LIMB_BITS + below.to(torch.float64)
     return out.copy_((total * unit).to(torch.float32))
-
-
-def factor_exponents(name: str, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Exponents of the rows of x and grad, int64 [T] each; NumericsError where the gradient of `name` is not finite."""
-    x_exponents, grad_exponents = input_exponents(x), row_exponents(grad)
-    if x_exponents is None or grad_exponents is None:
-        raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
-    return x_exponents, grad_exponents
 
 
 class GradientAccumulator:
@@ -276,14 +268,13 @@ class GradientAccumulator:
         for (held, name), piece in zip(limbs, tensors, strict=True):
             held[name] = piece
 
-    def finish(self, ranks: Ranks = ALONE, division: Division | None = None) -> dict[str, Tensor] | None:
+    def finish(self, ranks: Ranks = ALONE, division: Division = WHOLE) -> dict[str, Tensor] | None:
         """The float32 gradients over all ranks, or None if a grid did not fit and the step must be redone.
 
         dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 3 for every tensor. They take
         the place of the sums; the next step overwrites them. Where the ranks divide them, this rank's piece of each,
         flat.
         """
-        divides = division is not None and division.divides
         self._observe_all(ranks)
         misfits = {
             name: new
@@ -293,7 +284,7 @@ class GradientAccumulator:
         if misfits:
             self.grids = {**self.grids, **misfits}
             return None
-        if division is not None and divides:
+        if division.divides:
             self._add_up_pieces(division)
         else:
             ranks.add_up([held[name] for held, name in self._limbs(ranks)])
@@ -303,6 +294,6 @@ class GradientAccumulator:
                 unit = 2.0 ** (self.grids[name] + HEADROOM - PRODUCT_BITS)
                 gradients[name] = _to_float32(self.sums.pop(name), self.high.get(name), unit)
             else:
-                gradients[name] = torch.zeros_like(division.own(parameter.detach()) if division else parameter)
+                gradients[name] = torch.zeros_like(division.own(parameter.detach()))
         self.grids = {**self.grids, **self.largest}
         return gradients

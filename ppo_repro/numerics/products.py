@@ -216,6 +216,14 @@ def input_exponents(x: Tensor) -> Tensor | None:
     return exponents
 
 
+def factor_exponents(name: str, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponents of the rows of x and grad, int64 [T] each; NumericsError where the gradient of `name` is not finite."""
+    x_exponents, grad_exponents = input_exponents(x), row_exponents(grad)
+    if x_exponents is None or grad_exponents is None:
+        raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+    return x_exponents, grad_exponents
+
+
 def largest_product(x: Tensor, grad: Tensor) -> int | None:
     """Largest x[t] + grad[t] of row exponents of inputs and gradients, int64 [T]; None if each row has a NOTHING."""
     if backend.has_kernels(x):

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.numerics.layers.routes import routers
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.watcher import Watcher
@@ -22,6 +25,15 @@ def check_engine(config: RunConfig, ranks: int) -> None:
             f"rollout.engine.kind = sglang: works in one process, and here are {ranks}; start it without torchrun, "
             "or take kind torch"
         )
+
+
+def check_routes(config: RunConfig, source: PreTrainedModel) -> None:
+    """Raise UserError where a mixture of experts has another engine, or a model without router is to replay routes."""
+    kind, mixture = type(source).__name__, bool(routers(source))
+    if mixture and config.rollout.engine.kind == "sglang":
+        raise UserError(f"rollout.engine.kind = sglang: a {kind} is sampled by the built-in engine only; set torch")
+    if config.ppo.replay_routes and not mixture:
+        raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
 
 
 def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:

@@ -40,7 +40,6 @@ from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.layers.families import trunk_of
-from ppo_repro.numerics.layers.routes import routers
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.pieces import Division
 from ppo_repro.numerics.proof import proof
@@ -50,6 +49,7 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
 from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.runs.open_engine import check_routes
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.faults import check_training_prompts
 from ppo_repro.stages.prompts import Task
@@ -268,12 +268,7 @@ def prepare(
         moved(source, device)
     task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
     check_training_prompts(config, task)
-    if config.rollout.engine.kind == "sglang" and routers(source):
-        kind = type(source).__name__
-        raise UserError(f"rollout.engine.kind = sglang: a {kind} is sampled by the built-in engine only; set torch")
-    if config.ppo.replay_routes and not routers(source):
-        kind = type(source).__name__
-        raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
+    check_routes(config, source)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     networks = _networks(config, source, task, share, Division(ranks, config.layout.mesh.zero))

@@ -14,7 +14,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent
 from tests.support.language import run
-from tests.support.machines import CAPS
+from tests.support.machines import CAPS, UNLIKE_OTHERS
 from tests.support.paths import ROOT, SMALL
 
 QUICKSTART = ROOT / "experiments" / "quickstart.yaml"
@@ -66,7 +66,7 @@ def test_a_cap_reaches_every_library() -> None:
 def test_native_fingerprints_change_with_the_instruction_set(tmp_path: Path) -> None:
     """Linear layers that a cap makes others, in processes that are started as those above."""
     native = partial(fingerprint, program="tests.support.row_dependent")
-    found = {native(tmp_path / str(i), cap, "numerics.mode=native") for i, cap in enumerate([{}, CAPS[0]])}
+    found = {native(tmp_path / str(i), cap, "numerics.mode=native") for i, cap in enumerate([{}, UNLIKE_OTHERS])}
     assert len(found) == 2
 
 

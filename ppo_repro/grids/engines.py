@@ -16,6 +16,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, Result, finish_cell, run_cell, start_cell
 
 POLL_SECONDS = 0.1
+TIMEOUT_MINUTES = 24 * 60  # of a Slurm job, unless slurm_time or timeout_min is given
 END_SECONDS = 60.0  # how long an interrupted cell has to record that it was interrupted
 
 
@@ -134,7 +135,9 @@ class Slurm:
             executor = submitit.AutoExecutor(self.log_folder, cluster=self.cluster)
             limit = {"slurm_array_parallelism": self.workers} if self.cluster == "slurm" else {}
             cpus = max(order.threads for order in orders)
-            executor.update_parameters(cpus_per_task=cpus, **limit, **self.parameters)
+            # submitit's own limit is five minutes, after which a cell would be killed
+            timed = {} if {"timeout_min", "slurm_time"} & set(self.parameters) else {"timeout_min": TIMEOUT_MINUTES}
+            executor.update_parameters(cpus_per_task=cpus, **timed, **limit, **self.parameters)
             jobs = dict(zip(executor.map_array(run_cell, orders), orders, strict=True))
         except (RuntimeError, ValueError, TypeError, NameError, submitit.core.utils.FailedJobError) as error:
             raise UserError(f"--slurm: jobs cannot be submitted ({' '.join(str(error).split())[:300]})") from error

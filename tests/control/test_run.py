@@ -28,7 +28,7 @@ from ppo_repro.watcher import Silent
 from tests.support import synthetic_run
 from tests.support.cli import Cli, one_line
 from tests.support.control import rerun, resume, run, small_control
-from tests.support.machines import CAPS
+from tests.support.machines import CAPS, UNLIKE_OTHERS
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 from tests.support.row_dependent import row_dependent_linear
 
@@ -345,7 +345,7 @@ def test_no_instruction_set_of_our_libraries_changes_the_fingerprint(
 @pytest.mark.timeout(600)
 def test_native_fingerprints_change_with_the_instruction_set(tmp_path: Path) -> None:
     native = partial(fingerprint, program="tests.support.row_dependent")
-    found = {native(tmp_path / str(i), cap, "numerics.mode=native") for i, cap in enumerate([{}, CAPS[0]])}
+    found = {native(tmp_path / str(i), cap, "numerics.mode=native") for i, cap in enumerate([{}, UNLIKE_OTHERS])}
     assert len(found) == 2
 
 

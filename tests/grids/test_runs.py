@@ -76,6 +76,11 @@ def test_a_cell_has_one_fingerprint_whatever_runs_it(
         "submitit": Slurm(tmp_path / "jobs", 2, {}, "local"),
     }
     assert fingerprints(finished(four[0], tmp_path, engines[engine])) == four[1]
+    if engine == "submitit":
+        from submitit.core.utils import DelayedSubmission
+
+        job = next((tmp_path / "jobs").glob("*_submitted.pkl"))
+        assert DelayedSubmission.load(job)._timeout_min == 24 * 60, "submitit's own limit is five minutes"
 
 
 @slow

@@ -12,13 +12,14 @@ import sys
 
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
+UNLIKE_OTHERS = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}  # no environment of `all_capped` has it
 # each takes instructions away from one or more of torch, MKL, NumPy and the C library
 CAPS = [
     {"ATEN_CPU_CAPABILITY": "default"},
     {"ATEN_CPU_CAPABILITY": "avx2"},
     {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
-    {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"},
+    UNLIKE_OTHERS,
     {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX2 FMA3"},
     {"GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-FMA,-FMA4"},  # other bits of exp, log and cos
 ]

@@ -46,7 +46,9 @@ def write_grid(grid_dir: Path, folder: Path) -> None:
     """The same for every run of a grid that began, into FOLDER/<grid>/<cell>."""
     for row in pd.read_parquet(grid_dir / "cells.parquet").to_dict("records"):
         if row["run_dir"]:
-            write(grid_dir / str(row["run_dir"]), folder / grid_dir.name / str(row["cell"]))
+            run_dir = grid_dir / str(row["run_dir"])
+            _require_unchanged(run_dir)
+            _copy(run_dir, folder / grid_dir.name / str(row["cell"]), lambda seconds: True)
 
 
 def follow(run_dir: Path, folder: Path, is_over: Callable[[float], bool]) -> Path | None:
@@ -56,11 +58,22 @@ def follow(run_dir: Path, folder: Path, is_over: Callable[[float], bool]) -> Pat
         if over:
             return None
         over = is_over(POLL_SECONDS)
-    if dpo_records.is_dpo(run_dir):
-        return _write_dpo(run_dir, folder)
-    recorded = manifest.load_head(run_dir)
-    check_config(run_dir, recorded)
+    _require_unchanged(run_dir)
     events = folder / str(read_tree(run_dir / CONFIG_NAME)["experiment"]) / run_dir.name
+    _copy(run_dir, events, (lambda seconds: True) if over else is_over)
+    return events
+
+
+def _require_unchanged(run_dir: Path) -> None:
+    if not dpo_records.is_dpo(run_dir):  # whose records are checked when they are loaded
+        check_config(run_dir, manifest.load_head(run_dir))
+
+
+def _copy(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> None:
+    """One run or DPO training, into this very folder."""
+    if dpo_records.is_dpo(run_dir):
+        return _copy_dpo(run_dir, events)
+    recorded, over = manifest.load_head(run_dir), False
     with closing(_writer(events)) as writer:
         _text(writer, "config", run_dir, times.started(run_dir, recorded))
         seen = _add_new(writer, run_dir, recorded, Seen())
@@ -72,18 +85,15 @@ def follow(run_dir: Path, folder: Path, is_over: Callable[[float], bool]) -> Pat
         _add(writer, scalars.ending_scalars(run_dir, recorded, ended))
         said = "\n".join(f"* {sentence}" for sentence in findings.sentences(run_dir, recorded))
         writer.add_text("verdicts", f"{said}\n* fingerprint {recorded.fingerprint}", walltime=ended)
-    return events
 
 
-def _write_dpo(run_dir: Path, folder: Path) -> Path:
+def _copy_dpo(run_dir: Path, events: Path) -> None:
     recorded, (began, ended) = dpo_records.load(run_dir), dpo_records.span(run_dir)
-    events = folder / str(read_tree(run_dir / CONFIG_NAME)["experiment"]) / run_dir.name
     with closing(_writer(events)) as writer:
         _text(writer, "config", run_dir, began)
         _add(writer, scalars.dpo_scalars(run_dir, ended))
         said = "\n".join(f"* {sentence}" for sentence in findings.dpo_sentences(recorded))
         writer.add_text("verdicts", f"{said}\n* fingerprint {recorded.fingerprint}", walltime=ended)
-    return events
 
 
 def _writer(events: Path) -> SummaryWriter:

@@ -66,8 +66,7 @@ def _saying_how_to_go_on(folder: Sequence[Path]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         if any((run_dir / MANIFEST).exists() for run_dir in folder):
-            alone = _alone(folder[0]) if isinstance(error, RankLost) else ""
-            how = ", in one process" if isinstance(error, RankLost) else ""
+            alone, how = (_alone(folder[0]), ", in one process") if isinstance(error, RankLost) else ("", "")
             kept = f"complete iterations are kept; go on with `ppo-repro resume {folder[0]}{alone}`{how}"
         else:
             kept = "nothing was recorded; start it again"
@@ -77,8 +76,9 @@ def _saying_how_to_go_on(folder: Sequence[Path]) -> Iterator[None]:
 def _alone(run_dir: Path) -> str:
     """The options with which one process takes over a run of several."""
     from ppo_repro.config.files import read_tree
+    from ppo_repro.records.config_file import CONFIG_NAME
 
-    layout = read_tree(run_dir / "config.yaml")["layout"]
+    layout = read_tree(run_dir / CONFIG_NAME)["layout"]
     mesh = " --set layout.mesh.data=0" if layout.get("mesh", {}).get("data") else ""
     return mesh + (" --set 'layout.rank_shares=[]'" if layout.get("rank_shares") else "")
 

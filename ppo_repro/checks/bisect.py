@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ppo_repro.checks.capture import Captured, Subject, decoded, patched, trained
 from ppo_repro.checks.conditions import Step, ladder
 from ppo_repro.config.files import load_config
-from ppo_repro.config.records import LayoutConfig
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import freeze

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.records import LayoutConfig, MeshConfig
+from ppo_repro.config.layout import LayoutConfig, MeshConfig
 from ppo_repro.config.run import NumericsConfig
 from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
 

@@ -1,13 +1,12 @@
-"""How much of a run is written down, and how its work is cut up. No exact result depends on it."""
+"""How much of a run is written down: the levels of records. Nothing here changes a result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from ppo_repro.config.section import Count, Index, Section, Threads
+from ppo_repro.config.section import Count, Section
 
 Level = Literal["lean", "full", "deep"]
 USUAL_TOP_LOGITS = 16
@@ -41,59 +40,3 @@ class RunRecordsConfig(RecordsConfig):
         if self.top_logits is not None and self.level != "deep":
             raise ValueError("top_logits needs level = deep; set it to null elsewhere")
         return self
-
-
-class MeshConfig(Section):
-    """What the processes of a run, as torchrun starts them, divide. No exact result depends on it."""
-
-    data: Index = Field(0, description="Processes that divide the sequences; 0 takes all there are.")
-    zero: Literal[0, 1, 2] = Field(
-        0, description="Divided among them: 0 nothing, 1 moments of AdamW, 2 sums of gradients after a step too."
-    )
-
-
-class LayoutConfig(Section):
-    """How the work is cut up. In exact numerics nothing here can change a result."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device", "mesh"})
-
-    rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
-    prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
-    prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
-    forward_micro_batch: Index = Field(0, description="Sequences per scoring pass; 0 takes all.")
-    update_micro_batch: Index = Field(0, description="Sequences per backward pass; 0 takes the minibatch.")
-    padding: Literal["right", "left", "none"] = Field(
-        "right", description="Where short rows are padded; `none` packs sequences into one row."
-    )
-    threads: Threads = Field(
-        1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
-    )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="What the models compute on.")
-    backend: Literal["auto", "eager", "float64", "amx", "triton"] = Field(
-        "auto", description="Kernels for CPUs, eager torch, or Triton's kernels for CUDA devices."
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="Keep no activations inside decoder layers; compute them again in the backward pass."
-    )
-    rank_shares: Annotated[tuple[Index, ...], Field(strict=False)] = Field(
-        (), description="In what proportion the processes of a run get sequences, one entry each; [] for equal shares."
-    )
-    mesh: MeshConfig = MeshConfig()
-
-    @field_validator("rank_shares")
-    @classmethod
-    def _someone_works(cls, shares: tuple[int, ...]) -> tuple[int, ...]:
-        if shares and not any(shares):
-            raise ValueError("at least one must be greater than 0")
-        return shares
-
-
-def not_divided(mesh: MeshConfig, mode: str, adapted: Sequence[str]) -> Iterator[str]:
-    """One line for what this program cannot divide; `adapted`: the fields that ask for adapters."""
-    if mesh.zero and mode == "native":
-        yield f"layout.mesh.zero = {mesh.zero} needs numerics.mode = exact; take 0"
-    if mesh.zero == 2 and adapted:
-        yield (
-            f"layout.mesh.zero = 2 needs all weights to be trained, and {adapted[0]} is set: an adapter's gradient "
-            "needs that of the whole matrix; take 1"
-        )

@@ -19,10 +19,10 @@ from ppo_repro.config.algorithm import (
     ValueConfig,
 )
 from ppo_repro.config.engine import RolloutConfig
-from ppo_repro.config.faults import contradictions
-from ppo_repro.config.mismatch import MismatchConfig, has_no_routes, not_possible
+from ppo_repro.config.layout import LayoutConfig, not_divided
+from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
-from ppo_repro.config.records import LayoutConfig, RunRecordsConfig, not_divided
+from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
     Count,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ppo_repro.config.faults import FixedLag, LagConfig
+from ppo_repro.config.mismatch import FixedLag, LagConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.versions import Versions
 from ppo_repro.ranks import Ranks

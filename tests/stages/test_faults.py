@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_repro.config.faults import DrawnLag, FixedLag
+from ppo_repro.config.mismatch import DrawnLag, FixedLag
 from ppo_repro.errors import UserError
 from ppo_repro.models.versions import Versions
 from ppo_repro.ppo.weights import loss_weights

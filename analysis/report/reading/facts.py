@@ -15,8 +15,8 @@ from analysis.report.drawing.figure import Verdict
 from analysis.report.drawing.markup import number, share
 from analysis.report.figures.clipping import ClipBounds
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.faults import SamplerFaults, TrainerFaults
 from ppo_repro.config.kinds import load_config_of
+from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError

@@ -125,8 +125,7 @@ def elementwise(work: Work, device: torch.device) -> dict[str, str]:
 def proven(work: Work, device: torch.device) -> dict[str, str]:
     """Digests of the cases by which backends prove themselves."""
     chosen = cases.CASES if work is WHOLE else {"optimizer": cases.CASES["optimizer"]}
-    with cases.on(device):
-        return {f"proof: {name}": digest(*compute()) for name, compute in chosen.items()}
+    return {f"proof: {name}": digest(*compute(device)) for name, compute in chosen.items()}
 
 
 @torch.no_grad()

@@ -37,10 +37,10 @@ def beside(name: str, first_use: bool) -> Iterator[None]:
 def main(name: str) -> None:
     """Compile the kernels of CASE for a backend."""
     from ppo_repro.numerics import backend
-    from ppo_repro.numerics.proof.cases import CASES
+    from ppo_repro.numerics.proof.cases import CASES, CPU
 
     backend.use(name, 1)
-    CASES[CASE]()
+    CASES[CASE](CPU)
 
 
 if __name__ == "__main__":

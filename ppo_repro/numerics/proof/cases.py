@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,9 @@ from ppo_repro.numerics.products import PreparedWeight
 from ppo_repro.numerics.trunk.forward import TrunkForward
 
 CONTEXT = 48
+CPU = torch.device("cpu")
 
-_device = torch.device("cpu")
+Case = Callable[[torch.device], list[Tensor]]
 
 
 def _small_decoder() -> Qwen3Model:
@@ -41,24 +41,13 @@ def _small_decoder() -> Qwen3Model:
     )
     model = Qwen3Model(config).float().eval()
     for number, parameter in enumerate(model.parameters()):
-        parameter.data = _numbers(number, *parameter.shape) * 0.2 + (parameter.dim() == 1)
+        parameter.data = _numbers(CPU, number, *parameter.shape) * 0.2 + (parameter.dim() == 1)
     return model
 
 
-def _numbers(seed: int, *shape: int) -> Tensor:
-    """Normal numbers on the device in use, the same on every one."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(_device)
-
-
-@contextmanager
-def on(device: torch.device) -> Iterator[None]:
-    """Inside, the cases compute on a device; outside on the CPU."""
-    global _device
-    _device = device
-    try:
-        yield
-    finally:
-        _device = torch.device("cpu")
+def _numbers(device: torch.device, seed: int, *shape: int) -> Tensor:
+    """Normal numbers, the same on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def _with_outliers(x: Tensor) -> Tensor:
@@ -74,40 +63,44 @@ def _sums(accumulator: GradientAccumulator) -> list[Tensor]:
     return [*integers, *(accumulator.finish() or {}).values()]
 
 
-def products() -> list[Tensor]:
+def products(device: torch.device) -> list[Tensor]:
     """Products in both directions, short and long, with outliers and without."""
     results = []
     for rows, terms, columns in ((37, 200, 50), (5, 4200, 30)):
-        x, w, bias = _with_outliers(_numbers(0, rows, terms)), _numbers(1, columns, terms), _numbers(2, columns)
+        x, w, bias = (
+            _with_outliers(_numbers(device, 0, rows, terms)),
+            _numbers(device, 1, columns, terms),
+            _numbers(device, 2, columns),
+        )
         w[::4, 3] = 1e3
         results += [PreparedWeight("case").contract(x, w, 1, bias), PreparedWeight("case").contract(x, w.t(), 0)]
     return results
 
 
-def gradients() -> list[Tensor]:
+def gradients(device: torch.device) -> list[Tensor]:
     """A linear layer and a layer norm behind an activation: gradients of the input and integer sums."""
     model = nn.Sequential(nn.Linear(70, 90), nn.GELU(), nn.LayerNorm(90))
     for number, parameter in enumerate(model.parameters()):
-        parameter.data = _numbers(number, *parameter.shape) * 0.1
+        parameter.data = _numbers(device, number, *parameter.shape) * 0.1
     layers = ExactLinear(model[0], "linear"), ExactGELU(), ExactLayerNorm(model[2], "norm")  # type: ignore[arg-type]
     accumulator = GradientAccumulator(nn.ModuleList(layers).named_parameters())
     for layer in layers:
         layer.accumulator = accumulator
-    x = _with_outliers(_numbers(9, 45, 70)).requires_grad_()
+    x = _with_outliers(_numbers(device, 9, 45, 70)).requires_grad_()
     for _ in range(2):  # the first backward finds the grids
         accumulator.begin()
         y = layers[2](layers[1](layers[0](x)))
-        y.backward(_numbers(10, *y.shape))
+        y.backward(_numbers(device, 10, *y.shape))
         sums = _sums(accumulator)
     assert x.grad is not None
     return [y.detach(), x.grad, *sums]
 
 
-def statistics() -> list[Tensor]:
+def statistics(device: torch.device) -> list[Tensor]:
     """Log-probs, entropies, divergences and their gradients, with all tokens eligible and with some."""
-    logits, other, targets = _numbers(0, 7, 131) * 3, _numbers(1, 7, 131), torch.arange(7).to(_device)
-    eligible = _numbers(2, 7, 131) > -0.5
-    eligible[torch.arange(7).to(_device), targets] = True
+    logits, other, targets = _numbers(device, 0, 7, 131) * 3, _numbers(device, 1, 7, 131), torch.arange(7).to(device)
+    eligible = _numbers(device, 2, 7, 131) > -0.5
+    eligible[torch.arange(7).to(device), targets] = True
     results: list[Tensor] = []
     for mask in (None, eligible):
         scores = score(logits, other, targets, 0.7, mask, "exact")
@@ -120,49 +113,49 @@ def statistics() -> list[Tensor]:
     return results
 
 
-def _tokens() -> tuple[Tensor, Tensor]:
+def _tokens(device: torch.device) -> tuple[Tensor, Tensor]:
     """Three rows of 30, and their positions."""
     ids = torch.randint(0, 61, (3, 30), generator=torch.Generator().manual_seed(5))
-    return ids.to(_device), torch.arange(30).expand(3, -1).to(_device)
+    return ids.to(device), torch.arange(30).expand(3, -1).to(device)
 
 
-def training() -> list[Tensor]:
+def training(device: torch.device) -> list[Tensor]:
     """A small model over a batch, with its gradients."""
-    trunk = moved(lower(_small_decoder(), CONTEXT), _device)
+    trunk = moved(lower(_small_decoder(), CONTEXT), device)
     accumulator = GradientAccumulator(trunk.named_parameters())
     attach(trunk, accumulator)
-    (ids, positions), first_key = _tokens(), torch.zeros(3, 30, dtype=torch.int64).to(_device)
+    (ids, positions), first_key = _tokens(device), torch.zeros(3, 30, dtype=torch.int64).to(device)
     for _ in range(2):
         accumulator.begin()
-        hidden = TrunkForward(trunk).over_batch(ids, positions, first_key, torch.arange(90).to(_device))
-        hidden.backward(_numbers(6, *hidden.shape))
+        hidden = TrunkForward(trunk).over_batch(ids, positions, first_key, torch.arange(90).to(device))
+        hidden.backward(_numbers(device, 6, *hidden.shape))
         sums = _sums(accumulator)
     return [hidden.detach(), *sums]
 
 
-def decoding() -> list[Tensor]:
+def decoding(device: torch.device) -> list[Tensor]:
     """The small model over a cache: a prompt, then one token of each row after the other."""
-    trunk, (ids, positions) = moved(lower(_small_decoder(), CONTEXT), _device), _tokens()
-    cache, forward = GridCache(trunk.config, 3, CONTEXT, _device), TrunkForward(trunk)
+    trunk, (ids, positions) = moved(lower(_small_decoder(), CONTEXT), device), _tokens(device)
+    cache, forward = GridCache(trunk.config, 3, CONTEXT, device), TrunkForward(trunk)
     results = []
     for begin, end in ((0, 27), (27, 28), (28, 29), (29, 30)):
-        valid = torch.ones(3, end - begin, dtype=torch.bool).to(_device)
-        cache.aim(torch.arange(3).to(_device), positions[:, begin:end], valid)
+        valid = torch.ones(3, end - begin, dtype=torch.bool).to(device)
+        cache.aim(torch.arange(3).to(device), positions[:, begin:end], valid)
         results.append(forward.over_cache(ids[:, begin:end], cache))
     return results
 
 
-def optimizer() -> list[Tensor]:
+def optimizer(device: torch.device) -> list[Tensor]:
     """Steps of AdamW with the norm of their gradients."""
-    parameters = {"a": nn.Parameter(_numbers(0, 33, 7)), "b": nn.Parameter(_numbers(1, 130))}
+    parameters = {"a": nn.Parameter(_numbers(device, 0, 33, 7)), "b": nn.Parameter(_numbers(device, 1, 130))}
     adamw, settings = ExactAdamW(parameters), AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)
     for step in range(3):
-        grads = {name: _numbers(step, *p.shape) * 10.0 ** (step - 1) for name, p in parameters.items()}
+        grads = {name: _numbers(device, step, *p.shape) * 10.0 ** (step - 1) for name, p in parameters.items()}
         adamw.apply(settings, grads, exact_norm(grads.values()))
     return [p.detach() for p in parameters.values()]
 
 
-CASES: dict[str, Callable[[], list[Tensor]]] = {
+CASES: dict[str, Case] = {
     "products": products,
     "gradients": gradients,
     "log-probs": statistics,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from functools import cache
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from ppo_repro.numerics.kernels.core import entries
 from ppo_repro.numerics.kernels.core.cache import NUMERICS, cache_folder
 from ppo_repro.numerics.proof import ahead
 from ppo_repro.output import say
+
+if TYPE_CHECKING:
+    from ppo_repro.numerics.proof.cases import Case
 
 PASSED = ""
 # what makes torch, MKL, NumPy, OpenBLAS and the C library use less than the processor has; Numba's is in the folder
@@ -92,7 +95,7 @@ def first_difference(name: str, first_use: bool = False) -> str:
 
     At the first use kernels are compiled, which takes so long that stderr says how far it is.
     """
-    from ppo_repro.numerics.proof.cases import CASES, on
+    from ppo_repro.numerics.proof.cases import CASES, CPU
 
     before, threads = backend.active(), torch.get_num_threads()
     try:
@@ -100,21 +103,20 @@ def first_difference(name: str, first_use: bool = False) -> str:
             if first_use:
                 say(f"numerics: first use here, compiling kernels of {name}: {case} ({index + 1} of {len(CASES)})")
             backend.use("eager", 1)
-            expected = _bytes(compute())
+            expected = _bytes(compute(CPU))
             for count in (1, 2):
                 backend.use(name, count)
-                with on(backend.device_of_kernels()):
-                    if not _equals(compute, expected):
-                        return case
+                if not _equals(compute, backend.device_of_kernels(), expected):
+                    return case
     finally:
         backend.use(before, 1)
         torch.set_num_threads(threads)
     return PASSED
 
 
-def _equals(compute: Callable[[], list[Tensor]], expected: list[bytes]) -> bool:
+def _equals(compute: Case, device: torch.device, expected: list[bytes]) -> bool:
     try:
-        return _bytes(compute()) == expected
+        return _bytes(compute(device)) == expected
     except Exception as error:  # whatever is wrong with a backend, it has not proved itself
         if is_out_of_memory(error):
             raise  # says nothing about the backend, and the result would be kept

@@ -1,4 +1,4 @@
-"""Elementwise kernels: SiLU, the Gaussian error linear units, rotary positions."""
+"""Elementwise kernels: SiLU and the Gaussian error linear units, forward and backward."""
 
 from __future__ import annotations
 

@@ -34,6 +34,40 @@ def dot_limbs(a, b, a_unit, b_unit):
 
 
 @triton.jit
+def row_exponents(at, inside, columns, R: tl.constexpr, BLOCK: tl.constexpr):
+    """Exponent of the largest magnitude of each row, int32 [R]; float32 rows begin `at` [R, 1]."""
+    e = tl.full((R,), MIN_EXPONENT, tl.int32)
+    for start in range(0, columns, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        value = tl.load(at + k[None, :], mask=inside & (k < columns)[None, :], other=0.0)
+        e = tl.maximum(e, exponent_of_bits(tl.max(magnitude_bits(value), 1)))
+    return e
+
+
+@triton.jit
+def mean_square(at, centre, e, inside, columns, size, R: tl.constexpr, BLOCK: tl.constexpr):
+    """mean((x - centre)^2) of each row, float64 [R]; `e` [R] are exponents above |x - centre|, centre is [R, 1]."""
+    up = pow2(-e + BITS)
+    above, below = tl.zeros((R,), dtype=tl.int64), tl.zeros((R,), dtype=tl.int64)
+    for start in range(0, columns, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        live = inside & (k < columns)[None, :]
+        value = tl.load(at + k[None, :], mask=live, other=0.0).to(tl.float64)
+        centred = tl.where(live, value - centre, 0.0)
+        upper, lower = dot_limbs(centred, centred, up, up)
+        above += upper
+        below += lower
+    scale = pow2(e - BITS)
+    return (round_limbs(above, below, BITS) * (scale * scale)) / tl.load(size)
+
+
+@triton.jit
+def inverse_root(mean, eps, R: tl.constexpr):
+    """1 / sqrt(mean + eps), float64 [R]."""
+    return tl.full((R,), 1.0, tl.float64) / tl.sqrt(mean + tl.load(eps))
+
+
+@triton.jit
 def rms_norm(
     x, factor, y, inverse, exponents, rows, columns, eps, size,
     R: tl.constexpr, BLOCK: tl.constexpr,
@@ -42,25 +76,11 @@ def rms_norm(
     index = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     at = x + index[:, None] * columns
     inside = (index < rows)[:, None]
-    e = tl.full((R,), MIN_EXPONENT, tl.int32)
-    for start in range(0, columns, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        value = tl.load(at + k[None, :], mask=inside & (k < columns)[None, :], other=0.0)
-        e = tl.maximum(e, exponent_of_bits(tl.max(magnitude_bits(value), 1)))
+    e = row_exponents(at, inside, columns, R, BLOCK)
     tl.store(exponents + index, e, mask=index < rows)
     e = tl.where(e >= NOT_FINITE, 0, e)
-    up = pow2(-e + BITS)
-    above, below = tl.zeros((R,), dtype=tl.int64), tl.zeros((R,), dtype=tl.int64)
-    for start in range(0, columns, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        value = tl.load(at + k[None, :], mask=inside & (k < columns)[None, :], other=0.0).to(tl.float64)
-        upper, lower = dot_limbs(value, value, up, up)
-        above += upper
-        below += lower
-    scale = pow2(e - BITS)
-    mean = (round_limbs(above, below, BITS) * (scale * scale)) / tl.load(size)
-    one = tl.full((R,), 1.0, tl.float64)
-    own = one / tl.sqrt(mean + tl.load(eps))
+    centre = tl.zeros((R, 1), dtype=tl.float64)
+    own = inverse_root(mean_square(at, centre, e, inside, columns, size, R, BLOCK), eps, R)
     tl.store(inverse + index, own, mask=index < rows)
     for start in range(0, columns, BLOCK):
         k = start + tl.arange(0, BLOCK)
@@ -80,11 +100,7 @@ def layer_norm(
     index = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     at = x + index[:, None] * columns
     inside = (index < rows)[:, None]
-    e = tl.full((R,), MIN_EXPONENT, tl.int32)
-    for start in range(0, columns, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        value = tl.load(at + k[None, :], mask=inside & (k < columns)[None, :], other=0.0)
-        e = tl.maximum(e, exponent_of_bits(tl.max(magnitude_bits(value), 1)))
+    e = row_exponents(at, inside, columns, R, BLOCK)
     tl.store(exponents + index, e, mask=index < rows)
     e = tl.where(e >= NOT_FINITE, 0, e)
     up = pow2(mean_bits - e)[:, None]
@@ -103,20 +119,7 @@ def layer_norm(
         centred = tl.where(live, value - mean[:, None], 0.0)
         e = tl.maximum(e, exponent_of_bits(tl.max(magnitude_bits(centred), 1)))
     e = tl.where(e >= NOT_FINITE64, 0, e)
-    up = pow2(-e + BITS)
-    above, below = tl.zeros((R,), dtype=tl.int64), tl.zeros((R,), dtype=tl.int64)
-    for start in range(0, columns, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        live = inside & (k < columns)[None, :]
-        value = tl.load(at + k[None, :], mask=live, other=0.0).to(tl.float64)
-        centred = tl.where(live, value - mean[:, None], 0.0)
-        upper, lower = dot_limbs(centred, centred, up, up)
-        above += upper
-        below += lower
-    scale = pow2(e - BITS)
-    variance = (round_limbs(above, below, BITS) * (scale * scale)) / tl.load(size)
-    one = tl.full((R,), 1.0, tl.float64)
-    own = one / tl.sqrt(variance + tl.load(eps))
+    own = inverse_root(mean_square(at, mean[:, None], e, inside, columns, size, R, BLOCK), eps, R)
     tl.store(inverse + index, own, mask=index < rows)
     for start in range(0, columns, BLOCK):
         k = start + tl.arange(0, BLOCK)

@@ -36,6 +36,8 @@ from tests.support.runs import recorded_iterations
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(600)
 TWO_WORKERS = Processes(2)
+Four = tuple[Path, dict[str, str], Path]
+Two = tuple[Path, dict[str, str]]
 
 
 def grid_file(folder: Path, axes: dict[str, object], seeds: Sequence[int], **fields: object) -> Path:
@@ -55,7 +57,7 @@ def fingerprints(outcome: Outcome) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str], Path]:
+def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
     """A grid of four cells run by one worker: its file, its fingerprints, its folder."""
     folder = tmp_path_factory.mktemp("four")
     path = grid_file(folder, {"ppo.learning_rate": [1e-3, 3e-3]}, [1, 2])
@@ -64,17 +66,21 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
     return path, found, folder / "out" / "g"
 
 
+@pytest.fixture(scope="module")
+def two(four: Four, tmp_path_factory: pytest.TempPathFactory) -> Two:
+    """The file of a smaller grid of which two cells are `four`'s, and their fingerprints."""
+    path = grid_file(tmp_path_factory.mktemp("two"), {"ppo.learning_rate": [1e-3, 3e-3]}, [1])
+    return path, {cell: found for cell, found in four[1].items() if cell.endswith("seed=1")}
+
+
 @slow
 @pytest.mark.parametrize("engine", ["processes", "ray", "submitit"])
 def test_a_cell_has_one_fingerprint_whatever_runs_it(
-    four: tuple[Path, dict[str, str], Path], tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+    four: Four, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    engines: dict[str, Engine] = {
-        "processes": Processes(2),
-        "ray": Ray("local", 2),
-        "submitit": Slurm(tmp_path / "jobs", 2, {}, "local"),
-    }
+    submitit = Slurm(tmp_path / "jobs", 2, {}, "local")
+    engines: dict[str, Engine] = {"processes": Processes(2), "ray": Ray("local", 2), "submitit": submitit}
     assert fingerprints(finished(four[0], tmp_path, engines[engine])) == four[1]
     if engine == "submitit":
         from submitit.core.utils import DelayedSubmission
@@ -84,7 +90,7 @@ def test_a_cell_has_one_fingerprint_whatever_runs_it(
 
 
 @slow
-def test_calling_it_again_redoes_nothing(four: tuple[Path, dict[str, str], Path]) -> None:
+def test_calling_it_again_redoes_nothing(four: Four) -> None:
     path, found, folder = four
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("records/**/*.parquet")}
     again = finished(path, folder.parent)
@@ -93,7 +99,7 @@ def test_calling_it_again_redoes_nothing(four: tuple[Path, dict[str, str], Path]
 
 
 @slow
-def test_the_tables(four: tuple[Path, dict[str, str], Path]) -> None:
+def test_the_tables(four: Four) -> None:
     _, found, folder = four
     cells, results = pd.read_parquet(folder / "cells.parquet"), pd.read_parquet(folder / "results.parquet")
     assert dict(zip(cells["cell"], cells["fingerprint"], strict=True)) == found
@@ -103,29 +109,25 @@ def test_the_tables(four: tuple[Path, dict[str, str], Path]) -> None:
     for row in cells.to_dict("records"):
         run_dir = folder / row["run_dir"]
         mine = results[results["cell"] == row["cell"]].reset_index(drop=True)
-        written = pd.concat(
-            [pd.read_parquet(p) for p in sorted((run_dir / "records/iterations").glob("*.parquet"))], ignore_index=True
-        )
+        parts = sorted((run_dir / "records/iterations").glob("*.parquet"))
+        written = pd.concat([pd.read_parquet(p) for p in parts], ignore_index=True)
         pd.testing.assert_frame_equal(mine[written.columns], written)
         assert row["final.eval_score"] == manifest.load(run_dir).final["eval_score"]
 
 
 @slow
-def test_more_seeds_run_only_what_is_new(four: tuple[Path, dict[str, str], Path], tmp_path: Path) -> None:
-    first = grid_file(tmp_path, {"ppo.learning_rate": [1e-3]}, [1])
-    assert finished(first, tmp_path).ran == ("learning_rate=0.001,seed=1",)
-    more = grid_file(tmp_path, {"ppo.learning_rate": [1e-3]}, [2, 1])
-    outcome = finished(more, tmp_path)
+def test_more_seeds_run_only_what_is_new(four: Four, tmp_path: Path) -> None:
+    axes: dict[str, object] = {"ppo.learning_rate": [1e-3]}
+    assert finished(grid_file(tmp_path, axes, [1]), tmp_path).ran == ("learning_rate=0.001,seed=1",)
+    outcome = finished(grid_file(tmp_path, axes, [2, 1]), tmp_path)
     assert outcome.ran == ("learning_rate=0.001,seed=2",)
     assert fingerprints(outcome).items() <= four[1].items()
-    fewer = finished(grid_file(tmp_path, {"ppo.learning_rate": [1e-3]}, [2]), tmp_path)
+    fewer = finished(grid_file(tmp_path, axes, [2]), tmp_path)
     assert fewer.strangers == ("learning_rate=0.001,seed=1",) and len(fewer.table) == 1
 
 
 @slow
-def test_a_cell_that_fails_stops_no_other_and_is_tried_again(
-    four: tuple[Path, dict[str, str], Path], tmp_path: Path
-) -> None:
+def test_a_cell_that_fails_stops_no_other_and_is_tried_again(four: Four, tmp_path: Path) -> None:
     allowed = tmp_path / "allowed"
     (tmp_path / "r.py").write_text(
         f"from pathlib import Path\n\n\ndef r(prompt, response, answer):\n"
@@ -151,11 +153,9 @@ def start_grid(path: Path, out: Path) -> subprocess.Popen[str]:
 
 
 @slow
-def test_a_grid_killed_twice_and_finished_is_the_same_table(
-    four: tuple[Path, dict[str, str], Path], tmp_path: Path
-) -> None:
-    for iterations in (1, 4):  # of the 8 there are
-        process = start_grid(four[0], tmp_path)
+def test_a_grid_killed_twice_and_finished_is_the_same_table(two: Two, tmp_path: Path) -> None:
+    for iterations in (1, 3):  # of the 4 there are
+        process = start_grid(two[0], tmp_path)
         deadline = time.monotonic() + 300
         while recorded_iterations(tmp_path) < iterations:
             assert time.monotonic() < deadline and process.poll() is None
@@ -170,8 +170,8 @@ def test_a_grid_killed_twice_and_finished_is_the_same_table(
             while not free(run_dir):
                 assert time.monotonic() < deadline, f"{cell} is still being written"
                 time.sleep(0.05)
-    outcome = finished(four[0], tmp_path)
-    assert outcome.ran and fingerprints(outcome) == four[1]
+    outcome = finished(two[0], tmp_path)
+    assert outcome.ran and fingerprints(outcome) == two[1]
 
 
 def free(run_dir: Path) -> bool:
@@ -183,8 +183,8 @@ def free(run_dir: Path) -> bool:
 
 
 @slow
-def test_ctrl_c_ends_the_cells_and_keeps_what_they_did(four: tuple[Path, dict[str, str], Path], tmp_path: Path) -> None:
-    process = start_grid(four[0], tmp_path)
+def test_ctrl_c_ends_the_cells_and_keeps_what_they_did(two: Two, tmp_path: Path) -> None:
+    process = start_grid(two[0], tmp_path)
     deadline = time.monotonic() + 300
     while recorded_iterations(tmp_path) < 1:
         assert time.monotonic() < deadline and process.poll() is None
@@ -194,7 +194,7 @@ def test_ctrl_c_ends_the_cells_and_keeps_what_they_did(four: tuple[Path, dict[st
     assert process.returncode == 130 and "Traceback" not in err
     states = pd.read_parquet(tmp_path / "g" / "cells.parquet")["state"]
     assert not states.isin(["running", "failed"]).any() and (states != "complete").any()
-    assert fingerprints(finished(four[0], tmp_path)) == four[1]
+    assert fingerprints(finished(two[0], tmp_path)) == two[1]
 
 
 @slow
@@ -250,9 +250,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert _run(["grid", str(path), "--out", str(tmp_path / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["complete"] == 1 and found["ran"] == ["seed=1"]
-    assert (
-        found["cells"][0]["fingerprint"] == manifest.load(tmp_path / "out/g" / found["cells"][0]["run_dir"]).fingerprint
-    )
+    (cell,) = found["cells"]
+    assert cell["fingerprint"] == manifest.load(tmp_path / "out/g" / cell["run_dir"]).fingerprint
 
 
 @pytest.mark.parametrize(

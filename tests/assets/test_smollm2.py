@@ -17,7 +17,7 @@ from ppo_repro.assets import smollm2
 from ppo_repro.disk.folder import check_sums
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import reader
-from tests.support.cli import Cli, one_line, write_prompts
+from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
 
 
@@ -111,28 +111,23 @@ def test_the_real_tokenizer(folder: Path) -> None:
     assert special == ("<|im_end|>", "<|im_end|>", "<|im_start|>")
 
 
-CONFIG = """
-experiment: real
-seed: 0
-model: {kind: folder, path: "FOLDER"}
-lora: {rank: 4, alpha: 8}
-task: {kind: jsonl, path: "PROMPTS", chat_template: true, num_eval_prompts: 1}
-rollout: {prompts_per_iteration: 1, samples_per_prompt: 8, max_response_tokens: 8, top_p: 0.95}
-reward: {terms: [{kind: exact_match}]}
-kl: {placement: none}
-advantages: {kind: group}
-value: {kind: none}
-ppo: {iterations: 1, epochs: 1, minibatch_size: 8, aggregation: sequence_mean, learning_rate: 1e-4}
-numerics: {max_context: 96}
-"""
+SMALLER = {
+    "task.num_eval_prompts": 1,
+    "rollout.prompts_per_iteration": 4,
+    "rollout.top_p": 0.95,
+    "ppo.minibatch_size": 8,
+    "ppo.iterations": 1,
+}
 
 
 @pytest.mark.slow
-def test_a_run_on_the_real_model_keeps_the_promise(folder: Path, tmp_path: Path, cli: Cli) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl", "What is 47 + 38?", "Name a colour.")
-    config = tmp_path / "run.yaml"
-    config.write_text(CONFIG.replace("FOLDER", str(folder)).replace("PROMPTS", str(prompts)))
-    code, out, err = cli("run", config, "--out", tmp_path / "runs", "--json")
+def test_the_experiment_keeps_the_promise_on_the_real_model(
+    folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = ROOT / "experiments" / "smollm2" / "sums.yaml"
+    sets = [part for name, value in {**SMALLER, "model.path": folder}.items() for part in ("--set", f"{name}={value}")]
+    code, out, err = cli("run", config, "--out", tmp_path / "runs", "--json", *sets)
     assert code == 0, err
     result = json.loads(out)
     assert result["unequal_old_rollout_logprobs"] == result["unequal_first_ratios"] == 0

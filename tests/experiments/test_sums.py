@@ -1,11 +1,15 @@
-"""The task of the experiment on the real model, as it stands in the checkout."""
+"""The experiment on the real model: its task, as it stands in the checkout, and its tables."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from experiments.smollm2.curves import answers, curve, main
 from ppo_repro.config.files import load_config
 from ppo_repro.config.tasks import PythonTask
+from ppo_repro.records import manifest, reader
 from ppo_repro.tasks.python_task import load_file, read_prompts, scores
 from ppo_repro.tasks.transcripts import make_transcript
 from tests.support.paths import ROOT
@@ -25,3 +29,16 @@ def test_a_sum_is_right_if_the_line_holds_it_and_nothing_else(monkeypatch: pytes
     texts = (" 85\n", "85", " 85", " 84\n", " 85.", " 8\n5", "", " 085\n")
     rows = [make_transcript(prompt.key, prompt.prompt, prompt.answer, prompt.fields, (text,)) for text in texts]
     assert scores(of, rows) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_tables_are_those_of_the_run(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded, rows = manifest.load(exact_run), reader.read_iterations(exact_run)
+    found = curve(exact_run)
+    assert found["accuracy"].tolist()[:-1] == rows["accuracy"].tolist() and len(found) == len(rows) + 1
+    assert found["eval_accuracy"].iloc[-1] == recorded.final["eval_accuracy"]
+    assert set(found["fingerprint"]) == {recorded.fingerprint}
+    ends = answers(exact_run)
+    assert ends["right_before"].mean() == rows["eval_accuracy"].iloc[0]
+    assert ends["right_after"].mean() == recorded.final["eval_accuracy"]
+    assert main([exact_run], tmp_path) == 0 and {p.name for p in tmp_path.iterdir()} == {"curves.csv", "answers.csv"}
+    assert main([tmp_path / "absent"], tmp_path) == 2 and "absent" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def check_rms_norm(case: tuple[int, int, str], m: int) -> None:
     with as_on_a_card():
         y, inverse = norms.rms_normed(x, norm.factor(), 1e-6, "x")
         assert unequal(y, expected.detach()) == 0 and own.grad is not None
-        assert unequal(norms.rms_norm_gradient(grad, x, norm.factor(), inverse, "grad"), own.grad) == 0
+        assert unequal(norms.norm_gradient(grad, x, norm.factor(), None, inverse, "grad"), own.grad) == 0
 
 
 @settings(max_examples=2)
@@ -110,15 +110,19 @@ def test_rms_norm_many(case: tuple[int, int, str], m: int) -> None:
 
 def check_layer_norm(case: tuple[int, int, str], m: int) -> None:
     k, seed, stride = case
-    x = matrix(m, k, seed, stride)
+    x, grad = matrix(m, k, seed, stride), matrix(m, k, seed + 1, "plain") * 2.0**-40
     source = nn.LayerNorm(k)
     with torch.no_grad():
         source.weight.copy_(torch.randn(k, generator=seeded(seed)))
         source.bias.copy_(torch.randn(k, generator=seeded(seed + 1)))
-        expected = ExactLayerNorm(source, "norm")(x)
+    own = x.clone().requires_grad_()
+    expected = ExactLayerNorm(source, "norm")(own)
+    expected.backward(grad)
+    weight, bias = source.weight.detach(), source.bias.detach()
     with as_on_a_card():
-        y, _, _ = norms.layer_normed(x, source.weight.detach(), source.bias.detach(), source.eps, "x")
-    assert unequal(y, expected) == 0
+        y, mean, inverse = norms.layer_normed(x, weight, bias, source.eps, "x")
+        assert unequal(y, expected.detach()) == 0 and own.grad is not None
+        assert unequal(norms.norm_gradient(grad, x, weight, mean, inverse, "grad"), own.grad) == 0
 
 
 @settings(max_examples=2)
@@ -132,6 +136,21 @@ def test_layer_norm(case: tuple[int, int, str], m: int) -> None:
 @given(cases, st.integers(1, 40))
 def test_layer_norm_many(case: tuple[int, int, str], m: int) -> None:
     check_layer_norm(case, m)
+
+
+def test_the_gradient_of_layer_norm_is_that_of_float64() -> None:
+    x, grad = torch.randn(5, 70, generator=seeded(3)), torch.randn(5, 70, generator=seeded(4))
+    weight, bias = torch.randn(70, generator=seeded(5)), torch.zeros(70)
+    wide = x.double().requires_grad_()
+    nn.functional.layer_norm(wide, (70,), weight.double(), bias.double()).backward(grad.double())
+    with as_on_a_card():
+        _, mean, inverse = norms.layer_normed(x, weight, bias, 1e-5, "x")
+        dx = norms.norm_gradient(grad, x, weight, mean, inverse, "grad")
+        other = norms.norm_gradient(grad, x, weight, None, inverse, "grad")
+    assert wide.grad is not None
+    # rounded once to float32, and terms of the two means to 2^-27 of the largest of a row
+    assert ((dx.double() - wide.grad).abs() <= wide.grad.abs() * 2.0**-23 + wide.grad.abs().amax() * 2.0**-23).all()
+    assert unequal(dx, other) > 0, "the control: without the mean"
 
 
 def test_rows_longer_than_a_block() -> None:

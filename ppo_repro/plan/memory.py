@@ -134,7 +134,7 @@ class Resident:
         return mixed_precision_bytes(self.trained_parameters, self.frozen_parameters)
 
 
-ON_CARDS = ("key/value cache", "gradient sums", "gradients")  # of any kernels; a card gives memory where it is asked for
+ON_CARDS = ("key/value cache", "gradient sums", "gradients")  # of any kernels
 COUNTED = ("older policies", "operands", "gradient sums", "gradients")  # purposes of a phase that are no estimates
 
 

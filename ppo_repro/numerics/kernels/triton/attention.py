@@ -16,12 +16,12 @@ from ppo_repro.numerics.kernels.triton import attention_backward as backward_ker
 from ppo_repro.numerics.kernels.triton import attention_forward as forward_kernels
 from ppo_repro.numerics.kernels.triton import attention_tiles as tiles
 from ppo_repro.numerics.kernels.triton.functions import NOT_FINITE
-from ppo_repro.numerics.kernels.triton.launch import WARPS4
+from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8
 
 INFINITY_BITS = 0x7F800000
 KEYS = 32  # of a tile
 DEPTH = 16  # of the products that make a tile of scores
-MOST_COLUMNS = 32  # of a result that a program sums at a time
+MOST_COLUMNS = 64  # of a result that a program sums at a time
 QUERIES, KEY_GRADIENTS, VALUE_GRADIENTS = 0, 1, 2
 
 
@@ -42,9 +42,20 @@ class Sizes:
         return max(16, triton.next_power_of_2(self.dim))
 
     @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """As the kernels take them."""
+        return self.rows, self.length, self.kv_heads, self.keys
+
+    @property
     def block(self) -> int:
         """Queries of a tile."""
         return 16 if self.rows <= 16 else 32
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """How every kernel with tiles is started."""
+        warps = WARPS4 if self.block == 16 else WARPS8  # with four, tiles of 32 queries would not fit into registers
+        return {"WIDTH": self.width, "BM": self.block, "BN": KEYS, "BK": DEPTH, **warps}
 
     @property
     def columns(self) -> int:
@@ -112,8 +123,8 @@ def _forward(queries: Grids, source: Source, reach: Reach, sizes: Sizes) -> tupl
     tops, totals = torch.empty(shape, device=device), torch.empty(shape, dtype=torch.float64, device=device)
     exponents, largest = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
     out = torch.empty(*shape, sizes.dim, device=device)
-    counts = sizes.rows, sizes.length, sizes.kv_heads, sizes.keys
-    constants = {"PANEL": source.panel, "WIDTH": sizes.width, "BM": sizes.block, "BN": KEYS, "BK": DEPTH, **WARPS4}
+    counts = sizes.counts
+    constants = {"PANEL": source.panel, **sizes.constants}
     programs = -(-sizes.rows // sizes.block), sizes.heads
     forward_kernels.softmax_sums[programs](
         queries.left, queries.exponents, source.keys, source.key_scales, source.value_scales, source.places,
@@ -188,22 +199,18 @@ def _dots(grad: Tensor, out: Tensor, sizes: Sizes) -> Tensor:
     return dots
 
 
-def _constants(sizes: Sizes) -> dict[str, Any]:
-    return {"WIDTH": sizes.width, "BM": sizes.block, "BN": KEYS, "BK": DEPTH, **WARPS4}
-
-
 def _query_gradients(operands: tuple[Tensor, ...], reach: Reach, scaling: float, sizes: Sizes) -> Tensor:
     device = operands[0].device
     exponents = torch.empty(sizes.heads, sizes.rows, dtype=torch.int32, device=device)
     dq = torch.empty(sizes.heads, sizes.rows, sizes.dim, device=device)
-    counts, programs = (sizes.rows, sizes.length, sizes.kv_heads, sizes.keys), (-(-sizes.rows // sizes.block), sizes.heads)
+    counts, programs = sizes.counts, (-(-sizes.rows // sizes.block), sizes.heads)
     backward_kernels.query_grids[programs](
-        *operands, reach.begin, reach.end, exponents, *counts, **_constants(sizes)
+        *operands, reach.begin, reach.end, exponents, *counts, **sizes.constants
     )  # fmt: skip
     factor = torch.full((1,), scaling, dtype=torch.float64, device=device)  # a number would arrive as float32
     backward_kernels.query_gradients[(*programs, -(-sizes.dim // sizes.columns))](
         *operands, reach.begin, reach.end, exponents, factor, dq, *counts, sizes.dim,
-        LONG=sizes.keys > tiles.CHUNK, CHUNK=tiles.CHUNK, BD=sizes.columns, **_constants(sizes),
+        LONG=sizes.keys > tiles.CHUNK, CHUNK=tiles.CHUNK, BD=sizes.columns, **sizes.constants,
     )  # fmt: skip
     return dq
 
@@ -212,13 +219,13 @@ def _key_gradients(operands: tuple[Tensor, ...], right: Tensor, reach: Reach, ki
     device = right.device
     exponents = torch.empty(sizes.heads, sizes.keys, dtype=torch.int32, device=device)
     gradient = torch.empty(sizes.heads, sizes.keys, sizes.dim, device=device)
-    counts, programs = (sizes.rows, sizes.length, sizes.kv_heads, sizes.keys), (-(-sizes.keys // KEYS), sizes.heads)
+    counts, programs = sizes.counts, (-(-sizes.keys // KEYS), sizes.heads)
     backward_kernels.key_grids[programs](
-        *operands, reach.begin, reach.end, exponents, *counts, KIND=kind, **_constants(sizes)
+        *operands, reach.begin, reach.end, exponents, *counts, KIND=kind, **sizes.constants
     )
     backward_kernels.key_gradients[(*programs, -(-sizes.dim // sizes.columns))](
         *operands, right, reach.begin, reach.end, exponents, gradient, *counts, sizes.dim,
-        KIND=kind, LONG=sizes.rows > tiles.CHUNK, CHUNK=tiles.CHUNK, BD=sizes.columns, **_constants(sizes),
+        KIND=kind, LONG=sizes.rows > tiles.CHUNK, CHUNK=tiles.CHUNK, BD=sizes.columns, **sizes.constants,
     )  # fmt: skip
     return gradient
 

@@ -72,12 +72,14 @@ def _tile(width: int, queries: int = 32) -> dict[str, Any]:
 
 
 def _forward(name: str, panel: int, width: int, queries: int) -> tuple[Case, Case]:
+    warps = 8 if queries == 32 else 4
     constants = {"PANEL": panel, **_tile(width, queries)}
     sums = {**_QUERIES, **_types(f32="tops", f64="totals", i32="exponents largest")}
     values = {**_QUERIES, **_types(f32="tops v out", f64="totals", i32="exponents", n="value_size v_row")}
     return (
-        _case(f"attention{name}: weights", attention_forward.softmax_sums, sums, _FLOAT64, True, **constants),
-        _case(f"attention{name}: values", attention_forward.weighted_values, values, _FLOAT64, True,
+        _case(f"attention{name}: weights", attention_forward.softmax_sums, sums, _FLOAT64, True, warps,
+              **constants),
+        _case(f"attention{name}: values", attention_forward.weighted_values, values, _FLOAT64, True, warps,
               **_SUMS, **constants),
     )  # fmt: skip
 
@@ -86,12 +88,13 @@ def _backward(name: str, width: int) -> tuple[Case, ...]:
     queries = {**_BACKWARD, **_types(f64="scaling", f32="dq", n="dim")}
     keys = {**_BACKWARD, **_types(f32="right gradient", n="dim")}
     return (
-        _case(f"attention{name}: dq, grids", attention_backward.query_grids, _BACKWARD, _FLOAT64, True, **_tile(width)),
-        _case(f"attention{name}: dq", attention_backward.query_gradients, queries, _FLOAT64, True,
+        _case(f"attention{name}: dq, grids", attention_backward.query_grids, _BACKWARD, _FLOAT64, True, 8,
+              **_tile(width)),
+        _case(f"attention{name}: dq", attention_backward.query_gradients, queries, _FLOAT64, True, 8,
               **_SUMS, **_tile(width)),
-        *(_case(f"attention{name}: {result}, grids", attention_backward.key_grids, _BACKWARD, _FLOAT64, True,
+        *(_case(f"attention{name}: {result}, grids", attention_backward.key_grids, _BACKWARD, _FLOAT64, True, 8,
                 KIND=kind, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
-        *(_case(f"attention{name}: {result}", attention_backward.key_gradients, keys, _FLOAT64, True,
+        *(_case(f"attention{name}: {result}", attention_backward.key_gradients, keys, _FLOAT64, True, 8,
                 KIND=kind, **_SUMS, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
     )  # fmt: skip
 
@@ -142,6 +145,10 @@ CASES: tuple[Case, ...] = (
           R=2, BLOCK=1024),
     _case("RMS norm", norms.rms_norm,
           _types(f32="x factor y", f64="inverse eps size", i32="exponents", n="rows columns"), **_NORM),
+    *(_case(f"gradient: {name}", gradient.add_rows,
+            _types(**{kind: "x"}, i64="exponents ids out", n="rows columns limit shift"), BY_ID=by_id, BT=32, BC=64)
+      for name, kind, by_id in (("rows", "f64", False), ("rows by id", "f32", True))),
+    _case("gradient: norm", gradient.add_squares, _types(f32="x", i64="sums", n="count shift"), BLOCK=1024),
     *(_case(f"{name}, backward", norms.norm_backward,
             _types(f32="grad x factor dx", f64="means inverse size", i32="exponents", n="rows columns mean_bits"),
             CENTRED=centred, **_NORM) for name, centred in (("RMS norm", False), ("layer norm", True))),

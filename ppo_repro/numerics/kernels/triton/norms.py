@@ -220,9 +220,7 @@ def rms_normed(x: Tensor, factor: Tensor, eps: float, where: str) -> tuple[Tenso
     return y, inverse[:, None]
 
 
-def norm_gradient(
-    grad: Tensor, x: Tensor, factor: Tensor, means: Tensor | None, inverse: Tensor, where: str
-) -> Tensor:
+def norm_gradient(grad: Tensor, x: Tensor, factor: Tensor, means: Tensor | None, inverse: Tensor, where: str) -> Tensor:
     """dx of `rms_normed` (means None) or of `layer_normed`; grad, x [n, H] float32, means and inverse [n, 1].
 
     Raises NumericsError naming `where` if it is not finite.

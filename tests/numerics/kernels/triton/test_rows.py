@@ -225,6 +225,50 @@ def test_row_exponents(case: tuple[int, int, str], m: int, dtype: torch.dtype) -
     assert gradient.row_exponents(x) is None
 
 
+@settings(max_examples=3)
+@given(cases, st.integers(1, 90), st.sampled_from([torch.float32, torch.float64]), st.booleans())
+def test_integer_rows(case: tuple[int, int, str], n: int, dtype: torch.dtype, by_id: bool) -> None:
+    """Rows that fit are added, at the same ids several times; those beyond the grid are not."""
+    tokens, seed, stride = case
+    x = matrix(tokens, n, seed, stride).to(dtype)
+    exponents = products.row_exponents(x)
+    assert exponents is not None
+    limit = int(exponents.max()) - seed % 2
+    ids = torch.randint(0, 3, (tokens,), generator=seeded(seed)) if by_id else None
+    before = torch.randint(-(2**40), 2**40, (4, n) if by_id else (n,), generator=seeded(seed))
+    expected, got = before.clone(), before.clone()
+    products.add_integer_rows(x, exponents, limit, 49 - limit, ids, expected)
+    with using_triton():
+        products.add_integer_rows(x, exponents, limit, 49 - limit, ids, got)
+        assert unequal(got, expected) == 0
+    in_integers = [[0] * n for _ in range(4)]
+    for t, row in enumerate(x.tolist()):
+        for k, value in enumerate(row if exponents[t] <= limit else []):
+            in_integers[0 if ids is None else int(ids[t])][k] += round(math.ldexp(value, 49 - limit))
+    assert ((got - before).view(-1, n) == torch.tensor(in_integers if by_id else in_integers[:1])).all()
+
+
+def test_integer_rows_on_another_grid_are_found() -> None:
+    x, out = torch.randn(5, 7, generator=seeded(0)), [torch.zeros(7, dtype=torch.int64) for _ in range(2)]
+    exponents = products.row_exponents(x)
+    assert exponents is not None
+    with using_triton():
+        for sums, shift in zip(out, (40, 39), strict=True):
+            products.add_integer_rows(x, exponents, 9, shift, None, sums)
+    assert unequal(*out) == 7 and (out[0] - 2 * out[1]).abs().max() <= 10
+
+
+@pytest.mark.parametrize("count", [1, 1024, 2500])
+def test_the_norm_of_a_gradient(count: int) -> None:
+    x = torch.randn(count, generator=seeded(count)) * 10.0 ** torch.linspace(-9, 3, count)
+    expected = adamw.exact_norms([x, x[:1] * 0.0, -x])
+    with using_triton():
+        assert adamw.exact_norms([x, x[:1] * 0.0, -x]) == expected
+        assert adamw.exact_norms([x, x[:1] * 0.0, -x * 1.0001]) != expected, "the control"
+    exact = math.sqrt(2.0) * float(x.double().norm())
+    assert abs(expected[0] - exact) <= 2.0**-20 * exact
+
+
 def test_adamw() -> None:
     settings_ = adamw.AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0)
     results = []

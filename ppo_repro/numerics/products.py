@@ -279,6 +279,11 @@ def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: 
         indices = np.empty(0, np.int64) if ids is None else array(ids)
         rows.add_rows_on_grid(array(x), array(exponents), limit, 2.0**shift, indices, out.numpy())
         return
+    if backend.has_triton(x):
+        from ppo_repro.numerics.kernels.triton import gradient
+
+        gradient.add_integer_rows(x.detach(), exponents, limit, shift, ids, out)
+        return
     fitting = exponents <= limit
     unit = pow2(torch.full((), shift, dtype=torch.int64, device=x.device))
     integers = (x[fitting].to(torch.float64) * unit).round_().to(torch.int64)

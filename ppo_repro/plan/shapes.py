@@ -167,3 +167,12 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
         if from_reward:
             value = as_classifier(value, 1)
     return make_plan(policy, value, reward, work_of(config, processes), from_reward)
+
+
+def certain_on_card(config: RunConfig) -> int:
+    """Bytes that a run needs at once in any case on the card that its models lie on, see `Plan.certain_on_card`.
+
+    UserError where the model is not supported.
+    """
+    elsewhere = config.layout.model_copy(update={"device": "cpu", "backend": "float64"})
+    return plan_run(config.model_copy(update={"layout": elsewhere}), 1).certain_on_card

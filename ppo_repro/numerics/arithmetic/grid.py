@@ -26,6 +26,7 @@ from ppo_repro.numerics.arithmetic.elementwise import pow2
 MANTISSA_BITS = 53
 INPUT_BITS, WEIGHT_BITS = 26, 23  # of a linear layer: 49 bits a product
 LEFT_BITS, RIGHT_BITS = 25, 24  # of the products of attention; float32 holds the right operand in the cache
+WEIGHT_UNIT = 2.0**30  # softmax weights of attention are integers in units of 2^-30
 DOT_BITS = 26  # of both operands of a dot product of two rows
 GRADIENT_BITS, GRADIENT_INPUT_BITS = 27, 22  # of output gradients and of inputs in the gradient of a weight
 PRODUCT_BITS = 49  # of the products above but the dot product's
@@ -43,6 +44,7 @@ ROOM = 1.0 + 2.0**-6
 # a row has outliers where all but a 64th of its numbers, or all but four, lie this many powers of two below the largest
 INPUT_GAP, WEIGHT_GAP = 6, 4
 OUTLIER_SHARE, LEAST_OUTLIERS = 64, 4
+ATTENTION_NOT_FINITE = "attention is not finite: weights or inputs have left the range of float32"
 
 
 def ceil_log2(n: int) -> int:

@@ -18,18 +18,18 @@ from ppo_repro.numerics.arithmetic.grid import (
     DOT_BITS,
     LEFT_BITS,
     RIGHT_BITS,
+    WEIGHT_UNIT,
     contract,
     exact_dot,
     exact_product,
     quantise,
 )
-from ppo_repro.numerics.backend import has_kernels
+from ppo_repro.numerics.backend import has_kernels, has_triton
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.layers.rounded import attention_inputs
 
 IMPLEMENTATION = "ppo_repro_exact"
-WEIGHT_UNIT = 2.0**30  # softmax weights are integers in units of 2^-30
 
 Grid = tuple[Tensor, Tensor]
 
@@ -206,6 +206,11 @@ def _cached(
     if has_kernels(q):
         return fused_attention.attend_cached(q, k, v, cache, layer, begin, end, scaling)
     cache.write(layer, k, v)
+    if has_triton(q):
+        from ppo_repro.numerics.kernels.triton import attention as triton_attention
+
+        stores = cache.keys[layer], cache.values[layer], cache.value_scales[layer]
+        return triton_attention.attend_cached(q, *stores, cache.target.slots, begin, end, scaling)
     return attend_cached(q, cache, layer, begin, end, scaling)
 
 
@@ -216,4 +221,8 @@ def _uncached(
     begin, end = visible_keys(first_key, torch.arange(length, device=q.device).expand_as(first_key), window, context)
     if has_kernels(q):
         return fused_attention.attend(q, k, v, begin, end, scaling)
+    if has_triton(q):
+        from ppo_repro.numerics.kernels.triton import attention as triton_attention
+
+        return triton_attention.attend(q, k, v, begin, end, scaling)
     return attend(q, k, v, _mask(begin, end, length), scaling)

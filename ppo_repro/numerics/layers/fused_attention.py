@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
+from ppo_repro.numerics.arithmetic.grid import ATTENTION_NOT_FINITE
 from ppo_repro.numerics.kernels.attention import backward as backward_kernels
 from ppo_repro.numerics.kernels.attention import forward as forward_kernels
 from ppo_repro.numerics.kernels.attention.block import Spec, cut_spans
@@ -19,7 +20,7 @@ from ppo_repro.numerics.kernels.attention.keys import Saved
 from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.layers.kv_cache import GridCache
 
-NOT_FINITE = "attention is not finite: weights or inputs have left the range of float32"
+NOT_FINITE = ATTENTION_NOT_FINITE
 _INFINITY_BITS = 0x7F800000
 _MOST_WEIGHTS = 2**18  # held at once, and as many score gradients: 4 MiB, about the size of a CPU's cache
 _LEAST_SPAN = 64  # positions; fewer are not worth a block of queries of their own

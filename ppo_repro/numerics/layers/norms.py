@@ -142,7 +142,7 @@ class _RMSNorm(Function):
         if backend.has_triton(x):
             from ppo_repro.numerics.kernels.triton import norms as triton_norms
 
-            dx = triton_norms.rms_norm_gradient(grad.reshape(x.shape), x, factor, inverse, _GRADIENT)
+            dx = triton_norms.norm_gradient(grad.reshape(x.shape), x, factor, None, inverse, _GRADIENT)
         else:
             weighted = dy * factor.to(torch.float64)
             dx = (weighted - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
@@ -267,8 +267,13 @@ class _LayerNorm(Function):
             )
             return torch.from_numpy(gradient).view(ctx.shape), None, None, None, None, None
         normed, dy = (x.to(torch.float64) - mean) * inverse, dy.to(torch.float64)
-        weighted = dy * weight.to(torch.float64)
-        dx = (weighted - row_mean(weighted, _GRADIENT) - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
+        if backend.has_triton(x):
+            from ppo_repro.numerics.kernels.triton import norms as triton_norms
+
+            dx = triton_norms.norm_gradient(grad.reshape(x.shape), x, weight.detach(), mean, inverse, _GRADIENT)
+        else:
+            weighted = dy * weight.to(torch.float64)
+            dx = (weighted - row_mean(weighted, _GRADIENT) - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
         if ctx.accumulator is not None:
             ctx.accumulator.add_rows(weight, dy * normed)
             ctx.accumulator.add_rows(bias, dy)

@@ -117,8 +117,13 @@ def _largest(gradient: Tensor) -> float:
 
 
 def _square(gradient: Tensor, shift: int) -> int:
-    fused = backend.has_kernels(gradient)
-    return kernels.sum_of_squares(_flat(gradient), shift) if fused else _sum_of_squares(gradient, shift)
+    if backend.has_kernels(gradient):
+        return kernels.sum_of_squares(_flat(gradient), shift)
+    if backend.has_triton(gradient):
+        from ppo_repro.numerics.kernels.triton import gradient as triton_gradient
+
+        return triton_gradient.sum_of_squares(gradient.detach(), shift)
+    return _sum_of_squares(gradient, shift)
 
 
 def _root(squares: Sequence[tuple[int, int]]) -> float:

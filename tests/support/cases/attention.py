@@ -87,9 +87,9 @@ def make_case(length: int, groups: int, dim: int, reach: str, kind: str, seed: i
     return Case(q, k, v, grad, first_keys(reach, rows, length, rng), window, scaling, context)
 
 
-def outcome(case: Case, threads: int = 0) -> list[Tensor] | None:
+def outcome(case: Case, threads: int = 0, kernels: str = "float64") -> list[Tensor] | None:
     """Result [R, L, H, D] and gradients of q, k and v, or None where they leave float32; threads = 0: the reference."""
-    backend.use("float64" if threads else "eager", threads or 1)
+    backend.use(kernels if threads else "eager", threads or 1)
     module = SimpleNamespace(layer_idx=0, max_context=case.context)
     leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     try:

@@ -6,6 +6,10 @@ from typing import Any
 
 from ppo_repro.numerics.kernels.triton import (
     activations,
+    attention,
+    attention_backward,
+    attention_forward,
+    attention_tiles,
     gradient,
     norms,
     operands,
@@ -54,8 +58,62 @@ _PRODUCT = _types(i32="a_exponents b_exponents", f32="bias y", n="a_rows b_rows 
 _INT8, _FLOAT64 = ".s32.s8.s8", ".f64.f64.f64.f64"
 _WHOLE: dict[str, Any] = {"MASKED": False, "BLOCK": 512}
 _NORM: dict[str, Any] = {"R": 2, "BLOCK": 1024}
+_COUNTS = "rows length kv_heads keys"
+_QUERIES = _types(i32="q q_exponents begin end", f32="k k_scales v_scales", i64="places", n=f"{_COUNTS} key_size dim")
+_BACKWARD = _types(
+    i32="q q_exponents grad grad_exponents begin end exponents", f32="q_scales k k_scales v v_scales grad_scales tops",
+    f64="totals dots", n=_COUNTS,
+)  # fmt: skip
+_SUMS: dict[str, Any] = {"LONG": False, "CHUNK": attention_tiles.CHUNK, "BD": attention.MOST_COLUMNS}
+
+
+def _tile(width: int, queries: int = 32) -> dict[str, Any]:
+    return {"WIDTH": width, "BM": queries, "BN": attention.KEYS, "BK": attention.DEPTH}
+
+
+def _forward(name: str, panel: int, width: int, queries: int) -> tuple[Case, Case]:
+    warps = 8 if queries == 32 else 4
+    constants = {"PANEL": panel, **_tile(width, queries)}
+    sums = {**_QUERIES, **_types(f32="tops", f64="totals", i32="exponents largest")}
+    values = {**_QUERIES, **_types(f32="tops v out", f64="totals", i32="exponents", n="value_size v_row")}
+    return (
+        _case(f"attention{name}: weights", attention_forward.softmax_sums, sums, _FLOAT64, True, warps,
+              **constants),
+        _case(f"attention{name}: values", attention_forward.weighted_values, values, _FLOAT64, True, warps,
+              **_SUMS, **constants),
+    )  # fmt: skip
+
+
+def _backward(name: str, width: int) -> tuple[Case, ...]:
+    queries = {**_BACKWARD, **_types(f64="scaling", f32="dq", n="dim")}
+    keys = {**_BACKWARD, **_types(f32="right gradient", n="dim")}
+    return (
+        _case(f"attention{name}: dq, grids", attention_backward.query_grids, _BACKWARD, _FLOAT64, True, 8,
+              **_tile(width)),
+        _case(f"attention{name}: dq", attention_backward.query_gradients, queries, _FLOAT64, True, 8,
+              **_SUMS, **_tile(width)),
+        *(_case(f"attention{name}: {result}, grids", attention_backward.key_grids, _BACKWARD, _FLOAT64, True, 8,
+                KIND=kind, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
+        *(_case(f"attention{name}: {result}", attention_backward.key_gradients, keys, _FLOAT64, True, 8,
+                KIND=kind, **_SUMS, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
+    )  # fmt: skip
+
+
+_ATTENTION: tuple[Case, ...] = (
+    *(_case(f"attention: {name}", attention_tiles.put_rows,
+            _types(f32="x narrow scales", i32="exponents wide", n="rows dim"),
+            AS_LEFT=left, AS_RIGHT=not left, R=32, WIDTH=64)
+      for name, left in (("queries", True), ("keys", False))),
+    *_forward("", 0, 64, 32),
+    *_forward(", 128", 0, 128, 32),
+    *_forward(", cache", 32, 64, 16),
+    _case("attention: deltas", attention_tiles.row_dots, _types(f32="grad out", f64="dots", n="rows dim"),
+          R=32, WIDTH=64),
+    *_backward("", 64),
+)  # fmt: skip
 
 CASES: tuple[Case, ...] = (
+    *_ATTENTION,
     _case("operands: inputs", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=True, R=2, BLOCK=1024),
     _case("operands: weights", operands.put_on_grid, _ROWS, BITS=23, DIGITS=3, AS_DIGITS=True, R=2, BLOCK=1024),
     _case("operands: long rows", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=False, R=2, BLOCK=1024),
@@ -87,8 +145,13 @@ CASES: tuple[Case, ...] = (
           R=2, BLOCK=1024),
     _case("RMS norm", norms.rms_norm,
           _types(f32="x factor y", f64="inverse eps size", i32="exponents", n="rows columns"), **_NORM),
-    _case("RMS norm, backward", norms.rms_norm_backward,
-          _types(f32="grad x factor dx", f64="inverse size", i32="exponents", n="rows columns"), **_NORM),
+    *(_case(f"gradient: {name}", gradient.add_rows,
+            _types(**{kind: "x"}, i64="exponents ids out", n="rows columns limit shift"), BY_ID=by_id, BT=32, BC=64)
+      for name, kind, by_id in (("rows", "f64", False), ("rows by id", "f32", True))),
+    _case("gradient: norm", gradient.add_squares, _types(f32="x", i64="sums", n="count shift"), BLOCK=1024),
+    *(_case(f"{name}, backward", norms.norm_backward,
+            _types(f32="grad x factor dx", f64="means inverse size", i32="exponents", n="rows columns mean_bits"),
+            CENTRED=centred, **_NORM) for name, centred in (("RMS norm", False), ("layer norm", True))),
     _case("layer norm", norms.layer_norm,
           _types(f32="x weight bias y", f64="means inverse eps size", i32="exponents", n="rows columns mean_bits"),
           **_NORM),

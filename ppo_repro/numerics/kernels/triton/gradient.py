@@ -1,4 +1,7 @@
-"""Integer gradients of weights: sums over tokens of products of 8-bit digits, added to int64; and rows' exponents."""
+"""Integer gradients: sums over tokens of products of 8-bit digits, or of rows, added to int64; their exponents; norms.
+
+Integers that several programs add to one number are added atomically: in any order they have one sum.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from ppo_repro.numerics.kernels.triton.functions import (
     NOT_FINITE64,
     exponent_of_bits,
     magnitude_bits,
+    pow2,
     to_int64,
 )
 from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8, blocks_of
@@ -20,6 +24,7 @@ from ppo_repro.numerics.kernels.triton.operands import INPUT_DIGITS, PAD, WEIGHT
 from ppo_repro.numerics.kernels.triton.product import digit_sums
 
 NOTHING: tl.constexpr = tl.constexpr(int(NO_EXPONENT))
+HALF: tl.constexpr = tl.constexpr(13)  # bits of the lower half of a number that is squared
 TOKENS: tl.constexpr = tl.constexpr(1 << 15)  # whose products one int32 holds: three of 2^14 for each
 
 
@@ -72,6 +77,37 @@ def add_gradient(
     tl.store(at, total, mask=inside)
 
 
+@triton.jit
+def add_rows(
+    x, exponents, ids, out, rows, columns, limit, shift, BY_ID: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):
+    """out[n] += sum_t rne(x[t, n] 2^shift) over rows with exponents up to `limit`; BY_ID: to row ids[t] of out."""
+    t, n = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = t < rows
+    fitting = inside & (tl.load(exponents + t, mask=inside, other=0) <= limit)
+    live = fitting[:, None] & (n < columns)[None, :]
+    value = tl.load(x + t.to(tl.int64)[:, None] * columns + n[None, :], mask=live, other=0.0)
+    whole = to_int64(value.to(tl.float64) * pow2(tl.zeros((BT,), dtype=tl.int32) + shift)[:, None])
+    if BY_ID:
+        row = tl.load(ids + t, mask=fitting, other=0)
+        tl.atomic_add(out + row[:, None] * columns + n[None, :], whole, mask=live, sem="relaxed")
+    else:
+        tl.atomic_add(out + n, tl.sum(whole, 0), mask=n < columns, sem="relaxed")
+
+
+@triton.jit
+def add_squares(x, sums, count, shift, BLOCK: tl.constexpr):
+    """sums += sum_i of high^2, high low and low^2, where rne(x_i 2^shift) = high 2^13 + low."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < count, other=0.0)
+    whole = to_int64(value.to(tl.float64) * pow2(tl.zeros((BLOCK,), dtype=tl.int32) + shift))
+    high = whole >> HALF
+    low = whole - (high << HALF)
+    tl.atomic_add(sums, tl.sum(high * high, 0), sem="relaxed")
+    tl.atomic_add(sums + 1, tl.sum(high * low, 0), sem="relaxed")
+    tl.atomic_add(sums + 2, tl.sum(low * low, 0), sem="relaxed")
+
+
 def row_exponents(x: Tensor) -> Tensor | None:
     """`products.row_exponents` of x [M, K] float32 or float64; None if a row is not finite."""
     rows, columns = x.shape
@@ -99,3 +135,21 @@ def add_products(grad: Tensor, up: Tensor, x: Tensor, x_up: Tensor, out: Tensor,
     z, integers = _columns(grad, up, INPUT_DIGITS), _columns(x, x_up, WEIGHT_DIGITS)
     (n, k), padded = out.shape, z.shape[-1]
     add_gradient[(-(-n // 64), -(-k // 64))](z, integers, out, n, k, padded, FRESH=fresh, BM=64, BN=64, BK=64, **WARPS8)
+
+
+def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: Tensor | None, out: Tensor) -> None:
+    """`products.add_integer_rows`: x [T, N] float32 or float64, exponents and ids int64 [T], out int64."""
+    assert out.is_contiguous()
+    (rows, columns), by_id = x.shape, ids is not None
+    add_rows[(-(-rows // 32), -(-columns // 64))](
+        x.contiguous(), exponents, exponents if ids is None else ids.contiguous(), out, rows, columns, limit, shift,
+        BY_ID=by_id, BT=32, BC=64, **WARPS4,
+    )  # fmt: skip
+
+
+def sum_of_squares(x: Tensor, shift: int) -> int:
+    """sum rne(x 2^shift)^2 of integers up to 2^26, x float32 or float64 of any shape."""
+    sums = torch.zeros(3, dtype=torch.int64, device=x.device)
+    add_squares[(-(-x.numel() // 1024),)](x.contiguous(), sums, x.numel(), shift, BLOCK=1024, **WARPS4)
+    high, middle, low = sums.tolist()
+    return int((high << 26) + (middle << 14) + low)

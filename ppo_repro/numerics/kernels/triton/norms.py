@@ -132,44 +132,55 @@ def layer_norm(
 
 
 @triton.jit
-def rms_norm_backward(
-    grad, x, factor, inverse, dx, exponents, rows, columns, size, R: tl.constexpr, BLOCK: tl.constexpr
-):
-    """dx = (f dy - n mean(f dy n)) inverse with n = x inverse."""
+def normed_and_weighted(grad, x, factor, row, k, columns, inside, mean, own, CENTRED: tl.constexpr):
+    """n = (x - mean) inverse and f dy of some columns, float64 [R, BLOCK], 0 beyond the last; and which are inside."""
+    live = inside & (k < columns)[None, :]
+    f = tl.load(factor + k, mask=k < columns, other=0.0).to(tl.float64)[None, :]
+    value = tl.load(x + row + k[None, :], mask=live, other=0.0).to(tl.float64)
+    if CENTRED:
+        value = tl.where(live, value - mean, 0.0)
+    return value * own, tl.load(grad + row + k[None, :], mask=live, other=0.0).to(tl.float64) * f, live
+
+
+@triton.jit
+def norm_backward(
+    grad, x, factor, means, inverse, dx, exponents, rows, columns, size, mean_bits,
+    CENTRED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx = (f dy [- mean(f dy)] - n mean(f dy n)) inverse with n = (x [- mean]) inverse; CENTRED: with both means."""
     index = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     inside, row = (index < rows)[:, None], index[:, None] * columns
     own = tl.load(inverse + index, mask=index < rows, other=0.0)[:, None]
+    centre = own
+    if CENTRED:
+        centre = tl.load(means + index, mask=index < rows, other=0.0)[:, None]
     e_weighted, e_normed = tl.full((R,), MIN_EXPONENT, tl.int32), tl.full((R,), MIN_EXPONENT, tl.int32)
     for start in range(0, columns, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        live = inside & (k < columns)[None, :]
-        f = tl.load(factor + k, mask=k < columns, other=0.0).to(tl.float64)[None, :]
-        normed = tl.load(x + row + k[None, :], mask=live, other=0.0).to(tl.float64) * own
-        weighted = tl.load(grad + row + k[None, :], mask=live, other=0.0).to(tl.float64) * f
+        normed, weighted, _ = normed_and_weighted(grad, x, factor, row, k, columns, inside, centre, own, CENTRED)
         e_normed = tl.maximum(e_normed, exponent_of_bits(tl.max(magnitude_bits(normed), 1)))
         e_weighted = tl.maximum(e_weighted, exponent_of_bits(tl.max(magnitude_bits(weighted), 1)))
     tl.store(exponents + index, tl.maximum(e_weighted, e_normed), mask=index < rows)
     e_weighted = tl.where(e_weighted >= NOT_FINITE64, 0, e_weighted)
     e_normed = tl.where(e_normed >= NOT_FINITE64, 0, e_normed)
-    above, below = tl.zeros((R,), dtype=tl.int64), tl.zeros((R,), dtype=tl.int64)
+    above, below, total = tl.zeros((R,), dtype=tl.int64), tl.zeros((R,), dtype=tl.int64), tl.zeros((R,), dtype=tl.int64)
     for start in range(0, columns, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        live = inside & (k < columns)[None, :]
-        f = tl.load(factor + k, mask=k < columns, other=0.0).to(tl.float64)[None, :]
-        normed = tl.load(x + row + k[None, :], mask=live, other=0.0).to(tl.float64) * own
-        weighted = tl.load(grad + row + k[None, :], mask=live, other=0.0).to(tl.float64) * f
+        normed, weighted, _ = normed_and_weighted(grad, x, factor, row, k, columns, inside, centre, own, CENTRED)
         upper, lower = dot_limbs(weighted, normed, pow2(-e_weighted + BITS), pow2(-e_normed + BITS))
         above += upper
         below += lower
+        if CENTRED:
+            total += tl.sum(rint64(weighted * pow2(mean_bits - e_weighted)[:, None]).to(tl.int64), 1)
     unit = pow2(e_weighted - BITS) * pow2(e_normed - BITS)
-    mean = ((round_limbs(above, below, BITS) * unit) / tl.load(size))[:, None]
+    dot = ((round_limbs(above, below, BITS) * unit) / tl.load(size))[:, None]
+    mean = ((total.to(tl.float64) * pow2(e_weighted - mean_bits)) / tl.load(size))[:, None]
     for start in range(0, columns, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        live = inside & (k < columns)[None, :]
-        f = tl.load(factor + k, mask=k < columns, other=0.0).to(tl.float64)[None, :]
-        normed = tl.load(x + row + k[None, :], mask=live, other=0.0).to(tl.float64) * own
-        weighted = tl.load(grad + row + k[None, :], mask=live, other=0.0).to(tl.float64) * f
-        tl.store(dx + row + k[None, :], ((weighted - normed * mean) * own).to(tl.float32), mask=live)
+        normed, weighted, live = normed_and_weighted(grad, x, factor, row, k, columns, inside, centre, own, CENTRED)
+        if CENTRED:
+            weighted = weighted - mean
+        tl.store(dx + row + k[None, :], ((weighted - normed * dot) * own).to(tl.float32), mask=live)
 
 
 def _number(value: float, x: Tensor) -> Tensor:
@@ -209,14 +220,18 @@ def rms_normed(x: Tensor, factor: Tensor, eps: float, where: str) -> tuple[Tenso
     return y, inverse[:, None]
 
 
-def rms_norm_gradient(grad: Tensor, x: Tensor, factor: Tensor, inverse: Tensor, where: str) -> Tensor:
-    """dx of `rms_normed`; grad, x [n, H] float32, inverse [n, 1]. NumericsError naming `where` if it is not finite."""
-    (rows, columns), x, grad = x.shape, x.contiguous(), grad.contiguous()
+def norm_gradient(grad: Tensor, x: Tensor, factor: Tensor, means: Tensor | None, inverse: Tensor, where: str) -> Tensor:
+    """dx of `rms_normed` (means None) or of `layer_normed`; grad, x [n, H] float32, means and inverse [n, 1].
+
+    Raises NumericsError naming `where` if it is not finite.
+    """
+    (rows, columns), x, grad, inverse = x.shape, x.contiguous(), grad.contiguous(), inverse.contiguous()
     dx, exponents = torch.empty_like(x), torch.empty(rows, dtype=torch.int32, device=x.device)
     block, together = blocks_of(columns)
-    rms_norm_backward[(-(-rows // together),)](
-        grad, x, factor, inverse.contiguous(), dx, exponents, rows, columns, _number(columns, x),
-        R=together, BLOCK=block, **WARPS4,
+    norm_backward[(-(-rows // together),)](
+        grad, x, factor, inverse if means is None else means.contiguous(), inverse, dx, exponents,
+        rows, columns, _number(columns, x), MANTISSA_BITS - ceil_log2(columns),
+        CENTRED=means is not None, R=together, BLOCK=block, **WARPS4,
     )  # fmt: skip
     _refuse(exponents, int(NOT_FINITE64.value), where)
     return dx

@@ -92,7 +92,7 @@ def check_rms_norm(case: tuple[int, int, str], m: int) -> None:
     with as_on_a_card():
         y, inverse = norms.rms_normed(x, norm.factor(), 1e-6, "x")
         assert unequal(y, expected.detach()) == 0 and own.grad is not None
-        assert unequal(norms.rms_norm_gradient(grad, x, norm.factor(), inverse, "grad"), own.grad) == 0
+        assert unequal(norms.norm_gradient(grad, x, norm.factor(), None, inverse, "grad"), own.grad) == 0
 
 
 @settings(max_examples=2)
@@ -110,15 +110,19 @@ def test_rms_norm_many(case: tuple[int, int, str], m: int) -> None:
 
 def check_layer_norm(case: tuple[int, int, str], m: int) -> None:
     k, seed, stride = case
-    x = matrix(m, k, seed, stride)
+    x, grad = matrix(m, k, seed, stride), matrix(m, k, seed + 1, "plain") * 2.0**-40
     source = nn.LayerNorm(k)
     with torch.no_grad():
         source.weight.copy_(torch.randn(k, generator=seeded(seed)))
         source.bias.copy_(torch.randn(k, generator=seeded(seed + 1)))
-        expected = ExactLayerNorm(source, "norm")(x)
+    own = x.clone().requires_grad_()
+    expected = ExactLayerNorm(source, "norm")(own)
+    expected.backward(grad)
+    weight, bias = source.weight.detach(), source.bias.detach()
     with as_on_a_card():
-        y, _, _ = norms.layer_normed(x, source.weight.detach(), source.bias.detach(), source.eps, "x")
-    assert unequal(y, expected) == 0
+        y, mean, inverse = norms.layer_normed(x, weight, bias, source.eps, "x")
+        assert unequal(y, expected.detach()) == 0 and own.grad is not None
+        assert unequal(norms.norm_gradient(grad, x, weight, mean, inverse, "grad"), own.grad) == 0
 
 
 @settings(max_examples=2)
@@ -132,6 +136,21 @@ def test_layer_norm(case: tuple[int, int, str], m: int) -> None:
 @given(cases, st.integers(1, 40))
 def test_layer_norm_many(case: tuple[int, int, str], m: int) -> None:
     check_layer_norm(case, m)
+
+
+def test_the_gradient_of_layer_norm_is_that_of_float64() -> None:
+    x, grad = torch.randn(5, 70, generator=seeded(3)), torch.randn(5, 70, generator=seeded(4))
+    weight, bias = torch.randn(70, generator=seeded(5)), torch.zeros(70)
+    wide = x.double().requires_grad_()
+    nn.functional.layer_norm(wide, (70,), weight.double(), bias.double()).backward(grad.double())
+    with as_on_a_card():
+        _, mean, inverse = norms.layer_normed(x, weight, bias, 1e-5, "x")
+        dx = norms.norm_gradient(grad, x, weight, mean, inverse, "grad")
+        other = norms.norm_gradient(grad, x, weight, None, inverse, "grad")
+    assert wide.grad is not None
+    # rounded once to float32, and terms of the two means to 2^-27 of the largest of a row
+    assert ((dx.double() - wide.grad).abs() <= wide.grad.abs() * 2.0**-23 + wide.grad.abs().amax() * 2.0**-23).all()
+    assert unequal(dx, other) > 0, "the control: without the mean"
 
 
 def test_rows_longer_than_a_block() -> None:
@@ -204,6 +223,50 @@ def test_row_exponents(case: tuple[int, int, str], m: int, dtype: torch.dtype) -
     x = x.clone()
     x[m - 1, k - 1] = math.nan
     assert gradient.row_exponents(x) is None
+
+
+@settings(max_examples=3)
+@given(cases, st.integers(1, 90), st.sampled_from([torch.float32, torch.float64]), st.booleans())
+def test_integer_rows(case: tuple[int, int, str], n: int, dtype: torch.dtype, by_id: bool) -> None:
+    """Rows that fit are added, at the same ids several times; those beyond the grid are not."""
+    tokens, seed, stride = case
+    x = matrix(tokens, n, seed, stride).to(dtype)
+    exponents = products.row_exponents(x)
+    assert exponents is not None
+    limit = int(exponents.max()) - seed % 2
+    ids = torch.randint(0, 3, (tokens,), generator=seeded(seed)) if by_id else None
+    before = torch.randint(-(2**40), 2**40, (4, n) if by_id else (n,), generator=seeded(seed))
+    expected, got = before.clone(), before.clone()
+    products.add_integer_rows(x, exponents, limit, 49 - limit, ids, expected)
+    with using_triton():
+        products.add_integer_rows(x, exponents, limit, 49 - limit, ids, got)
+        assert unequal(got, expected) == 0
+    in_integers = [[0] * n for _ in range(4)]
+    for t, row in enumerate(x.tolist()):
+        for k, value in enumerate(row if exponents[t] <= limit else []):
+            in_integers[0 if ids is None else int(ids[t])][k] += round(math.ldexp(value, 49 - limit))
+    assert ((got - before).view(-1, n) == torch.tensor(in_integers if by_id else in_integers[:1])).all()
+
+
+def test_integer_rows_on_another_grid_are_found() -> None:
+    x, out = torch.randn(5, 7, generator=seeded(0)), [torch.zeros(7, dtype=torch.int64) for _ in range(2)]
+    exponents = products.row_exponents(x)
+    assert exponents is not None
+    with using_triton():
+        for sums, shift in zip(out, (40, 39), strict=True):
+            products.add_integer_rows(x, exponents, 9, shift, None, sums)
+    assert unequal(*out) == 7 and (out[0] - 2 * out[1]).abs().max() <= 10
+
+
+@pytest.mark.parametrize("count", [1, 1024, 2500])
+def test_the_norm_of_a_gradient(count: int) -> None:
+    x = torch.randn(count, generator=seeded(count)) * 10.0 ** torch.linspace(-9, 3, count)
+    expected = adamw.exact_norms([x, x[:1] * 0.0, -x])
+    with using_triton():
+        assert adamw.exact_norms([x, x[:1] * 0.0, -x]) == expected
+        assert adamw.exact_norms([x, x[:1] * 0.0, -x * 1.0001]) != expected, "the control"
+    exact = math.sqrt(2.0) * float(x.double().norm())
+    assert abs(expected[0] - exact) <= 2.0**-20 * exact
 
 
 def test_adamw() -> None:

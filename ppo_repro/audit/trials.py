@@ -9,7 +9,7 @@ found is not computed, which changes no result:
 
 * no combination costs less than log(floor^2) + log 4 x (deviations of its inputs);
 * the mean square over all n tokens is at least k/n times that over the first k, so inputs are given up when the first
-  1, 2, 4, ... responses leave too much under every combination.
+  1, 2, 4, ... responses leave too much under every combination (16-bit weights alone are not: they are measured).
 """
 
 from __future__ import annotations
@@ -109,28 +109,35 @@ def run_trials(subject: Subject, material: Material, sides: Mapping[str, Entries
             continue
         if inputs.weights not in models:
             models[inputs.weights] = weights_of(subject, inputs.weights)
-        logits, kept = _computed(models[inputs.weights], inputs, material, begun, best)
+        is_half = inputs.weights in HALF and inputs.way == AS_DUMPED  # whose distance is that of 16-bit rounding
+        limits = dict.fromkeys(begun, math.inf) if is_half else best
+        logits, kept = _computed(models[inputs.weights], inputs, material, begun, limits)
         for side in begun:
             if side in kept:
                 found[side] += _combinations(inputs, logits, material, sides[side], _count(sides[side]))
             else:
                 given_up[side] += 1
-        if inputs.weights in HALF and inputs.way == AS_DUMPED:
-            halves[inputs.weights] = _distance(logits, material)
+        if is_half:
+            predicted = _predicted(logits, material, material.settings.temperature, WHOLE)
+            halves[inputs.weights] = rms(torch.cat(predicted) - torch.cat(list(material.exact)))
     return Trials({side: sorted(tried, key=lambda t: t.cost) for side, tried in found.items()}, given_up, halves)
 
 
 def _computed(
     model: PreTrainedModel, inputs: Inputs, material: Material, sides: Mapping[str, Entries], best: Mapping[str, float]
 ) -> tuple[list[Tensor], set[str]]:
-    """Logits of each response, and the sides that they may explain; fewer logits where they can explain none."""
+    """Logits of each response, and the sides that may cost less than `best`; fewer logits where there is none."""
     logits: list[Tensor] = []
     kept = set(sides)
     for fed, response in zip(material.ways[inputs.way], material.responses, strict=True):
         logits.append(logits_of(model, fed, response))
         count = len(logits)
         if count < len(material.responses) and count.bit_count() == 1:
-            kept = {side for side in kept if _least(inputs, logits, material, sides[side]) < best[side]}
+            kept = {
+                side
+                for side in kept
+                if math.isinf(best[side]) or _least(inputs, logits, material, sides[side]) < best[side]
+            }
             if not kept:
                 break
     return logits, kept
@@ -156,13 +163,6 @@ def _cost(left: float, share: float, conditions: Conditions, material: Material)
     given = material.settings.temperature
     deviations = len(conditions.deviations(given)) + FITTED * (conditions.temperature not in (given, 1.0))
     return math.log(share * left**2 + material.floor**2) + PER_DEVIATION * deviations
-
-
-def _distance(logits: Sequence[Tensor], material: Material) -> float:
-    """Rms distance of the responses that have logits from the exact model."""
-    first = replace(material, responses=material.responses[: len(logits)])
-    predicted = _predicted(logits, first, material.settings.temperature, WHOLE)
-    return rms(torch.cat(predicted) - torch.cat(list(material.exact[: len(logits)])))
 
 
 def _predicted(logits: Sequence[Tensor], material: Material, temperature: float, kept: str) -> list[Tensor]:

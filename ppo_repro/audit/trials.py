@@ -42,6 +42,7 @@ from ppo_repro.audit.ways import AS_DUMPED, Fed
 PER_DEVIATION = math.log(4.0)
 FITTED = 0.5  # deviations more for a temperature that is fitted: it fits noise, too
 STEPS, FITTED_TOKENS = 12, 128  # of Gauss and Newton, from 1
+SMALL_STEP = 1e-5  # relative; where one temperature explains everything, the step after it is about its square
 SHIFTS = (0, 1, -1)
 IMPOSSIBLE = 0.01  # share of the sampled tokens that a cut may say cannot be
 
@@ -218,14 +219,15 @@ def _fitted(
     targets = torch.cat([torch.tensor(r.response_ids)[t] for r, t in zip(responses, there, strict=True)])
     targets = targets[:FITTED_TOKENS, None]
     aim = torch.cat([w[t] for w, t in zip(wanted, there, strict=True)])[:FITTED_TOKENS]
-    beta = 1.0
+    beta, chosen, scaled = 1.0, rows.gather(-1, targets)[:, 0], torch.empty_like(rows)
     for _ in range(STEPS if len(rows) else 0):
-        logp = (beta * rows).log_softmax(-1)
-        slope = (rows.gather(-1, targets)[:, 0] - (logp.exp() * rows).sum(-1)).double()
-        step = slope @ (aim - logp.gather(-1, targets)[:, 0].double()) / slope.square().sum().clamp_min(1e-30)
-        if not math.isfinite(float(step)):
+        normal = torch.mul(rows, beta, out=scaled).logsumexp(-1)
+        distance = aim - (beta * chosen - normal).double()
+        slope = (chosen - torch.linalg.vecdot(scaled.sub_(normal[:, None]).exp_(), rows)).double()
+        step = float(slope @ distance / slope.square().sum().clamp_min(1e-30))
+        if not math.isfinite(step):
             break
-        beta = min(max(beta + float(step), beta / 2, 0.1), beta * 2, 20.0)
-        if abs(float(step)) < 1e-9 * beta:
+        beta = min(max(beta + step, beta / 2, 0.1), beta * 2, 20.0)
+        if abs(step) < SMALL_STEP * beta:
             break
     return 1.0 / beta

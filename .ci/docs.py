@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pdoc
+from jinja2 import pass_context
+from jinja2.runtime import Context
 from markupsafe import Markup
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,17 +19,51 @@ LIBRARY = (NAME, f"{NAME}.testing")  # `__all__` says what of them is public
 ANALYSES = ("analysis", "!analysis.notebooks")  # with every module below, and without the notebooks
 
 
-# the modules of a type in a signature, as pdoc marks them up; those of analysis are links
-MODULES = re.compile(
-    r'(?:<span class="n">(?!analysis)[a-z_]\w*</span><span class="o">\.</span>)+(?=<span class="n">[A-Z])'
-)
+# an array of one dtype, as numpy writes it, and the modules of a type; those of analysis are links
+ARRAY = re.compile(r"numpy\.ndarray\[tuple\[(?:typing\.)?Any, \.\.\.\], numpy\.dtype\[numpy\.(\w+)\]\]")
+MODULES = re.compile(r"(?<![\w.])(?!analysis\b)(?:[a-z_]\w*\.)+(?=[A-Z])")
+CALLABLE = re.compile(r"Callable\[(?!\.\.\.)([^\[\],]+), ")  # Python 3.11 loses the brackets of a single argument
+STANDARD = re.compile(r"\b(?:typing|collections\.abc)\.(?=[A-Z])")  # before types in the value of an alias
+LINKED = re.compile(r"(?<=>)analysis\.[\w.]*?(?=[A-Z]\w*</a>)")
+LONGEST_DEFAULT = 60  # characters of a default value in a signature
+
+
+class Long:
+    """Stands for a default value that is too long to read."""
+
+    def __repr__(self) -> str:
+        return "..."
 
 
 def shorten_types() -> None:
-    """Let signatures say Path, not pathlib.Path."""
+    """Let pages say Path and NDArray[float64], not pathlib.Path and what numpy makes of it; `...` for long defaults."""
     filters = pdoc.render.env.filters
-    whole = filters["format_signature"]
-    filters["format_signature"] = lambda signature, colon: Markup(MODULES.sub("", str(whole(signature, colon))))
+    whole, value = inspect.formatannotation, pdoc.doc.Variable.default_value_str.func
+    signature_html, links = filters["format_signature"], filters["linkify"]
+
+    def annotation(of: object, *rest: object) -> str:
+        short = MODULES.sub("", ARRAY.sub(r"NDArray[\1]", whole(of, *rest)))
+        return CALLABLE.sub(r"Callable[[\1], ", short)
+
+    def signature(of: inspect.Signature, colon: bool) -> object:
+        given = of.parameters.values()
+        return signature_html(of.replace(parameters=[_with_short_default(p) for p in given]), colon)
+
+    def alias(variable: pdoc.doc.Variable) -> str:
+        return STANDARD.sub("", ARRAY.sub(r"NDArray[\1]", value(variable)))
+
+    @pass_context
+    def linkify(context: Context, code: str, namespace: str = "", shorten: bool = True) -> Markup:
+        return Markup(LINKED.sub("", links(context, code, namespace, shorten)))
+
+    inspect.formatannotation = pdoc.doc.formatannotation = annotation
+    pdoc.doc.Variable.default_value_str = property(alias)
+    filters["format_signature"], filters["linkify"] = signature, linkify
+
+
+def _with_short_default(parameter: inspect.Parameter) -> inspect.Parameter:
+    is_long = parameter.default is not parameter.empty and len(repr(parameter.default)) > LONGEST_DEFAULT
+    return parameter.replace(default=Long()) if is_long else parameter
 
 
 def main() -> None:

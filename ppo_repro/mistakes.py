@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+if TYPE_CHECKING:  # the command line looks for words that were meant, and does without pydantic's 0.1 s
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+    Sections = tuple[type[BaseModel], ...]
 
 MOST = 30  # mistakes that are told; a screen holds no more
 LIKE = 0.65  # share of letters in common from which one word may be meant by another
-Sections = tuple[type[BaseModel], ...]
 # of each kind of file a field that no other kind has, and the command that takes the file
 COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
 
@@ -129,6 +131,8 @@ def _tags(section: type[BaseModel]) -> set[str]:
 
 def _sections(annotation: Any) -> Sections:
     """The sections that an annotation names, through unions, lists and `Annotated`."""
+    from pydantic import BaseModel
+
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return (annotation,)
     if _is_literal(annotation):

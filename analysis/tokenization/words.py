@@ -100,7 +100,7 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     return _numbered(begins, first_tokens, special, straddles)
 
 
-def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> pd.Categorical[str]:
+def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> pd.Categorical:
     """The kind of text in each span [start, end) of characters; white space beside other text does not count.
 
     alpha, digit, punct (any other character) or space where all characters are of one kind, else mixed; without text:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from ppo_repro.audit.dump import Response
@@ -85,10 +86,9 @@ def weights_of(subject: Subject, name: str) -> PreTrainedModel:
     """Unmodified transformers, float32 or a copy in 16 bits."""
     if name not in HALF:
         return subject.others.get(name, subject.model)
-    found = copy.deepcopy(subject.model)
-    for parameter in found.parameters():  # not rotary frequencies, which from_pretrained leaves in float32
-        parameter.data = parameter.data.to(HALF[name])
-    return found
+    # parameters only: from_pretrained leaves rotary frequencies in float32
+    halved: dict[int, Any] = {id(p): Parameter(p.detach().to(HALF[name]), False) for p in subject.model.parameters()}
+    return copy.deepcopy(subject.model, halved)
 
 
 def logits_of(model: PreTrainedModel, fed: Fed, response: Response) -> Tensor:

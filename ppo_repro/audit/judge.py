@@ -48,6 +48,7 @@ class Side:
     left: float  # rms of what the cause leaves, on the tokens that were tried
     tried_tokens: int
     tried: tuple[Tried, ...]  # the best first
+    given_up: int  # weights and inputs more, of which the first responses left too much
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,7 @@ class Audit:
 def audit(subject: Subject, responses: Sequence[Response], settings: Settings) -> Audit:
     """Judge both sides of a dump. UserError where the model cannot have been the one of the dump."""
     _check(subject, responses)
-    policy = make_policy(subject.model, "exact", subject.max_context)
-    exact: list[Tensor] = []
-    stock: list[Tensor] = []
-    for r in responses:
-        text, plain = Text([r.prompt_ids], [r.response_ids]), Fed(r.prompt_ids)
-        for found, logits in ((exact, policy_scores(policy, text).logits), (stock, logits_of(subject.model, plain, r))):
-            found.append(logprobs(logits.double(), r.response_ids, settings.temperature, None))
+    exact, stock = _scores(subject, responses, settings)
     counts = [torch.tensor(r.counts) for r in responses]
     floor = max(rms(torch.cat([(s - e)[c] for s, e, c in zip(stock, exact, counts, strict=True)])), 2.0**-24)
     sides = {name: _entries(name, responses, exact) for name in ("sampler", "trainer")}
@@ -103,6 +98,18 @@ def audit(subject: Subject, responses: Sequence[Response], settings: Settings) -
     _check_unexplained(sides, verdicts, floor)
     scored = _scored(responses, exact, sides["sampler"].values, sides["trainer"].values)
     return Audit(len(responses), floor, verdicts["sampler"], verdicts["trainer"], scored)
+
+
+def _scores(subject: Subject, responses: Sequence[Response], settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs, float64 [n] of each response: exact, and of stock float32."""
+    policy = make_policy(subject.model, "exact", subject.max_context)
+    exact: list[Tensor] = []
+    stock: list[Tensor] = []
+    for r in responses:
+        text, plain = Text([r.prompt_ids], [r.response_ids]), Fed(r.prompt_ids)
+        for found, logits in ((exact, policy_scores(policy, text).logits), (stock, logits_of(subject.model, plain, r))):
+            found.append(logprobs(logits.double(), r.response_ids, settings.temperature, None))
+    return exact, stock
 
 
 def _check(subject: Subject, responses: Sequence[Response]) -> None:
@@ -211,6 +218,7 @@ def _verdict(
         left=tried[0].left if tried else rms(distance),
         tried_tokens=tokens,
         tried=tuple(tried[:SHOWN]),
+        given_up=trials.given_up.get(name, 0),
     )
 
 

@@ -88,7 +88,9 @@ def _tried(side: Side, temperature: float) -> str:
         return _text(" and ".join(words) or "as it is"), f"{left:.2e}", _bar(left / whole, share)
 
     rows = [row(t.conditions.deviations(temperature), t.left) for t in side.tried]
-    about = f"<p>How far {side.tried_tokens:,} of its tokens are from each of these; the best explanation first.</p>"
+    more = f" {side.given_up:,} more weights or inputs were too far on the first responses." if side.given_up else ""
+    which = f"{side.tried_tokens:,} of its tokens are from each of these; the best explanation first."
+    about = f"<p>How far {which}{more}</p>"
     table = _table("", ("the exact model, but", "left, nats rms", ""), rows)
     return f"<h2>What explains the {side.name}</h2>{about}{table}"
 

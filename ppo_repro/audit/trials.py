@@ -4,18 +4,23 @@ Of two combinations the one with the lower cost is better:
 
     cost = log(mean square of what it leaves + floor^2) + log 4 x (number of deviations),
 
-so one more deviation has to halve what is left. No combination costs less than log(floor^2) + log 4 x (deviations of
-its inputs), so inputs whose bound is above the best cost found are left out: that changes no result.
+so one more deviation has to halve what is left. Likely inputs come first, and what cannot cost less than the best
+found is not computed, which changes no result:
+
+* no combination costs less than log(floor^2) + log 4 x (deviations of its inputs);
+* the mean square over all n tokens is at least k/n times that over the first k, so inputs are given up when the first
+  1, 2, 4, ... responses leave too much under every combination (16-bit weights alone are not: they are measured).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ppo_repro.audit.conditions import (
     FLOAT32,
@@ -37,7 +42,9 @@ from ppo_repro.audit.ways import AS_DUMPED, Fed
 PER_DEVIATION = math.log(4.0)
 FITTED = 0.5  # deviations more for a temperature that is fitted: it fits noise, too
 STEPS, FITTED_TOKENS = 12, 128  # of Gauss and Newton, from 1
+SMALL_STEP = 1e-5  # relative; where one temperature explains everything, the step after it is about its square
 SHIFTS = (0, 1, -1)
+IMPOSSIBLE = 0.01  # share of the sampled tokens that a cut may say cannot be
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Tried:
     conditions: Conditions
     left: float
     cost: float
+    tokens: int  # that it was computed for
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class Trials:
     """What was tried for each side by name, and how far 16-bit weights alone are from the exact model, rms in nats."""
 
     by_side: Mapping[str, Sequence[Tried]]
+    given_up: Mapping[str, int]  # inputs of which the first responses left too much
     halves: Mapping[str, float]
 
 
@@ -82,31 +91,79 @@ def rms(x: Tensor) -> float:
 
 
 def all_inputs(subject: Subject, ways: Mapping[str, Sequence[Fed]]) -> list[Inputs]:
-    """Every combination of weights and ways, those with fewer deviations first."""
+    """Every combination of weights and ways: those with fewer deviations first, of these the tokens as dumped."""
     found = [Inputs(weights, way) for weights in (FLOAT32, *HALF, *subject.others) for way in ways]
-    return sorted(found, key=lambda inputs: len(inputs.deviations()))
+    return sorted(found, key=lambda inputs: (len(inputs.deviations()), inputs.way != AS_DUMPED))
 
 
 def run_trials(subject: Subject, material: Material, sides: Mapping[str, Entries]) -> Trials:
     """Every combination for every side. Logits, the most of the memory, are there for one set of inputs at a time."""
     found: dict[str, list[Tried]] = {name: [] for name in sides}
+    given_up = dict.fromkeys(sides, 0)
     halves: dict[str, float] = {}
-    name, model = FLOAT32, subject.model
+    models: dict[str, PreTrainedModel] = {}
     for inputs in all_inputs(subject, material.ways):
         bound = math.log(material.floor**2) + PER_DEVIATION * len(inputs.deviations())
-        open_sides = [side for side in sides if bound < min((t.cost for t in found[side]), default=math.inf)]
-        if not open_sides:
+        best = {side: min((t.cost for t in tried), default=math.inf) for side, tried in found.items()}
+        begun = {side: sides[side] for side in sides if bound < best[side]}
+        if not begun:
             continue
-        if inputs.weights != name:
-            name, model = inputs.weights, weights_of(subject, inputs.weights)
-        pairs = zip(material.ways[inputs.way], material.responses, strict=True)
-        logits = [logits_of(model, fed, response) for fed, response in pairs]
-        for side in open_sides:
-            found[side] += _combinations(inputs, logits, material, sides[side])
-        if inputs.weights in HALF and inputs.way == AS_DUMPED:
-            halves[inputs.weights] = rms(torch.cat(_predicted(logits, material, material.settings.temperature, WHOLE))
-                                         - torch.cat(list(material.exact)))  # fmt: skip
-    return Trials({side: sorted(tried, key=lambda t: t.cost) for side, tried in found.items()}, halves)
+        if inputs.weights not in models:
+            models[inputs.weights] = weights_of(subject, inputs.weights)
+        is_half = inputs.weights in HALF and inputs.way == AS_DUMPED  # whose distance is that of 16-bit rounding
+        limits = dict.fromkeys(begun, math.inf) if is_half else best
+        logits, kept = _computed(models[inputs.weights], inputs, material, begun, limits)
+        for side in begun:
+            if side in kept:
+                found[side] += _combinations(inputs, logits, material, sides[side], _count(sides[side]))
+            else:
+                given_up[side] += 1
+        if is_half:
+            predicted = _predicted(logits, material, material.settings.temperature, WHOLE)
+            halves[inputs.weights] = rms(torch.cat(predicted) - torch.cat(list(material.exact)))
+    return Trials({side: sorted(tried, key=lambda t: t.cost) for side, tried in found.items()}, given_up, halves)
+
+
+def _computed(
+    model: PreTrainedModel, inputs: Inputs, material: Material, sides: Mapping[str, Entries], best: Mapping[str, float]
+) -> tuple[list[Tensor], set[str]]:
+    """Logits of each response, and the sides that may cost less than `best`; fewer logits where there is none."""
+    logits: list[Tensor] = []
+    kept = set(sides)
+    for fed, response in zip(material.ways[inputs.way], material.responses, strict=True):
+        logits.append(logits_of(model, fed, response))
+        count = len(logits)
+        if count < len(material.responses) and count.bit_count() == 1:
+            kept = {
+                side
+                for side in kept
+                if math.isinf(best[side]) or _least(inputs, logits, material, sides[side]) < best[side]
+            }
+            if not kept:
+                break
+    return logits, kept
+
+
+def _least(inputs: Inputs, logits: Sequence[Tensor], material: Material, entries: Entries) -> float:
+    """What these inputs cost at least, from the logits of the first responses."""
+    count, tokens = len(logits), _count(entries)
+    first = replace(material, responses=material.responses[:count], exact=material.exact[:count])
+    own = Entries(entries.values[:count], entries.usable[:count])
+    if not _count(own):
+        return -math.inf
+    return min((_cost(t.left, t.tokens / tokens, t.conditions, material) for t in
+                _combinations(inputs, logits, first, own, tokens)), default=math.inf)  # fmt: skip
+
+
+def _count(entries: Entries) -> int:
+    return sum(int(usable.sum()) for usable in entries.usable)
+
+
+def _cost(left: float, share: float, conditions: Conditions, material: Material) -> float:
+    """The cost of what is left of this share of the tokens, if nothing is of the others."""
+    given = material.settings.temperature
+    deviations = len(conditions.deviations(given)) + FITTED * (conditions.temperature not in (given, 1.0))
+    return math.log(share * left**2 + material.floor**2) + PER_DEVIATION * deviations
 
 
 def _predicted(logits: Sequence[Tensor], material: Material, temperature: float, kept: str) -> list[Tensor]:
@@ -116,7 +173,10 @@ def _predicted(logits: Sequence[Tensor], material: Material, temperature: float,
     ]
 
 
-def _combinations(inputs: Inputs, logits: Sequence[Tensor], material: Material, entries: Entries) -> Iterator[Tried]:
+def _combinations(
+    inputs: Inputs, logits: Sequence[Tensor], material: Material, entries: Entries, tokens: int
+) -> Iterator[Tried]:
+    """Every combination with these inputs. tokens: how many the side has, of which these may be the first."""
     given = material.settings.temperature
     wanted = {s: [shifted(v, -s) for v in entries.values] for s in SHIFTS}  # by token, wherever the entry lies
     there = {s: [_moved(u, -s) & w.isfinite() for u, w in zip(entries.usable, wanted[s], strict=True)] for s in SHIFTS}
@@ -127,7 +187,7 @@ def _combinations(inputs: Inputs, logits: Sequence[Tensor], material: Material, 
             for s in SHIFTS:
                 if temperature in (given, 1.0, fitted[s]):
                     conditions = Conditions(inputs, temperature, kept, s)
-                    yield from _tried(conditions, predicted, wanted[s], there[s], material)
+                    yield from _tried(conditions, predicted, wanted[s], there[s], material, tokens)
 
 
 def _tried(
@@ -136,15 +196,15 @@ def _tried(
     wanted: Sequence[Tensor],
     there: Sequence[Tensor],
     material: Material,
+    tokens: int,
 ) -> Iterator[Tried]:
+    impossible = sum(int((t & ~p.isfinite()).sum()) for t, p in zip(there, predicted, strict=True))
+    if impossible > IMPOSSIBLE * tokens:
+        return
     kept = [t & p.isfinite() for t, p in zip(there, predicted, strict=True)]
-    if sum(int(k.sum()) for k in kept) < 0.99 * sum(int(t.sum()) for t in there):
-        return  # tokens were sampled that it says cannot be
     left = torch.cat([(w - p)[k] for w, p, k in zip(wanted, predicted, kept, strict=True)])
     if left.numel():
-        given = material.settings.temperature
-        deviations = len(conditions.deviations(given)) + FITTED * (conditions.temperature not in (given, 1.0))
-        yield Tried(conditions, rms(left), math.log(rms(left) ** 2 + material.floor**2) + PER_DEVIATION * deviations)
+        yield Tried(conditions, rms(left), _cost(rms(left), 1.0, conditions, material), left.numel())
 
 
 def _moved(usable: Tensor, by: int) -> Tensor:
@@ -159,14 +219,15 @@ def _fitted(
     targets = torch.cat([torch.tensor(r.response_ids)[t] for r, t in zip(responses, there, strict=True)])
     targets = targets[:FITTED_TOKENS, None]
     aim = torch.cat([w[t] for w, t in zip(wanted, there, strict=True)])[:FITTED_TOKENS]
-    beta = 1.0
+    beta, chosen, scaled = 1.0, rows.gather(-1, targets)[:, 0], torch.empty_like(rows)
     for _ in range(STEPS if len(rows) else 0):
-        logp = (beta * rows).log_softmax(-1)
-        slope = (rows.gather(-1, targets)[:, 0] - (logp.exp() * rows).sum(-1)).double()
-        step = slope @ (aim - logp.gather(-1, targets)[:, 0].double()) / slope.square().sum().clamp_min(1e-30)
-        if not math.isfinite(float(step)):
+        normal = torch.mul(rows, beta, out=scaled).logsumexp(-1)
+        distance = aim - (beta * chosen - normal).double()
+        slope = (chosen - torch.linalg.vecdot(scaled.sub_(normal[:, None]).exp_(), rows)).double()
+        step = float(slope @ distance / slope.square().sum().clamp_min(1e-30))
+        if not math.isfinite(step):
             break
-        beta = min(max(beta + float(step), beta / 2, 0.1), beta * 2, 20.0)
-        if abs(float(step)) < 1e-9 * beta:
+        beta = min(max(beta + step, beta / 2, 0.1), beta * 2, 20.0)
+        if abs(step) < SMALL_STEP * beta:
             break
     return 1.0 / beta

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.errors import UserError
-from ppo_repro.output import print_result
+from ppo_repro.output import print_result, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,11 +56,14 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def audit_command(arguments: argparse.Namespace) -> int:
     """Say which side of another stack's dump is wrong, by the exact model, and why; exit 1 if one is."""
+    _check(arguments)
+    say(f"{arguments.dump}: both sides beside the exact model of {arguments.model}")
     from ppo_repro.audit.dump import FORMATS, read_dump
 
     if arguments.format not in FORMATS:
         raise UserError(f"--format {arguments.format}: must be one of {', '.join(FORMATS)}")
-    _check(arguments)
+    for option, folder in (("--model", arguments.model), *(("--also", folder) for folder in arguments.also)):
+        _look(option, folder)
     dump = read_dump(arguments.dump, arguments.format, arguments.responses)
 
     from ppo_repro.audit.conditions import Settings, Subject
@@ -91,6 +94,14 @@ def audit_command(arguments: argparse.Namespace) -> int:
         said.append(f"page    {arguments.out}")
     print_result(arguments.json, fields(found, dump.skipped), said)
     return 0 if found.sampler.is_right and found.trainer.is_right else 1
+
+
+def _look(option: str, folder: Path) -> None:
+    """Check the files of a model folder before torch is imported, which takes seconds."""
+    from ppo_repro.models.folder_files import check_config, check_tokenizer, check_weights
+
+    for check in (check_config, check_tokenizer, check_weights):
+        check(folder, f"{option} {folder}")
 
 
 def _special(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Special:

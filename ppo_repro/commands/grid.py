@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
-from ppo_repro.grids.engines import Engine, Processes, Ray, Slurm
-from ppo_repro.grids.grid import grid_folder, run_grid
-from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.spec import load_grid
-from ppo_repro.grids.summary import as_json, lines
 from ppo_repro.output import print_result
 from ppo_repro.tracking.finished import grid_into_mlflow, grid_into_tensorboard, require_copies
+
+if TYPE_CHECKING:
+    from ppo_repro.grids.engines import Engine
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run what is missing of a grid and print its table; exit code 1 if a cell is not complete at the end."""
     grid = load_grid(arguments.grid)
+    from ppo_repro.grids.grid import grid_folder, run_grid
+    from ppo_repro.grids.progress import ConsoleGrid
+    from ppo_repro.grids.summary import as_json, lines
+
     folder = grid_folder(grid, arguments.out)
     require_copies(arguments.tensorboard)
     with ConsoleGrid() as watcher:
@@ -34,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
+    from ppo_repro.grids.engines import Processes, Ray, Slurm
+
     if arguments.workers < 1:
         raise UserError(f"--workers {arguments.workers}: must be at least 1")
     if arguments.ray is not None and arguments.slurm is not None:

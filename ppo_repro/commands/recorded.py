@@ -28,6 +28,7 @@ def replay_command(arguments: argparse.Namespace) -> int:
 
 def verify_command(arguments: argparse.Namespace) -> int:
     """Compare every recorded file of a run folder with its digest, without computing anything again."""
+    say(f"{arguments.run}: every byte beside its recorded digest")
     from ppo_repro.dpo import records as dpo_records
     from ppo_repro.runs.verify import verify
 
@@ -64,6 +65,7 @@ def show_command(arguments: argparse.Namespace) -> int:
 
 def diff_command(arguments: argparse.Namespace) -> int:
     """Compare two recorded runs bit by bit; exit 1 at a difference."""
+    say(f"{arguments.a} beside {arguments.b}, bit by bit")
     from ppo_repro.runs.diff import first_difference
 
     return report_difference(first_difference(arguments.a, arguments.b), arguments.json, "identical")

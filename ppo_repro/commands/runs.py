@@ -243,6 +243,7 @@ def dpo_command(arguments: argparse.Namespace) -> int:
 
 def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
+    say(f"{arguments.grid}: running what is missing of it in {arguments.out}")
     from ppo_repro.commands import grid
 
     return grid.run(arguments)

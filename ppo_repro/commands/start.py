@@ -9,7 +9,6 @@ import time
 from importlib import resources
 from pathlib import Path
 
-from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.disk import durable
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.output import print_result, say
@@ -57,6 +56,8 @@ def _contents(model: Path | None) -> dict[str, str]:
     name = "tiny.yaml" if model is None else "smollm2.yaml"
     config = (start / name).read_text(encoding="utf-8")
     if model is not None:
+        from ppo_repro.config.yaml_text import describe_value
+
         config = config.replace("path: MODEL", f"path: {describe_value(str(model))}")
     ask = "{}+{}=" if model is None else "What is {} + {}? Answer with the number only."
     problems = [(ask.format(a, b), str(a + b)) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
@@ -80,6 +81,7 @@ def _lines(folder: Path, names: list[str], fetched: bool) -> list[str]:
 
 def compile_command(arguments: argparse.Namespace) -> int:
     """Compile the kernels of this processor into the cache folder, and compare them with the specification."""
+    say(f"kernels of backend {arguments.backend}: compiling, then comparing them with the specification")
     import torch
 
     from ppo_repro.numerics import backend

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
+from ppo_repro.disk.paths import check_path
 from ppo_repro.errors import NumericsError, UserError
 
 MOST = 2**31 - 1  # of anything that is counted
-LONGEST_PATH = 3000  # bytes, which leaves room for the files of a run below what systems allow
-LONGEST_NAME = 255  # bytes
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Index = Annotated[int, Field(ge=0, le=MOST)]
@@ -28,25 +26,6 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Whitening = Literal["none", "scale", "full"]
-
-
-def check_path(text: str) -> str:
-    """The text; ValueError where no file of this machine can have this path."""
-    if "\0" in text:
-        raise ValueError("must be a path; no path has a NUL character")
-    if "://" in text:
-        raise ValueError("must be a path on this machine, not a URI")
-    try:
-        path = os.path.abspath(text).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("must be a path in UTF-8") from error
-    if len(path) > LONGEST_PATH or max(map(len, path.split(b"/"))) > LONGEST_NAME:
-        raise ValueError(
-            f"must be a shorter path: at most {LONGEST_PATH} bytes as an absolute path, {LONGEST_NAME} for a name in it"
-        )
-    return text
-
-
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 
 

@@ -1,7 +1,6 @@
 """Hypothesis strategies: rollouts for tests of losses, advantages and whatever reads tokens of ragged responses."""
 
-from __future__ import annotations
-
+# without postponed annotations: Hypothesis makes a function of its own, in whose module their names are not known
 from collections.abc import Sequence
 
 import torch

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.audit import ways
+from ppo_repro.audit import trials, ways
 from ppo_repro.audit.conditions import Settings, Subject
 from ppo_repro.audit.dump import Response, turns_of
 from ppo_repro.audit.judge import Audit, audit
@@ -250,6 +250,22 @@ def test_of_a_known_and_an_unknown_fault_the_known_one_is_named_as_a_part(made: 
     noise = [(torch.tensor(v) + 0.2 * torch.randn(len(v), generator=generator)).tolist() for v in bad]
     cause = judged(made, subject, noise, good).sampler.cause
     assert cause == f"unknown, in part {BOS}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", [BF16, f"{BOS} and {NO_TEMPERATURE}"])
+def test_what_is_given_up_changes_no_result(
+    made: Material, subject: Subject, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = made.logprobs(made.logits()), WRONG[cause](made)
+    shortened = [judged(made, subject, bad, good), judged(made, subject, noisy(bad), good)]
+    monkeypatch.setattr(trials, "_least", lambda *_: -np.inf)  # computes every token of every input that is begun
+    whole = [judged(made, subject, bad, good), judged(made, subject, noisy(bad), good)]
+    assert sum(found.sampler.given_up for found in shortened) > 0
+    for short, all_of_it in zip(shortened, whole, strict=True):
+        assert all_of_it.sampler.given_up == 0
+        assert short.sampler.tried[0] == all_of_it.sampler.tried[0]
+        assert (short.sampler.cause, short.sampler.left) == (all_of_it.sampler.cause, all_of_it.sampler.left)
 
 
 def test_sides_that_agree_on_another_model_are_refused(made: Material, subject: Subject) -> None:

@@ -36,9 +36,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Conditions(Inputs(FLOAT32, AS_DUMPED), 0.8, "all", 0),
         Conditions(Inputs(f"weights of /checkpoints/{'deep/' * 30}step_100", PADDED), 0.73, "top-p and top-k", 1),
     ]
-    tried = tuple(Tried(c, 0.2 / (i + 1), 0.0) for i, c in enumerate(conditions))
-    wrong = Side("sampler", n - 1, 1, 0.2, 0.9, 0.01, 40, False, "unknown", 0.2, 512, tried)
-    right = replace(wrong, name="trainer", empty=0, wrong_responses=0, is_right=True, cause="", tried=())
+    tried = tuple(Tried(c, 0.2 / (i + 1), 0.0, 512) for i, c in enumerate(conditions))
+    wrong = Side("sampler", n - 1, 1, 0.2, 0.9, 0.01, 40, False, "unknown", 0.2, 512, tried, 31)
+    right = replace(wrong, name="trainer", empty=0, wrong_responses=0, is_right=True, cause="", tried=(), given_up=0)
     path = tmp_path_factory.mktemp("audit") / "page.html"
     path.write_text(page(Audit(40, 1e-6, wrong, right, scored), f"Audit of {'x' * 200}", 0.8, lambda i: HOSTILE))
     return path

@@ -117,12 +117,14 @@ def test_dumps_of_the_real_sglang(cli: Cli, dump: tuple[Path, Path], name: str) 
 
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
-def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
-    with sglang_dumps.stock_server(dump[1], tmp_path, "bfloat16", raw=False) as url:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp_path: Path, dtype: str) -> None:
+    with sglang_dumps.stock_server(dump[1], tmp_path, dtype, raw=False) as url:
         sglang_dumps.dump(url, dump[1], tmp_path / "now.jsonl", ("--temperature", "0.8"))
     code, out, _ = cli("audit", tmp_path / "now.jsonl", "--model", dump[1], "--temperature", "0.8", "--json")
     found = json.loads(out)
-    assert code == 1 and found["trainer"]["is_right"] and "bfloat16" in found["sampler"]["cause"]
+    assert code == int(dtype == "bfloat16") and found["tokens"] == 12 * len(sglang_dumps.PROMPTS)
+    assert says(found, *OF_SGLANG[dtype])
 
 
 def test_every_dump_of_sglang_has_a_verdict_here() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import PROMPTS, folder_config, write_prompts
-from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY
+from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY, TINY_GRID
 
 STOPPED = 7
 # the program, which ends where it imports one of some packages
@@ -51,6 +51,11 @@ def until(heavy: str, *arguments: str | Path, cwd: Path = ROOT) -> tuple[int, st
         (["report", "nowhere"], "writing a page"),
         (["track", "nowhere"], "copying it into"),
         (["bisect", TINY], "looking for the module"),
+        (["verify", "nowhere"], "every byte"),
+        (["diff", "nowhere", "elsewhere"], "bit by bit"),
+        (["grid", TINY_GRID], "running what is missing"),
+        (["compile"], "compiling"),
+        (["audit", "dump.jsonl", "--model", "nowhere"], "both sides beside the exact model"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -116,7 +116,8 @@ def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> pd.Ca
     classes = np.where(counts[:3].max(axis=0) == other, counts[:3].argmax(axis=0), CLASSES.index("mixed"))
     classes = np.where(other == 0, CLASSES.index("space"), classes)
     classes = np.where(start == end, np.where(is_special, CLASSES.index("special"), CLASSES.index("empty")), classes)
-    return pd.Categorical.from_codes(np.asarray(classes, dtype=np.int64), categories=pd.Index(CLASSES))
+    codes = np.asarray(classes, dtype=np.int64)
+    return pd.Categorical.from_codes(codes, categories=pd.Index(CLASSES))  # type: ignore[return-value] # of str
 
 
 def span_texts(text: Text, first_bytes: Ints) -> pa.Array:

@@ -17,7 +17,8 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 PPO_REPRO = """
     errors secrets mistakes clock buffers seeding watcher
     output
-    shares interrupts heartbeats collectives disk config numerics.arithmetic
+    shares disk
+    interrupts heartbeats collectives config numerics.arithmetic
     assets ranks ppo records numerics.kernels.core
     numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels

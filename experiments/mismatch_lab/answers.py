@@ -64,7 +64,7 @@ def _of_routes(run_dir: Path) -> dict[str, float]:
 
 
 def of_grid(grid: Path) -> pd.DataFrame:
-    """One row per complete cell: point, the labels of its axes, seed, fingerprint and MEASURES; UserError without any."""
+    """One row per complete cell: point, labels of the axes, seed, fingerprint and MEASURES; UserError without any."""
     cells = complete_cells(grid)
     measures = pd.DataFrame([of_run(grid / str(run_dir)) for run_dir in cells["run_dir"]])
     axes = [name for name in cells.columns if name.startswith("axis.")]
@@ -87,7 +87,7 @@ def rows(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def differences(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """Each point minus the first one of its learning rate, paired by seed: mean, 95 % interval, p, Holm's p over all."""
+    """Each point minus the first one of its learning rate, paired by seed: mean, 95 % interval, p of the t-test."""
     groups = [group for _, group in cells.groupby(RATE, sort=False)] if RATE in cells else [cells]
     found = [comparisons(group, measure, str(group["point"].iloc[0])) for group in groups]
     table = pd.concat(found, ignore_index=True)

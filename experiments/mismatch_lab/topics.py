@@ -47,7 +47,7 @@ def entries() -> list[dict[str, str]]:
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-    """Of the first 24 letters those of the topic that differ from the one before, less the letters beyond, / 24; >= 0."""
+    """Of the first 24 letters those of the topic that differ from the one before, less those beyond, over 24; >= 0."""
     first = response[:LENGTH]
     right = sum(
         letter in topic_of(prompt) and letter != before for before, letter in zip(" " + first, first, strict=False)

@@ -99,7 +99,7 @@ def of_run(run_dir: Path) -> pd.DataFrame:
                 "kl_same": float(same.kl.mean()),
                 "entropy": float(own.entropy.mean()),
                 "length": float(np.mean(lengths)),
-                "weight_norm": math.sqrt(sum(float((p.double() ** 2).sum()) for p in policy.parameters())),
+                "weight_norm": math.sqrt(sum(float((p.detach().double() ** 2).sum()) for p in policy.parameters())),
                 **shares(own.kl.numpy(), own.entropy.numpy(), lengths),
             }
         )
@@ -165,9 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cells = complete_cells(arguments.grid)
         backend.use("auto", 1)
-        parts = [
-            of_run(arguments.grid / str(row.run_dir)).assign(seed=row.seed) for row in cells.itertuples(index=False)
-        ]
+        runs = zip(cells["run_dir"].tolist(), cells["seed"].tolist(), strict=True)
+        parts = [of_run(arguments.grid / run_dir).assign(seed=seed) for run_dir, seed in runs]
         table = pd.concat(parts, ignore_index=True)
         print(report(table))
     except UserError as error:

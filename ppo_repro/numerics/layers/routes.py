@@ -76,5 +76,6 @@ def give_balances(model: nn.Module, balances: Sequence[Balance], is_real: Tensor
     `is_real` [T] bool: which tokens of that pass are no padding. Empty `balances`: no such loss.
     """
     exact = [router for router in routers(model) if isinstance(router, ExactRouter)]
-    for router, balance in zip(exact, balances or [None] * len(exact), strict=True):
+    of_routers: Sequence[Balance | None] = balances or [None] * len(exact)
+    for router, balance in zip(exact, of_routers, strict=True):
         router.balance = None if balance is None else (balance, is_real)

@@ -102,6 +102,8 @@ class TrainerFaults(Section):
 class SamplerPrecision(Section):
     """The formats that numbers are rounded to, as in a stack of that precision. Products stay exact."""
 
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"attention_weights"})
+
     weights: Format = Field(
         "float32", description="Of weights: 16 bits of all of them, 8 bits of the linear layers of attention and MLP."
     )
@@ -111,6 +113,9 @@ class SamplerPrecision(Section):
     rest: Wide = Field("float32", description="Of the weights and activations that formats of 8 bits leave alone.")
     kv_cache: Format = Field("float32", description="Of keys and values as attention reads them.")
     logits: Format = Field("float32", description="Of logits.")
+    attention_weights: Wide = Field(
+        "float32", description="Of attention's softmax weights as they meet the values; their sum stays float32's."
+    )
 
     @model_validator(mode="after")
     def _rest_of_something(self) -> Self:
@@ -126,7 +131,7 @@ class SamplerPrecision(Section):
     @property
     def forward_formats(self) -> tuple[str, ...]:
         """The formats of a forward pass: sides with the same ones compute the same bits."""
-        return self.weights, self.activations, self.rest, self.kv_cache, self.logits
+        return self.weights, self.activations, self.rest, self.kv_cache, self.logits, self.attention_weights
 
 
 class TrainerPrecision(SamplerPrecision):

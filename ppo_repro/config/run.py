@@ -192,8 +192,12 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     if native and engine.kind == "sglang" and engine.numerics == "exact":
         yield "rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both"
     yield from not_possible(config.mismatch, config.numerics.mode, engine.kind)
+    dense = isinstance(config.model, TinyModel) and config.model.experts is None
+    if config.ppo.load_balancing_coef and dense:
+        yield "ppo.load_balancing_coef needs a mixture of experts, which model.experts makes"
+    if config.ppo.load_balancing_coef and native:
+        yield "ppo.load_balancing_coef needs numerics.mode = exact, whose routers count a whole minibatch"
     if config.ppo.replay_routes:
-        dense = isinstance(config.model, TinyModel) and config.model.experts is None
         yield from has_no_routes(config.mismatch, config.numerics.mode, engine.kind, dense)
     if config.mismatch.trainer.precision.rounds and config.numerics.accuracy_sequences not in (
         0,

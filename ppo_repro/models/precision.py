@@ -21,6 +21,7 @@ def precision_of(config: SamplerPrecision) -> Precision:
         kv_cache=_form(config.kv_cache),
         logits=_form(config.logits),
         gradients=_form(config.gradients) if isinstance(config, TrainerPrecision) else None,
+        attention_weights=_form(config.attention_weights),
     )
 
 

@@ -34,6 +34,8 @@ def check_routes(config: RunConfig, source: PreTrainedModel) -> None:
         raise UserError(f"rollout.engine.kind = sglang: a {kind} is sampled by the built-in engine only; set torch")
     if config.ppo.replay_routes and not mixture:
         raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
+    if config.ppo.load_balancing_coef and not mixture:
+        raise UserError(f"ppo.load_balancing_coef: needs a mixture of experts, and {kind} has no router; remove it")
 
 
 def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:

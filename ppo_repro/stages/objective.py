@@ -27,6 +27,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_loss, token_statistics
 from ppo_repro.ppo import kl, losses
+from ppo_repro.ppo.balancing import Balance
 from ppo_repro.ppo.sequences import response_means, sequence_ratios
 from ppo_repro.remedies.corrections import Corrections, corrections_of
 from ppo_repro.stages.faults import Stream, dropped, training_eligible, training_temperature
@@ -144,10 +145,15 @@ class PolicyLoss:
     rollout: Rollout
     terms: PolicyTerms
     step: Stream = ()  # of the minibatch, for what dropout draws
+    balances: tuple[Balance, ...] | None = None  # of the minibatch, one per router; None without that loss
 
     def of(self, m: MicroBatch) -> LossAndColumns:
         """(loss, `PolicyColumns`) from a forward pass of the policy."""
-        return self.of_hidden(m, hidden_states(trunk_of(self.state.policy), m.batch, replay=True))
+        return self.of_hidden(m, self.hidden(m))
+
+    def hidden(self, m: MicroBatch) -> Tensor:
+        """The trunk's hidden states [m, H]."""
+        return hidden_states(trunk_of(self.state.policy), m.batch, True, self.balances)
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]; the losses of tokens are computed on the CPU."""
@@ -237,7 +243,7 @@ class Objective:
     def joint(self, m: MicroBatch) -> LossAndColumns:
         """Policy loss plus value_coef times value loss, both from one pass of the shared trunk."""
         assert self.value is not None
-        hidden = hidden_states(trunk_of(self.policy.state.policy), m.batch, replay=True)
+        hidden = self.policy.hidden(m)
         policy_loss, policy_columns = self.policy.of_hidden(m, hidden)
         value_loss, value_columns = self.value.of_hidden(m, hidden)
         return policy_loss + value_loss * self.value_coef, (*policy_columns, *value_columns)

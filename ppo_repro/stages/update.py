@@ -24,6 +24,7 @@ from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ranks import Ranks
 from ppo_repro.remedies.covariance import chooses_tokens, chosen_tokens
 from ppo_repro.seeding import permutation
+from ppo_repro.stages.balancing import with_balances
 from ppo_repro.stages.faults import training_weights
 from ppo_repro.stages.objective import (
     Columns,
@@ -214,6 +215,7 @@ def with_chosen(terms: PolicyTerms, tokens: Tensor, new_logprobs: Tensor, place:
 
 def _policy_step(state: TrainState, work: _Work, objective: Objective) -> PolicyUpdate:
     objective = _with_chosen(objective, work, objective.policy.of)
+    objective = with_balances(objective, work.mine, work.input_tokens, work.ranks)
     report, columns = _step(state.policy_optimizer, work, objective.policy.of)
     if state.value_optimizer is not None:
         state.forget(state.policy)  # before the value model's step: the operands are those of the old weights
@@ -232,6 +234,7 @@ def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[P
     """One step on the losses of the policy and of the value head, both from the same hidden states."""
     assert objective.value is not None
     objective = _with_chosen(objective, work, objective.joint)
+    objective = with_balances(objective, work.mine, work.input_tokens, work.ranks)
     assert objective.value is not None
     report, columns = _step(state.policy_optimizer, work, objective.joint)
     *of_policy, token_losses, new_values = columns

@@ -69,6 +69,7 @@ def test_what_is_rounded_to_what() -> None:
     narrow = SamplerPrecision(weights="int8", activations="float8_e4m3", rest="bfloat16")
     assert precision_of(narrow) == Precision("int8", "bfloat16", "float8_e4m3", "bfloat16")
     assert precision_of(SamplerPrecision(weights="int8")) == Precision("int8")
+    assert precision_of(SamplerPrecision(attention_weights="float16")) == Precision(attention_weights="float16")
     inputs = SamplerPrecision(weights="bfloat16", activations="int8", rest="float16")
     assert precision_of(inputs) == Precision("bfloat16", "bfloat16", "int8", "float16")
 

@@ -88,6 +88,7 @@ class Formats:
     kv_cache: str | None = None
     logits: str | None = None
     gradients: str | None = None
+    attention_weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,12 @@ class Qwen3InFloat64:
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * dim**-0.5
         hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        weights = scores.softmax(-1)
+        if self.formats.attention_weights is not None:
+            # of the largest weight, as they meet the values before the division by their sum
+            largest = weights.detach().amax(-1, keepdim=True)
+            weights = through(weights / largest, self.formats.attention_weights, nearest) * largest
         return self.linear(f"{name}.o_proj", torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1))
 
     def mlp(self, name: str, x: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""The mismatch lab: its task by hand, its grids, and the tables of its answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from experiments.mismatch_lab import topics
+from experiments.mismatch_lab.answers import MEASURES, RATE, differences, of_run, rows
+from experiments.mismatch_lab.answers import main as answers_main
+from experiments.mismatch_lab.explosion import correlations, kl_of_logits, policies, report, shares
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.grids.spec import load_grid
+from ppo_repro.records import reader
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "experiments" / "mismatch_lab"
+GRIDS = ("dose", "lag", "explosion", "routes")
+
+
+def test_the_reward_by_hand() -> None:
+    perfect = "abc" * 8
+    assert topics.score("ca:", perfect, "") == 1.0
+    assert topics.score("ca:", "abab", "") == 4 / 24
+    assert topics.score("ca:", "aabb", "") == 2 / 24, "a letter twice in a row counts once"
+    assert topics.score("ca:", "adbe", "") == 2 / 24, "letters of another topic"
+    assert topics.score("ca:", perfect + "ab", "") == 22 / 24, "letters beyond the 24th are taken off"
+    assert topics.score("ca:", "", "") == topics.score("ca:", "d" * 60, "") == 0.0
+
+
+def test_the_prompts_are_those_the_command_writes_and_their_answers_are_long() -> None:
+    lines = (FOLDER / "topics.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert entries == topics.entries()
+    assert min(len(entry["answer"]) for entry in entries) == topics.SHORTEST >= 20
+    scores = [topics.score(entry["prompt"], entry["answer"], "") for entry in entries]
+    assert 0.3 < np.mean(scores) < 0.7, "a policy that gives such answers has something to learn"
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_grid_has_five_seeds_an_expectation_and_responses_of_20_tokens(name: str) -> None:
+    grid = load_grid(FOLDER / f"{name}.yaml")
+    assert len(grid.file.seeds) == 5 and grid.file.question.endswith("?") and len(grid.file.expectation) > 100
+    for cell in grid.cells:
+        assert isinstance(cell.config, RunConfig) and cell.config.numerics.mode == "exact"
+        assert cell.config.rollout.max_response_tokens > topics.LENGTH >= 20
+
+
+def cells_of(values: dict[str, list[float]], rate: str = "1") -> pd.DataFrame:
+    """Cells with these scores of seeds 1, 2, ..; every other measure is 0, and no routes."""
+    made = []
+    for point, numbers in values.items():
+        for seed, score in enumerate(numbers, start=1):
+            other = dict.fromkeys(MEASURES, 0.0) | dict.fromkeys(("flipped", "flip_rms", "same_rms"), math.nan)
+            made.append({"point": point, RATE: rate, "seed": seed, **other, "first": 0.2, "score": score})
+    return pd.DataFrame(made)
+
+
+def test_differences_are_paired_by_seed_within_a_learning_rate() -> None:
+    low = cells_of({"1, none": [0.1, 0.2, 0.3], "1, bf16": [0.2, 0.4, 0.6]})
+    high = cells_of({"2, none": [0.9, 0.9, 0.9], "2, bf16": [0.5, 0.6, 0.7]}, "2")
+    table = differences(pd.concat([low, high], ignore_index=True), "score")
+    assert table["point"].tolist() == ["1, bf16", "2, bf16"]
+    # differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt 3, t of 2 degrees of freedom 4.3027
+    assert table.iloc[0, 1] == "+0.200 [-0.048, +0.448]"
+    assert table.iloc[1, 1].startswith("-0.300 ")
+
+
+def test_a_run_collapsed_if_it_ends_below_its_beginning() -> None:
+    table = rows(cells_of({"a": [0.1, 0.3, 0.19]})).set_index("point")
+    assert table.loc["a", "collapsed"] == "2 of 3" and "flipped" not in table
+
+
+def test_the_measures_are_those_of_the_records(exact_run: Path, native_run: Path) -> None:
+    exact, native = of_run(exact_run), of_run(native_run)
+    assert set(exact) == set(MEASURES)
+    assert exact["k3"] == 0.0 < native["k3"] < 1e-10, "native numerics differ in the last bits"
+    recorded = reader.read_iterations(exact_run)
+    assert exact["score"] == pytest.approx(recorded["score_mean"].tail(3).mean())
+    assert exact["first"] == recorded["score_mean"].iloc[0]
+    assert math.isnan(exact["flipped"]), "a dense model has no routes"
+
+
+def test_a_folder_without_a_grid_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answers_main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_kl_and_entropy_of_logits_by_hand() -> None:
+    p, q = (torch.tensor([x]).log().float() for x in ([0.5, 0.25, 0.25], [0.25, 0.25, 0.5]))
+    kl, entropy = kl_of_logits(p + 3.0, q - 1.0)
+    # 0.5 ln 2 + 0 - 0.25 ln 2; 0.5 ln 2 + 0.5 ln 4. Logits are float32, 6e-8 apart
+    assert float(kl[0]) == pytest.approx(0.25 * math.log(2), abs=3e-7)
+    assert float(entropy[0]) == pytest.approx(1.5 * math.log(2), abs=3e-7)
+    assert float(kl_of_logits(p, p)[0][0]) == 0.0
+
+
+def test_shares_by_hand() -> None:
+    kl, entropy = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.9, 0.1, 0.8, 0.2])
+    # two responses of three tokens and one: their later halves are the third token, and none
+    found = shares(kl, entropy, [3, 1])
+    assert found == {"of_entropy": 0.4, "of_place": 0.3}
+
+
+def test_correlations_are_by_seed_over_iterations() -> None:
+    columns = {"iteration": [1, 2, 3], "kl": [1.0, 2.0, 3.0], "kl_same": [3.0, 2.0, 1.0]}
+    columns |= {"entropy": [3.0, 2.0, 1.0], "length": [1.0, 3.0, 2.0], "weight_norm": [1.0, 2.0, 3.0]}
+    columns |= {"of_entropy": [0.5, 0.5, 0.5], "of_place": [0.4, 0.4, 0.4]}
+    table = pd.concat([pd.DataFrame(columns).assign(seed=seed) for seed in (1, 2)])
+    found = correlations(table, "kl")
+    assert found["entropy"].tolist() == [-1.0, -1.0] and found["weight_norm"].tolist() == [1.0, 1.0]
+    assert found["length"].tolist() == pytest.approx([0.5, 0.5])
+    assert "| 1 | 1 [" in report(table) and "higher entropy: 0.5" in report(table)
+
+
+def test_a_run_without_a_checkpoint_of_every_iteration_is_one_line(exact_run: Path) -> None:
+    with pytest.raises(UserError, match=r"policy.safetensors: is missing; run with checkpoints.every = 1"):
+        policies(exact_run)

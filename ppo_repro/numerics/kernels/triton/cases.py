@@ -97,8 +97,8 @@ def _backward(name: str, width: int) -> tuple[Case, ...]:
               **_tile(width)),
         _case(f"attention{name}: dq", attention_backward.query_gradients, queries, _FLOAT64, True, 8, _SPILLS,
               **_SUMS, **_tile(width)),
-        *(_case(f"attention{name}: {result}, grids", attention_backward.key_grids, _BACKWARD, _FLOAT64, True, 8, _SPILLS,
-                KIND=kind, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
+        *(_case(f"attention{name}: {result}, grids", attention_backward.key_grids, _BACKWARD, _FLOAT64, True, 8,
+                _SPILLS, KIND=kind, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
         *(_case(f"attention{name}: {result}", attention_backward.key_gradients, keys, _FLOAT64, True, 8, _SPILLS,
                 KIND=kind, **_SUMS, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
     )  # fmt: skip

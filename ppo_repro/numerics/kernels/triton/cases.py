@@ -17,7 +17,7 @@ from ppo_repro.numerics.kernels.triton import (
     product,
     token_statistics,
 )
-from ppo_repro.numerics.kernels.triton.instructions import Case
+from ppo_repro.numerics.kernels.triton.instructions import AROUND_CALLS, Case
 
 F32, F64, I8, I32, I64, U8 = "*fp32", "*fp64", "*i8", "*i32", "*i64", "*u8"
 
@@ -45,9 +45,10 @@ def _case(
     product: str = "",
     fused: bool = False,
     warps: int = 4,
+    spills: int = AROUND_CALLS,
     **constants: Any,
 ) -> Case:
-    return Case(name, function, kinds, constants, product, fused, warps)
+    return Case(name, function, kinds, constants, product, fused, warps, spills)
 
 
 _ROWS = _types(
@@ -67,6 +68,10 @@ _BACKWARD = _types(
 _SUMS: dict[str, Any] = {"LONG": False, "CHUNK": attention_tiles.CHUNK, "BD": attention.MOST_COLUMNS}
 
 
+# of sums over tiles: a few numbers of each thread, beside products that take 255 registers; 188 bytes were found
+_SPILLS = 192
+
+
 def _tile(width: int, queries: int = 32) -> dict[str, Any]:
     return {"WIDTH": width, "BM": queries, "BN": attention.KEYS, "BK": attention.DEPTH}
 
@@ -77,9 +82,9 @@ def _forward(name: str, panel: int, width: int, queries: int) -> tuple[Case, Cas
     sums = {**_QUERIES, **_types(f32="tops", f64="totals", i32="exponents largest")}
     values = {**_QUERIES, **_types(f32="tops v out", f64="totals", i32="exponents", n="value_size v_row")}
     return (
-        _case(f"attention{name}: weights", attention_forward.softmax_sums, sums, _FLOAT64, True, warps,
+        _case(f"attention{name}: weights", attention_forward.softmax_sums, sums, _FLOAT64, True, warps, _SPILLS,
               **constants),
-        _case(f"attention{name}: values", attention_forward.weighted_values, values, _FLOAT64, True, warps,
+        _case(f"attention{name}: values", attention_forward.weighted_values, values, _FLOAT64, True, warps, _SPILLS,
               **_SUMS, **constants),
     )  # fmt: skip
 
@@ -88,13 +93,13 @@ def _backward(name: str, width: int) -> tuple[Case, ...]:
     queries = {**_BACKWARD, **_types(f64="scaling", f32="dq", n="dim")}
     keys = {**_BACKWARD, **_types(f32="right gradient", n="dim")}
     return (
-        _case(f"attention{name}: dq, grids", attention_backward.query_grids, _BACKWARD, _FLOAT64, True, 8,
+        _case(f"attention{name}: dq, grids", attention_backward.query_grids, _BACKWARD, _FLOAT64, True, 8, _SPILLS,
               **_tile(width)),
-        _case(f"attention{name}: dq", attention_backward.query_gradients, queries, _FLOAT64, True, 8,
+        _case(f"attention{name}: dq", attention_backward.query_gradients, queries, _FLOAT64, True, 8, _SPILLS,
               **_SUMS, **_tile(width)),
         *(_case(f"attention{name}: {result}, grids", attention_backward.key_grids, _BACKWARD, _FLOAT64, True, 8,
-                KIND=kind, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
-        *(_case(f"attention{name}: {result}", attention_backward.key_gradients, keys, _FLOAT64, True, 8,
+                _SPILLS, KIND=kind, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
+        *(_case(f"attention{name}: {result}", attention_backward.key_gradients, keys, _FLOAT64, True, 8, _SPILLS,
                 KIND=kind, **_SUMS, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
     )  # fmt: skip
 

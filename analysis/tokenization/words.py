@@ -11,7 +11,7 @@ Unlike the recorded `word_id`, words here depend on the text and the convention,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,10 @@ BOUNDARIES: tuple[Boundary, ...] = ("leading", "trailing")
 CLASSES = ("alpha", "digit", "punct", "space", "mixed", "empty", "special")
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+if TYPE_CHECKING:
+    Classes = pd.Categorical[str]
+else:  # takes no type outside of its stubs
+    Classes = pd.Categorical
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     return _numbered(begins, first_tokens, special, straddles)
 
 
-def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> pd.Categorical:
+def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> Classes:
     """The kind of text in each span [start, end) of characters; white space beside other text does not count.
 
     alpha, digit, punct (any other character) or space where all characters are of one kind, else mixed; without text:

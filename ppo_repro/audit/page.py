@@ -61,7 +61,8 @@ def _text(words: str) -> str:
 
 
 def _quoted(words: str) -> str:
-    return f"“{printable(words)}”"
+    spelled = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return f"“{spelled}”"
 
 
 def _mark(side: Side) -> str:

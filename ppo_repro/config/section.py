@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from ppo_repro.disk.paths import check_path
+from ppo_repro.config.paths import check_path
 from ppo_repro.errors import NumericsError, UserError
 
 MOST = 2**31 - 1  # of anything that is counted

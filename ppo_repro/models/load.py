@@ -111,12 +111,15 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    before = logging.get_verbosity()
+    before, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:

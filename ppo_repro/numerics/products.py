@@ -170,6 +170,11 @@ class PreparedWeight:
             raise NumericsError(f"{self._where} is not finite")
         return packed, found
 
+    def float64_operand(self, weight: Tensor, dim: int) -> tuple[float64.Weight, Outliers]:
+        """The weight for products in float64 along `dim`, and its outliers; without panels for 0. It may be infinite."""
+        found: tuple[float64.Weight, Outliers] = self._get(weight, dim, "float64")
+        return found
+
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
         """`contract` with an input already on its grids, a result of `operand`; the bias may be empty."""
         x = operand.prepared

@@ -171,7 +171,7 @@ class PreparedWeight:
         return packed, found
 
     def float64_operand(self, weight: Tensor, dim: int) -> tuple[float64.Weight, Outliers]:
-        """The weight for products in float64 along `dim`, and its outliers; without panels for 0. It may be infinite."""
+        """The weight, finite or not, for float64 products along `dim`, for 0 without panels; and its outliers."""
         found: tuple[float64.Weight, Outliers] = self._get(weight, dim, "float64")
         return found
 

@@ -239,4 +239,6 @@ def run(steps: Sequence[Step], first: int, last: int, nanoseconds: float, sums: 
     found = [done for done in parts if done is not None]
     if len(found) < len(parts):
         return None
-    return Done(np.maximum.reduce([done.tops for done in found]), np.add.reduce([done.sums for done in found]))
+    nothing = Done(np.full(len(steps), NO_GRID), np.zeros(sums, np.int64))  # where there are no rows
+    tops, totals = zip(nothing, *found, strict=True)
+    return Done(np.maximum.reduce(tops), np.add.reduce(totals))

@@ -12,20 +12,14 @@ import numpy as np
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic.grid import PRODUCT_BITS
 from ppo_repro.numerics.gradient_bins import GradientBins
-from ppo_repro.numerics.gradients import PIECE, GradientAccumulator
 from ppo_repro.numerics.kernels import row_program, row_steps
-from ppo_repro.numerics.kernels.float64.operands import pack_transposed
-from ppo_repro.numerics.kernels.norms import NO_GRID
-from ppo_repro.numerics.kernels.row_program import Done
-from ppo_repro.numerics.kernels.row_steps import Matrix, NormSums, Place, Step
-from ppo_repro.numerics.products import NO_BIAS, array
+from ppo_repro.numerics.kernels.row_steps import Step
+from ppo_repro.numerics.trunk.backward_program import BackwardProgram, Infinite, cost_of, matrix_of
 from ppo_repro.numerics.trunk.layer import Activations, Attend, LinearInput, NormResult, Rotary
 from ppo_repro.numerics.trunk.weights import Layer, LinearWeights, NormWeights
 
 MOST_WEIGHTS = 1 << 22  # of a layer: packed for its backward pass, all of them lie in memory at once
-_NANOSECONDS = 0.03  # of a product; only to decide how many threads are worth waking
 _FIRST, _SECOND, _THIRD = range(row_steps.SCRATCH)
 
 
@@ -36,40 +30,11 @@ class Gradients(NamedTuple):
     of_results: list[tuple[LinearWeights, LinearInput, LinearInput]]  # the layer, its input, the gradient
 
 
-class _NormGradient(NamedTuple):
-    """Where a program puts the gradient of a norm's weight."""
-
-    accumulator: GradientAccumulator
-    name: str
-    step: int
-    sums: NormSums
-    heads: int
-
-
-class _Infinite(Exception):
-    """A number is not finite. Kernel by kernel, what it is will be named."""
-
-
 def run_as_programs(layer: Layer) -> bool:
     """Whether a layer is run so: products in float64, few weights, and gradients on one grid per tensor."""
     few = sum(linear.weight.numel() for linear in layer.linears) <= MOST_WEIGHTS
-    return few and backend.active() == "float64" and not isinstance(layer.mlp_norm.accumulator, GradientBins)
-
-
-def _cost(linears: Sequence[LinearWeights]) -> float:
-    """Nanoseconds of a row."""
-    return _NANOSECONDS * sum(linear.weight.numel() for linear in linears)
-
-
-def _matrix(linear: LinearWeights, transposed: bool) -> Matrix:
-    """The weights of a linear layer for products with its inputs, or with the gradients of its results."""
-    packed, outliers = linear.prepared.float64_operand(linear.weight, 0 if transposed else 1)
-    if not packed.finite:
-        raise _Infinite
-    weights = array(linear.weight)
-    packed = pack_transposed(weights, packed) if transposed else packed
-    starts, others = outliers.starts, outliers.columns
-    return Matrix(packed.panels, packed.squares, packed.exponents, weights, transposed, starts, others)
+    in_bins = any(isinstance(norm.accumulator, GradientBins) for norm in layer.norms)
+    return few and backend.active() == "float64" and not in_bins
 
 
 def _normed(norm: NormWeights, x: np.ndarray) -> tuple[NormResult, Step]:
@@ -86,13 +51,13 @@ def _products(linears: Sequence[LinearWeights], x: np.ndarray) -> tuple[list[np.
     results = [np.empty((len(x), linear.weight.shape[0]), np.float32) for linear in linears]
     steps = [row_steps.grid(x, shared.exponents)]
     for linear, y in zip(linears, results, strict=True):
-        steps.append(row_steps.product(x, _matrix(linear, False), linear.bias_values, y))
+        steps.append(row_steps.product(x, matrix_of(linear, False), linear.bias_values, y))
     return results, shared, steps
 
 
 def _run(steps: Sequence[Step], rows: int, nanoseconds: float) -> None:
     if row_program.run(steps, 0, rows, nanoseconds) is None:
-        raise _Infinite
+        raise Infinite
 
 
 def forward(
@@ -101,7 +66,7 @@ def forward(
     """`layer_forward`; None where it raises NumericsError."""
     try:
         return _forward(layer, x, rotary, attend, rows)
-    except (_Infinite, NumericsError):
+    except (Infinite, NumericsError):
         return None
 
 
@@ -124,7 +89,7 @@ def _forward(
     key = key if key_norm is None else key_norm.y.reshape(key.shape)
     for states in (query, key):
         steps.append(row_steps.rotate(states, rotary.positions, rotary.cosine, rotary.sine, layer.spec.dim))
-    _run(steps, len(x), _cost(linears))
+    _run(steps, len(x), cost_of(linears))
     attended = attend(layer, query, key, value)
     values = attended.values.reshape(query.shape)
     if rows is not None:
@@ -155,78 +120,21 @@ def _after_attention(layer: Layer, x: np.ndarray, attended: np.ndarray) -> tuple
     down_input = LinearInput(inner, np.empty(len(x), np.int64))
     steps = [
         row_steps.grid(attended, out_input.exponents),
-        row_steps.product(attended, _matrix(layer.out, False), layer.out.bias_values, _FIRST),
+        row_steps.product(attended, matrix_of(layer.out, False), layer.out.bias_values, _FIRST),
         row_steps.add(_FIRST, x, hidden, x.shape[1]),
         norm_step,
         *to_wide,
         row_steps.silu_times(gate, up, inner),
         row_steps.grid(inner, down_input.exponents),
-        row_steps.product(inner, _matrix(layer.down, False), layer.down.bias_values, _FIRST),
+        row_steps.product(inner, matrix_of(layer.down, False), layer.down.bias_values, _FIRST),
         row_steps.add(_FIRST, hidden, result, x.shape[1]),
     ]
-    _run(steps, len(x), _cost((layer.out, layer.gate, layer.up, layer.down)))
+    _run(steps, len(x), cost_of((layer.out, layer.gate, layer.up, layer.down)))
     return result, _AfterAttention(out_input, mlp_norm, mlp_input, gate, up, down_input)
 
 
 # the gradient of attention's result, for all tokens -> those of query, key and value, rotated
 Differentiate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
-
-
-class _Backward:
-    """A program that goes back through some operations of a layer."""
-
-    def __init__(self) -> None:
-        self._steps: list[Step] = []
-        self._norms: list[_NormGradient] = []
-        self._sums = 0
-        self.of_results: list[tuple[LinearWeights, LinearInput, LinearInput]] = []
-
-    def add(self, step: Step) -> None:
-        self._steps.append(step)
-
-    def through_linear(self, linear: LinearWeights, x: LinearInput, grad: np.ndarray, dx: Place) -> None:
-        """dx = grad W."""
-        given = LinearInput(grad, np.empty(len(grad), np.int64))
-        self._steps.append(row_steps.grid(grad, given.exponents))
-        self._steps.append(row_steps.product(grad, _matrix(linear, True), NO_BIAS, dx))
-        self.of_results.append((linear, x, given))
-
-    def through_norm(self, norm: NormWeights, result: NormResult, grad: Place, dx: Place, heads: int = 1) -> None:
-        """dx of a norm of each row, or of each head, and the gradient of its weight."""
-        sums = NormSums(NO_GRID, 0.0, self._sums, 0)
-        if isinstance(norm.accumulator, GradientAccumulator):
-            name = norm.accumulator.names[id(norm.weight)]
-            limit, size = norm.accumulator.grid(name), len(norm.values)
-            # without a grid only the exponents are wanted
-            law = (NO_GRID, 0.0) if limit is None else (limit, 2.0 ** (PRODUCT_BITS - limit))
-            sums = NormSums(*law, self._sums, size)
-            self._norms.append(_NormGradient(norm.accumulator, name, len(self._steps), sums, heads))
-            self._sums += size
-        self._steps.append(row_steps.norm_backward(grad, result.x, norm.values, result.inverse, dx, sums, heads))
-
-    def run(self, rows: int) -> list[tuple[int, Done]]:
-        """Run it; the sums of the norms' gradients, of so many rows each that an int64 holds them."""
-        cost = _cost([linear for linear, _, _ in self.of_results])
-        piece = PIECE // max((norm.heads for norm in self._norms), default=1)
-        found = []
-        for first in range(0, rows, piece):
-            last = min(first + piece, rows)
-            done = row_program.run(self._steps, first, last, cost, self._sums)
-            if done is None:
-                raise _Infinite
-            found.append((last - first, done))
-        return found
-
-    def keep_norms(self, found: Sequence[tuple[int, Done]]) -> None:
-        """Add the gradients of the norms' weights to their accumulators."""
-        for rows, done in found:
-            for norm in self._norms:
-                if done.tops[norm.step] == NO_GRID:
-                    continue
-                norm.accumulator.observe(norm.name, int(done.tops[norm.step]))
-                if norm.sums.grid != NO_GRID:
-                    total = norm.accumulator.sum_of(norm.name, rows * norm.heads).numpy()
-                    total += done.sums[norm.sums.start : norm.sums.start + norm.sums.size]
 
 
 def backward(
@@ -238,7 +146,7 @@ def backward(
     """
     try:
         return _backward(layer, a, grad, rotary, differentiate)
-    except _Infinite:
+    except Infinite:
         return None
 
 
@@ -259,9 +167,9 @@ def _backward(
 
 def _back_through_mlp(
     layer: Layer, a: Activations, grad: np.ndarray, d_middle: np.ndarray, d_attended: np.ndarray
-) -> _Backward:
+) -> BackwardProgram:
     """From the layer's result to that of attention; `d_middle` is the gradient of what is between the two halves."""
-    program, hidden = _Backward(), grad.shape[1]
+    program, hidden = BackwardProgram(), grad.shape[1]
     d_gate, d_up = np.empty_like(a.gate), np.empty_like(a.up)
     program.through_linear(layer.down, a.down_input, grad, _FIRST)
     program.add(row_steps.silu_times_backward(_FIRST, a.gate, a.up, d_gate, d_up))
@@ -281,9 +189,9 @@ def _back_through_attention(
     rotated: tuple[np.ndarray, np.ndarray, np.ndarray],
     rotary: Rotary,
     dx: np.ndarray,
-) -> _Backward:
+) -> BackwardProgram:
     """From the gradients of query, key and value to that of the layer's input."""
-    program, hidden, (dq, dk, dv) = _Backward(), dx.shape[1], rotated
+    program, hidden, (dq, dk, dv) = BackwardProgram(), dx.shape[1], rotated
     states = []
     for norm, result, rotated_states in ((layer.query_norm, a.query_norm, dq), (layer.key_norm, a.key_norm, dk)):
         d = rotated_states

@@ -92,7 +92,7 @@ def test_hidden_states_are_as_close_to_float64_as_float32() -> None:
     """1e-5 of the largest: float32 rounds a sum of 64 terms to some 1e-6, and two layers follow one another."""
     backend.use("float64", 1)
     source, batch = source_model("qwen3"), lay_out(*ragged(6, 3, prompt=10), "right")
-    found = hidden_states(trunk_of(make_policy(source, "exact", CONTEXT)), batch)
+    found = hidden_states(trunk_of(make_policy(source, "exact", CONTEXT)), batch).detach()
     with torch.no_grad():
         expected = hidden_states(trunk_of(make_policy(source.double(), "native", CONTEXT)), batch)
     assert expected.dtype == torch.float64

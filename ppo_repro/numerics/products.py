@@ -170,6 +170,11 @@ class PreparedWeight:
             raise NumericsError(f"{self._where} is not finite")
         return packed, found
 
+    def float64_operand(self, weight: Tensor, dim: int) -> tuple[float64.Weight, Outliers]:
+        """The weight, finite or not, for float64 products along `dim`, for 0 without panels; and its outliers."""
+        found: tuple[float64.Weight, Outliers] = self._get(weight, dim, "float64")
+        return found
+
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
         """`contract` with an input already on its grids, a result of `operand`; the bias may be empty."""
         x = operand.prepared

@@ -7,20 +7,17 @@ thread; all of them together are worth one.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
-from llvmlite.ir import IRBuilder as Builder
-from numba import types
-from numba.extending import intrinsic
 
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.kernels.attention.decoding import forward_single
 from ppo_repro.numerics.kernels.attention.forward import store
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS as KEYS_IN_PANEL
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
-from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line
+from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line, floats, integers
 from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS
 from ppo_repro.numerics.kernels.float64.few_rows import PADDING, add_outliers, multiply_rows, put_on_grid
 from ppo_repro.numerics.kernels.float64.tiles import ROWS
@@ -95,22 +92,6 @@ class Scratch(NamedTuple):
     out: np.ndarray
 
 
-def _as_pointer(kind: types.Type) -> Any:
-    """An intrinsic that makes a pointer of an address."""
-
-    @intrinsic
-    def convert(_: Any, address: Any) -> Any:
-        def generate(context: Any, b: Builder, signature: Any, args: Any) -> Any:
-            return b.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return convert
-
-
-_floats, _integers = _as_pointer(types.float32), _as_pointer(types.int64)
-
-
 @inline
 def _make_scratch(rows, shape):  # type: ignore[no-untyped-def]
     spec = shape.spec
@@ -140,16 +121,16 @@ def _product(row, at, x, terms, ended, scratch, columns, y):  # type: ignore[no-
     )
     count = row[OUTLIERS_AT + at // 6]
     if ended > 1 or count > 0:
-        weights = numba.carray(_floats(row[at + WEIGHTS]), columns * terms)
-        starts = numba.carray(_integers(row[at + STARTS]), columns + 1)
-        others = numba.carray(_integers(row[at + OTHERS]), count)
+        weights = numba.carray(floats(row[at + WEIGHTS]), columns * terms)
+        starts = numba.carray(integers(row[at + STARTS]), columns + 1)
+        others = numba.carray(integers(row[at + OTHERS]), count)
         add_outliers(x, terms, scratch.limits, weights, starts, others, y, columns)
 
 
 @kernel
 def _normed(row, at, size, eps, x, y):  # type: ignore[no-untyped-def]
     """y = the norm of each row of flat x. Returns whether x is finite."""
-    weight, rows = numba.carray(_floats(row[at]), size), x.size // size
+    weight, rows = numba.carray(floats(row[at]), size), x.size // size
     return rms_norm_rows(x, x.view(np.int32), weight, eps, 0, rows, np.empty(rows), y)
 
 
@@ -192,9 +173,9 @@ def _attention(row, window, shape, cosine, sine, tokens, scratch, x, key, value)
     rotate_rows(query, cosine, sine, positions, spec.heads, spec.dim, 0, rows)
     rotate_rows(key, cosine, sine, positions, spec.kv_heads, spec.dim, 0, rows)
     heads = (shape.slots, spec.kv_heads)
-    keys = numba.carray(_floats(row[KEYS_AT]), (*heads, shape.panels, spec.dim, KEYS_IN_PANEL))
-    values = numba.carray(_floats(row[VALUES_AT]), (*heads, shape.context, shape.values_row))
-    scales = numba.carray(_floats(row[VALUE_SCALES_AT]), (*heads, shape.context))
+    keys = numba.carray(floats(row[KEYS_AT]), (*heads, shape.panels, spec.dim, KEYS_IN_PANEL))
+    values = numba.carray(floats(row[VALUES_AT]), (*heads, shape.context, shape.values_row))
+    scales = numba.carray(floats(row[VALUE_SCALES_AT]), (*heads, shape.context))
     store(0, rows, spec, tokens.slots, tokens.positions, tokens.valid, key, value, keys, values, scales)
     worst = forward_single(
         rows, spec, query, tokens.slots, tokens.begin[window], tokens.end, keys, values, scales, attended

@@ -51,7 +51,7 @@ def rotate_rows(x, cosine, sine, positions, heads, dim, first, last):  # type: i
 
 
 @kernel
-def _rotate_rows_back(x, cosine, sine, positions, heads, dim, first, last):  # type: ignore[no-untyped-def]
+def rotate_rows_back(x, cosine, sine, positions, heads, dim, first, last):  # type: ignore[no-untyped-def]
     _rotate(_turn_back, x, cosine, sine, positions, heads, dim, first, last)
 
 
@@ -63,7 +63,7 @@ def rotate(
     x [R, heads D] float32, tables cosine and sine [P, D], positions [R] int64 below P.
     """
     heads, flat, c, s = x.shape[1] // dim, x.reshape(-1), cosine.reshape(-1), sine.reshape(-1)
-    work = _rotate_rows_back if back else rotate_rows
+    work = rotate_rows_back if back else rotate_rows
     in_parts(lambda i, j: work(flat, c, s, positions, heads, dim, i, j), len(x), 0.5 * x.shape[1])
 
 
@@ -86,7 +86,7 @@ def silu_times(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 @kernel
-def _silu_times_backward(grad, gate, up, d_gate, d_up):  # type: ignore[no-untyped-def]
+def silu_times_backward_flat(grad, gate, up, d_gate, d_up):  # type: ignore[no-untyped-def]
     for i in range(grad.size):
         x, g = gate[i], grad[i]
         total = exp32(-x) + _ONE
@@ -99,12 +99,12 @@ def silu_times_backward(grad: np.ndarray, gate: np.ndarray, up: np.ndarray) -> t
     """Gradients of gate and up from that of silu(gate) up; float32, contiguous, of the same shape."""
     d_gate, d_up = np.empty_like(gate), np.empty_like(gate)
     arrays = [x.reshape(-1) for x in (grad, gate, up, d_gate, d_up)]
-    in_parts(lambda i, j: _silu_times_backward(*[x[i:j] for x in arrays]), gate.size, 1.7)
+    in_parts(lambda i, j: silu_times_backward_flat(*[x[i:j] for x in arrays]), gate.size, 1.7)
     return d_gate, d_up
 
 
 @kernel
-def _add(a, b, y):  # type: ignore[no-untyped-def]
+def add_flat(a, b, y):  # type: ignore[no-untyped-def]
     for i in range(y.size):
         y[i] = a[i] + b[i]
 
@@ -113,5 +113,5 @@ def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a + b, float32, contiguous, of the same shape."""
     y = np.empty_like(a)
     arrays = [x.reshape(-1) for x in (a, b, y)]
-    in_parts(lambda i, j: _add(*[x[i:j] for x in arrays]), a.size, 0.3)
+    in_parts(lambda i, j: add_flat(*[x[i:j] for x in arrays]), a.size, 0.3)
     return y

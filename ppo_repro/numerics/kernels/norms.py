@@ -76,7 +76,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, inverse: np.ndarray,
 
 
 @kernel
-def _backward(grad, x, weight, inverse, first, last, dx, grid, unit, sums):  # type: ignore[no-untyped-def]
+def backward_rows(grad, x, weight, inverse, first, last, dx, grid, unit, sums):  # type: ignore[no-untyped-def]
     """Rows first..last-1 of `rms_norm_backward`, flat. Returns the largest exponent of a row's contributions."""
     size = weight.size
     finite = True
@@ -125,7 +125,7 @@ def rms_norm_backward(
 
     def run(first: int, last: int) -> tuple[int, np.ndarray]:
         own_sums = np.zeros_like(sums)
-        top = _backward(
+        top = backward_rows(
             grad.reshape(-1), x.reshape(-1), weight, inverse, first, last, dx.reshape(-1), grid, unit, own_sums
         )
         return int(top), own_sums

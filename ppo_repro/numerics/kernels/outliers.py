@@ -33,7 +33,7 @@ NONE = Outliers(np.zeros(1, np.int64), np.empty(0, np.int64))
 
 
 @kernel
-def _find(x, row_step, step, terms, rows, room, gap, most, starts, columns):  # type: ignore[no-untyped-def]
+def find_rows(x, row_step, step, terms, rows, room, gap, most, starts, columns):  # type: ignore[no-untyped-def]
     count, row = 0, np.empty(terms, np.float32)
     for r in range(rows.size):
         starts[r] = count
@@ -60,7 +60,7 @@ def find(x: np.ndarray, along_rows: bool, rows: np.ndarray, room: float, gap: in
         return NONE
     row_step, step, terms = (x.shape[1], 1, x.shape[1]) if along_rows else (1, x.shape[1], x.shape[0])
     starts, columns = np.zeros(rows.size + 1, np.int64), np.empty(int(rows.sum()) * most, np.int64)
-    count = _find(x.reshape(-1), row_step, step, terms, rows, np.float32(room), gap, most, starts, columns)
+    count = find_rows(x.reshape(-1), row_step, step, terms, rows, np.float32(room), gap, most, starts, columns)
     return Outliers(starts, columns[:count].copy())
 
 
@@ -81,7 +81,7 @@ def _is_in(columns, k):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _add(x, terms, own, wanted, w, row_step, step, others, first, last, columns, y):  # type: ignore[no-untyped-def]
+def add_rows(x, terms, own, wanted, w, row_step, step, others, first, last, columns, y):  # type: ignore[no-untyped-def]
     """Columns first..last-1 of `add_products`, flat."""
     count = last - first
     gathered, total, at = np.empty(wanted.size * count, np.float32), np.zeros(count), np.zeros(terms, np.int64)
@@ -125,6 +125,6 @@ def add_products(
     def run(first: int, last: int) -> None:
         for start in range(first, last, _AT_ONCE):
             stop = min(start + _AT_ONCE, last)
-            _add(flat, terms, x_outliers, wanted, weights, row_step, step, w_outliers, start, stop, columns, out)
+            add_rows(flat, terms, x_outliers, wanted, weights, row_step, step, w_outliers, start, stop, columns, out)
 
     in_parts(run, columns, 5.0 * wanted.size + 0.2 * len(y))

@@ -34,6 +34,7 @@ class TrunkForward:
     |          | mixtures of experts,        |            |                        |                                  |
     |          | not SiLU, or with hooks     |            |                        |                                  |
     | exact    | with layers that round      | any        | any                    | modules                          |
+    | exact    | few weights in a layer      | float64    | of a batch             | `training`, by `programs`        |
     | exact    | any                         | any        | of a batch             | `training`, by `layer_forward`   |
     | exact    | small enough, see `Decoder` | AMX        | one a row, over cache  | `decoding`, by `decoder_layer`   |
     | exact    | the same, or one thread     | float64    | one a row, over cache  | `decoding`, by `decoder_trunk`   |

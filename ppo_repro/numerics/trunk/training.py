@@ -21,6 +21,7 @@ from ppo_repro.numerics.layers.fused_attention import Reach
 from ppo_repro.numerics.layers.norms import rms_norm_backward
 from ppo_repro.numerics.products import NO_BIAS, array
 from ppo_repro.numerics.products import operand as prepare_operand
+from ppo_repro.numerics.trunk import programs
 from ppo_repro.numerics.trunk.layer import (
     Activations,
     Attended,
@@ -124,7 +125,8 @@ def _layer_forward(layer: Layer, x: np.ndarray, trunk: Trunk, batch: _Batch) -> 
         flat = query.reshape(-1), key.reshape(-1), value.reshape(-1)
         return Attended(*fused_attention.forward(*flat, batch.reaches[layer.window], layer.spec))
 
-    return layer_forward(layer, x, batch.rotary, attend, rows)
+    found = programs.forward(layer, x, batch.rotary, attend, rows) if programs.run_as_programs(layer) else None
+    return layer_forward(layer, x, batch.rotary, attend, rows) if found is None else found
 
 
 def _backward(trunk: Trunk, batch: _Batch, kept: list[Any], grad: np.ndarray) -> None:
@@ -143,6 +145,17 @@ def _backward(trunk: Trunk, batch: _Batch, kept: list[Any], grad: np.ndarray) ->
 
 
 def _layer_backward(layer: Layer, a: Activations, grad: np.ndarray, batch: _Batch) -> np.ndarray:
+    if programs.run_as_programs(layer):
+        found = programs.backward(layer, a, grad, batch.rotary, lambda d: _attention_backward(layer, a, d, batch))
+        if found is not None:
+            for linear, x, dy in found.of_results:
+                _add_gradients(linear, x, dy)
+            return found.x
+    return _layer_backward_in_steps(layer, a, grad, batch)
+
+
+def _layer_backward_in_steps(layer: Layer, a: Activations, grad: np.ndarray, batch: _Batch) -> np.ndarray:
+    """Kernel after kernel; NumericsError names the first operation whose gradient is not finite."""
     d_gated = _linear_backward(layer.down, a.down_input, grad)
     d_gate, d_up = layer_parts.silu_times_backward(d_gated, a.gate, a.up)
     d_normed = layer_parts.add(
@@ -151,8 +164,12 @@ def _layer_backward(layer: Layer, a: Activations, grad: np.ndarray, batch: _Batc
     d_middle = layer_parts.add(grad, _norm_backward(layer.mlp_norm, a.mlp_norm, d_normed))
     d_attended = _linear_backward(layer.out, a.out_input, d_middle)
     if a.rows is not None:
-        d_middle, d_attended = (_among_all(d, a.rows, len(batch.ids)) for d in (d_middle, d_attended))
+        d_middle, d_attended = (programs.among_all(d, a.rows, len(batch.ids)) for d in (d_middle, d_attended))
     dq, dk, dv = _attention_backward(layer, a, d_attended, batch)
+    for states in (dq, dk):
+        layer_parts.rotate(
+            states, batch.rotary.cosine, batch.rotary.sine, batch.rotary.positions, layer.spec.dim, back=True
+        )
     dq = _head_norm_backward(layer.query_norm, a.query_norm, dq)
     dk = _head_norm_backward(layer.key_norm, a.key_norm, dk)
     shared = a.attention_input
@@ -165,24 +182,13 @@ def _layer_backward(layer: Layer, a: Activations, grad: np.ndarray, batch: _Batc
 def _attention_backward(
     layer: Layer, a: Activations, grad: np.ndarray, batch: _Batch
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of query, key and value before the rotation, given that of the result of attention."""
+    """Gradients of the rotated query and key, and of value, given that of the result of attention."""
     assert a.attended.largest is not None and a.attended.total is not None
     q, k, v, out, d_out = (x.reshape(-1) for x in (a.query, a.key, a.value, a.attended.values, grad))
     saved = Saved(q, k, v, out, d_out, a.attended.largest, a.attended.total)
     gradients = fused_attention.backward(saved, batch.reaches[layer.window], layer.spec)
     dq, dk, dv = (d.reshape(x.shape) for d, x in zip(gradients, (a.query, a.key, a.value), strict=True))
-    for states in (dq, dk):
-        layer_parts.rotate(
-            states, batch.rotary.cosine, batch.rotary.sine, batch.rotary.positions, layer.spec.dim, back=True
-        )
     return dq, dk, dv
-
-
-def _among_all(x: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
-    """x in the given rows of [count, ..], zeros in the others."""
-    result = np.zeros((count, x.shape[1]), np.float32)
-    result[rows] = x
-    return result
 
 
 def _norm_backward(norm: NormWeights, result: NormResult, grad: np.ndarray) -> np.ndarray:
@@ -199,12 +205,18 @@ def _linear_backward(layer: LinearWeights, x: LinearInput, dy: np.ndarray) -> np
     """dy W; the weight and bias gradients go to the accumulator."""
     operand = prepare_operand(dy)
     dx = layer.prepared.product(operand, layer.weight, 0, NO_BIAS)
-    if layer.accumulator is not None:
-        gradient, exponents = torch.from_numpy(dy), torch.from_numpy(operand.exponents)
-        if layer.weight.requires_grad:
-            name = layer.accumulator.names[id(layer.weight)]
-            values, input_exponents = torch.from_numpy(x.values), torch.from_numpy(x.exponents)
-            layer.accumulator.add_measured(name, values, input_exponents, gradient, exponents)
-        if layer.bias is not None and layer.bias.requires_grad:
-            layer.accumulator.add_rows(layer.bias, gradient)
+    _add_gradients(layer, x, LinearInput(dy, operand.exponents))
     return dx
+
+
+def _add_gradients(layer: LinearWeights, x: LinearInput, dy: LinearInput) -> None:
+    """The gradients of weight and bias to the accumulator, given that of the result."""
+    if layer.accumulator is None:
+        return
+    gradient, exponents = torch.from_numpy(dy.values), torch.from_numpy(dy.exponents)
+    if layer.weight.requires_grad:
+        name = layer.accumulator.names[id(layer.weight)]
+        values, input_exponents = torch.from_numpy(x.values), torch.from_numpy(x.exponents)
+        layer.accumulator.add_measured(name, values, input_exponents, gradient, exponents)
+    if layer.bias is not None and layer.bias.requires_grad:
+        layer.accumulator.add_rows(layer.bias, gradient)

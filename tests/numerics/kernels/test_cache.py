@@ -131,7 +131,7 @@ from ppo_repro.numerics.kernels import layer_parts
 
 x = np.ones((3, 5), np.float32)
 layer_parts.add(x, x)
-stats = layer_parts._add.stats
+stats = layer_parts.add_flat.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), layer_parts.__file__)
 """
 

@@ -34,7 +34,7 @@ COMPILED = (
     layer_norm._forward,
     layer_norm._backward,
     norms.rms_norm_rows,
-    norms._backward,
+    norms.backward_rows,
     activations._gelu,
     activations._gelu_backward,
     activations._gelu_tanh,

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+from llvmlite.ir import IRBuilder as Builder
+from numba import types
+from numba.extending import intrinsic
 
 from ppo_repro.numerics.kernels.core.compile import inline
 
@@ -48,3 +52,21 @@ def zero_bytes(count: int) -> np.ndarray:
 def align_to_line(array):  # type: ignore[no-untyped-def]
     """A flat array from its first element at a line on, for use in kernels; allocate LINE bytes more than needed."""
     return array[(-array.ctypes.data % 64) // array.itemsize :]
+
+
+def _as_pointer(kind: types.Type) -> Any:
+    """An intrinsic that makes a pointer of an address."""
+
+    @intrinsic
+    def convert(_: Any, address: Any) -> Any:
+        def generate(context: Any, b: Builder, signature: Any, args: Any) -> Any:
+            return b.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return convert
+
+
+# of an address, a pointer to numbers; who has only an address must keep the array alive
+floats, doubles = _as_pointer(types.float32), _as_pointer(types.float64)
+integers, small_integers = _as_pointer(types.int64), _as_pointer(types.int32)

@@ -7,7 +7,7 @@ its sums: of the sums of squares of its rows, or columns, over SQUARED terms cou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, MIN_EXPONENT, ROOM, WEIGHT_BITS, WEIGHT_GAP
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
-from ppo_repro.numerics.kernels.core.pool import results_of_parts
+from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
 from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent
 from ppo_repro.numerics.kernels.core.scalar import (
     INFINITY_BITS,
@@ -108,7 +108,7 @@ def _grid_without_outliers(row, terms, largest, room, gap, most):  # type: ignor
 
 
 @kernel
-def _fill_inputs(x, terms, gap, most, bits, first, last, blocks, squares, scales, exponents, outliers):  # type: ignore[no-untyped-def]
+def fill_inputs(x, terms, gap, most, bits, first, last, blocks, squares, scales, exponents, outliers):  # type: ignore[no-untyped-def]
     finite, one = True, _ONE
     ups, limits = np.zeros(ROWS), np.zeros(ROWS, np.float32)
     rows = scales.size
@@ -152,7 +152,7 @@ def quantise_inputs(x: np.ndarray) -> Inputs:
 
     def run(first: int, last: int) -> bool:
         law = INPUT_GAP, most_outliers(terms), INPUT_BITS
-        return bool(_fill_inputs(flat, terms, *law, first, last, blocks, squares, scales, exponents, outliers))
+        return bool(fill_inputs(flat, terms, *law, first, last, blocks, squares, scales, exponents, outliers))
 
     finite = results_of_parts(run, count, 0.5 * ROWS * terms)
     return Inputs(blocks, squares, scales, exponents, outliers, all(finite))
@@ -275,3 +275,21 @@ def pack_columns(w, columns, panel, first, last, exponents, bits, out):  # type:
             target[c] = np.int32(_on_grid(row[c], room, limits[c], ups[c]))
         for c in range(width, COLUMNS):
             target[c] = 0
+
+
+@kernel
+def _fill_transposed(w, terms, columns, exponents, bits, first, last, panels, squares):  # type: ignore[no-untyped-def]
+    for panel in range(first, last):
+        out = panels[panel * terms * COLUMNS : (panel + 1) * terms * COLUMNS]
+        pack_columns(w, columns, panel, np.int64(0), terms, exponents, bits, out)
+        squares[panel] = squares_of_panel(out, terms)
+
+
+def pack_transposed(w: np.ndarray, grids: Weight) -> Weight:
+    """The result of `column_grids` for w [N, K], with panels."""
+    (terms, columns), flat = w.shape, w.reshape(-1)
+    count = _count(columns, COLUMNS)
+    panels, squares = np.empty(count * terms * COLUMNS, np.int32), np.empty(count)
+    arguments = flat, terms, columns, grids.exponents, WEIGHT_BITS
+    in_parts(lambda i, j: _fill_transposed(*arguments, i, j, panels, squares), count, 0.5 * COLUMNS * terms)
+    return replace(grids, panels=panels, squares=squares)

@@ -47,7 +47,7 @@ def _copy(block, rows, width, at, y, columns):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _contract(x, weight, bits, bias, terms, columns, first, last, y):  # type: ignore[no-untyped-def]
+def contract_panels(x, weight, bits, bias, terms, columns, first, last, y):  # type: ignore[no-untyped-def]
     """Panels first..last-1 of `contract`, flat; empty `panels`: they are packed from flat w [terms, columns]."""
     (blocks, left_squares, scales), (panels, right_squares, w, exponents) = x, weight
     rows = scales.size
@@ -108,7 +108,7 @@ def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.n
     left, right = (x.blocks, x.squares, x.scales), (weight.panels, weight.squares, w.reshape(-1), weight.exponents)
     arguments = left, right, WEIGHT_BITS, bias, terms, columns
     flat = y.reshape(-1)
-    work = lambda i, j: _contract(*arguments, i, j, flat)  # noqa: E731
+    work = lambda i, j: contract_panels(*arguments, i, j, flat)  # noqa: E731
     in_parts(work, -(-columns // COLUMNS), _NANOSECONDS * rows * terms * COLUMNS)
     return True
 

@@ -19,11 +19,13 @@ PPO_REPRO = """
     output
     shares interrupts heartbeats collectives disk config numerics.arithmetic
     assets ranks ppo records numerics.kernels.core
+    mesh
     numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
     numerics.kernels.triton
     numerics
     numerics.layers
+    numerics.sharding
     numerics.trunk numerics.optim
     numerics.proof
     rollout remedies

@@ -18,7 +18,7 @@ from ppo_repro.numerics.optim.adamw import AdamWSettings, OptimizerState, exact_
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer, weights_digest
 from ppo_repro.numerics.pieces import WHOLE, Divided, Division
 from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.runs.checkpoint_format import write_tensors
+from ppo_repro.models.tensor_file import write_tensors
 from tests.support.models import seeded
 from tests.support.thread_ranks import in_threads
 

@@ -7,7 +7,7 @@ streams are functions of seed and iteration, so the iteration number is enough f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import safetensors.torch
@@ -181,10 +181,7 @@ class Lender:
         return is_due(self.config, iteration)
 
     def save(self, link: str) -> None:
-        for content in _contents(take(self.state, link, Origin("", {}))).values():
-            for _, tensor in sorted(content.items()):
-                if isinstance(tensor, Divided):
-                    tensor.whole()
+        _lend_contents(take(self.state, link, Origin("", {})))
 
     def put_policy(self, folder: Path) -> None:
         """Give the parts of the policy that this process holds; nothing where all weights are with the first one."""
@@ -194,8 +191,16 @@ class Lender:
         lend(self.state.policy)
         lend(self.state.own_value_module)
         if keeps_final_state(self.config, self.state.iteration):
-            self.save(link)
+            _lend_contents(replace(take(self.state, link, Origin("", {})), policy={}, value_model={}))
         return {}
+
+
+def _lend_contents(saved: Checkpoint) -> None:
+    """Give this process's parts of a checkpoint while another saves it, in the order in which it asks for them."""
+    for content in _contents(saved).values():
+        for _, tensor in sorted(content.items()):
+            if isinstance(tensor, Divided):
+                tensor.whole()
 
 
 def lend(module: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """One process of several: the runs under tensor meshes that `test_tensor_mesh.py` looks at.
 
-Arguments: a folder to write to, and names of what to run: all of this number of processes where there are none.
+Arguments: a folder to write to, and names of what to run: all of this number of processes where there are none;
+`fails` for a run that ends in the middle of a layer.
 Leaves `<rank>.json` there, and the recorded runs of the first rank.
 """
 
@@ -12,7 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ppo_repro.config.files import load_config
+from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic import contraction
 from ppo_repro.numerics.arithmetic.divided import Share
 from ppo_repro.numerics.sharding import layers
@@ -84,9 +88,22 @@ def rounded(x: contraction.Operand, w: contraction.Operand, bias: Any = None, sh
     return total if bias is None else total + bias
 
 
+class Failing(layers.DividedWeight):
+    """Deliberately broken: not a number appears in the middle of a layer, and this process alone sees it."""
+
+    def contract(self, x: Tensor, weight: Tensor, dim: int, bias: Tensor | None = None) -> Tensor:
+        if dim == self.dim and "down_proj" in self.name:
+            raise NumericsError("wrong on purpose")
+        return super().contract(x, weight, dim, bias)
+
+
 def main(folder: Path, names: list[str]) -> None:
     found: dict[str, Any] = {}
     with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) as ranks:
+        if "fails" in names and not ranks.is_first:
+            layers.DividedWeight = Failing  # type: ignore[misc]
+        if "fails" in names:
+            fingerprint(folder / "fails", RUNS[2]["tensor"], ranks)
         for name, overrides in RUNS[ranks.size].items():
             if not names or name in names:
                 found[name] = fingerprint(folder / name, overrides, ranks)

@@ -23,7 +23,7 @@ def check_mesh(data: int, size: int, tensor: int = 1) -> None:
     if size % tensor:
         needed = tensor * max(1, data)
         raise UserError(
-            f"layout.mesh.tensor = {tensor}: {started}, which are no groups of {tensor}; start {needed} with "
+            f"layout.mesh.tensor = {tensor}: {started}, not groups of {tensor}; start {needed} with "
             f"`torchrun --nproc-per-node {needed}`, or take 1"
         )
     if data not in (0, size // tensor):

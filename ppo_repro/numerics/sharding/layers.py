@@ -1,7 +1,6 @@
-"""Models that several processes hold together: each has some heads of attention, some rows and columns of the MLPs,
-and some tokens of the vocabulary (Shoeybi et al., 2019).
+"""Models that several processes hold together, each some heads, rows, columns and tokens (Shoeybi et al., 2019).
 
-Two products of a layer are divided along their sum: those whose inputs are divided, and the input gradients of those
+Two kinds of products are divided along their sum: those whose inputs are divided, and the input gradients of those
 whose outputs are. Their operands lie on the grids of whole rows, the integer partial sums are added up over the
 processes, and rounded once after that. So a layer has the bits it has in one process. Everything else a process
 computes by the kernels it has, on its own heads, columns or rows.
@@ -24,7 +23,7 @@ from ppo_repro.numerics.arithmetic.divided import Holders, Share
 from ppo_repro.numerics.device import state_on_cpu
 from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.layers.embedding import ExactEmbedding
-from ppo_repro.numerics.layers.families import decoder_layers, head_of, key_value_heads, trunk_of
+from ppo_repro.numerics.layers.families import decoder_layers, head_of, key_value_heads, modules_of, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear, ExactModule
 from ppo_repro.numerics.products import PreparedWeight, factor_exponents
 from ppo_repro.numerics.tensor_parts import UNDIVIDED, TensorParts
@@ -241,7 +240,7 @@ def own_logits(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Share | None]:
 
 def holders_of(model: nn.Module) -> Holders:
     """The processes that hold a model together; this one alone if it is whole."""
-    return next((m.share.holders for m in model.modules() if isinstance(m, DividedEmbedding)), ALONE)
+    return next((m.share.holders for m in modules_of(model) if isinstance(m, DividedEmbedding)), ALONE)
 
 
 def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -262,7 +261,8 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 def parts_of(module: nn.Module) -> TensorParts:
     """What of the parameters of a module, by name, this process holds."""
-    layers = [m for m in module.modules() if isinstance(m, DividedLinear | DividedEmbedding)]
+    modules = modules_of(module)
+    layers = [m for m in modules if isinstance(m, DividedLinear | DividedEmbedding)]
     if not layers:
         return UNDIVIDED
     dims, sizes, summed = dict[int, int](), dict[int, int](), set[int]()
@@ -270,7 +270,7 @@ def parts_of(module: nn.Module) -> TensorParts:
         dims[id(layer.weight)], sizes[id(layer.weight)] = layer.dim, layer.share.length
         if isinstance(layer, DividedLinear) and layer.bias is not None and layer.dim == OUTPUTS:
             dims[id(layer.bias)], sizes[id(layer.bias)] = 0, layer.share.length
-    for part in module.modules():
+    for part in modules:
         if isinstance(getattr(part, "q_proj", None), DividedLinear):  # norms of heads see those of this process
             norms = (getattr(part, name, None) for name in ("q_norm", "k_norm"))
             summed |= {id(norm.weight) for norm in norms if norm is not None}

@@ -18,6 +18,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.plan.shapes import plan_run
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import manifest
+from ppo_repro.runs import language
 from ppo_repro.shares import check_mesh, check_shares
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
@@ -25,6 +26,7 @@ from tests.support.language import resume, run
 from tests.support.paths import TINY
 from tests.support.processes.tensor_worker import CUT, HEAD, LONGER, QUICK, RUNS, interrupted
 from tests.support.ranks import end, start_ranks
+from tests.support.thread_ranks import in_threads, thread_mesh
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -89,6 +91,35 @@ def test_the_plan_is_of_a_part_of_the_models(cli: Cli) -> None:
     assert (both.work.processes, both.work.sequences) == (4, 6) and both.resident == halved.resident
     code, out, err = cli("plan", TINY, "--set", "layout.mesh.tensor=2")
     assert (code, out) == (2, "") and "num_key_value_heads = 1, which it does not divide" in one_line(err)
+
+
+def in_mesh(size: int, tensor: int, overrides: Sequence[str], out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run of several threads in groups of `tensor`, by the eager code: kernels have one pool of threads."""
+    monkeypatch.setattr(language, "as_mesh", lambda ranks, _: ranks)
+    config = load_config(TINY, [*overrides, f"layout.mesh.tensor={tensor}", "layout.backend=eager"])
+    return in_threads(size, lambda world: run(config, out, Silent(), thread_mesh(world, tensor))[0])[0]
+
+
+SHORT = ["ppo.iterations=1", "checkpoints.every=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [(2, [*QUICK, *SHORT]), (2, CUT), (2, HEAD), (4, [*QUICK, *SHORT, "layout.rank_shares=[1,2]"])],
+    ids=["two", "cut", "head", "two groups of two"],
+)
+def test_a_run_of_threads_leaves_the_fingerprint_and_the_files_of_one(
+    size: int, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = [o for o in overrides if "rank_shares" not in o]
+    whole, _ = run(load_config(TINY, [*usual, "layout.backend=eager"]), tmp_path / "one", Silent())
+    divided = in_mesh(size, 2, overrides, tmp_path / "divided", monkeypatch)
+    assert manifest.load(divided).fingerprint == manifest.load(whole).fingerprint
+    files = sorted(p for p in whole.rglob("*") if p.suffix == ".safetensors" or p.name == "checkpoint.json")
+    assert len(files) >= 4
+    for file in files:
+        assert (divided / file.relative_to(whole)).read_bytes() == file.read_bytes(), file
 
 
 def under(folder: Path, size: int, *names: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ HEAD_BYTES = 4096  # a message this short takes one collective, a longer one two
 BUCKET_ELEMENTS = 1 << 22  # tensors are summed together until they are this large
 LOOK_SECONDS = 1.0
 
+Group = dist.ProcessGroup | None  # None: all processes of the run
 Waiting = Callable[[float], None]  # called with the seconds waited so far; raises to give up
 
 
@@ -32,15 +33,15 @@ def wait(work: dist.Work, waiting: Waiting) -> None:
         waiting(waited)
 
 
-def all_gather(value: Any, size: int, waiting: Waiting) -> list[Any]:
-    """The values of all ranks, in rank order; any picklable value."""
+def all_gather(value: Any, size: int, waiting: Waiting, group: Group = None) -> list[Any]:
+    """The values of all `size` ranks of a group, in rank order; any picklable value."""
     data = pickle.dumps(value)
     payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     head = torch.zeros(8 + HEAD_BYTES, dtype=torch.uint8)
     head[:8] = torch.tensor([len(data)]).view(torch.uint8)
     head[8 : 8 + len(data)] = payload[:HEAD_BYTES]
     heads = [torch.empty_like(head) for _ in range(size)]
-    wait(dist.all_gather(heads, head, async_op=True), waiting)
+    wait(dist.all_gather(heads, head, group, async_op=True), waiting)
     lengths = [int(h[:8].view(torch.int64)) for h in heads]
     longest = max(lengths)
     bodies = [h[8:] for h in heads]
@@ -48,18 +49,18 @@ def all_gather(value: Any, size: int, waiting: Waiting) -> list[Any]:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = payload
         bodies = [torch.empty_like(padded) for _ in range(size)]
-        wait(dist.all_gather(bodies, padded, async_op=True), waiting)
+        wait(dist.all_gather(bodies, padded, group, async_op=True), waiting)
     return [pickle.loads(body[:n].numpy().tobytes()) for body, n in zip(bodies, lengths, strict=True)]
 
 
-def all_reduce(tensors: Sequence[Tensor], waiting: Waiting) -> None:
-    """Replace each tensor by its sum over all ranks."""
+def all_reduce(tensors: Sequence[Tensor], waiting: Waiting, group: Group = None) -> None:
+    """Replace each tensor by its sum over all ranks of a group."""
     for bucket in _buckets(tensors):
         flat = bucket[0] if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
         if flat.is_cuda:
-            dist.all_reduce(flat)  # queued on the device; NCCL has a watchdog of its own
+            dist.all_reduce(flat, group=group)  # queued on the device; NCCL has a watchdog of its own
         else:
-            wait(dist.all_reduce(flat, async_op=True), waiting)
+            wait(dist.all_reduce(flat, group=group, async_op=True), waiting)
         if len(bucket) > 1:
             for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(total.view_as(tensor))

@@ -89,6 +89,12 @@ def shared(rank: int, failure: Failure) -> BaseException:
     return kind(f"rank {rank}: {failure.message}")
 
 
+def unshared(rank: int, failure: Failure) -> BaseException:
+    """The same where a process heard of it otherwise than in an exchange, so that others may not know it."""
+    kind = UserError if failure.kind == "user error" else PromiseBroken
+    return kind(f"rank {rank}: {failure.message}")
+
+
 def failure_of(error: BaseException) -> Failure:
     """What the others are told of an error."""
     if isinstance(error, UserError):

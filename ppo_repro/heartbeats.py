@@ -10,6 +10,7 @@ and give up after `PATIENCE_SECONDS`.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from ppo_repro.errors import RankLost
+from ppo_repro.errors import Failure, RankLost
 from ppo_repro.output import say_anyway
 
 BEAT_SECONDS = 1.5
@@ -31,6 +32,7 @@ EXIT_CODE = 3  # of RankLost
 PATIENCE_NAME = "PPO_REPRO_RANK_TIMEOUT"
 PATIENCE_SECONDS = 1800
 _LOST = "lost"  # key of who was lost, by whoever noticed first
+_FAILED = "failed"  # key of the first error that a process told of
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,21 @@ class Heartbeats:
         with suppress(RuntimeError):
             lost = self.store.compare_set(_LOST, "", lost).decode() or lost
         self.lost = lost
+
+    def tell(self, failure: Failure) -> None:
+        """Write down the error of this process, unless another did; for those that wait where none is exchanged."""
+        with suppress(RuntimeError):
+            self.store.compare_set(_FAILED, "", json.dumps([self.rank, failure.kind, failure.message]))
+
+    def failure(self) -> tuple[int, Failure] | None:
+        """The rank and the error that a process told of, if any did."""
+        try:
+            if not self.store.check([_FAILED]):
+                return None
+            rank, kind, message = json.loads(self.store.get(_FAILED))
+        except RuntimeError:  # `_look` notices
+            return None
+        return rank, Failure(kind, message)
 
     def dead(self, is_certain: bool) -> str:
         """The process that is gone without having said so, as far as this one can know; empty if there is none.

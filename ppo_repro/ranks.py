@@ -34,8 +34,10 @@ from ppo_repro.errors import (
     failure_of,
     known_to_all,
     shared,
+    unshared,
 )
 from ppo_repro.heartbeats import NOTICE_SECONDS, PATIENCE_SECONDS, Heartbeats
+from ppo_repro.numerics.arithmetic.divided import Holders
 from ppo_repro.shares import share_ranges
 
 T = TypeVar("T")
@@ -74,6 +76,15 @@ class Ranks:
         """The values of all ranks, in rank order. Tensors in them must be on the CPU."""
         return [value for rank_values in self._exchange("gather", list(values)) for value in rank_values]
 
+    def everyone(self, value: T) -> list[T]:
+        """One value of each process, in rank order."""
+        return self.gather([value])
+
+    @property
+    def holders(self) -> Holders:
+        """The processes that hold one copy of the models together; this one alone if it has all of them."""
+        return ALONE
+
     def first(self, compute: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """The result of `compute` on rank 0, on every rank; the others do not call it."""
         value: T = self._exchange("first", compute(*arguments) if self.is_first else None)[0]
@@ -108,9 +119,9 @@ class Ranks:
             return
         self.require_same("shapes of the tensors to sum", [(tuple(t.shape), str(t.dtype)) for t in tensors])
         try:
-            all_reduce(tensors, self._waiting)
+            all_reduce(tensors, self.waited)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
     def deal(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         """The bytes that every rank has for this one, in rank order; `parts[r]` is for rank r, uint8.
@@ -120,9 +131,9 @@ class Ranks:
         if self.beats is not None:
             self.beats.exchanges += 1
         try:
-            return all_to_all(parts, lengths, self._waiting)
+            return all_to_all(parts, lengths, self.waited)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
     def _exchange(self, what: str, value: Any, failure: Failure | None = None) -> list[Any]:
         """Every rank's value, in rank order. Raises the failure of the lowest rank that has one, unless it is ours."""
@@ -132,9 +143,9 @@ class Ranks:
             self.beats.exchanges += 1
         own_failure = Failure("interrupt", "") if failure is None and self.interrupted.is_set() else failure
         try:
-            messages: list[_Message] = all_gather(_Message(what, value, own_failure), self.size, self._waiting)
+            messages: list[_Message] = all_gather(_Message(what, value, own_failure), self.size, self.waited)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
         for rank, message in enumerate(messages):
             if message.failure is not None:
                 if rank == self.rank and failure is not None:
@@ -145,16 +156,23 @@ class Ranks:
             raise SharedPromiseBroken(f"rank {stray} is at {messages[stray].what!r}, rank 0 at {messages[0].what!r}")
         return [message.value for message in messages]
 
-    def _waiting(self, seconds: float) -> None:
+    def waited(self, seconds: float) -> None:
         """Called once per look while an exchange waits; RankLost where it has waited too long."""
         if self.beats is not None:
             self.beats.waited(seconds, self.patience)
+
+    def hear_of_failure(self) -> None:
+        """Raise the error that a process told of before it could be exchanged; the others hear of it from here too."""
+        told = None if self.beats is None else self.beats.failure()
+        if told is not None:
+            raise unshared(*told)
 
 
 ALONE = Ranks(0, 1)
 
 
-def _lost(error: RuntimeError) -> RankLost:
+def lost(error: RuntimeError) -> RankLost:
+    """What a failed exchange means: a process on the other side is gone."""
     reason = " ".join(str(error).split())[:120]
     return RankLost(f"another process of this run ended unexpectedly ({reason}); see its output")
 
@@ -172,6 +190,8 @@ def _telling(ranks: Ranks) -> Iterator[None]:
         ranks._exchange("end", None)
     except BaseException as error:
         if not known_to_all(error) and not _out_of_step(error):
+            if ranks.beats is not None:
+                ranks.beats.tell(failure_of(error))
             ranks._exchange("end", None, failure_of(error))
         raise
 
@@ -253,7 +273,7 @@ def _leave(ranks: Ranks) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(RuntimeError, RankLost):
-        wait(dist.barrier(async_op=True), ranks._waiting)
+        wait(dist.barrier(async_op=True), ranks.waited)
         dist.destroy_process_group()
 
 

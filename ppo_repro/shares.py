@@ -8,22 +8,28 @@ from itertools import accumulate, pairwise
 from ppo_repro.errors import UserError
 
 
-def check_shares(shares: Sequence[int], size: int) -> None:
-    """Raise UserError unless `layout.rank_shares` is empty or has one entry per rank."""
-    if shares and len(shares) != size:
+def check_shares(shares: Sequence[int], size: int, tensor: int = 1) -> None:
+    """Raise UserError unless `layout.rank_shares` is empty or has one entry for each group of `tensor` processes."""
+    if shares and len(shares) * tensor != size:
+        who = f"{size} processes" if tensor == 1 else f"{size // tensor} groups of {tensor} processes"
         raise UserError(
-            f"layout.rank_shares = {list(shares)}: must have one entry for each of the {size} processes, "
-            "or be [] for equal shares"
+            f"layout.rank_shares = {list(shares)}: must have one entry for each of the {who}, or be [] for equal shares"
         )
 
 
-def check_mesh(data: int, size: int) -> None:
-    """Raise UserError unless `layout.mesh.data` is 0 or the number of processes."""
-    if data not in (0, size):
-        started = f"{size} processes were started" if size > 1 else "this is one process"
+def check_mesh(data: int, size: int, tensor: int = 1) -> None:
+    """Raise UserError unless `data` groups of `tensor` processes, or any number of groups for 0, are `size`."""
+    started = f"{size} processes were started" if size > 1 else "this is one process"
+    if size % tensor:
+        needed = tensor * max(1, data)
         raise UserError(
-            f"layout.mesh.data = {data}: {started}; start {data} with `torchrun --nproc-per-node {data}`, "
-            f"or take {size}, or 0 for all there are"
+            f"layout.mesh.tensor = {tensor}: {started}, not groups of {tensor}; start {needed} with "
+            f"`torchrun --nproc-per-node {needed}`, or take 1"
+        )
+    if data not in (0, size // tensor):
+        raise UserError(
+            f"layout.mesh.data = {data}: {started}; start {data * tensor} with `torchrun --nproc-per-node "
+            f"{data * tensor}`, or take {size // tensor}, or 0 for all there are"
         )
 
 

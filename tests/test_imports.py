@@ -20,11 +20,13 @@ PPO_REPRO = """
     shares disk
     interrupts heartbeats collectives config numerics.arithmetic
     assets ranks ppo records numerics.kernels.core
+    mesh
     numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
     numerics.kernels.triton
     numerics
     numerics.layers
+    numerics.sharding
     numerics.trunk numerics.optim
     numerics.proof
     rollout remedies

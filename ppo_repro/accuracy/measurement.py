@@ -13,6 +13,7 @@ from ppo_repro.accuracy.distances import errors
 from ppo_repro.accuracy.layers import layer_errors
 from ppo_repro.accuracy.scores import Float64, Text, policy_scores, stock_scores
 from ppo_repro.accuracy.stock import stock_model, wide_model
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records.accuracy import Accuracy
 
 LENGTH = 64  # tokens of a sequence
@@ -32,6 +33,17 @@ def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context
             tokens += next(prompts)
         found.append(tokens[:length])
     return Text([tokens[:1] for tokens in found], [tokens[1:] for tokens in found])
+
+
+def policy_accuracy(
+    config: RunConfig, prompt_ids: Mapping[str, Sequence[int]], policy: PreTrainedModel
+) -> Accuracy | None:
+    """How far a policy's log-probs are from float64 on a run's prompts; None where nothing is to be measured."""
+    numerics = config.numerics
+    rounds = config.mismatch.trainer.precision.rounds
+    if numerics.mode == "native" or not numerics.accuracy_sequences or rounds:
+        return None
+    return measure(policy, text_of(prompt_ids, numerics.accuracy_sequences, numerics.max_context))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ppo_repro.accuracy.measurement import policy_accuracy
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import RunConfig, TinyModel
@@ -24,7 +25,7 @@ from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.prepare import Prepared, policy_accuracy, prepare
+from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.tables import unequal_bits
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.generation import require_undisturbed, sampling_of
@@ -255,7 +256,7 @@ def probe(config: RunConfig, progress: Progress) -> Probed:
     # one mode after the other: the backend is chosen for the whole process
     subject = _subject(config, "exact")
     count = _count(subject)
-    accuracy = policy_accuracy(subject.config, subject.prepared)
+    accuracy = policy_accuracy(subject.config, subject.prepared.task.prompt_ids, subject.prepared.state.policy)
     exact = list(_told(_checks(subject), "exact", 0, 2 * count, progress))
     native = list(_told(_checks(_subject(config, "native")), "native", count, 2 * count, progress))
     return Probed([Row(*row, control[3]) for row, control in zip(exact, native, strict=True)], accuracy)

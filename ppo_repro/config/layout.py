@@ -13,7 +13,10 @@ from ppo_repro.config.section import Count, Index, Section, Threads
 class MeshConfig(Section):
     """What the processes of a run, as torchrun starts them, divide. No exact result depends on it."""
 
-    data: Index = Field(0, description="Processes that divide the sequences; 0 takes all there are.")
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"tensor"})
+
+    data: Index = Field(0, description="Processes, or groups of `tensor`, that divide the sequences; 0 takes all.")
+    tensor: Count = Field(1, description="Processes that hold one copy of the models together, some heads each.")
     zero: Literal[0, 1, 2] = Field(
         0, description="Divided among them: 0 nothing, 1 moments of AdamW, 2 sums of gradients after a step too."
     )
@@ -55,8 +58,19 @@ class LayoutConfig(Section):
         return shares
 
 
-def not_divided(mesh: MeshConfig, mode: str, adapted: Sequence[str]) -> Iterator[str]:
-    """One line for what this program cannot divide; `adapted`: the fields that ask for adapters."""
+def not_divided(mesh: MeshConfig, mode: str, adapted: Sequence[str], whole: Sequence[str] = ()) -> Iterator[str]:
+    """One line for what this program cannot divide.
+
+    `adapted`: the fields that ask for adapters. `whole`: other settings that need a process with all weights.
+    """
+    if mesh.tensor > 1:
+        refused = [f"{name} is set" for name in adapted] + [*whole]
+        if mesh.zero:
+            refused.append(f"layout.mesh.zero = {mesh.zero}")
+        if mode == "native":
+            yield f"layout.mesh.tensor = {mesh.tensor} needs numerics.mode = exact; take 1"
+        elif refused:
+            yield f"layout.mesh.tensor = {mesh.tensor} does not go with this: {refused[0]}; remove one of them"
     if mesh.zero and mode == "native":
         yield f"layout.mesh.zero = {mesh.zero} needs numerics.mode = exact; take 0"
     if mesh.zero == 2 and adapted:

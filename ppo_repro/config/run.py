@@ -175,13 +175,28 @@ def _sizes(config: RunConfig) -> Iterator[str]:
         yield f"ppo.warmup_iterations = {ppo.warmup_iterations} must be smaller than ppo.iterations = {ppo.iterations}"
 
 
+def _needing_all_weights(config: RunConfig) -> list[str]:
+    """The settings that processes which hold a model together cannot follow."""
+    sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
+    experts = isinstance(config.model, TinyModel) and config.model.experts is not None
+    found = {
+        "rollout.engine.kind = sglang": config.rollout.engine.kind == "sglang",
+        "mismatch.sampler.lag is set": sampler.lag is not None,
+        "mismatch.sampler.stock is set": sampler.stock is not None,
+        "mismatch.sampler.precision rounds": sampler.precision.rounds,
+        "mismatch.trainer.precision rounds": trainer.precision.rounds,
+        "model.experts is set": experts,
+    }
+    return [name for name, is_so in found.items() if is_so]
+
+
 def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
     if native and config.layout.backend != "auto":
         yield "layout.backend needs numerics.mode = exact"
     loras = {"lora": config.lora, "value.lora": config.value.lora if isinstance(config.value, SeparateValue) else None}
     adapted = [name for name, lora in loras.items() if lora is not None]
-    yield from not_divided(config.layout.mesh, config.numerics.mode, adapted)
+    yield from not_divided(config.layout.mesh, config.numerics.mode, adapted, _needing_all_weights(config))
     if config.layout.device == "cuda" and config.layout.backend not in ("eager", "triton"):
         yield "layout.device = cuda needs layout.backend = eager or triton: the other kernels are for CPUs"
     if config.layout.device != "cuda" and config.layout.backend == "triton":

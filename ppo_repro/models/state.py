@@ -46,9 +46,13 @@ class TrainState:
             self.versions.keep(self.iteration)
         return self.versions
 
-    def value_parameters(self) -> dict[str, Tensor]:
-        """Parameters of the value model that are not the policy's: all, or those of a head on the policy's trunk."""
+    @property
+    def own_value_module(self) -> nn.Module:
+        """What of the value model is not the policy's: all, or a head on the policy's trunk; nothing without one."""
         if self.value_model is None:
-            return {}
-        module = self.value_model if self.value_optimizer is not None else self.value_model.head
-        return dict(module.named_parameters())
+            return nn.Module()
+        return self.value_model if self.value_optimizer is not None else self.value_model.head
+
+    def value_parameters(self) -> dict[str, Tensor]:
+        """The parameters of `own_value_module`, or this process's parts of them."""
+        return dict(self.own_value_module.named_parameters())

@@ -30,6 +30,7 @@ from ppo_repro.numerics.products import (
     product_units,
     row_exponents,
 )
+from ppo_repro.numerics.tensor_parts import UNDIVIDED, TensorParts
 from ppo_repro.ranks import ALONE, Ranks
 
 HEADROOM = 3  # how many powers of two a contribution may grow before the step is redone
@@ -80,8 +81,8 @@ def _to_float32(integers: Tensor, high: Tensor | None, unit: float) -> Tensor:
 class GradientAccumulator:
     """Collects the integer gradients of one module's parameters over any number of backward passes."""
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self.parameters = dict(parameters)
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], parts: TensorParts = UNDIVIDED) -> None:
+        self.parameters, self.parts = dict(parameters), parts
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.grids: dict[str, int] = {}  # E of each tensor, kept from step to step
         # memory of earlier steps, overwritten by the next: the system would clear new memory first
@@ -102,7 +103,7 @@ class GradientAccumulator:
         self.begin()
 
     def observe(self, name: str, largest: int) -> None:
-        """Update the exponent of the largest contribution to a parameter."""
+        """Update the exponent of a parameter's largest contribution."""
         self.largest[name] = max(self.largest.get(name, largest), largest)
 
     def grid(self, name: str) -> int | None:
@@ -242,12 +243,9 @@ class GradientAccumulator:
 
     def _observe_all(self, ranks: Ranks) -> None:
         """Make `largest` the largest over all ranks, so that all ranks decide the same."""
-        gathered = ranks.gather([self.largest])
-        self.largest = {
-            name: max(largest[name] for largest in gathered if name in largest)
-            for name in self.parameters
-            if any(name in largest for largest in gathered)
-        }
+        gathered = ranks.everyone(self.largest)
+        found = {n: [largest[n] for largest in gathered if n in largest] for n in self.parameters}
+        self.largest = {name: max(of_ranks) for name, of_ranks in found.items() if of_ranks}
 
     def _limbs(self, ranks: Ranks) -> list[tuple[dict[str, Tensor], str]]:
         """The sums to add up over all ranks, by the dictionary that holds them; zeros on a rank that added nothing."""
@@ -271,9 +269,8 @@ class GradientAccumulator:
     def finish(self, ranks: Ranks = ALONE, division: Division = WHOLE) -> dict[str, Tensor] | None:
         """The float32 gradients over all ranks, or None if a grid did not fit and the step must be redone.
 
-        dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 3 for every tensor. They take
-        the place of the sums; the next step overwrites them. Where the ranks divide them, this rank's piece of each,
-        flat.
+        dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 3 for every tensor. They take the place
+        of the sums; the next step overwrites them. Where the ranks divide them, this rank's piece of each, flat.
         """
         self._observe_all(ranks)
         misfits = {
@@ -287,7 +284,9 @@ class GradientAccumulator:
         if division.divides:
             self._add_up_pieces(division)
         else:
-            ranks.add_up([held[name] for held, name in self._limbs(ranks)])
+            limbs, summed = self._limbs(ranks), self.parts.summed
+            ranks.add_up([held[name] for held, name in limbs])
+            self.parts.holders.add_up([held[name] for held, name in limbs if name in summed])
         gradients = {}
         for name, parameter in self.parameters.items():
             if name in self.largest:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ppo_repro.numerics.arithmetic.divided import Holders
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.shares import pieces
 
@@ -135,7 +136,7 @@ class Divided:
 
     piece: Tensor  # flat
     shape: torch.Size
-    ranks: Ranks
+    ranks: Holders
 
     def whole(self) -> Tensor:
         """The tensor, from the pieces of all ranks, which must call this too."""

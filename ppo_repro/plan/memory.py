@@ -19,6 +19,9 @@ LOGITS_AT_ONCE = 1 << 24
 FLOAT64_WEIGHT, FLOAT64_INPUT, FLOAT64_COLUMNS, FLOAT64_SQUARES = 4, 8, 24, 8
 GRID, OUTLIERS = 8, 1  # of each output: exponent or scale of its grid, and whether it has outliers
 AMX_MAX_TERMS, AMX_WEIGHT, AMX_INPUT = 1 << 14, 3, 4
+# of products and of statistics whose sums several processes divide, which have no kernels: a weight as integers in
+# float64 and which of them are outliers; a logit, and a number of a result, with the copies that are made on the way
+DIVIDED_WEIGHT, DIVIDED_LOGIT, DIVIDED_RESULT = 8 + 1, 64, 40
 # sums of gradients: a lower limb, and an upper one in steps of more tokens than this, prompts included
 SUM, UPPER_SUM, LONG_STEP = 8, 4, 1 << 12
 # the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
@@ -38,6 +41,8 @@ class Linear:
     inputs: int
     adapted: bool = False
     across: bool = False  # stored as [inputs, outputs], so that a forward pass multiplies it across its rows
+    # by processes that hold a model together: "outputs" or "inputs"; the sizes are those of this process's part
+    divided: str = ""
 
     @property
     def size(self) -> int:
@@ -73,6 +78,7 @@ class ModelShape:
     head: Linear  # to the vocabulary, or to a score
     head_parameters: int  # of the head alone; 0 for a tied head
     saved: Saved
+    whole: int = 0  # parameters of all processes that hold it together, where they divide it
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,17 @@ class Work:
     older_policies: int = 0  # versions that a sampler which is behind needs beside the policy
     reference_in_steps: bool = False  # whether the loss of the policy needs the reference's logits
     processes: int = 1  # of the run; everything else is of one of them
+    tensor: int = 1  # of them hold one copy of the models together
     zero: int = 0  # what they divide: 1 moments, 2 after each step the sums of gradients too
 
     @property
     def exact(self) -> bool:
         return self.kernels != "native"
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels compute the statistics of logits, which need nothing else as wide as they are."""
+        return self.exact and self.tensor == 1
 
     def moments(self, parameters: int) -> int:
         """Bytes of the AdamW moments of so many parameters, up to one number of each tensor where they are divided."""
@@ -176,6 +188,8 @@ def prepared_bytes(matrix: Linear, transposed: bool, work: Work) -> int:
     if not work.exact:
         return 0
     terms, columns = (matrix.outputs, matrix.inputs) if transposed else (matrix.inputs, matrix.outputs)
+    if matrix.divided == ("outputs" if transposed else "inputs"):
+        return DIVIDED_WEIGHT * matrix.size + GRID * columns
     if work.kernels == "amx" and terms <= AMX_MAX_TERMS:
         blocks = ceil(columns / 16)
         return blocks * ceil(terms / 64) * AMX_WEIGHT * TILE + blocks * 16 * GRID + columns * OUTLIERS
@@ -221,13 +235,16 @@ def _input_bytes(work: Work) -> int:
 def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
     """What one layer needs while it computes: gradients of its widest activations, and a rounded operand."""
     operand = _input_bytes(work)
-    return tokens * (4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * (shape.intermediate + shape.hidden))
+    results = DIVIDED_RESULT * shape.hidden if work.tensor > 1 else 0
+    return tokens * (
+        results + 4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * (shape.intermediate + shape.hidden)
+    )
 
 
 def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
     """Logits, their gradient and the operands of their products, for `rows` tokens; native also keeps log-softmax."""
     operand = _input_bytes(work) if work.exact else 12
-    return rows * shape.head.outputs * (8 + operand)
+    return rows * shape.head.outputs * (DIVIDED_LOGIT if work.tensor > 1 else 8 + operand)
 
 
 def adapted_size(shape: ModelShape) -> int:

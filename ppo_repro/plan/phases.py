@@ -117,6 +117,8 @@ def _loading(policy: ModelShape, value: ModelShape | None, work: Work) -> dict[s
     """Models are copied whole before they share what they do not train; one after the other."""
     adapted = [shape for shape, rank in ((policy, work.lora_rank), (value, work.value_lora_rank)) if shape and rank]
     copies = max((4 * shape.parameters for shape in adapted), default=0)
+    if work.tensor > 1:  # each process reads a model whole, and copies it before it keeps its part
+        return {"model as it is read": 4 * policy.whole, "copies before sharing": 4 * policy.whole}
     return {"model as it is read": 4 * policy.parameters, "copies before sharing": copies}
 
 
@@ -137,7 +139,7 @@ def _scoring(shape: ModelShape, work: Work) -> dict[str, int]:
         "hidden states": 2 * 4 * tokens * shape.hidden,
         "one layer": layer_workspace_bytes(shape, tokens, work),
         # of policy and reference; without a backward pass exact numerics need nothing else as wide as they are
-        "logits": 2 * (4 * rows * shape.vocab_size if work.exact else logits_bytes(shape, rows, work)),
+        "logits": 2 * (4 * rows * shape.vocab_size if work.has_kernels else logits_bytes(shape, rows, work)),
     }
 
 

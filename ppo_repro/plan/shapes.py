@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -27,12 +29,14 @@ from ppo_repro.numerics.layers.families import (
     key_value_heads,
 )
 from ppo_repro.numerics.layers.lowering import check_config
+from ppo_repro.numerics.sharding.layers import ATTENTION, INPUTS, MLP, OUTPUTS, check_divisible
 from ppo_repro.plan.memory import Linear, ModelShape, Plan, Saved, Work, as_classifier
 from ppo_repro.plan.phases import make_plan
 from ppo_repro.shares import check_mesh, check_shares, share_ranges
 
 # what a backward pass keeps in one layer of each family, checked by a test: multiples of the widths of residual
 # stream, queries, keys and MLP, then norms with exponents of rows, norms of every head, mask rows
+_DIVIDED = {**ATTENTION, **MLP, "embed_tokens": OUTPUTS, "lm_head": OUTPUTS}
 _LIKE_LLAMA = ("llama", "mistral", "qwen2")
 _EXACT = {
     **dict.fromkeys(_LIKE_LLAMA, Saved(4, 2, 2, 3, 6, 0, 0)),
@@ -56,9 +60,15 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def model_shape(
-    config: PretrainedConfig, exact: bool, lora_targets: Sequence[str] | None = None, section: str = "lora"
+    config: PretrainedConfig,
+    exact: bool,
+    lora_targets: Sequence[str] | None = None,
+    section: str = "lora",
+    tensor: int = 1,
 ) -> ModelShape:
     """The shape of a causal model, with adapters on `lora_targets` (None: without; see `choose_layers`).
+
+    Of `tensor` processes that hold it together, the part of the one with the most.
 
     UserError for a mixture of experts: nobody knows before which experts a token takes, and so what a pass keeps.
     """
@@ -72,22 +82,43 @@ def model_shape(
     tied = config.tie_word_embeddings
     linears = linear_layers(model)
     inner = max(shape_of(layer)[0] for name, layer in linears.items() if ".mlp." in name)
+    own_head = _part(Linear(*shape_of(head)), "lm_head", tensor)
     return ModelShape(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=sum(_part_size(name, p, tensor) for name, p in model.named_parameters()),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        key_heads=key_value_heads(config),
+        heads=config.num_attention_heads // tensor,
+        key_heads=key_value_heads(config) // tensor,
         head_dim=head_dim(config),
-        intermediate=inner,
+        intermediate=inner // tensor,
         vocab_size=config.vocab_size,
         linears=tuple(
-            Linear(*shape_of(layer), name in adapted, isinstance(layer, Conv1D)) for name, layer in linears.items()
+            _part(Linear(*shape_of(layer), name in adapted, isinstance(layer, Conv1D)), name, tensor)
+            for name, layer in linears.items()
         ),
-        head=Linear(*shape_of(head)),
-        head_parameters=0 if tied else _size(head),
+        head=own_head,
+        head_parameters=0 if tied else own_head.size if tensor > 1 else _size(head),
         saved=(_EXACT if exact else _NATIVE)[config.model_type],
+        whole=_size(model),
     )
+
+
+def _part(matrix: Linear, name: str, tensor: int) -> Linear:
+    """What of a matrix one of `tensor` processes holds, as `numerics.sharding` divides it: the largest part."""
+    if tensor == 1:
+        return matrix
+    if _DIVIDED[name.rpartition(".")[2]] == INPUTS:
+        return replace(matrix, inputs=ceil(matrix.inputs / tensor), divided="inputs")
+    return replace(matrix, outputs=ceil(matrix.outputs / tensor), divided="outputs")
+
+
+def _part_size(name: str, parameter: Tensor, tensor: int) -> int:
+    module, _, own = name.rpartition(".")
+    dim = _DIVIDED.get(module.rpartition(".")[2]) if tensor > 1 else None
+    if dim is None or (own == "bias" and dim == INPUTS):
+        return parameter.numel()
+    size = parameter.shape[dim]
+    return parameter.numel() // size * ceil(size / tensor)
 
 
 def _size(module: nn.Module) -> int:
@@ -100,10 +131,11 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
     UserError for layout.backend = eager, and where the mesh or the shares are not for so many processes.
     """
     layout = config.layout
-    check_mesh(layout.mesh.data, processes)
-    check_shares(layout.rank_shares, processes)
+    tensor = layout.mesh.tensor
+    check_mesh(layout.mesh.data, processes, tensor)
+    check_shares(layout.rank_shares, processes, tensor)
     sequences, step, evaluated = (
-        max(map(len, share_ranges(count, layout.rank_shares or [1] * processes)))
+        max(map(len, share_ranges(count, layout.rank_shares or [1] * (processes // tensor))))
         for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)
     )
     exact = config.numerics.mode == "exact"
@@ -127,6 +159,7 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         older_policies=0 if (lag := config.mismatch.sampler.lag) is None else min(lag.most, config.ppo.iterations - 1),
         reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",
         processes=processes,
+        tensor=tensor,
         zero=layout.mesh.zero,
     )
 
@@ -140,8 +173,8 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
 
     UserError where the model is not supported, or the mesh or the shares are not for so many processes.
     """
-    shares = len(config.layout.rank_shares)
-    processes = processes or config.layout.mesh.data or shares or 1
+    shares, tensor = len(config.layout.rank_shares), config.layout.mesh.tensor
+    processes = processes or (config.layout.mesh.data or shares or 1) * tensor
     max_context, exact = config.numerics.max_context, config.numerics.mode == "exact"
     if isinstance(config.model, ModelFolder):
         path = config.model.path
@@ -149,8 +182,11 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
     else:  # its tokenizer may have as many tokens as the configuration allows
         source = tiny_config(config.model, config.model.vocab_size, max_context, None)
     (check_config if exact else check_visibility)(source, max_context)
+    check_divisible(source, tensor, "the model")
     shape, term = model_shape(source, exact), config.reward.model
-    policy = shape if config.lora is None else model_shape(source, exact, config.lora.target_modules)
+    policy = shape if tensor == 1 else model_shape(source, exact, tensor=tensor)
+    if config.lora is not None:
+        policy = model_shape(source, exact, config.lora.target_modules)
     classifier: PretrainedConfig | None = None
     if isinstance(term, RewardModelFolder):
         classifier = read_model_config(Path(term.path), CLASSIFIERS, f"reward model {term.path}")
@@ -163,7 +199,8 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
     if isinstance(config.value, SeparateValue):
         begun_as = classifier if from_reward and classifier is not None else source
         lora = config.value.lora
-        value = model_shape(begun_as, exact, None if lora is None else lora.target_modules, "value.lora")
+        check_divisible(begun_as, tensor, "the value model")
+        value = model_shape(begun_as, exact, None if lora is None else lora.target_modules, "value.lora", tensor)
         if from_reward:
             value = as_classifier(value, 1)
     return make_plan(policy, value, reward, work_of(config, processes), from_reward)

@@ -6,15 +6,11 @@ streams are functions of seed and iteration, so the iteration number is enough f
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -24,6 +20,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
+from ppo_repro.models.tensor_file import write_tensors
 from ppo_repro.numerics.arithmetic.grid import (
     GRADIENT_BITS,
     GRADIENT_INPUT_BITS,
@@ -35,6 +32,7 @@ from ppo_repro.numerics.arithmetic.grid import (
 from ppo_repro.numerics.gradients import HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
 from ppo_repro.numerics.pieces import Divided
+from ppo_repro.numerics.sharding.layers import parts_of, whole_parameters
 from ppo_repro.runs.checkpoint_index import (
     DAMAGED,
     FORMAT,
@@ -76,8 +74,10 @@ class Checkpoint:
 
     iteration: int
     chain: str  # of the recorded iterations up to here
-    policy: Mapping[str, Tensor]
-    value_model: Mapping[str, Tensor]  # only the head if it is on the policy's trunk; empty without a value model
+    policy: Mapping[str, Tensor | Divided]
+    value_model: Mapping[
+        str, Tensor | Divided
+    ]  # only the head if it is on the policy's trunk; empty without a value model
     policy_optimizer: OptimizerState
     value_optimizer: OptimizerState  # empty without a value model of its own
     coefficients: Coefficients
@@ -85,8 +85,17 @@ class Checkpoint:
     versions: Mapping[str, Tensor] = field(default_factory=dict)  # older policies that the sampler needs
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+def _weights(module: nn.Module) -> dict[str, Tensor | Divided]:
+    parts = parts_of(module)
+    return {name: parts.held(name, parameter.detach()) for name, parameter in module.named_parameters()}
+
+
+def _load_weights(module: nn.Module, saved: Mapping[str, Tensor | Divided]) -> None:
+    """Copy whole weights, or this process's parts of them, into a module; ValueError where they do not fit."""
+    parts = parts_of(module)
+    whole = {name: tensor for name, tensor in saved.items() if isinstance(tensor, Tensor)}
+    live = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    copy_named(live, {name: parts.own(name, tensor) for name, tensor in whole.items()})
 
 
 def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
@@ -95,7 +104,7 @@ def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
         iteration=state.iteration,
         chain=chain,
         policy=_weights(state.policy),
-        value_model={name: parameter.detach() for name, parameter in state.value_parameters().items()},
+        value_model=_weights(state.own_value_module),
         policy_optimizer=state.policy_optimizer.state(),
         value_optimizer=NOTHING if state.value_optimizer is None else state.value_optimizer.state(),
         coefficients=state.coefficients,
@@ -106,8 +115,8 @@ def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
 
 def restore(saved: Checkpoint, state: TrainState) -> None:
     """Load a checkpoint into `state`, which was made from the same configuration; ValueError where it does not fit."""
-    copy_named(_weights(state.policy), saved.policy)
-    copy_named({name: parameter.detach() for name, parameter in state.value_parameters().items()}, saved.value_model)
+    _load_weights(state.policy, saved.policy)
+    _load_weights(state.own_value_module, saved.value_model)
     state.policy_optimizer.load(saved.policy_optimizer)
     if state.value_optimizer is not None:
         state.value_optimizer.load(saved.value_optimizer)
@@ -172,18 +181,32 @@ class Lender:
         return is_due(self.config, iteration)
 
     def save(self, link: str) -> None:
-        for content in _contents(take(self.state, link, Origin("", {}))).values():
-            for _, tensor in sorted(content.items()):
-                if isinstance(tensor, Divided):
-                    tensor.whole()
+        _lend_contents(take(self.state, link, Origin("", {})))
 
     def put_policy(self, folder: Path) -> None:
-        """Nothing: all weights are with the first process."""
+        """Give the parts of the policy that this process holds; nothing where all weights are with the first one."""
+        lend(self.state.policy)
 
     def finish(self, link: str) -> dict[str, str]:
+        lend(self.state.policy)
+        lend(self.state.own_value_module)
         if keeps_final_state(self.config, self.state.iteration):
-            self.save(link)
+            _lend_contents(replace(take(self.state, link, Origin("", {})), policy={}, value_model={}))
         return {}
+
+
+def _lend_contents(saved: Checkpoint) -> None:
+    """Give this process's parts of a checkpoint while another saves it, in the order in which it asks for them."""
+    for content in _contents(saved).values():
+        for _, tensor in sorted(content.items()):
+            if isinstance(tensor, Divided):
+                tensor.whole()
+
+
+def lend(module: nn.Module) -> None:
+    """Give this process's parts of a module to the others, and keep nothing of theirs."""
+    for _ in whole_parameters(module):
+        pass
 
 
 def _contents(saved: Checkpoint) -> dict[str, Mapping[str, Tensor | Divided]]:
@@ -223,11 +246,10 @@ def _assemble(index: Index, tensors: Mapping[str, Mapping[str, Tensor]]) -> Chec
 
 
 def _moments(state: OptimizerState) -> dict[str, Tensor | Divided]:
-    held = state.division.held
     found: dict[str, Tensor | Divided] = {f"factors/{name}": tensor for name, tensor in state.factors.items()}
     for moment, tensors in (("first", state.first), ("second", state.second)):
         for name, tensor in tensors.items():
-            found[f"{moment}/{name}"] = held(tensor, state.shapes.get(name, tensor.shape))
+            found[f"{moment}/{name}"] = state.held(name, tensor)
     return found
 
 
@@ -264,33 +286,3 @@ def _coefficients(entry: CoefficientsEntry) -> Coefficients:
     number = float.fromhex
     returns = ReturnStatistics(entry.return_count, number(entry.return_mean), number(entry.return_squares))
     return Coefficients(number(entry.kl_coef), number(entry.clip_range), number(entry.penalty_coef), returns)
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Divided]) -> str:
-    """Write float32 tensors as a safetensors file, one by one; returns its SHA-256. Raises OSError.
-
-    The whole file is never in memory, nor more than one tensor of those that processes divide. Digested before it is
-    written, so that an error of the disk shows.
-    """
-    tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        dtype = tensor.piece.dtype if isinstance(tensor, Divided) else tensor.dtype
-        if dtype != torch.float32:
-            raise ValueError(f"tensor {name} is {dtype}; a checkpoint holds float32")
-        begin, end = end, end + 4 * tensor.shape.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text):
-            digest.update(piece)
-            file.write(piece)
-        for tensor in tensors.values():
-            whole = tensor.whole() if isinstance(tensor, Divided) else tensor
-            numbers = whole.detach().cpu().contiguous().view(-1).numpy().data
-            digest.update(numbers)
-            file.write(numbers)
-    return digest.hexdigest()

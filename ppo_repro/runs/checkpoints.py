@@ -22,7 +22,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.models.value_folder import load_value_parameters, save_value_model
-from ppo_repro.numerics.device import state_on_cpu
+from ppo_repro.numerics.sharding.layers import whole_parameters, whole_state
 from ppo_repro.records.contents import (
     CHECKPOINT,
     checkpoint_folder,
@@ -66,7 +66,7 @@ def task_digest(prepared: Prepared) -> str:
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """A model and its tokenizer as a transformers folder; appears whole or not at all. UserError where that fails."""
     with whole_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=state_on_cpu(model))
+        model.save_pretrained(temporary, state_dict=whole_state(model))
         tokenizer.save_pretrained(temporary)
         write_sums(temporary)
 
@@ -104,7 +104,7 @@ class ModelStore:
 
     def put_policy(self, folder: Path) -> None:
         policy = self.prepared.state.policy
-        policy.save_pretrained(folder, state_dict=state_on_cpu(policy))
+        policy.save_pretrained(folder, state_dict=whole_state(policy))
         self.prepared.task.tokenizer.save_pretrained(folder)
 
     def finish(self, link: str) -> dict[str, str]:
@@ -142,7 +142,7 @@ class ModelStore:
         if state.value_model is not None:
             made.append(value_folder(self.run_dir))
             config = None if state.value_optimizer is None else state.value_model.trunk.config
-            save_value_model(state.value_parameters(), config, made[-1])
+            save_value_model(dict(whole_parameters(state.own_value_module)), config, made[-1])
         files = {name: digest for model in made for name, digest in sums_digest(self.run_dir, model).items()}
         if keeps_final_state(self.config, state.iteration):
             files |= self._keep_state(link)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
+from ppo_repro.accuracy.measurement import policy_accuracy
 from ppo_repro.buffers import Iteration
 from ppo_repro.clock import Clock
 from ppo_repro.config.files import load_config
@@ -17,21 +18,23 @@ from ppo_repro.config.kinds import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.loop import ppo_iterations
+from ppo_repro.mesh.groups import as_mesh
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.device import UNTRIED, check_device
 from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.sharding.layers import whole_parameters
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.contents import reference_folder
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.checkpoint_format import Checkpoint, Lender
+from ppo_repro.runs.checkpoint_format import Checkpoint, Lender, lend
 from ppo_repro.runs.checkpoints import go_on_from, load_newest, open_store, quick_collections
 from ppo_repro.runs.environment import check_inputs, describe_environment, run_inputs, task_inputs
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
 from ppo_repro.runs.open_engine import check_engine, require_same_sampler, rollout_engine
-from ppo_repro.runs.prepare import Prepared, policy_accuracy, prepare
+from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.profiling import Peak, measure_peak
 from ppo_repro.runs.tables import iteration_tables
 from ppo_repro.shares import check_mesh, check_shares
@@ -88,9 +91,9 @@ class LanguageExecution:
         judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
         digests = {
             # the reference is what the policy was before the first step
-            "initial_policy_digest": weights_digest(state.reference.named_parameters()),
-            "policy_digest": weights_digest(state.policy.named_parameters()),
-            "value_digest": weights_digest(state.value_parameters().items()),
+            "initial_policy_digest": weights_digest(whole_parameters(state.reference)),
+            "policy_digest": weights_digest(whole_parameters(state.policy)),
+            "value_digest": weights_digest(whole_parameters(state.own_value_module)),
         }
         clock.lap("digests")
         results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
@@ -138,8 +141,8 @@ class LanguageKind:
         mesh, shares = config.layout.mesh, config.layout.rank_shares
         self.ranks.require_agreed("layout.mesh", mesh.model_dump())
         self.ranks.require_agreed("layout.rank_shares", list(shares))
-        check_mesh(mesh.data, self.ranks.size)
-        check_shares(shares, self.ranks.size)
+        check_mesh(mesh.data, self.ranks.size, mesh.tensor)
+        check_shares(shares, self.ranks.size, mesh.tensor)
         check_device(config.layout.device, self.ranks.size, config.layout.backend)
 
     @contextmanager
@@ -152,14 +155,19 @@ class LanguageKind:
         """
         if config.layout.device != "cpu":
             self.watcher.warning(UNTRIED)
+        ranks = as_mesh(self.ranks, config.layout.mesh.tensor)
         with naming_learning_rates(config):
-            prepared = self._prepare(config, None if run_dir is None or start is None else reference_folder(run_dir))
+            reference = None if run_dir is None or start is None else reference_folder(run_dir)
+            prepared = self._prepare(config, reference, ranks, measured)
             accuracy = self._accuracy(config, prepared) if measured else None
             if start is not None:
                 go_on_from(start, prepared)
             store: Store | None = None
+            begins_store = ranks.holders.size > 1 and ranks.first(lambda: run_dir is not None)
             if not self.ranks.is_first:
                 store = Lender(config, prepared.state)
+                if begins_store and start is None and config.checkpoints.every:
+                    lend(prepared.state.reference)  # the first process saves it
             elif run_dir is not None:
                 store = open_store(run_dir, config, prepared, start)
             del start  # as large as weights and moments together
@@ -167,23 +175,24 @@ class LanguageKind:
             peak = measure_peak(config, prepared.state) if self.profile and records else None
             logs = None if run_dir is None else run_dir / "sglang"
             with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher) as engine:
-                yield LanguageExecution(config, prepared, engine, self.ranks, store, peak, accuracy)
+                yield LanguageExecution(config, prepared, engine, ranks, store, peak, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""
-        accuracy = policy_accuracy(config, prepared)
+        accuracy = prepared.accuracy or policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
         if accuracy is not None and accuracy.is_low:
             self.watcher.warning(sentence(accuracy))
         return accuracy
 
-    def _prepare(self, config: RunConfig, start_folder: Path | None) -> Prepared:
+    def _prepare(self, config: RunConfig, start_folder: Path | None, ranks: Ranks, measured: bool) -> Prepared:
         def warm_start(step: int, total: int, loss: float) -> None:
             self.ranks.check()  # every rank computes the whole warm start by itself
             self.watcher.warm_start(step, total, loss)
 
-        prepared = prepare(config, warm_start, start_folder, share=True, ranks=self.ranks)
-        weights = prepared.state.policy.named_parameters(), prepared.state.value_parameters().items()
-        self.ranks.require_same("initial weights", [weights_digest(parameters) for parameters in weights])
+        prepared = prepare(config, warm_start, start_folder, share=True, ranks=ranks, measured=measured)
+        networks = prepared.state.policy, prepared.state.own_value_module
+        digests = [weights_digest(whole_parameters(module)) for module in networks]
+        self.ranks.require_same("initial weights", digests)
         return prepared
 
 

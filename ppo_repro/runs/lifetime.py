@@ -97,6 +97,17 @@ def kept_if_unequal(run_dir: Path, store: Store | None) -> Iterator[None]:
         raise UnequalBits(f"{error}; {hint}", error.found) from error
 
 
+@contextmanager
+def lent_if_unequal(store: Store | None) -> Iterator[None]:
+    """Where bits are unequal in this block, give the first process what of the policy this one holds."""
+    try:
+        yield
+    except UnequalBits:
+        if store is not None:
+            store.put_policy(Path())
+        raise
+
+
 def _table(found: Unequal) -> pa.Table:
     columns = (("sequence", found.sequence), ("position", found.position), found.left, found.right)
     return pa.table(

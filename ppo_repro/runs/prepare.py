@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from ppo_repro.accuracy.measurement import measure, text_of
+from ppo_repro.accuracy.measurement import policy_accuracy
 from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, ValueHead
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
@@ -43,6 +43,7 @@ from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.pieces import Division
 from ppo_repro.numerics.proof import proof
+from ppo_repro.numerics.sharding.layers import divide
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
@@ -72,6 +73,7 @@ class Prepared:
     reward_training: RewardTraining | None  # None unless a reward model was trained here
     lora: Lora | None  # None where all weights of the policy are trained
     value_lora: Lora | None  # None without a value model of its own, and where all its weights are trained
+    accuracy: Accuracy | None = None  # of a policy that several processes divide, where it was measured before that
 
 
 def _source(
@@ -163,10 +165,13 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
     `share`: adapted models use the weights of frozen ones where they do not train.
     """
     mode, max_context = config.numerics.mode, config.numerics.max_context
-    policy = make_policy(source, mode, max_context)
-    reference = freeze(make_policy(source, mode, max_context))
+    holders = division.ranks.holders
+    policy = divide(make_policy(source, mode, max_context), holders)
+    reference = freeze(divide(make_policy(source, mode, max_context), holders))
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
     value_model = _value_model(config, source, policy, task.reward_model)
+    if isinstance(config.value, SeparateValue) and value_model is not None:
+        divide(value_model.trunk, holders, "the value model")
     value_lora = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
         begun_as = task.reward_model if config.value.init == "reward_model" else reference
@@ -243,14 +248,15 @@ def prepare(
     start_folder: Path | None = None,
     share: bool = False,
     ranks: Ranks = ALONE,
+    measured: bool = False,
 ) -> Prepared:
     """Load or make everything; UserError names whatever the user has to correct.
 
     `share`: adapted models have one copy of the weights that they do not train with the reference, or with the reward
     model that the value model starts as. Not for a caller that trains otherwise than by the optimizers in the state.
-    `start_folder`: the model that policy, value model and reference started as, where an earlier process of
-    this run left it; it replaces the model of the configuration and its warm start.
-    `ranks`: the processes that divide the optimizers' state as the configuration says; each prepares everything else.
+    `start_folder`: the model that policy, value model and reference started as, where an earlier process of this run
+    left it; it replaces the model of the configuration and its warm start. `ranks`: the processes that divide networks
+    and optimizers' state. `measured`: where they divide the networks, measure the policy's accuracy before.
     """
     device = device_of(config.layout.device)
     proof.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
@@ -271,10 +277,14 @@ def prepare(
     check_routes(config, source)
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
+    accuracy = None
+    if measured and ranks.holders.size > 1:
+        numerics = config.numerics
+        accuracy = policy_accuracy(config, task.prompt_ids, make_policy(source, numerics.mode, numerics.max_context))
     networks = _networks(config, source, task, share, Division(ranks, config.layout.mesh.zero))
     engine = _engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     adapters = networks.adapters
-    return Prepared(task, networks.state, engine, steps, reward_training, adapters.policy, adapters.value)
+    return Prepared(task, networks.state, engine, steps, reward_training, adapters.policy, adapters.value, accuracy)
 
 
 def _engine(
@@ -288,13 +298,3 @@ def _engine(
         return TorchEngine(sampled, *about)
     copy = in_dtype(make_policy(source, "native", max_context), getattr(torch, stock))
     return StockEngine(copy, sampled, *about)
-
-
-def policy_accuracy(config: RunConfig, prepared: Prepared) -> Accuracy | None:
-    """How far the policy's log-probs are from float64 on the run's prompts; None where nothing is to be measured."""
-    numerics = config.numerics
-    rounds = config.mismatch.trainer.precision.rounds
-    if numerics.mode == "native" or not numerics.accuracy_sequences or rounds:
-        return None
-    text = text_of(prepared.task.prompt_ids, numerics.accuracy_sequences, numerics.max_context)
-    return measure(prepared.state.policy, text)

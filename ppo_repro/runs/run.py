@@ -28,7 +28,7 @@ from ppo_repro.records.writer import appending
 from ppo_repro.runs.diff import Difference, first_final_difference, iteration_difference, side_difference
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.lifetime import kept_if_unequal, mark_ended, new_run
+from ppo_repro.runs.lifetime import kept_if_unequal, lent_if_unequal, mark_ended, new_run
 
 
 def run(
@@ -64,7 +64,7 @@ def _require_same_start(ranks: Ranks, config: RunConfig | ControlConfig, inputs:
 
 def _work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
     """What a rank does that does not record: everything else."""
-    with opened as execution:
+    with opened as execution, lent_if_unequal(execution.store):
         store = execution.store
         for item in execution.iterations():
             if store is not None and store.is_due(item.index + 1):

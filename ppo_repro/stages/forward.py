@@ -14,6 +14,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.routes import routers, seen_routes
 from ppo_repro.numerics.logprobs import kl_divergence, score, top_logits
+from ppo_repro.numerics.sharding.layers import own_logits
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.faults import dropped, training_eligible, training_temperature
 
@@ -133,14 +134,17 @@ def _distributions(
     chunks: list[tuple[Tensor, ...]] = []
     at_once = max(1, LOGITS_AT_ONCE // vocab_size)
     for rows in (slice(start, start + at_once) for start in range(0, len(hidden), at_once)):
-        logits, ref_logits = head(hidden[rows]), ref_head(ref_hidden[rows])
+        logits, share = own_logits(head, hidden[rows])
+        ref_logits, _ = own_logits(ref_head, ref_hidden[rows])
         targets = batch.targets[rows]
         eligible = training_eligible(config, kept_tokens[rows], vocab_size, hidden.device)
-        s = score(logits, ref_logits, targets, temperature, eligible, mode)
+        if share is not None and eligible is not None:
+            eligible = share.own(eligible)
+        s = score(logits, ref_logits, targets, temperature, eligible, mode, share)
         reverse = torch.empty(0)
         if _charges_reverse(config):
-            reverse = kl_divergence(ref_logits, logits, temperature, eligible)
-        top = [top_logits(x, temperature, config.records.logits_per_token) for x in (logits, ref_logits)]
+            reverse = kl_divergence(ref_logits, logits, temperature, eligible, share)
+        top = [top_logits(x, temperature, config.records.logits_per_token, share) for x in (logits, ref_logits)]
         found = s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
         chunks.append(tuple(x.cpu() for x in found))
     return tuple(torch.cat(column) for column in zip(*chunks, strict=True))

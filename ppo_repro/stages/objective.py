@@ -22,10 +22,12 @@ from ppo_repro.config.objectives import (
 )
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
-from ppo_repro.models.networks import ValueModel, hidden_states, policy_logits
+from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.arithmetic.divided import Share
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_loss, token_statistics
+from ppo_repro.numerics.sharding.layers import own_logits
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.balancing import Balance
 from ppo_repro.ppo.sequences import response_means, sequence_ratios
@@ -159,23 +161,28 @@ class PolicyLoss:
         """The same from the trunk's hidden states [m, H]; the losses of tokens are computed on the CPU."""
         config, tokens = self.terms.config, m.tokens
         temperature, mode = training_temperature(config), config.numerics.mode
-        logits = head_of(self.state.policy)(dropped(config, hidden, tokens, self.step))
-        eligible = training_eligible(config, self.rollout.kept_tokens[tokens], logits.shape[-1], logits.device)
-        statistics = token_statistics(logits, m.batch.targets, temperature, eligible, mode)
+        policy = self.state.policy
+        logits, share = own_logits(head_of(policy), dropped(config, hidden, tokens, self.step))
+        eligible = training_eligible(config, self.rollout.kept_tokens[tokens], policy.config.vocab_size, logits.device)
+        if share is not None and eligible is not None:
+            eligible = share.own(eligible)
+        statistics = token_statistics(logits, m.batch.targets, temperature, eligible, mode, share)
         logprobs, entropies = (x.cpu() for x in statistics)
         if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
-            kl_terms: Tensor | None = self._exact_divergence(m, logits, eligible) * self.terms.coefficients.kl_coef
+            kl_terms: Tensor | None = self._exact_kl_terms(m, logits, eligible, share)
         else:
             kl_terms = self.terms.estimated_kl_terms(tokens, logprobs)
         columns = self.terms.of(tokens, logprobs, entropies, kl_terms)
         return columns.losses, columns
 
-    def _exact_divergence(self, m: MicroBatch, logits: Tensor, eligible: Tensor | None) -> Tensor:
-        """KL(policy || reference) per token over the vocabulary, differentiable."""
+    def _exact_kl_terms(self, m: MicroBatch, logits: Tensor, eligible: Tensor | None, share: Share | None) -> Tensor:
+        """kl_coef times KL(policy || reference) per token over the vocabulary, differentiable."""
         config = self.terms.config
         with torch.no_grad():
-            ref_logits = policy_logits(self.state.reference, m.batch)
-        return kl_loss(logits, ref_logits, training_temperature(config), eligible, config.numerics.mode).cpu()
+            reference = self.state.reference
+            ref_logits, _ = own_logits(head_of(reference), hidden_states(trunk_of(reference), m.batch))
+        temperature, mode = training_temperature(config), config.numerics.mode
+        return kl_loss(logits, ref_logits, temperature, eligible, mode, share).cpu() * self.terms.coefficients.kl_coef
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.sharding.layers import whole_parameters
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ranks import Ranks
@@ -181,8 +182,8 @@ def _set_learning_rates(state: TrainState, config: RunConfig) -> None:
 
 def _digests(state: TrainState, ranks: Ranks) -> tuple[str, str | None]:
     return _together(
-        lambda: weights_digest(state.policy.named_parameters()),
-        lambda: None if state.value_model is None else weights_digest(state.value_parameters().items()),
+        lambda: weights_digest(whole_parameters(state.policy)),
+        lambda: None if state.value_model is None else weights_digest(whole_parameters(state.own_value_module)),
         ranks,
     )
 

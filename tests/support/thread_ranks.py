@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ppo_repro.errors import Failure
+from ppo_repro.mesh.groups import MeshRanks
 from ppo_repro.ranks import Ranks
 
 T = TypeVar("T")
+TIMEOUT = 60.0  # seconds for the other threads of one exchange
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class ThreadRanks(Ranks):
 def in_threads(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
     """What `work` returns on each of `size` ranks; an error of one of them is raised."""
     shared: list[Any] = [None] * size
-    barrier, results, errors = threading.Barrier(size, timeout=60), dict[int, T](), list[BaseException]()
+    barrier, results, errors = threading.Barrier(size, timeout=TIMEOUT), dict[int, T](), list[BaseException]()
 
     def run(rank: int) -> None:
         try:
@@ -64,3 +67,35 @@ def in_threads(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
     if first:
         raise first[0]
     return [results[rank] for rank in range(size)]
+
+
+@dataclass(frozen=True)
+class ThreadMesh(MeshRanks):
+    """One of several threads that are a mesh; `world` are all of them."""
+
+    world: ThreadRanks = field(default_factory=lambda: ThreadRanks(0, 1))
+
+    def _exchange(self, what: str, value: Any, failure: Failure | None = None) -> list[Any]:
+        return self.world.gather([value])
+
+
+def thread_mesh(world: ThreadRanks, tensor: int) -> ThreadMesh:
+    """Threads in groups of `tensor`, as `mesh.groups.as_mesh` makes them of processes."""
+    if world.rank == 0:
+        shape = {"tensor": (world.size // tensor, tensor), "data": (tensor, world.size // tensor)}
+        made = {
+            name: [([None] * size, threading.Barrier(size, timeout=TIMEOUT)) for _ in range(count)]
+            for name, (count, size) in shape.items()
+        }
+        groups = world.gather([made])[0]
+    else:
+        groups = world.gather([{}])[0]
+    d, t = divmod(world.rank, tensor)
+    own, same = groups["tensor"][d], groups["data"][t]
+    return ThreadMesh(
+        world.rank,
+        world.size,
+        tensor=ThreadRanks(t, tensor, shared=own[0], barrier=own[1]),
+        data=ThreadRanks(d, world.size // tensor, shared=same[0], barrier=same[1]),
+        world=world,
+    )

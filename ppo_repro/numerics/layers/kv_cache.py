@@ -54,8 +54,11 @@ class GridCache(_Slots):
 
     keeps = False  # whether `keep` does anything; making tensors of its arguments costs as much as a kernel
 
-    def __init__(self, config: PretrainedConfig, slots: int, max_context: int, device: torch.device) -> None:
-        dim, heads, layers = head_dim(config), key_value_heads(config), range(config.num_hidden_layers)
+    def __init__(
+        self, config: PretrainedConfig, slots: int, max_context: int, device: torch.device, holders: int = 1
+    ) -> None:
+        # several processes that hold a model together have some of the heads each
+        dim, heads, layers = head_dim(config), key_value_heads(config) // holders, range(config.num_hidden_layers)
         self.dim, self.max_context = dim, max_context
         panels, padded_dim = -(-max_context // COLUMNS), -(-dim // LANES) * LANES
         # keys: grid numbers A 2^(e - p); values: grid integers A, and their scales 2^(e - p)

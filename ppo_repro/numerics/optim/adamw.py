@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics.arithmetic.divided import Holders
 from ppo_repro.numerics.kernels import optimizer as kernels
-from ppo_repro.numerics.pieces import WHOLE, Division
-from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.numerics.pieces import WHOLE, Divided, Division
+from ppo_repro.numerics.tensor_parts import UNDIVIDED, TensorParts
+from ppo_repro.ranks import ALONE
 
 NORM_BITS = 26  # grid bits of a gradient in the norm
 
@@ -50,6 +52,13 @@ class OptimizerState:
     # of moments that processes divide `first` and `second` have this one's pieces, and this the shapes of all of them
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     division: Division = WHOLE
+    parts: TensorParts = UNDIVIDED  # what of the parameters themselves this process holds
+
+    def held(self, name: str, moment: Tensor) -> Tensor | Divided:
+        """What this process holds of a moment."""
+        if self.parts.divides:
+            return self.parts.held(name, moment)
+        return self.division.held(moment, self.shapes.get(name, moment.shape))
 
 
 def require_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -86,7 +95,7 @@ def _sum_of_squares(gradient: Tensor, shift: int) -> int:
     return (int((high * high).sum()) << 26) + (int((high * low).sum()) << 14) + int((low * low).sum())
 
 
-def exact_norms(gradients: Iterable[Tensor], ranks: Ranks = ALONE) -> tuple[float, list[float], list[float]]:
+def exact_norms(gradients: Iterable[Tensor], ranks: Holders = ALONE) -> tuple[float, list[float], list[float]]:
     """The norm of all gradients together, the norm of each, and the largest magnitude in each.
 
     sqrt(sum g^2) from exact integer sums; independent of any order. Each tensor is rounded to a grid of NORM_BITS below
@@ -105,7 +114,7 @@ def exact_norms(gradients: Iterable[Tensor], ranks: Ranks = ALONE) -> tuple[floa
     return _root(squares), [_root([square]) for square in squares], largest
 
 
-def exact_norm(gradients: Iterable[Tensor], ranks: Ranks = ALONE) -> float:
+def exact_norm(gradients: Iterable[Tensor], ranks: Holders = ALONE) -> float:
     """The norm of all gradients together, as `exact_norms` has it."""
     return exact_norms(gradients, ranks)[0]
 
@@ -151,8 +160,10 @@ def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, c
 class ExactAdamW:
     """AdamW by the elementwise law on named parameters, with its moments, or this process's pieces of them."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], division: Division = WHOLE) -> None:
-        self.parameters, self.division = dict(parameters), division
+    def __init__(
+        self, parameters: Mapping[str, Tensor], division: Division = WHOLE, parts: TensorParts = UNDIVIDED
+    ) -> None:
+        self.parameters, self.division, self.parts = dict(parameters), division, parts
         self.first, self.second = (
             {name: torch.zeros_like(division.own(p.detach())) for name, p in self.parameters.items()} for _ in range(2)
         )
@@ -196,15 +207,17 @@ class ExactAdamW:
         self.division.spread(list(self.parameters.values()))
 
     def state(self, grids: Mapping[str, int]) -> OptimizerState:
-        powers, shapes = (self.beta1_power, self.beta2_power), {n: p.shape for n, p in self.parameters.items()}
-        divided = (shapes, self.division) if self.division.divides else ()
-        return OptimizerState(self.first, self.second, dict(grids), {}, *powers, {}, *divided)
+        powers, divides = (self.beta1_power, self.beta2_power), self.division.divides
+        shapes = {name: p.shape for name, p in self.parameters.items()} if divides else {}
+        division = self.division if divides else WHOLE
+        return OptimizerState(self.first, self.second, dict(grids), {}, *powers, {}, shapes, division, self.parts)
 
     def load(self, state: OptimizerState) -> None:
         """Continue from whole moments, whoever holds them here."""
         for pieces, whole in ((self.first, state.first), (self.second, state.second)):
-            require_named({name: p.detach() for name, p in self.parameters.items()}, whole)
-            copy_named(pieces, {name: self.division.own(tensor) for name, tensor in whole.items()})
+            held = {name: self.parts.own(name, tensor) for name, tensor in whole.items()}
+            require_named({name: p.detach() for name, p in self.parameters.items()}, held)
+            copy_named(pieces, {name: self.division.own(tensor) for name, tensor in held.items()})
         self.beta1_power, self.beta2_power = state.beta1_power, state.beta2_power
 
 

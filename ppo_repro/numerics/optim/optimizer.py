@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ppo_repro.buffers import TensorGradient
 from ppo_repro.errors import PromiseBroken
+from ppo_repro.numerics.arithmetic.divided import Holders
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.optim.adamw import (
@@ -23,6 +24,7 @@ from ppo_repro.numerics.optim.adamw import (
     exact_norms,
 )
 from ppo_repro.numerics.pieces import WHOLE, Division
+from ppo_repro.numerics.sharding.layers import parts_of
 from ppo_repro.ranks import ALONE, Ranks
 
 MAX_REDOS = 8  # the grid fits after one redo, unless the backward pass is not reproducible
@@ -71,7 +73,7 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
-def tensor_gradients(gradients: Mapping[str, Tensor], ranks: Ranks = ALONE) -> tuple[TensorGradient, ...]:
+def tensor_gradients(gradients: Mapping[str, Tensor], ranks: Holders = ALONE) -> tuple[TensorGradient, ...]:
     """Norm, largest magnitude and share of zeros of each gradient, the norm as `exact_norm` has it.
 
     With several `ranks` each of them has its pieces of all gradients. NumericsError where one is not finite.
@@ -112,18 +114,19 @@ class ExactOptimizer:
     """Integer gradients, exact norm and AdamW by the elementwise law: independent of how the work is split up."""
 
     def __init__(self, module: nn.Module, settings: AdamWSettings, division: Division = WHOLE) -> None:
-        self.settings, self.division = settings, division
-        self.adamw = ExactAdamW(dict(module.named_parameters()), division)
-        self.accumulator = GradientAccumulator(self.adamw.parameters.items())
+        self.settings, self.division, self.parts = settings, division, parts_of(module)
+        self.adamw = ExactAdamW(dict(module.named_parameters()), division, self.parts)
+        self.accumulator = GradientAccumulator(self.adamw.parameters.items(), self.parts)
         attach(module, self.accumulator)
 
     def step(
         self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
     ) -> StepReport:
         gradients, redos = collect(self.accumulator, backward, tokens, ranks, self.division)
-        owners = self.division.owners
-        norm = exact_norm(gradients.values(), owners)
-        measured = tensor_gradients(gradients, owners) if by_tensor else ()
+        owners = self.parts.holders if self.parts.divides else self.division.owners
+        counted = self.parts.counted_once(gradients)
+        norm = exact_norm(counted.values(), owners)
+        measured = tensor_gradients(counted, owners) if by_tensor else ()
         self.adamw.apply(self.settings, gradients, norm)
         return StepReport(norm, redos, measured)
 

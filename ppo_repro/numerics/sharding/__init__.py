@@ -1,0 +1,1 @@
+"""Models of which several processes hold one part each."""

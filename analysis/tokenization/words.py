@@ -121,7 +121,7 @@ def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> Class
     classes = np.where(other == 0, CLASSES.index("space"), classes)
     classes = np.where(start == end, np.where(is_special, CLASSES.index("special"), CLASSES.index("empty")), classes)
     codes = np.asarray(classes, dtype=np.int64)
-    return pd.Categorical.from_codes(codes, categories=pd.Index(CLASSES))  # type: ignore[return-value] # of str
+    return pd.Categorical.from_codes(codes, categories=pd.Index(CLASSES))
 
 
 def span_texts(text: Text, first_bytes: Ints) -> pa.Array:

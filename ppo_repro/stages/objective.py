@@ -159,9 +159,8 @@ class PolicyLoss:
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]; the losses of tokens are computed on the CPU."""
-        config, tokens = self.terms.config, m.tokens
+        config, tokens, policy = self.terms.config, m.tokens, self.state.policy
         temperature, mode = training_temperature(config), config.numerics.mode
-        policy = self.state.policy
         logits, share = own_logits(head_of(policy), dropped(config, hidden, tokens, self.step))
         eligible = training_eligible(config, self.rollout.kept_tokens[tokens], policy.config.vocab_size, logits.device)
         if share is not None and eligible is not None:
@@ -177,9 +176,8 @@ class PolicyLoss:
 
     def _exact_kl_terms(self, m: MicroBatch, logits: Tensor, eligible: Tensor | None, share: Share | None) -> Tensor:
         """kl_coef times KL(policy || reference) per token over the vocabulary, differentiable."""
-        config = self.terms.config
+        config, reference = self.terms.config, self.state.reference
         with torch.no_grad():
-            reference = self.state.reference
             ref_logits, _ = own_logits(head_of(reference), hidden_states(trunk_of(reference), m.batch))
         temperature, mode = training_temperature(config), config.numerics.mode
         return kl_loss(logits, ref_logits, temperature, eligible, mode, share).cpu() * self.terms.coefficients.kl_coef

@@ -215,8 +215,8 @@ def with_chosen(terms: PolicyTerms, tokens: Tensor, new_logprobs: Tensor, place:
 
 
 def _policy_step(state: TrainState, work: _Work, objective: Objective) -> PolicyUpdate:
-    objective = _with_chosen(objective, work, objective.policy.of)
-    objective = with_balances(objective, work.mine, work.input_tokens, work.ranks)
+    chosen = _with_chosen(objective, work, objective.policy.of)
+    objective = with_balances(chosen, work.mine, work.input_tokens, work.ranks)
     report, columns = _step(state.policy_optimizer, work, objective.policy.of)
     if state.value_optimizer is not None:
         state.forget(state.policy)  # before the value model's step: the operands are those of the old weights
@@ -233,12 +233,10 @@ def _value_step(state: TrainState, work: _Work, objective: Objective) -> ValueUp
 
 def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[PolicyUpdate, ValueUpdate]:
     """One step on the losses of the policy and of the value head, both from the same hidden states."""
+    chosen = _with_chosen(objective, work, objective.joint)
+    objective = with_balances(chosen, work.mine, work.input_tokens, work.ranks)
     assert objective.value is not None
-    objective = _with_chosen(objective, work, objective.joint)
-    objective = with_balances(objective, work.mine, work.input_tokens, work.ranks)
-    assert objective.value is not None
-    report, columns = _step(state.policy_optimizer, work, objective.joint)
-    *of_policy, token_losses, new_values = columns
+    report, (*of_policy, token_losses, new_values) = _step(state.policy_optimizer, work, objective.joint)
     about = work.tokens, work.own_weights()
     policy = policy_update(report, PolicyColumns(*of_policy), *about, objective.policy.terms)
     return policy, value_update(None, token_losses, new_values, *about, objective.value.terms)
@@ -248,8 +246,7 @@ def policy_update(
     report: StepReport, of: PolicyColumns, tokens: Tensor, weights: Tensor, policy: PolicyTerms
 ) -> PolicyUpdate:
     """What a step of the policy leaves: the columns of its minibatch `tokens` [M], and their sums by `weights` [M]."""
-    flags = policy.flags(of.ratios, tokens)
-    corrections = policy.corrections
+    flags, corrections = policy.flags(of.ratios, tokens), policy.corrections
     factors = None if corrections is None else corrections.weights[tokens]
     penalties, kl_terms = (part if len(part) else None for part in (of.penalty_terms, of.kl_terms))
 

@@ -57,7 +57,7 @@ class _Operand(NamedTuple):
     has_outliers: np.ndarray
     starts: np.ndarray  # of the outliers of each row
     columns: np.ndarray
-    found: np.ndarray  # number of all outliers
+    filled: np.ndarray  # how many columns
 
 
 class _Group(NamedTuple):
@@ -98,10 +98,10 @@ def _grid(step, group, operand):  # type: ignore[no-untyped-def]
     finite = fill_inputs(
         x, terms, gap, most, bits, begin, blocks, operand.blocks, operand.squares, scales, exponents, marks
     )
-    operand.found[0] = 0
+    operand.filled[0] = 0
     if finite and np.any(marks):
         step_of_columns = np.int64(1)
-        operand.found[0] = find_rows(
+        operand.filled[0] = find_rows(
             x, terms, step_of_columns, terms, marks, _ONE, gap, most, operand.starts, operand.columns
         )
     return finite
@@ -111,7 +111,7 @@ def _grid(step, group, operand):  # type: ignore[no-untyped-def]
 def _add_outliers(step, x, terms, y, columns, group, operand):  # type: ignore[no-untyped-def]
     starts = numba.carray(integers(step[6]), columns + 1)
     others = Outliers(starts, numba.carray(integers(step[7]), step[13]))
-    own = Outliers(operand.starts[: group.rows + 1], operand.columns[: operand.found[0]])
+    own = Outliers(operand.starts[: group.rows + 1], operand.columns[: operand.filled[0]])
     is_wanted, wanted, count = np.zeros(terms, np.bool_), np.empty(terms, np.int64), 0
     for i in range(own.columns.size):
         is_wanted[own.columns[i]] = True
@@ -136,7 +136,7 @@ def _product(step, group, operand):  # type: ignore[no-untyped-def]
         numba.carray(integers(step[5]), columns),
     )
     contract_panels(left, right, bits, bias, terms, columns, begin, panels, y)
-    if operand.found[0] > 0 or step[13] > 0:
+    if operand.filled[0] > 0 or step[13] > 0:
         _add_outliers(step, _at(step[1], group, terms), terms, y, columns, group, operand)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.errors import NumericsError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import hidden_states, make_policy
 from ppo_repro.numerics import backend, products
@@ -50,6 +53,19 @@ def passed(model: PreTrainedModel) -> dict[str, Tensor]:
     raise AssertionError("a grid does not settle")
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[Any]:
+    """The results of a function from now on."""
+    results: list[Any] = []
+    compute = getattr(module, name)
+
+    def run(*arguments: Any) -> Any:
+        results.append(compute(*arguments))
+        return results[-1]
+
+    monkeypatch.setattr(module, name, run)
+    return results
+
+
 def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     assert one.keys() == other.keys()
     return [name for name, tensor in one.items() if not torch.equal(bits(tensor), bits(other[name]))]
@@ -60,19 +76,14 @@ def test_a_program_has_the_bits_of_one_kernel_after_the_other(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend.use("float64", 1)
-    results, outliers = [], []
-    for name in ("forward", "backward"):
-        compute = getattr(programs, name)
-        monkeypatch.setattr(
-            programs, name, lambda *args, compute=compute: results.append(compute(*args)) or results[-1]
-        )
+    forward, backward = (recorded(monkeypatch, programs, name) for name in ("forward", "backward"))
     found = passed(model_of(architecture))
-    assert len(results) >= 4 and all(result is not None for result in results), "programs gave up, or did not run"
-    prepare = products._operand
-    monkeypatch.setattr(products, "_operand", lambda *args: outliers.append(prepare(*args)) or outliers[-1])
+    results = forward + backward
+    assert forward and backward and all(result is not None for result in results), "programs gave up, or did not run"
+    operands = recorded(monkeypatch, products, "_operand")
     monkeypatch.setattr(programs, "run_as_programs", lambda layer: False)
     expected = passed(model_of(architecture))
-    assert any(operand.outliers.any for operand in outliers), "no row had outliers"
+    assert any(operand.outliers.any for operand in operands), "no row had outliers"
     assert unequal(found, expected) == []
     assert "hidden" in unequal(passed(model_of(architecture, changed=True)), expected)  # the control
 
@@ -123,13 +134,10 @@ def test_layers_are_run_as_programs_where_they_fit(monkeypatch: pytest.MonkeyPat
 def test_a_program_gives_up_where_a_weight_is_not_finite(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernel after kernel then names it."""
     backend.use("float64", 1)
-    model, results = make_policy(source_model("llama"), "exact", CONTEXT), []
-    linear = model.model.layers[1].get_submodule(where)
-    assert isinstance(linear, nn.Module)
+    model = make_policy(source_model("llama"), "exact", CONTEXT)
     with torch.no_grad():
-        linear.weight[0, 0] = math.nan
-    compute = programs.forward
-    monkeypatch.setattr(programs, "forward", lambda *args: results.append(compute(*args)) or results[-1])
-    with pytest.raises(products.NumericsError, match=where.replace(".", r"\.")):
+        model.get_parameter(f"model.layers.1.{where}.weight")[0, 0] = math.nan
+    results = recorded(monkeypatch, programs, "forward")
+    with pytest.raises(NumericsError, match=where.replace(".", r"\.")):
         hidden_states(trunk_of(model), lay_out(*ragged(3, 3), "right"))
     assert [result is None for result in results] == [False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import typing
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,8 @@ if TYPE_CHECKING:  # the command line looks for words that were meant, and does 
 
 MOST = 30  # mistakes that are told; a screen holds no more
 LIKE = 0.65  # share of letters in common from which one word may be meant by another
+LONGEST_PATH = 3000  # bytes, which leaves room for the files of a run below what systems allow
+LONGEST_NAME = 255  # bytes
 # of each kind of file a field that no other kind has, and the command that takes the file
 COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
 
@@ -24,6 +27,23 @@ def mistakes(model: type[BaseModel], error: ValidationError) -> list[str]:
     found = error.errors(include_url=False)
     lines = [line for details in found[:MOST] for line in _lines(model, details)]
     return lines if len(found) <= MOST else [*lines, f"{len(found) - MOST} more mistakes; correct these first"]
+
+
+def check_path(text: str) -> str:
+    """The text; ValueError where no file of this machine can have this path."""
+    if "\0" in text:
+        raise ValueError("must be a path; no path has a NUL character")
+    if "://" in text:
+        raise ValueError("must be a path on this machine, not a URI")
+    try:
+        path = os.path.abspath(text).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("must be a path in UTF-8") from error
+    if len(path) > LONGEST_PATH or max(map(len, path.split(b"/"))) > LONGEST_NAME:
+        raise ValueError(
+            f"must be a shorter path: at most {LONGEST_PATH} bytes as an absolute path, {LONGEST_NAME} for a name in it"
+        )
+    return text
 
 
 def command_of(tree: object) -> str | None:

@@ -31,9 +31,8 @@ from ppo_repro.commands.runs import (
     run_command,
 )
 from ppo_repro.commands.start import FETCHED, compile_command, fetch_command, init_command
-from ppo_repro.config.paths import check_path
 from ppo_repro.errors import UserError
-from ppo_repro.mistakes import did_you_mean
+from ppo_repro.mistakes import check_path, did_you_mean
 from ppo_repro.output import tell
 
 Command = Callable[[argparse.Namespace], int]

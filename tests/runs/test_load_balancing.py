@@ -17,8 +17,7 @@ from ppo_repro.numerics.layers.routes import give_balances, routers
 from ppo_repro.ppo.balancing import Balance
 from ppo_repro.runs.summary import summarise
 from ppo_repro.testing.small_models import olmoe_config, small_model
-from tests.numerics.layers.test_experts import reference
-from tests.runs.test_mixtures import LAYOUT, config_of, record
+from tests.support.mixtures import LAYOUT, config_of, record, reference
 from tests.support.models import CONTEXT, seeded, unequal
 
 COEFFICIENT = "ppo.load_balancing_coef=0.3"

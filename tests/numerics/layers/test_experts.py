@@ -26,6 +26,7 @@ from ppo_repro.numerics.layers.experts import ExactExperts, ExactRouter, chosen_
 from ppo_repro.numerics.layers.lowering import attach, forget_operands, lower
 from ppo_repro.testing.small_models import MIXTURES, fill, mixtral_config, olmoe_config, random_sequences, small_model
 from tests.support.in_order import sum_in_order
+from tests.support.mixtures import reference
 from tests.support.models import CONTEXT, ragged, seeded, source_model, unequal
 
 every_mixture = pytest.mark.parametrize("architecture", MIXTURES)
@@ -78,22 +79,6 @@ def test_routing_weights_by_hand() -> None:
     # logs are rounded to float32 and exp is one of float32
     assert torch.allclose(plain, torch.tensor([[0.5, 0.25]]), atol=3e-7, rtol=0)
     assert torch.allclose(renormalised, torch.tensor([[2 / 3, 1 / 3]]), atol=3e-7, rtol=0)
-
-
-def reference(x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, count: int, normalised: bool) -> Tensor:
-    """The definition in float64, token by token and expert by expert; differentiable."""
-    rows = []
-    for token in x:
-        p = (gate @ token).softmax(-1)
-        best = sorted(sorted(range(len(p)), key=lambda e: (-float(p[e].detach()), e))[:count])
-        total = sum(p[e] for e in best) if normalised else 1.0
-        out = torch.zeros_like(token)
-        for e in best:
-            both = gate_up[e] @ token
-            g, up = both[: len(both) // 2], both[len(both) // 2 :]
-            out = out + p[e] / total * (down[e] @ (g * torch.sigmoid(g) * up))
-        rows.append(out)
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("kernels", ["eager", "float64"])

@@ -52,8 +52,8 @@ def cases_up_to(length: int) -> st.SearchStrategy[Case]:
     )
 
 
-@settings(max_examples=5)
-@given(cases_up_to(12))
+@settings(max_examples=3)
+@given(cases_up_to(8))
 def test_the_bits_are_those_of_the_reference(case: Case) -> None:
     assert differences(case) == 0
 
@@ -83,7 +83,7 @@ def test_the_bits_are_those_of_the_reference_over_several_tiles(
 def test_more_terms_than_two_float64_hold_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of sums of more than 2^16 terms, with parts of one tile."""
     monkeypatch.setattr(tiles, "CHUNK", 32)
-    assert differences(make_case(70, 1, 8, "causal", "normal", 3)) == 0
+    assert differences(make_case(40, 1, 8, "causal", "normal", 3)) == 0
 
 
 def cached(case: Case, cuts: list[int], name: str) -> list[Tensor]:
@@ -114,12 +114,12 @@ def check_cached(case: Case, cuts: list[int]) -> None:
         return
     got = cached(case, cuts, "triton")
     assert sum(unequal(a, b) for a, b in zip(expected, got, strict=True)) == 0
-    whole = by_triton(case)
+    whole = outcome(case)
     assert whole is None or unequal(whole[0], got[0]) == 0, "decoding is the full pass"
 
 
-@settings(max_examples=4)
-@given(cases_up_to(10), st.data())
+@settings(max_examples=2)
+@given(cases_up_to(6), st.data())
 def test_the_bits_over_a_cache_are_those_of_the_reference(case: Case, data: st.DataObject) -> None:
     length = case.q.shape[2]
     check_cached(case, sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=2))) if length > 1 else [])
@@ -160,7 +160,7 @@ def stock(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 
 def test_errors_are_those_of_stock_float32() -> None:
-    case = replace(make_case(40, 2, 32, "causal", "normal", 3), scaling=32**-0.5)
+    case = replace(make_case(20, 2, 16, "causal", "normal", 3), scaling=16**-0.5)
     wanted, float32, got = stock(case, torch.float64), stock(case, torch.float32), by_triton(case)
     assert got is not None
     # 0.3 to 1.2 were measured of the kernels of the CPU, whose bits these are

@@ -63,6 +63,10 @@ class Ranks:
     beats: Heartbeats | None = field(default=None, repr=False, compare=False)
     patience: float = PATIENCE_SECONDS  # longest wait for one exchange, seconds
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Ranks:
+        """These processes themselves, of which a copied model has no others."""
+        return self
+
     @property
     def is_first(self) -> bool:
         """Whether this process is the one that records and prints."""

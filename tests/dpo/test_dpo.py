@@ -163,7 +163,7 @@ def _tree(text: str) -> dict[str, Any]:
 
 def test_every_changed_byte_and_every_other_file_is_named(cli: Cli, trained: DPOResult, tmp_path: Path) -> None:
     folder = shutil.copytree(trained.run_dir, tmp_path / "copy")
-    assert cli("verify", folder) == (0, "\n".join(records.verify(folder).lines()) + "\n", "")
+    assert cli("verify", folder)[:2] == (0, "\n".join(records.verify(folder).lines()) + "\n")
     names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     assert {"manifest.json", "config.yaml", "environment.json", "checkpoints/final/model.safetensors"} <= set(
         map(str, names)

@@ -121,6 +121,7 @@ SMALLER = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_experiment_keeps_the_promise_on_the_real_model(
     folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_compile_for_another_processor_is_one_line(cli: Cli, monkeypatch: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # everything is compiled once
 def test_a_run_after_compile_compiles_nothing_more(tmp_path: Path) -> None:
     """Into an empty folder, by two processes where there are two cores; the proof is not repeated by the run."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -76,6 +76,7 @@ def test_the_real_model_is_taken_where_it_was_fetched(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_it_writes_trains_and_its_own_test_passes(cli: Cli, tmp_path: Path) -> None:
     assert cli("init", tmp_path / "new")[0] == 0
     done = pytest_in(tmp_path / "new")

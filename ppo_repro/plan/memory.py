@@ -163,9 +163,7 @@ def cache_bytes(shape: ModelShape, work: Work) -> int:
     return 4 * rows * (keys + values)
 
 
-def saved_bytes_per_layer(
-    shape: ModelShape, tokens: int, row: int, work: Work, mixture: Mixture | None = None
-) -> int:
+def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, work: Work, mixture: Mixture | None = None) -> int:
     """What one layer saves in the forward pass for its backward pass, for `tokens` in rows of length `row`.
 
     `mixture`: that of a layer which has one in place of an MLP.

@@ -62,6 +62,7 @@ class ModelShape:
         mixed = 0 if self.mixture is None else self.mixture.layers
         return tuple(kind for kind in ((self.layers - mixed, None), (mixed, self.mixture)) if kind[0])
 
+
 def as_classifier(shape: ModelShape, labels: int) -> ModelShape:
     """The same trunk with a head of `labels` scores, as in a reward model."""
     head = Linear(labels, shape.hidden)

@@ -7,8 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from analysis.mismatch.bucket import bucket_table
 from analysis.mismatch.parity import parity
 from analysis.mismatch.routes import route_table
+from analysis.mismatch.tables import measure, whole
+from analysis.pairs.places import ROUTE, ROUTES
+from analysis.pairs.runs import run_pairs
+from analysis.report.figures.mismatch import bucket_figure
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_model
 from ppo_repro.plan import memory
@@ -118,6 +123,12 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     flipped = (routes(own, "policy_routes") != routes(own, "rollout_routes")).any(-1)
     assert table.loc["flipped", "tokens"] == flipped.sum() and table.loc["all", "rms_delta"] == pytest.approx(rms(own))
     assert table.loc["flipped", "rms_delta"] > table.loc["same", "rms_delta"] > 0
+    buckets = bucket_table(whole(measure(run_pairs(own))).buckets)
+    by_route = buckets[buckets["kind"] == ROUTE]
+    assert {ROUTES[int(lo)]: n for lo, n in zip(by_route["lo"], by_route["n"], strict=True)} == {
+        route: n for route, n in table["tokens"].drop("all").items() if n
+    }
+    assert all(route in bucket_figure(buckets, ROUTE).chart for route in ("same", "flipped"))
     assert route_table(replayed).loc["flipped", "tokens"] == 0
 
 
@@ -140,7 +151,9 @@ def test_stock_servers_have_no_weights_for_a_mixture_and_exact_ones_do() -> None
     config, model = config_of("mixtral", "rollout.engine={kind: sglang}"), small_model(MIXTURES["mixtral"](), 0)
     check_routes(config, model)
     stock = config_of("mixtral", "rollout.engine={kind: sglang, numerics: stock}")
-    with pytest.raises(UserError, match=r"^rollout\.engine\.numerics = stock: SGLang's own experts have not the .*; set"):
+    with pytest.raises(
+        UserError, match=r"^rollout\.engine\.numerics = stock: SGLang's own experts have not the .*; set"
+    ):
         check_routes(stock, model)
 
 

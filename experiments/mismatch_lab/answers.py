@@ -1,7 +1,8 @@
-"""The answers of the grids in this folder: `python -m experiments.mismatch_lab.answers GRID [--csv FILE]` prints them.
+"""The answers of the grids in this folder: `python -m experiments.mismatch_lab.answers GRID` prints them.
 
 First one row per point: mean and 95 % Student interval of the score over seeds, collapsed runs, and means of the other
-measures. Then the score of each point minus that of the first one with the same learning rate, paired by seed.
+measures. Then the score of each point minus that of the first one with the same learning rate, paired by seed. `--csv` writes the
+measures of every cell, `--figure` draws their scores.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analysis.grids.figure import by_point
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, interval, markdown
 from analysis.mismatch.routes import route_table
@@ -107,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="answers of a grid of this folder")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--csv", type=Path, help="also write the measures of all cells to this file")
+    parser.add_argument("--figure", type=Path, help="also draw the scores of all cells in this SVG file")
     arguments = parser.parse_args(argv)
     try:
         cells = of_grid(arguments.grid)
@@ -116,6 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if arguments.csv is not None:
         cells.drop(columns="point").to_csv(arguments.csv, index=False, float_format="%.6g")
+    if arguments.figure is not None:
+        arguments.figure.write_text(by_point(cells, "score", MEASURES["score"]), encoding="utf-8")
     return 0
 
 

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# torch's grouped products in native numerics also keep, of each row of an expert: its weight and the place it came
-# from, twice, and two masks; of each token the chosen probabilities, their sum and the indices that chose them
-_NATIVE_FLOATS, _NATIVE_INDICES, _NATIVE_MASKS = 3, 4, 2
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -33,7 +29,10 @@ def saved_bytes(m: Mixture, hidden: int, tokens: int, exact: bool) -> int:
     if exact:
         # routing weights in float32 and, of the softmax, float64; int64: experts, and the order of the rows both ways
         return tokens * (4 * (floats + k) + 8 * (k if m.normalised else m.experts) + 3 * 8 * k)
-    return tokens * (4 * (floats + m.experts + _NATIVE_FLOATS * k) + 8 * _NATIVE_INDICES * k + _NATIVE_MASKS * k)
+    # torch's grouped products: probabilities, routing weights by row and, before they are divided, by token with their
+    # sum; int64: experts, and the order of the rows three times; a mask of the rows, and where each expert's end
+    small = m.experts + k + (k + 1 if m.normalised else 0)
+    return tokens * (4 * (floats + small) + 4 * 8 * k + k) + 4 * m.experts
 
 
 def workspace_bytes(m: Mixture, hidden: int, tokens: int, operand: int) -> int:

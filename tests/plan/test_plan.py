@@ -360,8 +360,9 @@ def test_activations_of_a_layer_are_what_a_pass_keeps(architecture: str, mode: s
     if mode == "exact" and architecture in {"qwen3", "qwen2", "llama", "mistral"}:
         assert found == expected
     elif mode == "exact":
-        # two numbers of every head and query are kept outside autograd, and the order of the rows of experts
-        order = 16 * shape.mixture.per_token if shape.mixture else 0
+        # two numbers of every head and query are kept outside autograd, and the order of the rows of experts; the check
+        # that logits are finite lets go of them at once
+        order = 16 * shape.mixture.per_token - 4 * shape.mixture.experts if shape.mixture else 0
         assert found == expected - (12 * shape.heads + order) * tokens
     else:
         # stock norms of Gemma keep 1 + weight too, whatever the tokens

@@ -1,8 +1,8 @@
 """The answers of the grids in this folder: `python -m experiments.mismatch_lab.answers GRID` prints them.
 
 First one row per point: mean and 95 % Student interval of the score over seeds, collapsed runs, and means of the other
-measures. Then the score of each point minus that of the first one with the same learning rate, paired by seed. `--csv` writes the
-measures of every cell, `--figure` draws their scores.
+measures. Then the score of each point minus that of the first one with the same learning rate, paired by seed.
+`--csv` writes the measures of every cell, `--figure` draws their scores.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_a_resumed_and_a_repeated_run_are_the_same_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_stock_torch_samples_with_the_error_of_its_dtype(dtype: str, tmp_path: Path) -> None:
     """The mismatch of the first iteration beside the model in float64 and in that dtype, each response by itself."""
-    run_dir = recorded(tmp_path, f"mismatch.sampler.stock={dtype}", "ppo.iterations=1")
+    run_dir = recorded(tmp_path, f"mismatch.sampler.stock={dtype}", "ppo.iterations=1", "checkpoints.every=1")
     found = parity(run_dir)
     assert found.unequal_old_rollout_logprobs > found.tokens / 2
     sequences, tokens = reader.read_sequences(run_dir), reader.read_tokens(run_dir)
@@ -154,7 +154,7 @@ def test_stock_torch_samples_with_the_error_of_its_dtype(dtype: str, tmp_path: P
 
     # decoding over a cache rounds other sums than a whole pass, so single tokens differ and the size does not
     assert 0.5 < rms(delta) / rms(expected) < 2
-    low, high = (4e-4, 1e-2) if dtype == "bfloat16" else (5e-5, 1e-3)
+    low, high = (4e-3, 4e-2) if dtype == "bfloat16" else (5e-4, 4e-3)  # spacing of numbers: a factor of 8
     assert low < rms(expected) < high, "one dtype would pass for the other"
 
 

@@ -16,7 +16,8 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
 _ROWS = (*ROUTES, "all")
-_COLUMNS = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", *ROUTE_COLUMNS]
+# what of the table `tokens` these functions need
+ROUTED = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", *ROUTE_COLUMNS]
 
 
 def flips(tokens: pd.DataFrame) -> pd.DataFrame:
@@ -55,7 +56,7 @@ def route_table(run_dir: Path | str) -> pd.DataFrame:
     Columns: tokens; share of all tokens; rms_delta and max_abs_delta of old_logprobs - rollout_logprobs, nats, NaN
     without tokens. Index: ROUTES, then all. UserError where the run has recorded no routes.
     """
-    tokens = reader.read_tokens(run_dir, columns=_COLUMNS)
+    tokens = reader.read_tokens(run_dir, columns=ROUTED)
     if tokens["rollout_routes"].isna().any() or tokens["policy_routes"].isna().any():
         raise UserError(f"{run_dir}: has no routes of its tokens; record a mixture of experts, by the built-in engine")
     return table_of(tokens)

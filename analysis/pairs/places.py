@@ -86,12 +86,14 @@ def with_places(
 
 
 def _placed(chunk: pd.DataFrame, sequences: pd.DataFrame, has: Recorded) -> pd.DataFrame:
-    of_chunk, found = chunk["sequence"].unique(), {}
+    found = {}
+    if has.lags or has.turns:
+        sequences = sequences.loc[chunk["sequence"].unique()]
     if has.lags:
-        versions = np.concatenate([sequences.at[sequence, _VERSIONS] for sequence in of_chunk])
+        versions = np.concatenate(sequences[_VERSIONS].to_list())
         found[LAG] = np.asarray(chunk["iteration"].to_numpy() - versions, dtype=np.int32)
     if has.turns:
-        found[TURN] = np.concatenate([turns_of(sequences.at[sequence, _FORCED]) for sequence in of_chunk])
+        found[TURN] = np.concatenate([turns_of(forced) for forced in sequences[_FORCED]])
     if has.routes:
         found[ROUTE] = routes_of(chunk)
     return chunk.drop(columns=ROUTE_COLUMNS, errors="ignore").assign(**found)

@@ -76,12 +76,12 @@ def svg(elements: Sequence[str], height: float, about: str) -> str:
     )
 
 
-def by_point(cells: pd.DataFrame, measure: str) -> str:
-    """One row per point of the axes; values that are not finite are not drawn but counted in the label."""
+def by_point(cells: pd.DataFrame, measure: str, label: str) -> str:
+    """One row per point of the axes, `label` below; values that are not finite are not drawn but counted."""
     axis = span(cells[measure])
     groups = list(cells.groupby("point", sort=False))
     bottom = TOP + ROW * len(groups)
-    elements = horizontal(axis, bottom, LEFT, MEASURES[measure])
+    elements = horizontal(axis, bottom, LEFT, label)
     for row, (point, group) in enumerate(groups):
         y = TOP + ROW * (row + 0.5)
         values = group[measure].to_numpy(np.float64)
@@ -97,7 +97,7 @@ def by_point(cells: pd.DataFrame, measure: str) -> str:
                 elements.append(line(ends[0], y, ends[1], y, COLOURS[1], 2))
             x = position(estimate.mean, axis, LEFT, WIDTH - RIGHT)
             elements.append(line(x, y - 6, x, y + 6, COLOURS[1], 2.5))
-    return svg(elements, bottom + BOTTOM, f"{MEASURES[measure]}, by point of the axes")
+    return svg(elements, bottom + BOTTOM, f"{label}, by point of the axes")
 
 
 def across(cells: pd.DataFrame, share: str, measure: str) -> str:
@@ -140,7 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     measure = arguments.measure
-    picture = by_point(cells, measure) if arguments.across is None else across(cells, arguments.across, measure)
+    if arguments.across is None:
+        picture = by_point(cells, measure, MEASURES[measure])
+    else:
+        picture = across(cells, arguments.across, measure)
     arguments.out.write_text(picture, encoding="utf-8")
     return 0
 

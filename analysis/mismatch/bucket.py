@@ -1,4 +1,4 @@
-"""Mismatch by probability, entropy, position, response length and lag of the sampler.
+"""Mismatch by probability, entropy, position, response length, lag of the sampler, turn, and route through experts.
 
 Noise in logits moves log p by about (1 - p) and p by about p (1 - p). So differences of log-probs are largest for rare
 tokens, and differences of probabilities for p between 0.1 and 0.9. Both are computed here.
@@ -15,17 +15,19 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.mismatch.token import ENTROPY_EDGES, PROB_EDGES, bucket_of, sequence_starts
-from analysis.pairs.runs import LAG
+from analysis.pairs.places import LAG, PLACES, ROUTE, ROUTES, TURN
 from analysis.stats import exact_sums
 
-# positions, lengths and lags: 0, 1, 2-3, 4-7, ...
+# positions, lengths, lags and turns: 0, 1, 2-3, 4-7, ...
 DOUBLING = (0.0, *(float(1 << power) for power in range(31)))
 EDGES = {
     "prob": PROB_EDGES,
     "entropy": ENTROPY_EDGES,
     "position": DOUBLING,
     "seq_len": DOUBLING,
-    "policy_lag": DOUBLING,
+    LAG: DOUBLING,
+    TURN: DOUBLING,
+    ROUTE: tuple(float(index) for index in range(len(ROUTES) + 1)),
 }
 SUMS = ("abs", "prob_abs", "k1", "k2", "k3")
 BUCKET_COLUMNS = [
@@ -71,7 +73,7 @@ def bucket_sums(tokens: pd.DataFrame) -> dict[str, BucketSums]:
         "entropy": finite_tokens["entropy_bucket"].to_numpy(),
         "position": bucket_of(finite_tokens["position"].to_numpy().astype(np.float64), DOUBLING),
         "seq_len": length_buckets,
-        "policy_lag": _lag_buckets(finite_tokens),
+        **{name: _place_buckets(finite_tokens, name) for name in PLACES},
     }
     absolute = finite_tokens["abs_delta"].to_numpy()
     columns = [
@@ -86,11 +88,11 @@ def bucket_sums(tokens: pd.DataFrame) -> dict[str, BucketSums]:
     return {kind: _sums(buckets, len(EDGES[kind]) - 1, values, equal, bins) for kind, buckets in bucket_by_kind.items()}
 
 
-def _lag_buckets(tokens: pd.DataFrame) -> npt.NDArray[np.int8]:
-    """The bucket of each token's lag; -1 where the source has none."""
-    if LAG not in tokens:
+def _place_buckets(tokens: pd.DataFrame, name: str) -> npt.NDArray[np.int8]:
+    """The bucket of each token's place of this name; -1 where the source has none."""
+    if name not in tokens:
         return np.full(len(tokens), -1, np.int8)
-    return bucket_of(tokens[LAG].to_numpy().astype(np.float64), DOUBLING)
+    return bucket_of(tokens[name].to_numpy().astype(np.float64), EDGES[name])
 
 
 def _sums(
@@ -140,9 +142,10 @@ def _added(a: exact_sums.Ints, b: exact_sums.Ints) -> exact_sums.Ints:
 
 
 def bucket_table(sums: Mapping[str, BucketSums]) -> pd.DataFrame:
-    """kind, [lo, hi) (probability of a, nats, tokens), n (int64), and token means and quantiles of |delta| and more.
+    """kind, [lo, hi) (probability of a, nats, tokens, ..), n (int64), token means and quantiles of |delta| and more.
 
-    Buckets without tokens are left out; so are kinds that the source has no column for, as entropy and policy_lag.
+    Buckets without tokens are left out; so are kinds that the source has no column for, as entropy and places
+    (`analysis.pairs.places`: iterations, turns, index of ROUTES).
     abs_p99 has a relative error of 2**-8; k1, k2, k3 estimate KL(a || b).
     """
     tables = [_bucket_rows(kind, kind_sums) for kind, kind_sums in sums.items()]

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analysis.pairs.places import ROUTE_COLUMNS, ROUTES, routes_of
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
-ROUTES = ("same", "same after a flip", "flipped", "all")
-_COLUMNS = ["sequence", "position", "rollout_logprobs", "old_logprobs", "rollout_routes", "policy_routes"]
+_ROWS = (*ROUTES, "all")
+# what of the table `tokens` these functions need
+ROUTED = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", *ROUTE_COLUMNS]
 
 
 def flips(tokens: pd.DataFrame) -> pd.DataFrame:
@@ -25,10 +27,7 @@ def flips(tokens: pd.DataFrame) -> pd.DataFrame:
     response did, so that this one saw another past, else `same`. `tokens` has the columns of the table `tokens`.
     """
     ordered = tokens.sort_values(["iteration", "sequence", "position"])
-    pairs = zip(ordered["rollout_routes"], ordered["policy_routes"], strict=True)
-    flipped = pd.Series([list(a) != list(b) for a, b in pairs], index=ordered.index, dtype=bool)
-    so_far = flipped.groupby([ordered["iteration"], ordered["sequence"]]).cummax()
-    route = np.where(flipped, "flipped", np.where(so_far, "same after a flip", "same"))
+    route = np.array(ROUTES)[routes_of(ordered)]
     delta = ordered["old_logprobs"].astype(np.float64) - ordered["rollout_logprobs"].astype(np.float64)
     return pd.DataFrame({"delta": delta, "route": route}, index=ordered.index).reindex(tokens.index)
 
@@ -37,7 +36,7 @@ def table_of(tokens: pd.DataFrame) -> pd.DataFrame:
     """`route_table` of rows of the table `tokens`."""
     found = flips(tokens)
     rows = []
-    for route in ROUTES:
+    for route in _ROWS:
         delta = found["delta"] if route == "all" else found.loc[found["route"] == route, "delta"]
         empty = delta.empty
         rows.append(
@@ -48,16 +47,16 @@ def table_of(tokens: pd.DataFrame) -> pd.DataFrame:
                 "max_abs_delta": np.nan if empty else float(delta.abs().max()),
             }
         )
-    return pd.DataFrame(rows, index=pd.Index(ROUTES, name="route"))
+    return pd.DataFrame(rows, index=pd.Index(_ROWS, name="route"))
 
 
 def route_table(run_dir: Path | str) -> pd.DataFrame:
     """How many tokens took which kind of route (`flips`), and how far their log-probs are apart, over a whole run.
 
     Columns: tokens; share of all tokens; rms_delta and max_abs_delta of old_logprobs - rollout_logprobs, nats, NaN
-    without tokens. Index: ROUTES. UserError where the run has recorded no routes.
+    without tokens. Index: ROUTES, then all. UserError where the run has recorded no routes.
     """
-    tokens = reader.read_tokens(run_dir, columns=["iteration", *_COLUMNS])
+    tokens = reader.read_tokens(run_dir, columns=ROUTED)
     if tokens["rollout_routes"].isna().any() or tokens["policy_routes"].isna().any():
         raise UserError(f"{run_dir}: has no routes of its tokens; record a mixture of experts, by the built-in engine")
     return table_of(tokens)

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.pairs.runs import LAG, OPTIONAL, REQUIRED
+from analysis.pairs.places import PLACES
+from analysis.pairs.runs import OPTIONAL, REQUIRED
 
 # of p = exp(logprobs_a); a bucket includes its lower edge, the last one also 1 and more
 PROB_EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0)
@@ -75,7 +76,7 @@ def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
     table["finite"] = finite
     table["prob_bucket"] = np.where(finite, bucket_of(prob_a, PROB_EDGES), np.int8(-1))
     table["entropy_bucket"] = np.where(finite, bucket_of(entropies, ENTROPY_EDGES), np.int8(-1))
-    columns = [name for name in (*REQUIRED, *OPTIONAL, LAG) if name in chunk]
+    columns = [name for name in (*REQUIRED, *OPTIONAL, *PLACES) if name in chunk]
     return pd.concat([chunk[columns], pd.DataFrame(table, index=chunk.index)], axis=1)
 
 

@@ -5,12 +5,11 @@ A source is an iterator of chunks. A chunk is a DataFrame with one row per token
     iteration, sequence, position, token_id   int32 or int64
     logprobs_a, logprobs_b                    float32, nats, the recorded bits
 
-and, where the source has them, `entropies` and `log_kept_mass` (float32, nats), `advantages` (float32) and, for a
-sampler that was behind, `policy_lag` (int32, iterations). `a` sampled the token or came first, and `b` is compared with
-it: delta = logprobs_b - logprobs_a. Rows are in the order of (iteration, sequence, position). A chunk has whole
-sequences of one iteration, so memory is bounded by one batch plus the longest sequence. `chunk.attrs["masked"]` counts
-the tokens that a mask removed from the chunk (`masked_tokens` reads it), which may leave it without rows; runs have no
-mask.
+and, where the source has them, `entropies` and `log_kept_mass` (float32, nats), `advantages` (float32) and the places
+of tokens (int32, `analysis.pairs.places`). `a` sampled the token or came first, and `b` is compared with it: delta =
+logprobs_b - logprobs_a. Rows are in the order of (iteration, sequence, position). A chunk has whole sequences of one
+iteration, so memory is bounded by one batch plus the longest sequence. `chunk.attrs["masked"]` counts the tokens that a
+mask removed from the chunk (`masked_tokens` reads it), which may leave it without rows; runs have no mask.
 """
 
 from __future__ import annotations
@@ -22,15 +21,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analysis.pairs.places import ROUTE_COLUMNS, Recorded, recorded_places, with_places
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.manifest import has_responses
 
 KEY = ["iteration", "sequence", "position"]
 REQUIRED = [*KEY, "token_id", "logprobs_a", "logprobs_b"]
 OPTIONAL = ["entropies", "log_kept_mass", "advantages"]
-VERSIONS = "rollout_policy_versions"
-LAG = "policy_lag"  # how many iterations older the weights were that sampled a token
 PAIRS = ("rollout_vs_old", "old_vs_first_new")
 ROWS = 1 << 18
 
@@ -44,7 +41,7 @@ def run_pairs(
     verify: reader.Verification = "contents",
     allow_incomplete: bool = False,
 ) -> Iterator[pd.DataFrame]:
-    """The pairs of a recorded run, with entropies, log_kept_mass and advantages.
+    """The pairs of a recorded run, with entropies, log_kept_mass, advantages, and places where it has them.
 
     "rollout_vs_old": a = rollout_logprobs, b = old_logprobs: sampler against trainer, the same weights.
     "old_vs_first_new": a = old_logprobs, b = new_logprobs of the first epoch, without minibatches in which the policy
@@ -56,7 +53,9 @@ def run_pairs(
         raise UserError(f"pair = {pair!r}: must be {' or '.join(PAIRS)}")
     if pair == "old_vs_first_new":
         return _first_new(run_dir, iterations, allow_incomplete)
+    places = recorded_places(run_dir)
     columns = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL]
+    columns += ROUTE_COLUMNS if places.routes else []
     chunks = reader.stream(
         run_dir,
         "tokens",
@@ -68,28 +67,7 @@ def run_pairs(
     )
     names = {"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"}
     whole = whole_sequences(chunk.rename(columns=names) for chunk in chunks)
-    return _with_lag(run_dir, whole) if _is_behind(run_dir) else whole
-
-
-def _is_behind(run_dir: Path | str) -> bool:
-    """Whether versions of the policy were recorded, as in runs whose sampler was behind."""
-    recorded = reader.open_manifest(run_dir)
-    if not has_responses(recorded) or not recorded.iterations:
-        return False
-    first = reader.read_sequences(run_dir, iterations=[0], columns=[VERSIONS], allow_incomplete=True)
-    return bool(first[VERSIONS].notna().any())
-
-
-def _with_lag(run_dir: Path | str, chunks: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """Chunks of whole sequences with `policy_lag`, int32."""
-    iteration, by_sequence = -1, pd.Series(dtype=object)
-    for chunk in chunks:
-        if iteration_of(chunk) != iteration:
-            iteration = iteration_of(chunk)
-            read = reader.read_sequences(run_dir, iterations=[iteration], columns=["sequence", VERSIONS])
-            by_sequence = read.set_index("sequence")[VERSIONS]
-        versions = np.concatenate([by_sequence[sequence] for sequence in chunk["sequence"].unique()])
-        yield chunk.assign(**{LAG: np.asarray(iteration - versions, dtype=np.int32)})
+    return whole if places == Recorded() else with_places(run_dir, whole, places, allow_incomplete)
 
 
 def _first_new(run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool) -> Iterator[pd.DataFrame]:

@@ -1,7 +1,8 @@
-"""The answers of the grids in this folder: `python -m experiments.mismatch_lab.answers GRID [--csv FILE]` prints them.
+"""The answers of the grids in this folder: `python -m experiments.mismatch_lab.answers GRID` prints them.
 
 First one row per point: mean and 95 % Student interval of the score over seeds, collapsed runs, and means of the other
 measures. Then the score of each point minus that of the first one with the same learning rate, paired by seed.
+`--csv` writes the measures of every cell, `--figure` draws their scores.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analysis.grids.figure import by_point
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, interval, markdown
-from analysis.mismatch.routes import route_table
+from analysis.mismatch.routes import ROUTED, flips, table_of
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
@@ -31,6 +33,7 @@ MEASURES = {
     "flipped": "share of tokens whose experts are other ones in the trainer; NaN without recorded routes",
     "flip_rms": "rms difference of their log-probs, nats",
     "same_rms": "the same of tokens without a flip in their response so far",
+    "flip_k3": "share of the sum of k3 on flipped tokens",
 }
 RATE = "axis.ppo.learning_rate"
 
@@ -57,10 +60,16 @@ def of_run(run_dir: Path) -> dict[str, float]:
 
 def _of_routes(run_dir: Path) -> dict[str, float]:
     if not reader.read_tokens(run_dir, iterations=[0], columns=["policy_routes"])["policy_routes"].notna().all():
-        return dict.fromkeys(("flipped", "flip_rms", "same_rms"), float("nan"))
-    routes = route_table(run_dir)
-    rms = routes["rms_delta"]
-    return {"flipped": routes.loc["flipped", "share"], "flip_rms": rms["flipped"], "same_rms": rms["same"]}
+        return dict.fromkeys(("flipped", "flip_rms", "same_rms", "flip_k3"), float("nan"))
+    tokens = reader.read_tokens(run_dir, columns=ROUTED)
+    routes, found = table_of(tokens), flips(tokens)
+    rms, k3 = routes["rms_delta"], np.expm1(found["delta"]) - found["delta"]
+    return {
+        "flipped": routes.loc["flipped", "share"],
+        "flip_rms": rms["flipped"],
+        "same_rms": rms["same"],
+        "flip_k3": float(k3[found["route"] == "flipped"].sum() / k3.sum()) if k3.any() else float("nan"),
+    }
 
 
 def of_grid(grid: Path) -> pd.DataFrame:
@@ -82,6 +91,7 @@ def rows(cells: pd.DataFrame) -> pd.DataFrame:
         if group["flipped"].notna().any():
             row |= {"flipped": f"{group['flipped'].mean():.1%}"}
             row |= {name: f"{group[name].mean():.1e}" for name in ("flip_rms", "same_rms")}
+            row |= {"k3 of flipped": f"{group['flip_k3'].mean():.0%}"}
         table.append(row)
     return pd.DataFrame(table)
 
@@ -107,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="answers of a grid of this folder")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--csv", type=Path, help="also write the measures of all cells to this file")
+    parser.add_argument("--figure", type=Path, help="also draw the scores of all cells in this SVG file")
     arguments = parser.parse_args(argv)
     try:
         cells = of_grid(arguments.grid)
@@ -116,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if arguments.csv is not None:
         cells.drop(columns="point").to_csv(arguments.csv, index=False, float_format="%.6g")
+    if arguments.figure is not None:
+        arguments.figure.write_text(by_point(cells, "score", MEASURES["score"]), encoding="utf-8")
     return 0
 
 

@@ -235,8 +235,6 @@ def contradictions(
     lag = sampler.lag
     if lag is None:
         return
-    if rollout.engine.kind == "sglang":
-        yield f"{own_prefix}.lag needs rollout.engine.kind = torch: SGLang's servers here have the newest weights"
     if iterations == 1:
         yield f"{own_prefix}.lag needs ppo.iterations of at least 2: the first one has no older weights"
     if lag.tokens_per_version is None:

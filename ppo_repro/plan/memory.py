@@ -8,8 +8,12 @@ allowed length; the allocator may keep more.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
+
+from ppo_repro.plan import mixtures
+from ppo_repro.plan.mixtures import Mixture
+from ppo_repro.plan.models import Linear, ModelShape
 
 # copies of constants of the kernels and of stages.forward, which import torch; a test compares them
 KEY_PANEL, VALUE_LANES, TILE = 32, 8, 1024
@@ -31,54 +35,6 @@ PROCESS = 700_000_000
 # what mixed-precision Adam keeps for each parameter: weight and gradient in 16 bits, and a master weight and two
 # moments in 32 bits; a frozen model has its weight in 16 bits. Rajbhandari et al., 2020, section 3.1
 MIXED_PRECISION_TRAINED, MIXED_PRECISION_FROZEN = 2 + 2 + 4 + 4 + 4, 2
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A matrix of a model, and whether it has a low-rank adapter."""
-
-    outputs: int
-    inputs: int
-    adapted: bool = False
-    across: bool = False  # stored as [inputs, outputs], so that a forward pass multiplies it across its rows
-    # by processes that hold a model together: "outputs" or "inputs"; the sizes are those of this process's part
-    divided: str = ""
-
-    @property
-    def size(self) -> int:
-        return self.outputs * self.inputs
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The numbers that a backward pass keeps of each token in one layer."""
-
-    hidden: int  # multiple of the width of the residual stream
-    queries: int  # multiple of the width of all query heads
-    keys: int  # multiple of the width of all key heads
-    intermediate: int  # multiple of the width of the MLP
-    norms: int  # scalars; exact numerics also keep exponents of rows
-    head_norms: int  # scalars for every query and key head
-    mask: int  # rows of a mask over all tokens of the row
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes that decide the memory of a model."""
-
-    parameters: int  # a tied matrix counts once
-    layers: int
-    hidden: int
-    heads: int
-    key_heads: int
-    head_dim: int
-    intermediate: int
-    vocab_size: int
-    linears: tuple[Linear, ...]  # of all layers
-    head: Linear  # to the vocabulary, or to a score
-    head_parameters: int  # of the head alone; 0 for a tied head
-    saved: Saved
-    whole: int = 0  # parameters of all processes that hold it together, where they divide it
 
 
 @dataclass(frozen=True)
@@ -207,22 +163,29 @@ def cache_bytes(shape: ModelShape, work: Work) -> int:
     return 4 * rows * (keys + values)
 
 
-def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, work: Work) -> int:
-    """What one layer saves in the forward pass for its backward pass, for `tokens` in rows of length `row`."""
+def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, work: Work, mixture: Mixture | None = None) -> int:
+    """What one layer saves in the forward pass for its backward pass, for `tokens` in rows of length `row`.
+
+    `mixture`: that of a layer which has one in place of an MLP.
+    """
     s = shape.saved
-    floats = s.hidden * shape.hidden + s.intermediate * shape.intermediate
+    floats = s.hidden * shape.hidden + (0 if mixture else s.intermediate * shape.intermediate)
     floats += shape.head_dim * (s.queries * shape.heads + s.keys * shape.key_heads)
     norms = s.norms + s.head_norms * (shape.heads + shape.key_heads)
+    of_experts = 0 if mixture is None else mixtures.saved_bytes(mixture, shape.hidden, tokens, work.exact)
     if work.exact:
         # norms are float64, exponents int64; attention keeps a float32 maximum and a float64 sum per head
-        return tokens * (4 * floats + 8 * norms + 12 * shape.heads)
-    return tokens * 4 * (floats + norms + shape.heads + s.mask * row)
+        return of_experts + tokens * (4 * floats + 8 * norms + 12 * shape.heads)
+    return of_experts + tokens * 4 * (floats + norms + shape.heads + s.mask * row)
 
 
 def activation_bytes(shape: ModelShape, tokens: int, row: int, work: Work) -> int:
     """What all layers save for a backward pass over `tokens`; with recomputation, their inputs and one layer."""
-    per_layer = saved_bytes_per_layer(shape, tokens, row, work)
-    layers = 4 * tokens * shape.hidden * shape.layers + per_layer if work.recompute else per_layer * shape.layers
+    kinds = [(count, saved_bytes_per_layer(shape, tokens, row, work, kind)) for count, kind in shape.layer_kinds]
+    if work.recompute:
+        layers = 4 * tokens * shape.hidden * shape.layers + max(saved for _, saved in kinds)
+    else:
+        layers = sum(count * saved for count, saved in kinds)
     # the last layer's output, and tables of the rotary positions
     return layers + 4 * tokens * (shape.hidden + 2 * shape.head_dim)
 
@@ -233,12 +196,15 @@ def _input_bytes(work: Work) -> int:
 
 
 def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
-    """What one layer needs while it computes: gradients of its widest activations, and a rounded operand."""
+    """What the largest layer needs while it computes: gradients of its widest activations, and a rounded operand."""
     operand = _input_bytes(work)
     results = DIVIDED_RESULT * shape.hidden if work.tensor > 1 else 0
-    return tokens * (
+    dense = tokens * (
         results + 4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * (shape.intermediate + shape.hidden)
     )
+    if shape.mixture is None:
+        return dense
+    return max(dense, mixtures.workspace_bytes(shape.mixture, shape.hidden, tokens, operand))
 
 
 def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
@@ -285,10 +251,3 @@ def frozen_model(name: str, shape: ModelShape, work: Work) -> Resident:
     """A model without training."""
     operands = operand_bytes((*shape.linears, shape.head), work, False)
     return Resident(name, 4 * shape.parameters, 0, 0, 0, operands, 0, shape.parameters)
-
-
-def as_classifier(shape: ModelShape, labels: int) -> ModelShape:
-    """The same trunk with a head of `labels` scores, as in a reward model."""
-    head = Linear(labels, shape.hidden)
-    parameters = shape.parameters - shape.head_parameters + head.size
-    return replace(shape, parameters=parameters, head=head, head_parameters=head.size)

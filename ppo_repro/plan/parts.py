@@ -19,6 +19,7 @@ _ADVICE = {
     "operands of the rollout": _MODEL,
     "operands of the scoring": _MODEL,
     "operands of the update": _MODEL,
+    **{f"operands of experts of the {phase}": _MODEL for phase in _AT_WORK},
     "gradient sums of the update": _LORA,
     "gradients of the update": _LORA,
     "merging of the update": _MODEL,

@@ -6,12 +6,11 @@ operands of the models at work in it. Those of a frozen weight that several mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from ppo_repro.plan.memory import (
     LOGITS_AT_ONCE,
-    Linear,
-    ModelShape,
     Plan,
     Resident,
     Work,
@@ -23,6 +22,7 @@ from ppo_repro.plan.memory import (
     operand_bytes,
     trained_model,
 )
+from ppo_repro.plan.models import Linear, ModelShape
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class _Matrices:
     reference: tuple[Linear, ...]  # those that no other model uses
     shared: tuple[Linear, ...]  # frozen, of the reference and of a model in training
     reward: tuple[Linear, ...]
+
+    def without_experts(self) -> _Matrices:
+        """All but the matrices of experts."""
+        kept = {f.name: tuple(m for m in getattr(self, f.name) if not m.of_expert) for f in fields(self)}
+        return _Matrices(**kept)
 
 
 def make_plan(
@@ -59,11 +64,11 @@ def make_plan(
     waiting = {"older policies": (work.older_policies + 1) * version} if work.older_policies else {}
     phases = {
         "loading": _loading(policy, value, work),
-        "rollout": {**waiting, "operands": _rollout_operands(matrices, work), **_rollout(policy, work)},
-        "scoring": {**stay, "operands": _scoring_operands(matrices, work), **_scoring(policy, work)},
+        "rollout": {**waiting, **_operands(_rollout_operands, matrices, work), **_rollout(policy, work)},
+        "scoring": {**stay, **_operands(_scoring_operands, matrices, work), **_scoring(policy, work)},
         "update": {
             **stay,
-            "operands": _update_operands(matrices, work),
+            **_operands(_update_operands, matrices, work),
             # of several processes that divide them, those of one model are freed before the other's step
             "gradient sums": (max if work.zero > 1 and work.processes > 1 else sum)(r.gradient_sums for r in trained),
             "gradients": sum(r.gradients for r in trained),
@@ -93,6 +98,12 @@ def _divided(
         shared=tuple(m for m, shared in zip(everything, is_shared, strict=True) if shared),
         reward=() if reward is None else (*reward.linears, reward.head),
     )
+
+
+def _operands(count: Callable[[_Matrices, Work], int], m: _Matrices, work: Work) -> dict[str, int]:
+    """The operands of a phase; those of experts by themselves, as an expert that no token takes has none."""
+    everything, certain = count(m, work), count(m.without_experts(), work)
+    return {"operands": certain} | ({"operands of experts": everything - certain} if everything > certain else {})
 
 
 def _rollout_operands(m: _Matrices, work: Work) -> int:

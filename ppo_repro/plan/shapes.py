@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import (
     CAUSAL_MODELS,
     CLASSIFIERS,
+    MIXTURES,
     check_visibility,
     head_dim,
     head_of,
@@ -30,7 +32,9 @@ from ppo_repro.numerics.layers.families import (
 )
 from ppo_repro.numerics.layers.lowering import check_config
 from ppo_repro.numerics.sharding.layers import ATTENTION, INPUTS, MLP, OUTPUTS, check_divisible
-from ppo_repro.plan.memory import Linear, ModelShape, Plan, Saved, Work, as_classifier
+from ppo_repro.plan.memory import Plan, Work
+from ppo_repro.plan.mixtures import Mixture
+from ppo_repro.plan.models import Linear, ModelShape, Saved, as_classifier
 from ppo_repro.plan.phases import make_plan
 from ppo_repro.shares import check_mesh, check_shares, share_ranges
 
@@ -44,12 +48,18 @@ _EXACT = {
     "gemma": Saved(4, 2, 2, 4, 2, 0, 0),
     "gpt2": Saved(4, 2, 2, 2, 4, 0, 0),
     "gpt_neox": Saved(3, 3, 3, 2, 4, 0, 0),
+    "qwen3_moe": Saved(4, 3, 3, 4, 2, 1, 0),
+    "mixtral": Saved(4, 2, 2, 4, 2, 0, 0),
+    "olmoe": Saved(4, 3, 3, 4, 4, 0, 0),
 }
 _NATIVE = {
     **dict.fromkeys((*_LIKE_LLAMA, "gemma"), Saved(6, 2, 2, 4, 2, 0, 1)),
     "qwen3": Saved(6, 4, 4, 4, 2, 1, 1),
     "gpt2": Saved(4, 2, 2, 5, 4, 0, 1),
     "gpt_neox": Saved(4, 3, 3, 2, 4, 0, 1),
+    "qwen3_moe": Saved(6, 4, 4, 4, 2, 1, 1),
+    "mixtral": Saved(6, 2, 2, 4, 2, 0, 1),
+    "olmoe": Saved(6, 4, 4, 4, 4, 0, 1),
 }
 
 
@@ -69,19 +79,14 @@ def model_shape(
     """The shape of a causal model, with adapters on `lora_targets` (None: without; see `choose_layers`).
 
     Of `tensor` processes that hold it together, the part of the one with the most.
-
-    UserError for a mixture of experts: nobody knows before which experts a token takes, and so what a pass keeps.
     """
-    if config.model_type not in _EXACT:
-        raise UserError(
-            f"the plan of a {config.model_type} model: mixtures of experts are not planned; take a dense model"
-        )
     model = without_weights(config)
     adapted = set() if lora_targets is None else set(choose_layers(model, lora_targets, section))
     head = head_of(model)
     tied = config.tie_word_embeddings
     linears = linear_layers(model)
-    inner = max(shape_of(layer)[0] for name, layer in linears.items() if ".mlp." in name)
+    inner = max((shape_of(layer)[0] for name, layer in linears.items() if ".mlp." in name), default=0)
+    mixture, of_mixtures = _mixture(model)
     own_head = _part(Linear(*shape_of(head)), "lm_head", tensor)
     return ModelShape(
         parameters=sum(_part_size(name, p, tensor) for name, p in model.named_parameters()),
@@ -95,12 +100,26 @@ def model_shape(
         linears=tuple(
             _part(Linear(*shape_of(layer), name in adapted, isinstance(layer, Conv1D)), name, tensor)
             for name, layer in linears.items()
-        ),
+        )
+        + of_mixtures,
         head=own_head,
         head_parameters=0 if tied else own_head.size if tensor > 1 else _size(head),
         saved=(_EXACT if exact else _NATIVE)[config.model_type],
         whole=_size(model),
+        mixture=mixture,
     )
+
+
+def _mixture(model: PreTrainedModel) -> tuple[Mixture | None, tuple[Linear, ...]]:
+    """The mixtures of a model, None without any, and the matrices of their routers and experts."""
+    found = [cast(Any, module) for module in model.modules() if type(module) in MIXTURES]
+    if not found:
+        return None, ()
+    router, (experts, hidden, inner) = found[0].gate, found[0].experts.down_proj.shape
+    normalised = bool(getattr(router, "norm_topk_prob", True))  # Mixtral's always are
+    expert = Linear(2 * inner, hidden, of_expert=True), Linear(hidden, inner, of_expert=True)
+    matrices = (Linear(experts, hidden), *(expert * experts))
+    return Mixture(len(found), experts, int(router.top_k), inner, normalised), matrices * len(found)
 
 
 def _part(matrix: Linear, name: str, tensor: int) -> Linear:

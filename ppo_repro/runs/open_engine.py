@@ -28,10 +28,13 @@ def check_engine(config: RunConfig, ranks: int) -> None:
 
 
 def check_routes(config: RunConfig, source: PreTrainedModel) -> None:
-    """Raise UserError where a mixture of experts has another engine, or a model without router is to replay routes."""
-    kind, mixture = type(source).__name__, bool(routers(source))
-    if mixture and config.rollout.engine.kind == "sglang":
-        raise UserError(f"rollout.engine.kind = sglang: a {kind} is sampled by the built-in engine only; set torch")
+    """Raise UserError where a mixture of experts has stock servers, or a model without router is to replay routes."""
+    kind, mixture, engine = type(source).__name__, bool(routers(source)), config.rollout.engine
+    if mixture and isinstance(engine, SGLangServers) and engine.numerics == "stock":
+        raise UserError(
+            f"rollout.engine.numerics = stock: SGLang's own experts have not the weights of a {kind} here; set exact, "
+            "or rollout.engine.kind = torch"
+        )
     if config.ppo.replay_routes and not mixture:
         raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
     if config.ppo.load_balancing_coef and not mixture:

@@ -20,6 +20,8 @@ from ppo_repro.sglang_plugin.logits import ExactLogits
 from ppo_repro.sglang_plugin.pool import PoolCache
 from ppo_repro.sglang_plugin.settings import KEY, read_settings
 
+# on CPUs SGLang pads these widths to multiples of 32 for its own kernels, and keeps the model's as `original_..`
+PADDED = ("intermediate_size", "moe_intermediate_size")
 DIGEST = "ppo_repro.digest"  # for this name /get_weights_by_name returns the digest of all weights
 
 
@@ -99,6 +101,9 @@ def _lowered(config: PretrainedConfig, max_context: int) -> PreTrainedModel:
     check_visibility(config, max_context)
     fields = config.to_dict()
     fields.pop(KEY)
+    for name in PADDED:
+        if f"original_{name}" in fields:
+            fields[name] = fields.pop(f"original_{name}")
     stock = type(config).from_dict(fields)
     model = AutoModelForCausalLM.from_config(stock, dtype=torch.float32, trust_remote_code=False).eval()
     if type(model) not in CAUSAL_MODELS:

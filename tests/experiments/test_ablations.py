@@ -166,7 +166,7 @@ def test_every_run_is_drawn_where_it_belongs() -> None:
     found = grid_of({"x": [0.0, 1.0], "y": [0.5, math.nan]}, outside={"x": [0.0, 0.5], "y": [0.2, 0.3]})
     axis = span(found["accuracy"])
     assert axis == pytest.approx((-0.05, 1.05)) and position(0.5, axis, 0.0, 10.0) == pytest.approx(5.0)
-    drawn = by_point(found, "accuracy")
+    drawn = by_point(found, "accuracy", MEASURES["accuracy"])
     dots = [float(x) for x in re.findall(r'<circle cx="([\d.]+)"', drawn)]
     assert dots == pytest.approx([position(v, axis, 230.0, 740.0) for v in (0.0, 1.0, 0.5)], abs=0.06)
     assert "y (1 not finite)" in drawn

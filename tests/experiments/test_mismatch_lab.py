@@ -58,7 +58,9 @@ def cells_of(values: dict[str, list[float]], rate: str = "1") -> pd.DataFrame:
     made = []
     for point, numbers in values.items():
         for seed, score in enumerate(numbers, start=1):
-            other = dict.fromkeys(MEASURES, 0.0) | dict.fromkeys(("flipped", "flip_rms", "same_rms"), math.nan)
+            other = dict.fromkeys(MEASURES, 0.0) | dict.fromkeys(
+                ("flipped", "flip_rms", "same_rms", "flip_k3"), math.nan
+            )
             made.append({"point": point, RATE: rate, "seed": seed, **other, "first": 0.2, "score": score})
     return pd.DataFrame(made)
 

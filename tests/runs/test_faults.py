@@ -267,3 +267,8 @@ def test_an_environment_speaks_to_older_weights_too(tmp_path: Path) -> None:
     assert any(any(forced) for forced in sequences["is_forced"]) and found[0] == found[1]
     assert [len(v) for v in sequences["rollout_policy_versions"]] == sequences["response_length"].tolist()
     assert len({version for row in sequences["rollout_policy_versions"] for version in row}) == 3
+    buckets = bucket_table(whole(measure(run_pairs(folder))).buckets)
+    assert (
+        buckets.groupby("kind")["n"].sum()[["turn", "policy_lag"]].tolist() == [sequences["response_length"].sum()] * 2
+    )
+    assert (buckets["kind"] == "turn").sum() > 1

@@ -7,16 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from analysis.mismatch.bucket import bucket_table
 from analysis.mismatch.parity import parity
 from analysis.mismatch.routes import route_table
+from analysis.mismatch.tables import measure, whole
+from analysis.pairs.places import ROUTE, ROUTES
+from analysis.pairs.runs import run_pairs
+from analysis.report.figures.mismatch import bucket_figure
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_model
+from ppo_repro.plan import memory
+from ppo_repro.plan.parts import parts
 from ppo_repro.plan.shapes import plan_run
 from ppo_repro.records import reader
 from ppo_repro.replay.columns import STAGES
 from ppo_repro.replay.replay import replay
 from ppo_repro.runs.diff import first_difference
+from ppo_repro.runs.open_engine import check_routes
+from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.summary import summarise
+from ppo_repro.testing.small_models import MIXTURES, small_model
 from tests.support.mixtures import LAYOUT, config_of, record
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
@@ -113,6 +123,12 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     flipped = (routes(own, "policy_routes") != routes(own, "rollout_routes")).any(-1)
     assert table.loc["flipped", "tokens"] == flipped.sum() and table.loc["all", "rms_delta"] == pytest.approx(rms(own))
     assert table.loc["flipped", "rms_delta"] > table.loc["same", "rms_delta"] > 0
+    buckets = bucket_table(whole(measure(run_pairs(own))).buckets)
+    by_route = buckets[buckets["kind"] == ROUTE]
+    assert {ROUTES[int(lo)]: n for lo, n in zip(by_route["lo"], by_route["n"], strict=True)} == {
+        route: n for route, n in table["tokens"].drop("all").items() if n
+    }
+    assert all(route in bucket_figure(buckets, ROUTE).chart for route in ("same", "flipped"))
     assert route_table(replayed).loc["flipped", "tokens"] == 0
 
 
@@ -131,14 +147,38 @@ def test_a_run_without_routes_to_replay_is_refused(more: list[str], message: str
         config_of("mixtral", "ppo.replay_routes=true", *more)
 
 
+def test_stock_servers_have_no_weights_for_a_mixture_and_exact_ones_do() -> None:
+    config, model = config_of("mixtral", "rollout.engine={kind: sglang}"), small_model(MIXTURES["mixtral"](), 0)
+    check_routes(config, model)
+    stock = config_of("mixtral", "rollout.engine={kind: sglang, numerics: stock}")
+    with pytest.raises(
+        UserError, match=r"^rollout\.engine\.numerics = stock: SGLang's own experts have not the .*; set"
+    ):
+        check_routes(stock, model)
+
+
 def test_more_experts_for_a_token_than_there_are_is_refused() -> None:
     with pytest.raises(UserError, match=r"model\.experts.*per_token = 9 must be at most count = 5"):
         config_of("mixtral", "model.experts.per_token=9")
 
 
-def test_a_plan_of_a_mixture_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match="mixtures of experts are not planned"):
-        plan_run(config_of("olmoe"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_of_a_mixture_counts_its_experts_and_what_is_made_of_them(family: str) -> None:
+    config = config_of(family, "layout.backend=float64", "model.warm_start_steps=0")
+    policy = prepare(config, lambda step, total, loss: None).state.policy
+    planned = plan_run(config_of(family, "layout.backend=float64", f"model.vocab_size={policy.config.vocab_size}"))
+    assert planned.residents[0].weights == sum(p.nbytes for p in policy.parameters())
+    # one panel of 24 columns for each of two matrices: 24 outputs of 16 inputs, 16 outputs of 12 inputs; two layers
+    # of five experts; of policy and reference, which are equal, one after the other and so twice
+    panels = 2 * 5 * (4 * 24 * (16 + 12) + 2 * 8 + 9 * (24 + 16))
+    assert planned.phases["rollout"]["operands of experts"] == panels
+    assert planned.phases["scoring"]["operands of experts"] == 2 * panels
+    assert planned.certain < planned.peak - memory.PROCESS, "an expert that no token takes has no operands"
+    assert any(part.name.startswith("operands of experts") for part in parts(planned))
+    fewer = plan_run(config_of(family, "model.experts.per_token=1"))
+    more = plan_run(config_of(family, "model.experts.per_token=5"))
+    assert fewer.phases["update"]["activations"] < more.phases["update"]["activations"]
+    assert fewer.resident == more.resident
 
 
 def test_adapters_leave_routers_and_experts_alone_and_keep_parity(tmp_path: Path) -> None:

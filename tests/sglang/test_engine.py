@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.models.versions import Versions
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import weights
@@ -112,6 +113,33 @@ def test_new_weights_are_brought_once_and_before_the_next_response(
         assert paths(server).count(path) == 2 and server.version == digest(policy)
         assert {n: p.tolist() for n, p in policy.named_parameters()} == {n: t.tolist() for n, t in seen.items()}
     assert not (tmp_path / "model").exists(), "the weights are not left behind"
+
+
+def test_a_sampler_that_is_behind_sends_the_weights_it_samples_with(policy: PreTrainedModel, tmp_path: Path) -> None:
+    versions = Versions(dict(policy.named_parameters()), 2)
+    digests = []
+    for version in range(2):
+        with torch.no_grad():
+            next(iter(policy.parameters()))[0, 0] += 1.0
+        versions.keep(version)
+        digests.append(digest(policy))
+    with serving() as server, engine_on([server], policy, tmp_path, "rollout.engine.weight_sync=tensor") as engine:
+        with versions.at(0):
+            engine.generate(REQUESTS, PLAIN)
+            assert server.version == digests[0]
+        engine.generate(REQUESTS, PLAIN)
+        assert server.version == digests[1] != digests[0]
+
+
+def test_exact_servers_read_a_mixture_by_the_names_of_its_parameters_and_stock_ones_by_published_names(
+    tmp_path: Path,
+) -> None:
+    mixture, names = source_model("qwen3_moe"), {}
+    for exact in (True, False):
+        weights.write_folder(mixture, STOPS, tmp_path / str(exact), exact)
+        names[exact] = set(load_file(tmp_path / str(exact) / "model.safetensors"))
+    assert names[True] == {name for name, _ in mixture.named_parameters()}
+    assert any("experts.0." in name for name in names[False]) and not any("experts.0." in name for name in names[True])
 
 
 def test_many_weights_go_in_several_requests_and_the_version_with_the_last(

@@ -163,6 +163,20 @@ def test_a_run_on_two_exact_servers_is_the_run_of_the_built_in_engine(exact: Sub
         run(other, tmp_path, Silent())
 
 
+def test_a_run_of_a_mixture_that_is_behind_is_the_run_of_the_built_in_engine(tmp_path: Path) -> None:
+    """The server is started with the first weights of all and gets others within each rollout."""
+    behind = "mismatch.sampler.lag={kind: drawn, max_iterations: 2, tokens_per_version: 2}"
+    experts = "model.experts={family: qwen3_moe, count: 5, per_token: 2}", "model.intermediate_size=12"
+    common = (*WARM, *experts, behind, "records.level=deep")
+    sets = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", *common
+    there, _ = run(small_config(*sets), tmp_path, Silent())
+    here, _ = run(small_config(*common), tmp_path, Silent())
+    newest, _ = run(small_config(*WARM, *experts), tmp_path, Silent())
+    found = [manifest.load(folder).fingerprint for folder in (there, here, newest)]
+    assert found[0] == found[1] != found[2]
+    assert reader.read_tokens(there)["rollout_routes"].isna().all(), "servers return no routes"
+
+
 @pytest.mark.usefixtures("row_noise")
 @pytest.mark.parametrize("mode", ["native", "exact"])
 def test_a_run_on_a_stock_server_shows_its_mismatch(stock: Subject, mode: str, tmp_path: Path) -> None:

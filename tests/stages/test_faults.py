@@ -152,10 +152,6 @@ REFUSED = {
     ("mismatch.sampler.lag={kind: fixed, iterations: 0}",): "lag.iterations = 0",
     ("mismatch.sampler.lag={kind: late}",): "lag.kind = 'late'",
     ("mismatch.sampler.lag={kind: fixed, iterations: 1}", "ppo.iterations=1"): "lag needs ppo.iterations of at least 2",
-    (
-        "mismatch.sampler.lag={kind: fixed, iterations: 1}",
-        "rollout.engine.kind=sglang",
-    ): "lag needs rollout.engine",
     ("mismatch.sampler.lag={kind: fixed, iterations: 1, tokens_per_version: 6}",): "tokens_per_version = 6 must be sm",
     (
         "mismatch.sampler.lag={kind: fixed, iterations: 1, tokens_per_version: 2}",

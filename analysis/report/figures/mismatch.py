@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
 from analysis.report.drawing.axes import Axis, axis_for
 from analysis.report.drawing.charts import Line, bar_chart, heat_map, line_chart
 from analysis.report.drawing.figure import Figure
@@ -61,8 +62,32 @@ def delta_figure(counted: Counts) -> Figure:
     return Figure("Log-prob difference", chart, caption, numbers)
 
 
+# by kind of bucket: title, what the axis shows, caption
+BUCKETS = {
+    "prob": (
+        "Difference by probability", "probability under the sampler",
+        "Rounding moves the log-probs of rare tokens most: the error goes with 1 - p.",
+    ),
+    "position": (
+        "Difference by position", "position in the response (tokens)",
+        "An error that accumulates through the cache would grow with position.",
+    ),
+    LAG: (
+        "Difference by lag", "iterations that the weights of the sampler were behind",
+        "Tokens without a lag differ by what else there is.",
+    ),
+    TURN: (
+        "Difference by turn", "turn of the model", "What the environment said before is the same on both sides.",
+    ),
+    ROUTE: (
+        "Difference by route", "experts in sampler and trainer",
+        "A flip: other experts compute the token in the trainer. After one, a token sees another past.",
+    ),
+}  # fmt: skip
+
+
 def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
-    """|delta| by bucket of `kind`, `prob` or `position`: mean, 99th percentile and largest.
+    """|delta| by bucket of `kind`, a key of BUCKETS: mean, 99th percentile and largest.
 
     `buckets` has columns kind, lo, hi, n, abs_mean, abs_p99, abs_max (nats), one row per bucket.
     """
@@ -76,18 +101,15 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
     ends = [_short(value) for value in [*filled["lo"], filled["hi"].iloc[-1]]]
     every = max(1, len(ends) // 8)
     marks = tuple((float(k), end) for k, end in enumerate(ends) if k % every == 0)
-    words = {"prob": "probability under the sampler", "position": "position in the response (tokens)"}
-    x = Axis(words[kind], 0.0, float(len(filled)), ticks=marks)
+    if kind == ROUTE:
+        marks = tuple((k + 0.5, ROUTES[int(route)]) for k, route in enumerate(filled["lo"]))
+    title, words, caption = BUCKETS[kind]
+    x = Axis(words, 0.0, float(len(filled)), ticks=marks)
     about = (
-        f"Mean |difference| by {words[kind]}: {number(values['mean'][0])} nats in the first bucket, "
+        f"Mean |difference| by {words}: {number(values['mean'][0])} nats in the first bucket, "
         f"{number(values['mean'][-1])} in the last."
     )
     chart = bar_chart(bar_edges, bar_edges + 1.0, list(values.items()), x, y, about)
-    title = {"prob": "Difference by probability", "position": "Difference by position"}[kind]
-    caption = {
-        "prob": "Rounding moves the log-probs of rare tokens most: the error goes with 1 - p.",
-        "position": "An error that accumulates through the cache would grow with position.",
-    }[kind]
     return Figure(title, chart, caption, filled[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
 
 

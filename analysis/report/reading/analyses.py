@@ -17,7 +17,7 @@ from analysis.pairs.run_evidence import run_evidence
 from analysis.pairs.runs import run_pairs
 from analysis.report.drawing.figure import Figure, Verdict
 from analysis.report.figures.clipping import definition_figure
-from analysis.report.figures.mismatch import bucket_figure, divergence_figure
+from analysis.report.figures.mismatch import BUCKETS, bucket_figure, divergence_figure
 from ppo_repro.config.run import RunConfig
 
 DIVERGENCES = ("k1", "k2", "k3")
@@ -32,7 +32,7 @@ class Findings:
 
 
 def mismatch(run_dir: Path, iterations: Sequence[int]) -> Findings:
-    """Why and where sampler and trainer differ: by probability, by position, over the iterations."""
+    """Why and where sampler and trainer differ: by probability, position, lag, turn and route, over the iterations."""
 
     pairs = run_pairs(run_dir, iterations=iterations, allow_incomplete=True)
     measured = list(measure(pairs, corrections=()))
@@ -43,8 +43,7 @@ def mismatch(run_dir: Path, iterations: Sequence[int]) -> Findings:
     named = cause.verdict.replace("_", " ")
     verdict = Verdict("fact", f"Cause of the difference: {named} (tier {cause.tier}). {cause.advice}")
     figures = (
-        bucket_figure(buckets, "prob"),
-        bucket_figure(buckets, "position"),
+        *(bucket_figure(buckets, kind) for kind in BUCKETS if (buckets["kind"] == kind).any()),
         divergence_figure(update.loc[is_divergence, ["iteration", "metric", "value", "se"]]),
     )
     return Findings((verdict,), figures)

@@ -119,7 +119,9 @@ class SGLangEngine:
 
     def _write(self, digest: str) -> None:
         if self._folder_digest != digest:
-            weights.write_folder(self.policy, self.stop_ids, self.fleet.model_folder)
+            weights.write_folder(
+                self.policy, self.stop_ids, self.fleet.model_folder, self.fleet.engine.numerics == "exact"
+            )
             self._folder_digest = digest
 
     def _send_weights(self, index: int, digest: str) -> None:

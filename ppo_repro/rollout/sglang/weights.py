@@ -33,10 +33,14 @@ LEAVE_SECONDS = 5.0
 BUCKET_BYTES = 256 * 2**20  # weights per request
 
 
-def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
-    """Write the policy as a folder for a server, with the run's end tokens. UserError where that fails."""
+def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, exact: bool) -> None:
+    """Write the policy as a folder for a server, with the run's end tokens. UserError where that fails.
+
+    Exact servers take the names of the policy's parameters, stock ones those of published checkpoints: they differ in
+    mixtures, whose experts are one parameter here and many tensors there.
+    """
     with whole_folder(folder) as temporary:
-        policy.save_pretrained(temporary, state_dict=state_on_cpu(policy))
+        policy.save_pretrained(temporary, state_dict=state_on_cpu(policy), save_original_format=not exact)
         path = temporary / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**config, "eos_token_id": sorted(stop_ids)}, indent=1), encoding="utf-8")

@@ -17,6 +17,7 @@ from analysis.mismatch import tables as mismatch
 from analysis.mismatch.correction import Correction
 from analysis.mismatch.metrics import wide
 from analysis.mismatch.token import mismatch_token
+from analysis.pairs.places import PLACES
 from analysis.pairs.runs import run_pairs
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
@@ -52,7 +53,7 @@ def test_buckets_by_hand() -> None:
 @SOME
 @given(CHUNKS, st.lists(st.integers(0, 7), max_size=4))
 def test_buckets_of_parts_add_up(frame: pd.DataFrame, borders: list[int]) -> None:
-    frame = frame.assign(policy_lag=(frame["sequence"] % 3).astype("int32"))
+    frame = frame.assign(**{place: (frame["sequence"] % 3).astype("int32") for place in PLACES})
     whole = bucket.bucket_sums(mismatch_token(frame))
     parts = [bucket.bucket_sums(mismatch_token(part)) for part in cut(frame, borders)]
     merged = reduce(bucket.merge_buckets, parts)

@@ -1,0 +1,61 @@
+"""Causes of every kind in one run: one fingerprint under every layout, number of threads and backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.config.files import load_config
+from ppo_repro.records import manifest
+from ppo_repro.watcher import Silent
+from tests.support.language import run
+from tests.support.paths import TINY
+
+COMMON = (
+    *("ppo.iterations=3", "ppo.minibatch_size=5", "ppo.ratio_anchor=old", "numerics.max_context=24"),
+    *("task.num_eval_prompts=2", "model.warm_start_steps=0", "model.vocab_size=40", "rollout.max_response_tokens=6"),
+    *("rollout.temperature=0.8", "ppo.importance_weights={kind: truncated}", "ppo.rejection=[{kind: veto}]"),
+)
+SAMPLER, TRAINER = "mismatch.sampler", "mismatch.trainer"
+CAUSES = (
+    f"{SAMPLER}.precision={{weights: float8_e4m3, activations: float8_e4m3, rest: bfloat16, kv_cache: int8}}",
+    f"{TRAINER}.precision={{weights: float16, logits: bfloat16, attention_weights: bfloat16, gradients: bfloat16}}",
+    f"{SAMPLER}.lag={{kind: drawn, max_iterations: 2, tokens_per_version: 2}}",
+    f"{SAMPLER}.token_bias=0.1",
+    "rollout.mismatch_sigma=0.1",
+    f"{TRAINER}.temperature_scored=false",
+    f"{TRAINER}.prompt_before='<eos>'",
+    f"{TRAINER}.padding_leak=7",
+    f"{TRAINER}.retokenize=0.5",
+    f"{TRAINER}.eos_in_loss=false",
+    f"{TRAINER}.dropout=0.1",
+)
+LAYOUTS = (
+    (
+        *("layout.rollout_slots=4", "layout.prefill_chunk=2", "layout.prefix_cache=false", "layout.padding=left"),
+        *("layout.forward_micro_batch=4", "layout.update_micro_batch=2", "layout.gradient_checkpointing=true"),
+    ),
+    ("layout.threads=2", "layout.backend=float64", "layout.padding=none"),
+    ("layout.backend=eager", "layout.update_micro_batch=1"),
+)
+
+
+def fingerprint(out: Path, *overrides: str) -> str:
+    found = manifest.load(run(load_config(TINY, [*COMMON, *overrides]), out, Silent())[0]).fingerprint
+    assert found
+    return found
+
+
+@pytest.mark.slow
+def test_all_causes_together_have_one_fingerprint_under_layouts_threads_and_backends(tmp_path: Path) -> None:
+    expected = fingerprint(tmp_path / "first", *CAUSES)
+    assert [fingerprint(tmp_path / str(i), *CAUSES, *layout) for i, layout in enumerate(LAYOUTS)] == [expected] * 3
+
+
+@pytest.mark.slow
+def test_each_of_them_shows_beside_the_others(tmp_path: Path) -> None:
+    """The control: one cause less is another run."""
+    fewer = [tuple(c for c in CAUSES if c != left_out) for left_out in CAUSES]
+    found = {fingerprint(tmp_path / str(i), *causes) for i, causes in enumerate((CAUSES, *fewer))}
+    assert len(found) == len(CAUSES) + 1

@@ -95,7 +95,7 @@ def test_the_plan_is_of_a_part_of_the_models(cli: Cli) -> None:
 
 def in_mesh(size: int, tensor: int, overrides: Sequence[str], out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run of several threads in groups of `tensor`, by the eager code: kernels have one pool of threads."""
-    monkeypatch.setattr(language, "as_mesh", lambda ranks, _: ranks)
+    monkeypatch.setattr(language, "as_mesh", lambda ranks, *_: ranks)
     config = load_config(TINY, [*overrides, f"layout.mesh.tensor={tensor}", "layout.backend=eager"])
     return in_threads(size, lambda world: run(config, out, Silent(), thread_mesh(world, tensor))[0])[0]
 

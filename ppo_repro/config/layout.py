@@ -17,8 +17,8 @@ class MeshConfig(Section):
 
     data: Index = Field(0, description="Processes, or groups of `tensor`, that divide the sequences; 0 takes all.")
     tensor: Count = Field(1, description="Processes that hold one copy of the models together, some heads each.")
-    zero: Literal[0, 1, 2] = Field(
-        0, description="Divided among them: 0 nothing, 1 moments of AdamW, 2 sums of gradients after a step too."
+    zero: Literal[0, 1, 2, 3] = Field(
+        0, description="Divided among them: 0 nothing, 1 moments, 2 sums of gradients after a step too, 3 weights too."
     )
 
 
@@ -73,8 +73,10 @@ def not_divided(mesh: MeshConfig, mode: str, adapted: Sequence[str], whole: Sequ
             yield f"layout.mesh.tensor = {mesh.tensor} does not go with this: {refused[0]}; remove one of them"
     if mesh.zero and mode == "native":
         yield f"layout.mesh.zero = {mesh.zero} needs numerics.mode = exact; take 0"
-    if mesh.zero == 2 and adapted:
+    if mesh.zero > 1 and adapted:
         yield (
-            f"layout.mesh.zero = 2 needs all weights to be trained, and {adapted[0]} is set: an adapter's gradient "
-            "needs that of the whole matrix; take 1"
+            f"layout.mesh.zero = {mesh.zero} needs all weights to be trained, and {adapted[0]} is set: an adapter's "
+            "gradient needs that of the whole matrix; take 1"
         )
+    elif mesh.zero == 3 and mesh.tensor == 1 and whole:
+        yield f"layout.mesh.zero = 3 does not go with this: {whole[0]}; take 2, or remove it"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ppo_repro.collectives import all_gather, all_reduce
 from ppo_repro.heartbeats import NOTICE_SECONDS
+from ppo_repro.mesh.shards import ShardRanks
 from ppo_repro.ranks import ALONE, Ranks, lost
 from ppo_repro.shares import share_ranges
 
@@ -83,16 +84,25 @@ class MeshRanks(Ranks):
     def holders(self) -> Group | Ranks:
         return self.tensor
 
+    @property
+    def divides_weights(self) -> bool:
+        return self.tensor.size > 1
 
-def as_mesh(ranks: Ranks, tensor: int) -> Ranks:
-    """All processes of a run in groups of `tensor`, which divides their number; all of them must call this."""
+
+def as_mesh(ranks: Ranks, tensor: int, zero: int = 0) -> Ranks:
+    """All processes of a run in groups of `tensor`, which divides their number; all of them must call this.
+
+    With `zero` 3, which has no groups, they hold the weights in pieces.
+    """
+    inherited: dict[str, Any] = {field.name: getattr(ranks, field.name) for field in fields(Ranks)}
+    if zero == 3 and ranks.size > 1:
+        return ShardRanks(**inherited)
     if tensor == 1:
         return ranks
     everyone = range(ranks.size)
     by_copy = [[r for r in everyone if r // tensor == d] for d in range(ranks.size // tensor)]
     by_part = [[r for r in everyone if r % tensor == t] for t in range(tensor)]
     own, same = (_group(ranks, groups) for groups in (by_copy, by_part))
-    inherited: dict[str, Any] = {field.name: getattr(ranks, field.name) for field in fields(Ranks)}
     return MeshRanks(**inherited, tensor=own, data=same)
 
 

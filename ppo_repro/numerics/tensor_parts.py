@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics.arithmetic.divided import Holders
-from ppo_repro.numerics.pieces import Divided
+from ppo_repro.numerics.pieces import Divided, Division
 from ppo_repro.ranks import ALONE
 from ppo_repro.shares import pieces
 
@@ -33,14 +33,25 @@ class TensorParts:
     sizes: Mapping[str, int] = field(default_factory=dict)  # of that dimension, of the whole tensor
     # whole on each process, which sees a part of the contributions to its gradient
     summed: frozenset[str] = frozenset()
+    flat: Mapping[str, torch.Size] = field(default_factory=dict)  # divided as they lie, and the shape of all of it
 
     @property
     def divides(self) -> bool:
         """Whether there is anything to divide."""
         return self.holders.size > 1
 
+    def gradient_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        """The shape of what a backward pass of this process adds up for a parameter."""
+        return self.flat.get(name, parameter.shape)
+
+    def stepped(self, name: str, held: Tensor, division: Division) -> Tensor:
+        """What the optimizer of this process steps of what it holds of a tensor, in the same memory."""
+        return held if name in self.flat else division.own(held)
+
     def held(self, name: str, tensor: Tensor) -> Tensor | Divided:
         """What this process holds of a tensor that is laid out as the parameter `name`."""
+        if name in self.flat:
+            return Divided(tensor, self.flat[name], self.holders)
         dim = self.dims.get(name)
         if dim is None:
             return tensor
@@ -50,6 +61,11 @@ class TensorParts:
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """This process's part of a whole tensor, in its memory; ValueError for one of another size."""
+        if name in self.flat:
+            if whole.shape != self.flat[name]:
+                raise ValueError(f"tensor {name} is {list(whole.shape)}, expected {list(self.flat[name])}")
+            place = pieces(whole.numel(), self.holders.size)[self.holders.rank]
+            return whole.contiguous().view(-1)[place.start : place.stop]
         dim = self.dims.get(name)
         if dim is None:
             return whole

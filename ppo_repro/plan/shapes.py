@@ -30,8 +30,9 @@ from ppo_repro.numerics.layers.families import (
 )
 from ppo_repro.numerics.layers.lowering import check_config
 from ppo_repro.numerics.sharding.layers import ATTENTION, INPUTS, MLP, OUTPUTS, check_divisible
-from ppo_repro.plan.memory import Linear, ModelShape, Plan, Saved, Work, as_classifier
+from ppo_repro.plan.memory import Plan, as_classifier
 from ppo_repro.plan.phases import make_plan
+from ppo_repro.plan.work import Linear, ModelShape, Saved, Work
 from ppo_repro.shares import check_mesh, check_shares, share_ranges
 
 # what a backward pass keeps in one layer of each family, checked by a test: multiples of the widths of residual
@@ -100,6 +101,7 @@ def model_shape(
         head_parameters=0 if tied else own_head.size if tensor > 1 else _size(head),
         saved=(_EXACT if exact else _NATIVE)[config.model_type],
         whole=_size(model),
+        matrices=sum(p.numel() for _, p in model.named_parameters() if p.dim() > 1) - (0 if tied else _size(head)),
     )
 
 

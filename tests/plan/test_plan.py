@@ -38,9 +38,10 @@ from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
 from ppo_repro.plan import memory, report
-from ppo_repro.plan.memory import Linear, Work, mixed_precision_bytes
+from ppo_repro.plan.memory import mixed_precision_bytes
 from ppo_repro.plan.phases import make_plan
 from ppo_repro.plan.shapes import model_shape, plan_run
+from ppo_repro.plan.work import Linear, Work
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 from tests.support.cli import one_line

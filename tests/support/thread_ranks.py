@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ppo_repro.errors import Failure
 from ppo_repro.mesh.groups import MeshRanks
+from ppo_repro.mesh.shards import ShardRanks
 from ppo_repro.ranks import Ranks
 
 T = TypeVar("T")
@@ -26,12 +27,13 @@ class ThreadRanks(Ranks):
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
     sent: list[int] = field(default_factory=list)  # bytes of each `deal`
 
-    def gather(self, values: Sequence[Any]) -> list[Any]:
-        self.shared[self.rank] = list(values)
+    def _exchange(self, what: str, value: Any, failure: Failure | None = None) -> list[Any]:
+        self.shared[self.rank] = what, value
         self.barrier.wait()
-        gathered = [value for own in self.shared for value in own]
+        everything = list(self.shared)
         self.barrier.wait()
-        return gathered
+        assert len({of_rank[0] for of_rank in everything}) == 1, "threads are at different points"
+        return [of_rank[1] for of_rank in everything]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         everything = self.gather([[t.clone() for t in tensors]])
@@ -41,9 +43,19 @@ class ThreadRanks(Ranks):
 
     def deal(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         self.sent.append(sum(len(part) for other, part in enumerate(parts) if other != self.rank))
-        received = [of_rank[self.rank] for of_rank in self.gather([list(parts)])]
+        received = [of_rank[self.rank] for of_rank in ThreadRanks._exchange(self, "deal", list(parts))]
         assert [len(part) for part in received] == list(lengths)
         return received
+
+
+@dataclass(frozen=True)
+class ThreadShards(ShardRanks, ThreadRanks):
+    """One of several threads that hold weights in pieces."""
+
+
+def thread_shards(ranks: ThreadRanks) -> ThreadShards:
+    """The same threads, as `mesh.groups.as_mesh` makes processes that divide weights."""
+    return ThreadShards(ranks.rank, ranks.size, shared=ranks.shared, barrier=ranks.barrier, sent=ranks.sent)
 
 
 def in_threads(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:

@@ -108,6 +108,36 @@ def test_the_plan_divides_moments_and_sums() -> None:
     assert (usual.phases["update"]["gradient sums"], sums.phases["update"]["gradient sums"]) == (sum(both), max(both))
 
 
+def test_the_plan_divides_weights() -> None:
+    def planned(zero: int) -> Plan:
+        return plan_run(load_config(TINY, [f"layout.mesh={{data: 4, zero: {zero}}}"]))
+
+    sums, weights = planned(2), planned(3)
+    for before, after in zip(sums.residents, weights.residents, strict=True):
+        assert 0.25 * before.weights < after.weights < 0.35 * before.weights, "norms are whole"
+        assert after.moments == before.moments and after.gradient_sums == before.gradient_sums
+    for phase in ("rollout", "scoring", "update"):
+        # of all matrices in turn the largest, whole and prepared
+        assert 0 < weights.phases[phase]["operands"] < 0.5 * sums.phases[phase]["operands"]
+    assert weights.phases["loading"]["copies before sharing"] == sums.phases["loading"]["model as it is read"]
+    assert weights.resident < sums.resident
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lora={rank: 2, alpha: 4.0}"], "layout.mesh.zero = 3 needs all weights to be trained, and lora is set"),
+        (["mismatch.sampler.stock=float32"], "layout.mesh.zero = 3 does not go with this: mismatch.sampler.stock is "),
+        (["mismatch.sampler.lag={kind: fixed, iterations: 1}"], "go with this: mismatch.sampler.lag is set; take 2"),
+        (["model.experts={family: mixtral, count: 4, per_token: 2}"], "go with this: model.experts is set; take 2"),
+        (["mismatch.trainer.precision.weights=bfloat16"], "this: mismatch.trainer.precision rounds; take 2, or remove"),
+    ],
+)
+def test_what_needs_all_weights_is_refused_by_name(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(TINY, ["layout.mesh.zero=3", *overrides])
+
+
 @dataclass(frozen=True)
 class Meshes:
     """What several processes found under meshes, and what one alone finds."""

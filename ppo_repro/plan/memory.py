@@ -156,7 +156,7 @@ def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
 def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
     """Logits, their gradient and the operands of their products, for `rows` tokens; native also keeps log-softmax."""
     operand = _input_bytes(work) if work.exact else 12
-    return rows * shape.head.outputs * (DIVIDED_LOGIT if work.tensor > 1 else 8 + operand)
+    return rows * shape.head.outputs * (8 + operand if work.has_kernels or not work.exact else DIVIDED_LOGIT)
 
 
 def adapted_size(shape: ModelShape) -> int:

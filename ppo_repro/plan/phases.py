@@ -125,7 +125,8 @@ def _loading(policy: ModelShape, value: ModelShape | None, work: Work) -> dict[s
     """Models are copied whole before they share what they do not train; one after the other."""
     adapted = [shape for shape, rank in ((policy, work.lora_rank), (value, work.value_lora_rank)) if shape and rank]
     copies = max((4 * shape.parameters for shape in adapted), default=0)
-    if work.tensor > 1 or work.in_pieces:  # each process reads a model whole, and copies it before it keeps its part
+    # each process reads a model whole, and copies it before it keeps its part
+    if work.tensor * work.pipeline > 1 or work.in_pieces:
         return {"model as it is read": 4 * policy.whole, "copies before sharing": 4 * policy.whole}
     return {"model as it is read": 4 * policy.parameters, "copies before sharing": copies}
 

@@ -78,6 +78,7 @@ class Work:
     reference_in_steps: bool = False  # whether the loss of the policy needs the reference's logits
     processes: int = 1  # of the run; everything else is of one of them
     tensor: int = 1  # of them hold one copy of the models together
+    pipeline: int = 1  # the same, but some layers each
     zero: int = 0  # what they divide: 1 moments, 2 after each step the sums of gradients too, 3 weights
 
     @property
@@ -87,7 +88,7 @@ class Work:
     @property
     def has_kernels(self) -> bool:
         """Whether kernels compute the statistics of logits, which need nothing else as wide as they are."""
-        return self.exact and self.tensor == 1
+        return self.exact and self.tensor * self.pipeline == 1
 
     def moments(self, parameters: int) -> int:
         """Bytes of the AdamW moments of so many parameters, up to one number of each tensor where they are divided."""

@@ -141,8 +141,8 @@ class LanguageKind:
         mesh, shares = config.layout.mesh, config.layout.rank_shares
         self.ranks.require_agreed("layout.mesh", mesh.model_dump())
         self.ranks.require_agreed("layout.rank_shares", list(shares))
-        check_mesh(mesh.data, self.ranks.size, mesh.tensor)
-        check_shares(shares, self.ranks.size, mesh.tensor)
+        check_mesh(mesh.data, self.ranks.size, mesh.tensor, mesh.pipeline)
+        check_shares(shares, self.ranks.size, mesh.group)
         check_device(config.layout.device, self.ranks.size, config.layout.backend)
 
     @contextmanager
@@ -155,7 +155,7 @@ class LanguageKind:
         """
         if config.layout.device != "cpu":
             self.watcher.warning(UNTRIED)
-        ranks = as_mesh(self.ranks, config.layout.mesh.tensor, config.layout.mesh.zero)
+        ranks = as_mesh(self.ranks, config.layout.mesh)
         with naming_learning_rates(config):
             reference = None if run_dir is None or start is None else reference_folder(run_dir)
             prepared = self._prepare(config, reference, ranks, measured)

@@ -21,10 +21,9 @@ from ppo_repro.numerics.arithmetic.contraction import linear as contract
 from ppo_repro.numerics.arithmetic.divided import Holders, Share
 from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.layers.embedding import ExactEmbedding
-from ppo_repro.numerics.layers.families import decoder_layers, head_of, key_value_heads, modules_of, trunk_of
+from ppo_repro.numerics.layers.families import decoder_layers, head_of, key_value_heads, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear, ExactModule
 from ppo_repro.numerics.products import PreparedWeight, factor_exponents
-from ppo_repro.ranks import ALONE
 from ppo_repro.shares import pieces
 
 OUTPUTS, INPUTS = 0, 1  # along which dimension of a weight [N, K] it is divided
@@ -210,31 +209,29 @@ def divide(model: PreTrainedModel, holders: Holders, of: str = "the model") -> P
     if holders.size == 1:
         return model
     check_divisible(model.config, holders.size, of)
-    trunk, made = cast(Any, trunk_of(model)), dict[int, nn.Parameter]()
-
-    def own(weight: Tensor, dim: int) -> nn.Parameter:
-        if id(weight) not in made:  # an embedding and its tied head stay one parameter
-            made[id(weight)] = _own_parameter(weight, share_of(weight.shape[dim], holders), dim)
-        return made[id(weight)]
-
-    embedding = trunk.embed_tokens
-    trunk.embed_tokens = DividedEmbedding(embedding, holders, own(embedding.weight, OUTPUTS))
-    for layer in decoder_layers(trunk):
+    divide_vocabulary(model, holders)
+    for layer in decoder_layers(model):
         for parent, dims in ((cast(Any, layer).self_attn, ATTENTION), (cast(Any, layer).mlp, MLP)):
             for name, dim in dims.items():
                 source: ExactLinear = getattr(parent, name)
-                setattr(parent, name, DividedLinear(source, dim, holders, own(source.weight, dim)))
-    if trunk is not model:
-        head = cast(ExactLinear, head_of(model))
-        model.set_output_embeddings(DividedHead(head, OUTPUTS, holders, own(head.weight, OUTPUTS)))
+                own = _own_parameter(source.weight, share_of(source.weight.shape[dim], holders), dim)
+                setattr(parent, name, DividedLinear(source, dim, holders, own))
     return model
+
+
+def divide_vocabulary(model: PreTrainedModel, holders: Holders) -> None:
+    """Keep this process's tokens of the embedding, and of the head where the model has one, and free the rest."""
+    trunk = cast(Any, trunk_of(model))
+    embedding, head = trunk.embed_tokens, None if trunk is model else cast(ExactLinear, head_of(model))
+    share = share_of(len(embedding.weight), holders)
+    own = _own_parameter(embedding.weight, share, OUTPUTS)
+    trunk.embed_tokens = DividedEmbedding(embedding, holders, own)
+    if head is not None:
+        tied = head.weight is embedding.weight
+        own_head = own if tied else _own_parameter(head.weight, share, OUTPUTS)
+        model.set_output_embeddings(DividedHead(head, OUTPUTS, holders, own_head))
 
 
 def own_logits(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Share | None]:
     """The logits of hidden states [n, H] that this process has, and of which tokens they are; None for all."""
     return (head.own_logits(hidden), head.share) if isinstance(head, DividedHead) else (head(hidden), None)
-
-
-def holders_of(model: nn.Module) -> Holders:
-    """The processes that hold a model together; this one alone if it is whole."""
-    return next((m.share.holders for m in modules_of(model) if isinstance(m, DividedEmbedding)), ALONE)

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_repro.mesh.groups import MeshRanks
 from ppo_repro.mesh.shards import ShardRanks
 from ppo_repro.numerics.device import state_on_cpu
-from ppo_repro.numerics.layers.families import modules_of
+from ppo_repro.numerics.layers.families import decoder_layers, key_value_heads, modules_of
 from ppo_repro.numerics.sharding.gathered import Sharded, shard
 from ppo_repro.numerics.sharding.layers import OUTPUTS, DividedEmbedding, DividedLinear, divide
+from ppo_repro.numerics.sharding.stages import StagedLayer, stage
 from ppo_repro.numerics.tensor_parts import UNDIVIDED, TensorParts
 from ppo_repro.ranks import Ranks
 
@@ -21,7 +23,24 @@ def hold(model: PreTrainedModel, ranks: Ranks, of: str = "the model") -> PreTrai
 
     UserError for a model that this mesh cannot divide.
     """
-    return shard(model, ranks, of) if isinstance(ranks, ShardRanks) else divide(model, ranks.holders, of)
+    if isinstance(ranks, ShardRanks):
+        return shard(model, ranks, of)
+    if isinstance(ranks, MeshRanks) and ranks.by_layers:
+        return stage(model, ranks.holders, of)
+    return divide(model, ranks.holders, of)
+
+
+def cached_heads(model: PreTrainedModel) -> list[int]:
+    """The number of key heads of each layer that this process caches."""
+    heads = key_value_heads(model.config)
+    return [_own_heads(layer, heads) for layer in decoder_layers(model)]
+
+
+def _own_heads(layer: nn.Module, heads: int) -> int:
+    if isinstance(layer, StagedLayer):
+        return heads if layer.is_own else 0
+    key = getattr(getattr(layer, "self_attn", None), "k_proj", None)
+    return heads // key.share.holders.size if isinstance(key, DividedLinear) else heads
 
 
 def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -47,6 +66,7 @@ def parts_of(module: nn.Module) -> TensorParts:
     if sharded:
         return _in_pieces(module, sharded)
     layers = [m for m in modules if isinstance(m, DividedLinear | DividedEmbedding)]
+    stages = [m for m in modules if isinstance(m, StagedLayer)]
     if not layers:
         return UNDIVIDED
     dims, sizes, summed = dict[int, int](), dict[int, int](), set[int]()
@@ -59,11 +79,13 @@ def parts_of(module: nn.Module) -> TensorParts:
             norms = (getattr(part, name, None) for name in ("q_norm", "k_norm"))
             summed |= {id(norm.weight) for norm in norms if norm is not None}
     named = {name: id(p) for name, p in module.named_parameters()}
+    owners = {p: (layer.stage, size) for layer in stages for p, size in layer.sizes.items()}
     return TensorParts(
         layers[0].share.holders,
         {name: dims[p] for name, p in named.items() if p in dims},
         {name: sizes[p] for name, p in named.items() if p in sizes},
         frozenset(name for name, p in named.items() if p in summed),
+        owners={name: owners[p] for name, p in named.items() if p in owners},
     )
 
 

@@ -117,7 +117,7 @@ def test_gradients_of_norms_of_heads_that_are_not_added_up_are_others(monkeypatc
     """The control: each process has the contributions of its own heads only."""
     whole = found(make_policy(small_model(qwen3_config(), 3), "exact", CONTEXT), ALONE)
     usual = parts.TensorParts
-    monkeypatch.setattr(parts, "TensorParts", lambda holders, dims, sizes, _: usual(holders, dims, sizes))
+    monkeypatch.setattr(parts, "TensorParts", lambda holders, dims, sizes, _, owners: usual(holders, dims, sizes))
     part, _ = divided(qwen3_config(), 2)
     assert torch.equal(part.logits, whole.logits), "before the first step"
     differing = {

@@ -70,9 +70,9 @@ class TensorParts:
         dim = self.dims.get(name)
         if dim is None:
             return tensor
-        shape = [*tensor.shape]
-        shape[dim] = self.sizes[name]
-        return Slab(tensor, torch.Size(shape), self.holders, dim)
+        sizes = [*tensor.shape]
+        sizes[dim] = self.sizes[name]
+        return Slab(tensor, torch.Size(sizes), self.holders, dim)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """This process's part of a whole tensor, in its memory; ValueError for one of another size."""

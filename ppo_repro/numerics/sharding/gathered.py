@@ -40,6 +40,8 @@ class ShardedWeight(PreparedWeight):
 class ShardedLinear(ExactLinear):
     """An `ExactLinear` whose parameter is this process's piece of the weight, flat; the bias is whole."""
 
+    prepared: ShardedWeight
+
     def __init__(self, source: ExactLinear, weight: nn.Parameter, prepared: ShardedWeight) -> None:
         ExactModule.__init__(self)
         self.weight, self.bias, self.prepared = weight, source.bias, prepared
@@ -47,6 +49,8 @@ class ShardedLinear(ExactLinear):
 
 class ShardedConv1D(ExactConv1D):
     """The same of an `ExactConv1D`."""
+
+    prepared: ShardedWeight
 
     def __init__(self, source: ExactConv1D, weight: nn.Parameter, prepared: ShardedWeight) -> None:
         ExactModule.__init__(self)

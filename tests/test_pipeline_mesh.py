@@ -1,6 +1,7 @@
 """`layout.mesh.pipeline`: processes that hold some layers each leave the fingerprint of one. Native numerics do not.
 
-The models themselves, with threads for processes: `numerics/sharding/test_stages.py`.
+The models themselves, with threads for processes: `numerics/sharding/test_stages.py`; two groups of two processes:
+`test_tensor_mesh.py`.
 """
 
 from __future__ import annotations
@@ -73,13 +74,12 @@ def test_the_plan_is_of_a_stage() -> None:
     assert staged.phases["update"]["activations"] < 0.6 * alone.phases["update"]["activations"]
 
 
-def under(folder: Path, size: int) -> list[dict[str, Any]]:
-    """What each of several processes found."""
-    folder.mkdir(exist_ok=True)
+def under_two(folder: Path) -> list[dict[str, Any]]:
+    """What each of two processes found."""
     command = ["-m", "tests.support.processes.pipeline_worker", str(folder)]
-    ended = end(start_ranks(*[command] * size), 500.0)
-    assert [e.code for e in ended] == [0] * size, ended
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    ended = end(start_ranks(command, command), 500.0)
+    assert [e.code for e in ended] == [0, 0], ended
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def alone(out: Path, overrides: Sequence[str]) -> str:
@@ -93,7 +93,7 @@ Two = tuple[Path, list[dict[str, Any]]]
 def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
     folder = tmp_path_factory.mktemp("pipeline")
     interrupted(folder / "from one", LONGER, ALONE)
-    return folder, under(folder, 2)
+    return folder, under_two(folder)
 
 
 @pytest.mark.slow
@@ -141,8 +141,3 @@ def test_a_run_goes_on_in_another_mesh_with_the_same_bits(two: Two, tmp_path: Pa
         assert len(models) >= 3, "reference, final policy, value model"
         for model in models:
             assert (other / model.relative_to(whole)).read_bytes() == model.read_bytes(), model
-
-
-@pytest.mark.slow
-def test_two_groups_of_two_processes_have_the_fingerprint_of_one(tmp_path: Path) -> None:
-    assert under(tmp_path / "four", 4) == [{"both": alone(tmp_path, QUICK)}] * 4

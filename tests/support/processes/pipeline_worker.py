@@ -1,4 +1,4 @@
-"""One process of several: the runs under pipelines, and in native numerics, that `test_pipeline_mesh.py` looks at.
+"""One process of two: the runs under pipelines, and in native numerics, that `test_pipeline_mesh.py` looks at.
 
 Argument: a folder to write to. Leaves `<rank>.json` there, and the recorded runs of the first rank.
 """
@@ -29,13 +29,10 @@ HEAD = [*QUICK, "value={kind: head}", "layout.padding=none", "layout.gradient_ch
 NATIVE = [*QUICK, "numerics.mode=native", "ppo.learning_rate=0.01"]
 PIPELINE = "layout.mesh={data: 1, pipeline: 2}"
 RUNS = {
-    2: {
-        "pipeline": ["layout.mesh.pipeline=2", "layout.update_micro_batch=1", *QUICK],
-        "head": [PIPELINE, *HEAD],
-        "native": ["layout.mesh.data=2", *NATIVE],
-        "native, unequal": ["layout.mesh.data=2", "layout.rank_shares=[3,1]", *NATIVE],
-    },
-    4: {"both": ["layout.mesh={data: 2, pipeline: 2}", "layout.rank_shares=[1,2]", *QUICK]},
+    "pipeline": ["layout.mesh.pipeline=2", "layout.update_micro_batch=1", *QUICK],
+    "head": [PIPELINE, *HEAD],
+    "native": ["layout.mesh.data=2", *NATIVE],
+    "native, unequal": ["layout.mesh.data=2", "layout.rank_shares=[3,1]", *NATIVE],
 }
 
 
@@ -58,16 +55,15 @@ usual = stages._handed_over
 def main(folder: Path) -> None:
     found: dict[str, Any] = {}
     with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) as ranks:
-        for name, overrides in RUNS[ranks.size].items():
+        for name, overrides in RUNS.items():
             found[name] = fingerprint(folder / name, overrides, ranks)
-        if ranks.size == 2:
-            found["held"] = held(ranks)
-            stopped = interrupted(folder / "interrupted", [PIPELINE, *LONGER], ranks)
-            found["resumed"] = resume(stopped, ["layout.mesh={data: 2, zero: 3}"], ranks)
-            begun = next((folder / "from one").rglob("manifest.json")).parent
-            found["from one"] = resume(begun, [PIPELINE], ranks)
-            stages._handed_over = rounded
-            found["rounded"] = fingerprint(folder / "rounded", RUNS[2]["pipeline"], ranks)
+        found["held"] = held(ranks)
+        stopped = interrupted(folder / "interrupted", [PIPELINE, *LONGER], ranks)
+        found["resumed"] = resume(stopped, ["layout.mesh={data: 2, zero: 3}"], ranks)
+        begun = next((folder / "from one").rglob("manifest.json")).parent
+        found["from one"] = resume(begun, [PIPELINE], ranks)
+        stages._handed_over = rounded
+        found["rounded"] = fingerprint(folder / "rounded", RUNS["pipeline"], ranks)
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
 
 

@@ -89,6 +89,11 @@ class Ranks:
         """The processes that hold one copy of the models together; this one alone if it has all of them."""
         return ALONE
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether no process has all weights."""
+        return False
+
     def first(self, compute: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """The result of `compute` on rank 0, on every rank; the others do not call it."""
         value: T = self._exchange("first", compute(*arguments) if self.is_first else None)[0]

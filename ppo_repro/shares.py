@@ -8,28 +8,28 @@ from itertools import accumulate, pairwise
 from ppo_repro.errors import UserError
 
 
-def check_shares(shares: Sequence[int], size: int, tensor: int = 1) -> None:
-    """Raise UserError unless `layout.rank_shares` is empty or has one entry for each group of `tensor` processes."""
-    if shares and len(shares) * tensor != size:
-        who = f"{size} processes" if tensor == 1 else f"{size // tensor} groups of {tensor} processes"
+def check_shares(shares: Sequence[int], size: int, group: int = 1) -> None:
+    """Raise UserError unless `layout.rank_shares` is empty or has one entry for each group of `group` processes."""
+    if shares and len(shares) * group != size:
+        who = f"{size} processes" if group == 1 else f"{size // group} groups of {group} processes"
         raise UserError(
             f"layout.rank_shares = {list(shares)}: must have one entry for each of the {who}, or be [] for equal shares"
         )
 
 
-def check_mesh(data: int, size: int, tensor: int = 1) -> None:
-    """Raise UserError unless `data` groups of `tensor` processes, or any number of groups for 0, are `size`."""
-    started = f"{size} processes were started" if size > 1 else "this is one process"
-    if size % tensor:
-        needed = tensor * max(1, data)
+def check_mesh(data: int, size: int, tensor: int = 1, pipeline: int = 1) -> None:
+    """Raise UserError unless `data` groups of `tensor` or `pipeline` processes, or any number for 0, are `size`."""
+    started, group = f"{size} processes were started" if size > 1 else "this is one process", tensor * pipeline
+    if size % group:
+        needed, field = group * max(1, data), "tensor" if tensor > 1 else "pipeline"
         raise UserError(
-            f"layout.mesh.tensor = {tensor}: {started}, not groups of {tensor}; start {needed} with "
+            f"layout.mesh.{field} = {group}: {started}, not groups of {group}; start {needed} with "
             f"`torchrun --nproc-per-node {needed}`, or take 1"
         )
-    if data not in (0, size // tensor):
+    if data not in (0, size // group):
         raise UserError(
-            f"layout.mesh.data = {data}: {started}; start {data * tensor} with `torchrun --nproc-per-node "
-            f"{data * tensor}`, or take {size // tensor}, or 0 for all there are"
+            f"layout.mesh.data = {data}: {started}; start {data * group} with `torchrun --nproc-per-node "
+            f"{data * group}`, or take {size // group}, or 0 for all there are"
         )
 
 

@@ -24,7 +24,7 @@ from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import resume, run
 from tests.support.paths import TINY
-from tests.support.processes.mesh_worker import LORA, QUICK, interrupted
+from tests.support.processes.mesh_worker import LORA, QUICK, RUNS, interrupted
 from tests.support.ranks import cli_ranks, end, start_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -55,7 +55,7 @@ def test_a_mesh_that_is_not_set_is_not_written_down() -> None:
         ("layout.mesh.data=two", "layout.mesh.data = 'two': input should be a valid integer"),
         ("layout.mesh.expert=2", "layout.mesh.expert: unknown field"),
         ("layout.mesh=2", "layout.mesh = 2: "),
-        ("layout.mesh.zero=3", "layout.mesh.zero = 3: input should be 0, 1 or 2"),
+        ("layout.mesh.zero=4", "layout.mesh.zero = 4: input should be 0, 1, 2 or 3"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_one_line(cli: Cli, tmp_path: Path, override: str, message: str) -> None:
@@ -108,6 +108,36 @@ def test_the_plan_divides_moments_and_sums() -> None:
     assert (usual.phases["update"]["gradient sums"], sums.phases["update"]["gradient sums"]) == (sum(both), max(both))
 
 
+def test_the_plan_divides_weights() -> None:
+    def planned(zero: int) -> Plan:
+        return plan_run(load_config(TINY, [f"layout.mesh={{data: 4, zero: {zero}}}"]))
+
+    sums, weights = planned(2), planned(3)
+    for before, after in zip(sums.residents, weights.residents, strict=True):
+        assert 0.25 * before.weights < after.weights < 0.35 * before.weights, "norms are whole"
+        assert after.moments == before.moments and after.gradient_sums == before.gradient_sums
+    for phase in ("rollout", "scoring", "update"):
+        # of all matrices in turn the largest, whole and prepared
+        assert 0 < weights.phases[phase]["operands"] < 0.5 * sums.phases[phase]["operands"]
+    assert weights.phases["loading"]["copies before sharing"] == sums.phases["loading"]["model as it is read"]
+    assert weights.resident < sums.resident
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lora={rank: 2, alpha: 4.0}"], "layout.mesh.zero = 3 needs all weights to be trained, and lora is set"),
+        (["mismatch.sampler.stock=float32"], "layout.mesh.zero = 3 does not go with this: mismatch.sampler.stock is "),
+        (["mismatch.sampler.lag={kind: fixed, iterations: 1}"], "go with this: mismatch.sampler.lag is set; take 2"),
+        (["model.experts={family: mixtral, count: 4, per_token: 2}"], "go with this: model.experts is set; take 2"),
+        (["mismatch.trainer.precision.weights=bfloat16"], "this: mismatch.trainer.precision rounds; take 2, or remove"),
+    ],
+)
+def test_what_needs_all_weights_is_refused_by_name(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_config(TINY, ["layout.mesh.zero=3", *overrides])
+
+
 @dataclass(frozen=True)
 class Meshes:
     """What several processes found under meshes, and what one alone finds."""
@@ -141,7 +171,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Meshes:
 
 @pytest.mark.slow
 def test_two_processes_have_the_fingerprint_of_one_under_every_mesh(two: Meshes, tmp_path: Path) -> None:
-    usual = dict.fromkeys(("data", "zero 1", "zero 2", "all on the second", "deep"), fingerprint(tmp_path))
+    usual = dict.fromkeys(two.found[0].keys() & RUNS.keys() - {"adapters", "head"}, fingerprint(tmp_path))
     others = {"adapters": fingerprint(tmp_path, LORA), "head": fingerprint(tmp_path, "value={kind: head}")}
     for found in two.found:
         assert {name: found[name] for name in (*usual, *others)} == {**usual, **others}
@@ -151,7 +181,7 @@ def test_two_processes_have_the_fingerprint_of_one_under_every_mesh(two: Meshes,
 def test_three_processes_with_unequal_shares_have_the_fingerprint_of_one(tmp_path: Path) -> None:
     usual = fingerprint(tmp_path)
     for found in under_meshes(tmp_path / "three", 3).found:
-        assert found == {"data": usual, "zero 2": usual}
+        assert found == {"data": usual, "zero 2": usual, "zero 3": usual}
 
 
 @pytest.mark.slow
@@ -163,9 +193,20 @@ def test_sums_in_float32_leave_another_fingerprint(two: Meshes, tmp_path: Path) 
 @pytest.mark.slow
 def test_each_process_holds_its_part_of_the_moments(two: Meshes) -> None:
     undivided = two.found[0]["moments"][0]
-    for zero in (1, 2):
+    for zero in (1, 2, 3):
         held = [found["moments"][zero] for found in two.found]
         assert sum(held) == undivided and max(held) < 0.51 * undivided, "pieces differ by one number at most"
+
+
+@pytest.mark.slow
+def test_each_process_holds_its_part_of_the_weights(two: Meshes) -> None:
+    whole = two.found[0]["weights"][2]
+    assert two.found[0]["weights"][:3] == [whole] * 3
+    residents = plan_run(load_config(TINY, [*QUICK, "layout.mesh={data: 2, zero: 3}"])).residents
+    for found in two.found:
+        # norms and biases are whole; the plan is for the largest vocabulary that the configuration allows
+        assert 0.5 * whole < found["weights"][3] < 0.56 * whole
+        assert 0.9 * sum(r.weights for r in residents) < found["weights"][3] <= sum(r.weights for r in residents)
 
 
 @pytest.mark.slow

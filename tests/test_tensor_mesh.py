@@ -24,7 +24,7 @@ from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import resume, run
 from tests.support.paths import TINY
-from tests.support.processes.tensor_worker import CUT, HEAD, LONGER, QUICK, RUNS, interrupted
+from tests.support.processes.tensor_worker import CUT, HEAD, LONGER, QUICK, STAGED, interrupted
 from tests.support.ranks import end, start_ranks
 from tests.support.thread_ranks import in_threads, thread_mesh
 
@@ -95,7 +95,7 @@ def test_the_plan_is_of_a_part_of_the_models(cli: Cli) -> None:
 
 def in_mesh(size: int, tensor: int, overrides: Sequence[str], out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run of several threads in groups of `tensor`, by the eager code: kernels have one pool of threads."""
-    monkeypatch.setattr(language, "as_mesh", lambda ranks, _: ranks)
+    monkeypatch.setattr(language, "as_mesh", lambda ranks, *_: ranks)
     config = load_config(TINY, [*overrides, f"layout.mesh.tensor={tensor}", "layout.backend=eager"])
     return in_threads(size, lambda world: run(config, out, Silent(), thread_mesh(world, tensor))[0])[0]
 
@@ -195,7 +195,7 @@ def test_a_run_goes_on_in_another_mesh_with_the_same_bits(two: Two, tmp_path: Pa
 
 @pytest.mark.slow
 def test_two_groups_of_two_processes_have_the_fingerprint_of_one(tmp_path: Path) -> None:
-    usual = {name: alone(tmp_path, QUICK) for name in RUNS[4]}
+    usual = {"both": alone(tmp_path, QUICK), "pipeline": alone(tmp_path, STAGED)}
     assert under(tmp_path / "four", 4) == [usual] * 4
 
 

@@ -15,17 +15,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.benchmarks.workload import Size, make_model
+from ppo_repro.errors import Failure
+from ppo_repro.mesh.shards import ShardRanks
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, weights_digest
 from ppo_repro.numerics.pieces import Division
 from ppo_repro.numerics.proof import proof
+from ppo_repro.numerics.sharding.parts import hold, whole_parameters
 from ppo_repro.ranks import Ranks, end_process, joined
 
 SEQUENCES, LENGTH, STEPS = 6, 32, 3
@@ -42,7 +46,8 @@ class Measured:
     sent_gradients: float  # in the last step: sums of gradients
     sent_weights: float
     sent_rest: float  # norms, grids, what is agreed on
-    moments: int  # held after it
+    weights: int  # held after it
+    moments: int
     sums: int
     digest: str
 
@@ -64,9 +69,20 @@ class Counting(Ranks):
         self._count("reduced", sum(2 * (self.size - 1) / self.size * t.numel() * t.element_size() for t in tensors))
         super().add_up(tensors)
 
-    def gather(self, values: Sequence[object]) -> list[object]:  # type: ignore[override]
+    def _exchange(self, what: str, value: Any, failure: Failure | None = None) -> list[Any]:
         self._count("rest", (self.size - 1) * 4104)  # a message has one head, and here no body
-        return super().gather(values)
+        return super()._exchange(what, value, failure)
+
+
+@dataclass(frozen=True)
+class CountingShards(ShardRanks, Counting):
+    """The same with weights in pieces."""
+
+    def _give(self, wanted: int | None) -> Tensor | None:
+        before = self.sent.get("dealt", 0.0)
+        found = super()._give(wanted)
+        self._count("weights", self.sent.get("dealt", 0.0) - before)
+        return found
 
 
 def bf16_bytes(parameters: int, processes: int) -> float:
@@ -81,7 +97,7 @@ def bf16_bytes(parameters: int, processes: int) -> float:
 def work(ranks: Counting, zero: int, size: Size) -> Measured:
     """Train as one process, on its share of the same sequences."""
     proof.use("auto", 1)
-    policy = make_policy(make_model(size), "exact", 2 * LENGTH)
+    policy = hold(make_policy(make_model(size), "exact", 2 * LENGTH), ranks)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, size.vocabulary, (SEQUENCES, LENGTH), generator=generator).tolist()
     mine = ranks.mine(SEQUENCES, ())
@@ -95,19 +111,24 @@ def work(ranks: Counting, zero: int, size: Size) -> Measured:
     for _ in range(STEPS):
         ranks.sent.clear()
         optimizer.step(backward, SEQUENCES * LENGTH, ranks)
-    parameters = sum(p.numel() for p in policy.parameters())
+    parameters = sum(optimizer.accumulator.shapes[name].numel() for name, _ in policy.named_parameters())
     own = optimizer.adamw.first.values()
-    weights = 4.0 * (ranks.size - 1) * sum(t.numel() for t in own) if optimizer.division.divides else 0.0
+    in_pieces = optimizer.parts.flat
+    spread = sum(t.numel() for name, t in optimizer.adamw.first.items() if name not in in_pieces)
+    weights = ranks.sent.get("weights", 0.0)
+    weights += 4.0 * (ranks.size - 1) * spread if optimizer.division.divides else 0.0
+    dealt, reduced, rest = (ranks.sent.get(what, 0.0) for what in ("dealt", "reduced", "rest"))
     return Measured(
         processes=ranks.size,
         zero=zero,
         parameters=parameters,
-        sent_gradients=ranks.sent.get("reduced", 0.0) + ranks.sent.get("dealt", 0.0) - weights,
+        sent_gradients=reduced + dealt - weights,
         sent_weights=weights,
-        sent_rest=ranks.sent.get("rest", 0.0),
+        sent_rest=rest,
+        weights=sum(p.untyped_storage().nbytes() for p in policy.parameters()),
         moments=sum(t.untyped_storage().nbytes() for t in (*own, *optimizer.adamw.second.values())),
         sums=sum(t.untyped_storage().nbytes() for t in optimizer.accumulator._sums_memory.values()),
-        digest=weights_digest(policy.named_parameters()),
+        digest=weights_digest(whole_parameters(policy)),
     )
 
 
@@ -132,12 +153,12 @@ def _start(processes: int, arguments: Sequence[str]) -> list[Measured]:
 def markdown(rows: Sequence[Measured]) -> str:
     """One row per mesh; bytes for each parameter."""
     lines = [
-        "| processes | zero | sent: gradients | weights | rest | together | bf16 | held: moments | sums |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| processes | zero | sent: gradients | weights | rest | together | bf16 | held: weights | moments | sums |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for m in rows:
         sent = (m.sent_gradients, m.sent_weights, m.sent_rest)
-        counts = (*sent, sum(sent), bf16_bytes(m.parameters, m.processes), m.moments, m.sums)
+        counts = (*sent, sum(sent), bf16_bytes(m.parameters, m.processes), m.weights, m.moments, m.sums)
         each = " | ".join(f"{count / m.parameters:.2f}" for count in counts)
         lines.append(f"| {m.processes} | {m.zero} | {each} |")
     return "\n".join(lines)
@@ -150,17 +171,19 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--zero", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--zero", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     hidden, layers, vocabulary = arguments.hidden, arguments.layers, arguments.vocabulary
     size = Size("mesh", layers, hidden, 3 * hidden, hidden // 64, vocabulary)
     if arguments.work:
         with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) as ranks:
-            counting = Counting(ranks.rank, ranks.size, ranks.interrupted, ranks.beats, ranks.patience)
             found = []
             for zero in arguments.zero if ranks.size > 1 else [0]:
+                kind = CountingShards if zero == 3 else Counting
+                counting = kind(ranks.rank, ranks.size, ranks.interrupted, ranks.beats, ranks.patience)
                 found.append(asdict(work(counting, zero, size)))
+                counting.check()
                 gc.collect()
             if ranks.is_first:
                 print(json.dumps(found))

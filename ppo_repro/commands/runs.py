@@ -79,7 +79,7 @@ def _alone(run_dir: Path) -> str:
     from ppo_repro.records.config_file import CONFIG_NAME
 
     layout = read_tree(run_dir / CONFIG_NAME)["layout"]
-    usual = {"data": 0, "tensor": 1}
+    usual = {"data": 0, "tensor": 1, "pipeline": 1}
     written = layout.get("mesh", {})
     mesh = "".join(f" --set layout.mesh.{name}={n}" for name, n in usual.items() if written.get(name, n) != n)
     return mesh + (" --set 'layout.rank_shares=[]'" if layout.get("rank_shares") else "")

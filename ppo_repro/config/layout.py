@@ -13,13 +13,19 @@ from ppo_repro.config.section import Count, Index, Section, Threads
 class MeshConfig(Section):
     """What the processes of a run, as torchrun starts them, divide. No exact result depends on it."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"tensor"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"tensor", "pipeline"})
 
     data: Index = Field(0, description="Processes, or groups of `tensor`, that divide the sequences; 0 takes all.")
     tensor: Count = Field(1, description="Processes that hold one copy of the models together, some heads each.")
-    zero: Literal[0, 1, 2] = Field(
-        0, description="Divided among them: 0 nothing, 1 moments of AdamW, 2 sums of gradients after a step too."
+    pipeline: Count = Field(1, description="Processes that hold one copy of the models together, some layers each.")
+    zero: Literal[0, 1, 2, 3] = Field(
+        0, description="Divided among them: 0 nothing, 1 moments, 2 sums of gradients after a step too, 3 weights too."
     )
+
+    @property
+    def group(self) -> int:
+        """How many processes hold one copy of the models together."""
+        return self.tensor * self.pipeline
 
 
 class LayoutConfig(Section):
@@ -63,18 +69,23 @@ def not_divided(mesh: MeshConfig, mode: str, adapted: Sequence[str], whole: Sequ
 
     `adapted`: the fields that ask for adapters. `whole`: other settings that need a process with all weights.
     """
-    if mesh.tensor > 1:
+    if mesh.group > 1:
+        group = f"layout.mesh.tensor = {mesh.tensor}" if mesh.tensor > 1 else f"layout.mesh.pipeline = {mesh.pipeline}"
         refused = [f"{name} is set" for name in adapted] + [*whole]
         if mesh.zero:
             refused.append(f"layout.mesh.zero = {mesh.zero}")
+        if mesh.tensor > 1 and mesh.pipeline > 1:
+            refused.append(f"layout.mesh.pipeline = {mesh.pipeline}")
         if mode == "native":
-            yield f"layout.mesh.tensor = {mesh.tensor} needs numerics.mode = exact; take 1"
+            yield f"{group} needs numerics.mode = exact; take 1"
         elif refused:
-            yield f"layout.mesh.tensor = {mesh.tensor} does not go with this: {refused[0]}; remove one of them"
+            yield f"{group} does not go with this: {refused[0]}; remove one of them"
     if mesh.zero and mode == "native":
         yield f"layout.mesh.zero = {mesh.zero} needs numerics.mode = exact; take 0"
-    if mesh.zero == 2 and adapted:
+    if mesh.zero > 1 and adapted:
         yield (
-            f"layout.mesh.zero = 2 needs all weights to be trained, and {adapted[0]} is set: an adapter's gradient "
-            "needs that of the whole matrix; take 1"
+            f"layout.mesh.zero = {mesh.zero} needs all weights to be trained, and {adapted[0]} is set: an adapter's "
+            "gradient needs that of the whole matrix; take 1"
         )
+    elif mesh.zero == 3 and mesh.group == 1 and whole:
+        yield f"layout.mesh.zero = 3 does not go with this: {whole[0]}; take 2, or remove it"

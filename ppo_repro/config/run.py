@@ -176,7 +176,7 @@ def _sizes(config: RunConfig) -> Iterator[str]:
 
 
 def _needing_all_weights(config: RunConfig) -> list[str]:
-    """The settings that processes which hold a model together cannot follow."""
+    """The settings that need a process with all weights."""
     sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
     experts = isinstance(config.model, TinyModel) and config.model.experts is not None
     found = {

@@ -1,7 +1,8 @@
 """The processes of a run as a mesh: some hold one copy of the models together, and such groups divide the sequences.
 
-Rank d T + t is process t of group d, for groups of T (`layout.mesh.tensor`). Processes of one group compute the same
-sequences and exchange among themselves in the middle of a layer; everything else they exchange with all.
+Rank d T + t is process t of group d, for groups of T (`layout.mesh.tensor` or `pipeline`). Processes of one group
+compute the same sequences and exchange among themselves in the middle of a model; everything else they exchange with
+all.
 
 An error in the middle of a layer is known to one process only, and the others of its group wait for it there, not
 where errors are exchanged. So it is written into the store too, and who waits for more than a second looks there.
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppo_repro.collectives import all_gather, all_reduce
+from ppo_repro.config.layout import MeshConfig
 from ppo_repro.heartbeats import NOTICE_SECONDS
+from ppo_repro.mesh.shards import ShardRanks
 from ppo_repro.ranks import ALONE, Ranks, lost
 from ppo_repro.shares import share_ranges
 
@@ -61,8 +64,9 @@ class MeshRanks(Ranks):
     Every process of a group computes what the others do: of the stages' results those of its first process count.
     """
 
-    tensor: Group | Ranks = ALONE  # the group of this process
+    group: Group | Ranks = ALONE  # that of this process
     data: Group | Ranks = ALONE  # the processes at the same place of the other groups
+    by_layers: bool = False  # whether a group divides the layers of a model, and not each of them
 
     def mine(self, count: int, shares: Sequence[int]) -> range:
         """The share of this process's group of `count` sequences; equal shares where `shares` is empty."""
@@ -70,7 +74,7 @@ class MeshRanks(Ranks):
 
     def gather(self, values: Sequence[T]) -> list[T]:
         """The values of all groups, in their order."""
-        return super().gather(values if self.tensor.rank == 0 else [])
+        return super().gather(values if self.group.rank == 0 else [])
 
     def everyone(self, value: T) -> list[T]:
         return super().gather([value])
@@ -81,19 +85,28 @@ class MeshRanks(Ranks):
 
     @property
     def holders(self) -> Group | Ranks:
-        return self.tensor
+        return self.group
+
+    @property
+    def divides_weights(self) -> bool:
+        return self.group.size > 1
 
 
-def as_mesh(ranks: Ranks, tensor: int) -> Ranks:
-    """All processes of a run in groups of `tensor`, which divides their number; all of them must call this."""
-    if tensor == 1:
+def as_mesh(ranks: Ranks, mesh: MeshConfig) -> Ranks:
+    """All processes of a run in the groups of a mesh, whose size divides their number; all of them must call this.
+
+    With `zero` 3, which has no groups, they hold the weights in pieces.
+    """
+    inherited: dict[str, Any] = {field.name: getattr(ranks, field.name) for field in fields(Ranks)}
+    if mesh.zero == 3 and ranks.size > 1:
+        return ShardRanks(**inherited)
+    if mesh.group == 1:
         return ranks
     everyone = range(ranks.size)
-    by_copy = [[r for r in everyone if r // tensor == d] for d in range(ranks.size // tensor)]
-    by_part = [[r for r in everyone if r % tensor == t] for t in range(tensor)]
+    by_copy = [[r for r in everyone if r // mesh.group == d] for d in range(ranks.size // mesh.group)]
+    by_part = [[r for r in everyone if r % mesh.group == t] for t in range(mesh.group)]
     own, same = (_group(ranks, groups) for groups in (by_copy, by_part))
-    inherited: dict[str, Any] = {field.name: getattr(ranks, field.name) for field in fields(Ranks)}
-    return MeshRanks(**inherited, tensor=own, data=same)
+    return MeshRanks(**inherited, group=own, data=same, by_layers=mesh.pipeline > 1)
 
 
 def _group(ranks: Ranks, groups: Sequence[list[int]]) -> Group | Ranks:

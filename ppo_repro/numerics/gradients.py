@@ -84,6 +84,7 @@ class GradientAccumulator:
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], parts: TensorParts = UNDIVIDED) -> None:
         self.parameters, self.parts = dict(parameters), parts
         self.names = {id(p): name for name, p in self.parameters.items()}
+        self.shapes = {name: parts.gradient_shape(name, p) for name, p in self.parameters.items()}
         self.grids: dict[str, int] = {}  # E of each tensor, kept from step to step
         # memory of earlier steps, overwritten by the next: the system would clear new memory first
         self._sums_memory: dict[str, Tensor] = {}
@@ -119,8 +120,8 @@ class GradientAccumulator:
 
     def _memory(self, name: str) -> Tensor:
         if name not in self._sums_memory:
-            p = self.parameters[name]
-            self._sums_memory[name] = torch.empty(p.shape, dtype=torch.int64, device=p.device)
+            device = self.parameters[name].device
+            self._sums_memory[name] = torch.empty(self.shapes[name], dtype=torch.int64, device=device)
         return self._sums_memory[name]
 
     def _has_two_limbs(self, name: str) -> bool:
@@ -128,7 +129,7 @@ class GradientAccumulator:
 
         A bias or norm has few numbers, but a norm of heads has a contribution from each head of a token.
         """
-        return self._long or self.parameters[name].dim() < 2
+        return self._long or len(self.shapes[name]) < 2
 
     def _reserve(self, name: str, bound: int) -> None:
         """Make room for sums of at most `bound` in the lower limb."""
@@ -234,7 +235,7 @@ class GradientAccumulator:
     def total(self, name: str) -> Tensor:
         """The sum of a parameter as it is now, float64: fl64(high 2^LIMB_BITS + low) on its grid; zeros without any."""
         if name not in self.sums:
-            return torch.zeros_like(self.parameters[name], dtype=torch.float64)
+            return torch.zeros(self.shapes[name], dtype=torch.float64, device=self.parameters[name].device)
         low, high = self.sums[name], self.high.get(name)
         above = low >> LIMB_BITS if high is None else high.to(torch.int64) + (low >> LIMB_BITS)
         below = low & ((1 << LIMB_BITS) - 1)
@@ -293,6 +294,6 @@ class GradientAccumulator:
                 unit = 2.0 ** (self.grids[name] + HEADROOM - PRODUCT_BITS)
                 gradients[name] = _to_float32(self.sums.pop(name), self.high.get(name), unit)
             else:
-                gradients[name] = torch.zeros_like(division.own(parameter.detach()))
+                gradients[name] = torch.zeros_like(self.parts.stepped(name, parameter.detach(), division))
         self.grids = {**self.grids, **self.largest}
         return gradients

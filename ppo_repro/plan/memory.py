@@ -14,6 +14,7 @@ from math import ceil
 from ppo_repro.plan import mixtures
 from ppo_repro.plan.mixtures import Mixture
 from ppo_repro.plan.models import Linear, ModelShape
+from ppo_repro.plan.work import Work
 
 # copies of constants of the kernels and of stages.forward, which import torch; a test compares them
 KEY_PANEL, VALUE_LANES, TILE = 32, 8, 1024
@@ -26,8 +27,8 @@ AMX_MAX_TERMS, AMX_WEIGHT, AMX_INPUT = 1 << 14, 3, 4
 # of products and of statistics whose sums several processes divide, which have no kernels: a weight as integers in
 # float64 and which of them are outliers; a logit, and a number of a result, with the copies that are made on the way
 DIVIDED_WEIGHT, DIVIDED_LOGIT, DIVIDED_RESULT = 8 + 1, 64, 40
-# sums of gradients: a lower limb, and an upper one in steps of more tokens than this, prompts included
-SUM, UPPER_SUM, LONG_STEP = 8, 4, 1 << 12
+# sums of gradients: a lower limb, and an upper one in long steps
+SUM, UPPER_SUM = 8, 4
 # the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
 # when memory is short
 PROCESS = 700_000_000
@@ -35,48 +36,6 @@ PROCESS = 700_000_000
 # what mixed-precision Adam keeps for each parameter: weight and gradient in 16 bits, and a master weight and two
 # moments in 32 bits; a frozen model has its weight in 16 bits. Rajbhandari et al., 2020, section 3.1
 MIXED_PRECISION_TRAINED, MIXED_PRECISION_FROZEN = 2 + 2 + 4 + 4 + 4, 2
-
-
-@dataclass(frozen=True)
-class Work:
-    """How a run computes."""
-
-    kernels: str  # "amx", "float64", or "native" for stock torch
-    slots: int
-    max_context: int
-    max_response_tokens: int
-    sequences: int  # per iteration
-    forward_sequences: int  # per scoring pass
-    update_sequences: int  # per backward pass
-    packed: bool  # all sequences in one row
-    recompute: bool  # gradient checkpointing
-    lora_rank: int  # 0: all weights of the policy are trained
-    side_by_side: bool  # policy and value model step at the same time
-    step_sequences: int = 0  # per optimizer step, all micro-batches together
-    value_lora_rank: int = 0  # 0: all weights of a value model of its own are trained
-    older_policies: int = 0  # versions that a sampler which is behind needs beside the policy
-    reference_in_steps: bool = False  # whether the loss of the policy needs the reference's logits
-    processes: int = 1  # of the run; everything else is of one of them
-    tensor: int = 1  # of them hold one copy of the models together
-    zero: int = 0  # what they divide: 1 moments, 2 after each step the sums of gradients too
-
-    @property
-    def exact(self) -> bool:
-        return self.kernels != "native"
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether kernels compute the statistics of logits, which need nothing else as wide as they are."""
-        return self.exact and self.tensor == 1
-
-    def moments(self, parameters: int) -> int:
-        """Bytes of the AdamW moments of so many parameters, up to one number of each tensor where they are divided."""
-        return 8 * (ceil(parameters / self.processes) if self.zero else parameters)
-
-    @property
-    def long_steps(self) -> bool:
-        """Whether an optimizer step may have so many tokens that sums of gradients have an upper limb."""
-        return self.step_sequences * (self.max_context - 1) > LONG_STEP
 
 
 @dataclass(frozen=True)
@@ -210,7 +169,7 @@ def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
 def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
     """Logits, their gradient and the operands of their products, for `rows` tokens; native also keeps log-softmax."""
     operand = _input_bytes(work) if work.exact else 12
-    return rows * shape.head.outputs * (DIVIDED_LOGIT if work.tensor > 1 else 8 + operand)
+    return rows * shape.head.outputs * (8 + operand if work.has_kernels or not work.exact else DIVIDED_LOGIT)
 
 
 def adapted_size(shape: ModelShape) -> int:
@@ -219,7 +178,12 @@ def adapted_size(shape: ModelShape) -> int:
 
 
 def operand_bytes(matrices: Iterable[Linear], work: Work, trained: bool) -> int:
-    """Prepared matrices: for forward passes, and where the pass is `trained` for backward passes too."""
+    """Prepared matrices: for forward passes, and where the pass is `trained` for backward passes too.
+
+    Where processes hold pieces, the largest one, whole, while a product is computed.
+    """
+    if work.in_pieces:
+        return max((4 * m.size + max(prepared_bytes(m, t, work) for t in (False, True)) for m in matrices), default=0)
     return sum(prepared_bytes(m, t, work) for m in matrices for t in ((False, True) if trained else (False,)))
 
 
@@ -234,7 +198,9 @@ def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: W
     if not lora_rank:
         sums, gradients = (per_sum * parameters, 0) if work.exact else (0, 4 * parameters)
         operands = operand_bytes([*shape.linears, head], work, True)
-        return Resident(name, 4 * parameters, work.moments(parameters), sums, gradients, operands, parameters, 0)
+        own_matrices = shape.matrices + (shape.head_parameters if head == shape.head else 0)
+        weights = work.weights(parameters, own_matrices)
+        return Resident(name, weights, work.moments(parameters), sums, gradients, operands, parameters, 0)
     own_head = 0 if head == shape.head else head.size + bias
     merged = adapted_size(shape)
     factors = lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
@@ -250,4 +216,5 @@ def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: W
 def frozen_model(name: str, shape: ModelShape, work: Work) -> Resident:
     """A model without training."""
     operands = operand_bytes((*shape.linears, shape.head), work, False)
-    return Resident(name, 4 * shape.parameters, 0, 0, 0, operands, 0, shape.parameters)
+    weights = work.weights(shape.parameters, shape.matrices + shape.head_parameters)
+    return Resident(name, weights, 0, 0, 0, operands, 0, shape.parameters)

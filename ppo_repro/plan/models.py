@@ -54,6 +54,7 @@ class ModelShape:
     head_parameters: int  # of the head alone; 0 for a tied head
     saved: Saved
     whole: int = 0  # parameters of all processes that hold it together, where they divide it
+    matrices: int = 0  # of the parameters, without a head of its own: what `zero: 3` divides
     mixture: Mixture | None = None  # in place of the MLPs of some layers, or of all
 
     @property

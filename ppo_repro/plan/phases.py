@@ -7,13 +7,12 @@ operands of the models at work in it. Those of a frozen weight that several mode
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ppo_repro.plan.memory import (
     LOGITS_AT_ONCE,
     Plan,
     Resident,
-    Work,
     activation_bytes,
     cache_bytes,
     frozen_model,
@@ -23,6 +22,7 @@ from ppo_repro.plan.memory import (
     trained_model,
 )
 from ppo_repro.plan.models import Linear, ModelShape
+from ppo_repro.plan.work import Work
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def make_plan(
         trained.append(trained_model("value model", value, head, 1, work, work.value_lora_rank))
     frozen = [frozen_model("reference", policy, work)]
     if reward is not None:
-        frozen.append(frozen_model("reward model", reward, work))
+        frozen.append(frozen_model("reward model", reward, _with_whole_models(work)))
     matrices = _divided(policy, value, reward, work, value_is_reward)
     version = 4 * trained[0].trained_parameters
     stay = {"older policies": work.older_policies * version} if work.older_policies else {}
@@ -106,17 +106,27 @@ def _operands(count: Callable[[_Matrices, Work], int], m: _Matrices, work: Work)
     return {"operands": certain} | ({"operands of experts": everything - certain} if everything > certain else {})
 
 
+def _with_whole_models(work: Work) -> Work:
+    """The same where no weights are divided: each process has all of a reward model."""
+    return replace(work, zero=min(work.zero, 2))
+
+
 def _rollout_operands(m: _Matrices, work: Work) -> int:
     return operand_bytes(m.policy, work, False) + operand_bytes(m.shared, work, True)
 
 
 def _scoring_operands(m: _Matrices, work: Work) -> int:
     """Beside the policy's those of the reference, then of the value model, then of the reward model."""
-    one_by_one = (operand_bytes(others, work, False) for others in (m.reference, m.value, m.reward))
-    return _rollout_operands(m, work) + max(one_by_one)
+    of_reward = operand_bytes(m.reward, _with_whole_models(work), False)
+    if work.in_pieces:
+        return max(operand_bytes((*m.policy, *m.reference, *m.value), work, False), of_reward)
+    one_by_one = (operand_bytes(others, work, False) for others in (m.reference, m.value))
+    return _rollout_operands(m, work) + max(of_reward, *one_by_one)
 
 
 def _update_operands(m: _Matrices, work: Work) -> int:
+    if work.in_pieces:  # one matrix at a time is whole
+        return operand_bytes((*m.policy, *m.value), work, True)
     stepping = [operand_bytes(matrices, work, True) for matrices in (m.policy, m.value)]
     stays = operand_bytes(m.shared, work, True)
     if work.reference_in_steps:
@@ -128,7 +138,8 @@ def _loading(policy: ModelShape, value: ModelShape | None, work: Work) -> dict[s
     """Models are copied whole before they share what they do not train; one after the other."""
     adapted = [shape for shape, rank in ((policy, work.lora_rank), (value, work.value_lora_rank)) if shape and rank]
     copies = max((4 * shape.parameters for shape in adapted), default=0)
-    if work.tensor > 1:  # each process reads a model whole, and copies it before it keeps its part
+    # each process reads a model whole, and copies it before it keeps its part
+    if work.tensor * work.pipeline > 1 or work.in_pieces:
         return {"model as it is read": 4 * policy.whole, "copies before sharing": 4 * policy.whole}
     return {"model as it is read": 4 * policy.parameters, "copies before sharing": copies}
 

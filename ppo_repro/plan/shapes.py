@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.config.algorithm import KLInLoss, LoraConfig, SeparateValue
+from ppo_repro.config.layout import MeshConfig
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.errors import UserError
@@ -32,12 +34,15 @@ from ppo_repro.numerics.layers.families import (
 )
 from ppo_repro.numerics.layers.lowering import check_config
 from ppo_repro.numerics.sharding.layers import ATTENTION, INPUTS, MLP, OUTPUTS, check_divisible
-from ppo_repro.plan.memory import Plan, Work
+from ppo_repro.numerics.sharding.stages import check_layers
+from ppo_repro.plan.memory import Plan
 from ppo_repro.plan.mixtures import Mixture
 from ppo_repro.plan.models import Linear, ModelShape, Saved, as_classifier
 from ppo_repro.plan.phases import make_plan
-from ppo_repro.shares import check_mesh, check_shares, share_ranges
+from ppo_repro.plan.work import Work
+from ppo_repro.shares import check_mesh, check_shares, pieces, share_ranges
 
+_ALONE = MeshConfig()
 # what a backward pass keeps in one layer of each family, checked by a test: multiples of the widths of residual
 # stream, queries, keys and MLP, then norms with exponents of rows, norms of every head, mask rows
 _DIVIDED = {**ATTENTION, **MLP, "embed_tokens": OUTPUTS, "lm_head": OUTPUTS}
@@ -74,38 +79,40 @@ def model_shape(
     exact: bool,
     lora_targets: Sequence[str] | None = None,
     section: str = "lora",
-    tensor: int = 1,
+    mesh: MeshConfig = _ALONE,
 ) -> ModelShape:
     """The shape of a causal model, with adapters on `lora_targets` (None: without; see `choose_layers`).
 
-    Of `tensor` processes that hold it together, the part of the one with the most.
+    Of the processes of a mesh that hold it together, the part of the one with the most.
     """
     model = without_weights(config)
     adapted = set() if lora_targets is None else set(choose_layers(model, lora_targets, section))
     head = head_of(model)
     tied = config.tie_word_embeddings
-    linears = linear_layers(model)
+    linears, stage = linear_layers(model), max(pieces(config.num_hidden_layers, mesh.pipeline), key=len)
     inner = max((shape_of(layer)[0] for name, layer in linears.items() if ".mlp." in name), default=0)
     mixture, of_mixtures = _mixture(model)
-    own_head = _part(Linear(*shape_of(head)), "lm_head", tensor)
+    own_head = _part(Linear(*shape_of(head)), "lm_head", mesh)
     return ModelShape(
-        parameters=sum(_part_size(name, p, tensor) for name, p in model.named_parameters()),
-        layers=config.num_hidden_layers,
+        parameters=sum(_part_size(name, p, mesh) for name, p in model.named_parameters() if _is_of(stage, name)),
+        layers=len(stage),
         hidden=config.hidden_size,
-        heads=config.num_attention_heads // tensor,
-        key_heads=key_value_heads(config) // tensor,
+        heads=config.num_attention_heads // mesh.tensor,
+        key_heads=key_value_heads(config) // mesh.tensor,
         head_dim=head_dim(config),
-        intermediate=inner // tensor,
+        intermediate=inner // mesh.tensor,
         vocab_size=config.vocab_size,
         linears=tuple(
-            _part(Linear(*shape_of(layer), name in adapted, isinstance(layer, Conv1D)), name, tensor)
+            _part(Linear(*shape_of(layer), name in adapted, isinstance(layer, Conv1D)), name, mesh)
             for name, layer in linears.items()
+            if _is_of(stage, name)
         )
         + of_mixtures,
         head=own_head,
-        head_parameters=0 if tied else own_head.size if tensor > 1 else _size(head),
+        head_parameters=0 if tied else own_head.size if mesh.group > 1 else _size(head),
         saved=(_EXACT if exact else _NATIVE)[config.model_type],
         whole=_size(model),
+        matrices=sum(p.numel() for _, p in model.named_parameters() if p.dim() > 1) - (0 if tied else _size(head)),
         mixture=mixture,
     )
 
@@ -122,22 +129,37 @@ def _mixture(model: PreTrainedModel) -> tuple[Mixture | None, tuple[Linear, ...]
     return Mixture(len(found), experts, int(router.top_k), inner, normalised), matrices * len(found)
 
 
-def _part(matrix: Linear, name: str, tensor: int) -> Linear:
-    """What of a matrix one of `tensor` processes holds, as `numerics.sharding` divides it: the largest part."""
-    if tensor == 1:
+def _is_of(stage: range, name: str) -> bool:
+    """Whether a module or parameter is of these layers, or of none."""
+    index = re.search(r"\.(\d+)\.", name)
+    return index is None or int(index[1]) in stage
+
+
+def _holders(module: str, mesh: MeshConfig) -> int:
+    """How many processes divide a matrix; all of a group divide the vocabulary."""
+    return mesh.group if module in ("embed_tokens", "lm_head") else mesh.tensor
+
+
+def _part(matrix: Linear, name: str, mesh: MeshConfig) -> Linear:
+    """What of a matrix a process holds, as `numerics.sharding` divides it: the largest part."""
+    module = name.rpartition(".")[2]
+    count = _holders(module, mesh)
+    if count == 1:
         return matrix
-    if _DIVIDED[name.rpartition(".")[2]] == INPUTS:
-        return replace(matrix, inputs=ceil(matrix.inputs / tensor), divided="inputs")
-    return replace(matrix, outputs=ceil(matrix.outputs / tensor), divided="outputs")
+    if _DIVIDED[module] == INPUTS:
+        return replace(matrix, inputs=ceil(matrix.inputs / count), divided="inputs")
+    return replace(matrix, outputs=ceil(matrix.outputs / count), divided="outputs")
 
 
-def _part_size(name: str, parameter: Tensor, tensor: int) -> int:
-    module, _, own = name.rpartition(".")
-    dim = _DIVIDED.get(module.rpartition(".")[2]) if tensor > 1 else None
+def _part_size(name: str, parameter: Tensor, mesh: MeshConfig) -> int:
+    path, _, own = name.rpartition(".")
+    module = path.rpartition(".")[2]
+    count = _holders(module, mesh)
+    dim = _DIVIDED.get(module) if count > 1 else None
     if dim is None or (own == "bias" and dim == INPUTS):
         return parameter.numel()
     size = parameter.shape[dim]
-    return parameter.numel() // size * ceil(size / tensor)
+    return parameter.numel() // size * ceil(size / count)
 
 
 def _size(module: nn.Module) -> int:
@@ -150,11 +172,11 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
     UserError for layout.backend = eager, and where the mesh or the shares are not for so many processes.
     """
     layout = config.layout
-    tensor = layout.mesh.tensor
-    check_mesh(layout.mesh.data, processes, tensor)
-    check_shares(layout.rank_shares, processes, tensor)
+    mesh = layout.mesh
+    check_mesh(mesh.data, processes, mesh.tensor, mesh.pipeline)
+    check_shares(layout.rank_shares, processes, mesh.group)
     sequences, step, evaluated = (
-        max(map(len, share_ranges(count, layout.rank_shares or [1] * (processes // tensor))))
+        max(map(len, share_ranges(count, layout.rank_shares or [1] * (processes // mesh.group))))
         for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)
     )
     exact = config.numerics.mode == "exact"
@@ -178,8 +200,9 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         older_policies=0 if (lag := config.mismatch.sampler.lag) is None else min(lag.most, config.ppo.iterations - 1),
         reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",
         processes=processes,
-        tensor=tensor,
-        zero=layout.mesh.zero,
+        tensor=mesh.tensor,
+        pipeline=mesh.pipeline,
+        zero=mesh.zero,
     )
 
 
@@ -192,8 +215,8 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
 
     UserError where the model is not supported, or the mesh or the shares are not for so many processes.
     """
-    shares, tensor = len(config.layout.rank_shares), config.layout.mesh.tensor
-    processes = processes or (config.layout.mesh.data or shares or 1) * tensor
+    shares, mesh = len(config.layout.rank_shares), config.layout.mesh
+    processes = processes or (mesh.data or shares or 1) * mesh.group
     max_context, exact = config.numerics.max_context, config.numerics.mode == "exact"
     if isinstance(config.model, ModelFolder):
         path = config.model.path
@@ -201,9 +224,10 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
     else:  # its tokenizer may have as many tokens as the configuration allows
         source = tiny_config(config.model, config.model.vocab_size, max_context, None)
     (check_config if exact else check_visibility)(source, max_context)
-    check_divisible(source, tensor, "the model")
+    check_divisible(source, mesh.tensor, "the model")
+    check_layers(source, mesh.pipeline, "the model")
     shape, term = model_shape(source, exact), config.reward.model
-    policy = shape if tensor == 1 else model_shape(source, exact, tensor=tensor)
+    policy = shape if mesh.group == 1 else model_shape(source, exact, mesh=mesh)
     if config.lora is not None:
         policy = model_shape(source, exact, config.lora.target_modules)
     classifier: PretrainedConfig | None = None
@@ -218,8 +242,9 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
     if isinstance(config.value, SeparateValue):
         begun_as = classifier if from_reward and classifier is not None else source
         lora = config.value.lora
-        check_divisible(begun_as, tensor, "the value model")
-        value = model_shape(begun_as, exact, None if lora is None else lora.target_modules, "value.lora", tensor)
+        check_divisible(begun_as, mesh.tensor, "the value model")
+        check_layers(begun_as, mesh.pipeline, "the value model")
+        value = model_shape(begun_as, exact, None if lora is None else lora.target_modules, "value.lora", mesh)
         if from_reward:
             value = as_classifier(value, 1)
     return make_plan(policy, value, reward, work_of(config, processes), from_reward)

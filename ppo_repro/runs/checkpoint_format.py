@@ -32,7 +32,7 @@ from ppo_repro.numerics.arithmetic.grid import (
 from ppo_repro.numerics.gradients import HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
 from ppo_repro.numerics.pieces import Divided
-from ppo_repro.numerics.sharding.layers import parts_of, whole_parameters
+from ppo_repro.numerics.sharding.parts import parts_of, whole_parameters
 from ppo_repro.runs.checkpoint_index import (
     DAMAGED,
     FORMAT,

@@ -22,7 +22,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.models.value_folder import load_value_parameters, save_value_model
-from ppo_repro.numerics.sharding.layers import whole_parameters, whole_state
+from ppo_repro.numerics.sharding.parts import whole_parameters, whole_state
 from ppo_repro.records.contents import (
     CHECKPOINT,
     checkpoint_folder,

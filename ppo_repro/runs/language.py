@@ -22,7 +22,7 @@ from ppo_repro.mesh.groups import as_mesh
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.device import UNTRIED, check_device
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.numerics.sharding.layers import whole_parameters
+from ppo_repro.numerics.sharding.parts import whole_parameters
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
@@ -141,8 +141,8 @@ class LanguageKind:
         mesh, shares = config.layout.mesh, config.layout.rank_shares
         self.ranks.require_agreed("layout.mesh", mesh.model_dump())
         self.ranks.require_agreed("layout.rank_shares", list(shares))
-        check_mesh(mesh.data, self.ranks.size, mesh.tensor)
-        check_shares(shares, self.ranks.size, mesh.tensor)
+        check_mesh(mesh.data, self.ranks.size, mesh.tensor, mesh.pipeline)
+        check_shares(shares, self.ranks.size, mesh.group)
         check_device(config.layout.device, self.ranks.size, config.layout.backend)
 
     @contextmanager
@@ -155,7 +155,7 @@ class LanguageKind:
         """
         if config.layout.device != "cpu":
             self.watcher.warning(UNTRIED)
-        ranks = as_mesh(self.ranks, config.layout.mesh.tensor)
+        ranks = as_mesh(self.ranks, config.layout.mesh)
         with naming_learning_rates(config):
             reference = None if run_dir is None or start is None else reference_folder(run_dir)
             prepared = self._prepare(config, reference, ranks, measured)
@@ -163,7 +163,7 @@ class LanguageKind:
             if start is not None:
                 go_on_from(start, prepared)
             store: Store | None = None
-            begins_store = ranks.holders.size > 1 and ranks.first(lambda: run_dir is not None)
+            begins_store = ranks.divides_weights and ranks.first(lambda: run_dir is not None)
             if not self.ranks.is_first:
                 store = Lender(config, prepared.state)
                 if begins_store and start is None and config.checkpoints.every:

@@ -43,7 +43,7 @@ from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.pieces import Division
 from ppo_repro.numerics.proof import proof
-from ppo_repro.numerics.sharding.layers import divide
+from ppo_repro.numerics.sharding.parts import hold
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
@@ -165,13 +165,12 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
     `share`: adapted models use the weights of frozen ones where they do not train.
     """
     mode, max_context = config.numerics.mode, config.numerics.max_context
-    holders = division.ranks.holders
-    policy = divide(make_policy(source, mode, max_context), holders)
-    reference = freeze(divide(make_policy(source, mode, max_context), holders))
+    policy = hold(make_policy(source, mode, max_context), division.ranks)
+    reference = freeze(hold(make_policy(source, mode, max_context), division.ranks))
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
     value_model = _value_model(config, source, policy, task.reward_model)
     if isinstance(config.value, SeparateValue) and value_model is not None:
-        divide(value_model.trunk, holders, "the value model")
+        hold(value_model.trunk, division.ranks, "the value model")
     value_lora = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
         begun_as = task.reward_model if config.value.init == "reward_model" else reference
@@ -278,7 +277,7 @@ def prepare(
     if config.rollout.top_k > source.config.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
     accuracy = None
-    if measured and ranks.holders.size > 1:
+    if measured and ranks.divides_weights:
         numerics = config.numerics
         accuracy = policy_accuracy(config, task.prompt_ids, make_policy(source, numerics.mode, numerics.max_context))
     networks = _networks(config, source, task, share, Division(ranks, config.layout.mesh.zero))

@@ -19,7 +19,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_digest
-from ppo_repro.numerics.sharding.layers import whole_parameters
+from ppo_repro.numerics.sharding.parts import whole_parameters
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ranks import Ranks

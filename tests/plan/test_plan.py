@@ -39,10 +39,11 @@ from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
 from ppo_repro.plan import memory, report
-from ppo_repro.plan.memory import Work, mixed_precision_bytes
+from ppo_repro.plan.memory import mixed_precision_bytes
 from ppo_repro.plan.models import Linear, ModelShape, as_classifier
 from ppo_repro.plan.phases import make_plan
 from ppo_repro.plan.shapes import model_shape, plan_run
+from ppo_repro.plan.work import LONG_STEP, Work
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 from tests.support.cli import one_line
@@ -109,13 +110,13 @@ def test_the_constants_are_those_of_the_kernels() -> None:
     assert memory.FLOAT64_COLUMNS == float64_tiles.COLUMNS
     digits = amx_tiles.B_DIGITS, amx_tiles.A_DIGITS
     assert (*digits, amx_operands.MAX_TERMS) == (memory.AMX_WEIGHT, memory.AMX_INPUT, memory.AMX_MAX_TERMS)
-    assert not gradients.needs_two_limbs(memory.LONG_STEP) and gradients.needs_two_limbs(memory.LONG_STEP + 1)
+    assert not gradients.needs_two_limbs(LONG_STEP) and gradients.needs_two_limbs(LONG_STEP + 1)
     assert memory.LOGITS_AT_ONCE == LOGITS_AT_ONCE
 
 
 def test_long_steps_have_an_upper_limb() -> None:
     shape = model_shape(CONFIGS["qwen3"](), True)
-    sequences = memory.LONG_STEP // (CONTEXT - 1)
+    sequences = LONG_STEP // (CONTEXT - 1)
     works = [work("float64", step_sequences=sequences + more) for more in (0, 1)]
     sums = [memory.trained_model("policy", shape, shape.head, 0, w, 0).gradient_sums for w in works]
     assert sums == [8 * shape.parameters, 12 * shape.parameters]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ppo_repro.errors import Failure
 from ppo_repro.mesh.groups import MeshRanks
+from ppo_repro.mesh.shards import ShardRanks
 from ppo_repro.ranks import Ranks
 
 T = TypeVar("T")
@@ -26,24 +27,42 @@ class ThreadRanks(Ranks):
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
     sent: list[int] = field(default_factory=list)  # bytes of each `deal`
 
-    def gather(self, values: Sequence[Any]) -> list[Any]:
-        self.shared[self.rank] = list(values)
+    def _exchange(self, what: str, value: Any, failure: Failure | None = None) -> list[Any]:
+        self.shared[self.rank] = what, value
         self.barrier.wait()
-        gathered = [value for own in self.shared for value in own]
+        everything = list(self.shared)
         self.barrier.wait()
-        return gathered
+        assert len({of_rank[0] for of_rank in everything}) == 1, "threads are at different points"
+        return [_copied(of_rank[1]) for of_rank in everything]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        everything = self.gather([[t.clone() for t in tensors]])
+        everything = self._exchange("add_up", [t.clone() for t in tensors])
         assert len({tuple((t.shape, t.dtype) for t in own) for own in everything}) == 1
         for i, tensor in enumerate(tensors):
             tensor.copy_(torch.stack([own[i] for own in everything]).sum(0))
 
     def deal(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         self.sent.append(sum(len(part) for other, part in enumerate(parts) if other != self.rank))
-        received = [of_rank[self.rank] for of_rank in self.gather([list(parts)])]
+        received = [of_rank[self.rank] for of_rank in ThreadRanks._exchange(self, "deal", list(parts))]
         assert [len(part) for part in received] == list(lengths)
         return received
+
+
+@dataclass(frozen=True)
+class ThreadShards(ShardRanks, ThreadRanks):
+    """One of several threads that hold weights in pieces."""
+
+
+def thread_shards(ranks: ThreadRanks) -> ThreadShards:
+    """The same threads, as `mesh.groups.as_mesh` makes processes that divide weights."""
+    return ThreadShards(ranks.rank, ranks.size, shared=ranks.shared, barrier=ranks.barrier, sent=ranks.sent)
+
+
+def _copied(value: Any) -> Any:
+    """The tensors of a list in memory of their own, as another process gets them."""
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def in_threads(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
@@ -79,23 +98,24 @@ class ThreadMesh(MeshRanks):
         return self.world.gather([value])
 
 
-def thread_mesh(world: ThreadRanks, tensor: int) -> ThreadMesh:
-    """Threads in groups of `tensor`, as `mesh.groups.as_mesh` makes them of processes."""
+def thread_mesh(world: ThreadRanks, size: int, by_layers: bool = False) -> ThreadMesh:
+    """Threads in groups of `size`, as `mesh.groups.as_mesh` makes them of processes."""
     if world.rank == 0:
-        shape = {"tensor": (world.size // tensor, tensor), "data": (tensor, world.size // tensor)}
+        shape = {"group": (world.size // size, size), "data": (size, world.size // size)}
         made = {
-            name: [([None] * size, threading.Barrier(size, timeout=TIMEOUT)) for _ in range(count)]
-            for name, (count, size) in shape.items()
+            name: [([None] * members, threading.Barrier(members, timeout=TIMEOUT)) for _ in range(count)]
+            for name, (count, members) in shape.items()
         }
         groups = world.gather([made])[0]
     else:
         groups = world.gather([{}])[0]
-    d, t = divmod(world.rank, tensor)
-    own, same = groups["tensor"][d], groups["data"][t]
+    d, t = divmod(world.rank, size)
+    own, same = groups["group"][d], groups["data"][t]
     return ThreadMesh(
         world.rank,
         world.size,
-        tensor=ThreadRanks(t, tensor, shared=own[0], barrier=own[1]),
-        data=ThreadRanks(d, world.size // tensor, shared=same[0], barrier=same[1]),
+        group=ThreadRanks(t, size, shared=own[0], barrier=own[1]),
+        data=ThreadRanks(d, world.size // size, shared=same[0], barrier=same[1]),
+        by_layers=by_layers,
         world=world,
     )

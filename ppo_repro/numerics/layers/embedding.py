@@ -17,11 +17,11 @@ class _Embedding(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, accumulator: Gradients | None
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, accumulator: Gradients | None, table: Tensor
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding_idx, ctx.accumulator = weight, padding_idx, accumulator
-        return weight[ids]
+        return table[ids]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -30,7 +30,14 @@ class _Embedding(Function):
             if ctx.padding_idx is not None:  # as in nn.Embedding, this row takes no gradient
                 grad = grad.masked_fill((ids == ctx.padding_idx)[..., None], 0.0)
             ctx.accumulator.add_rows(ctx.weight, grad.reshape(-1, grad.shape[-1]), ids.reshape(-1))
-        return None, None, None, None
+        return None, None, None, None, None
+
+
+def embedded(
+    ids: Tensor, weight: Tensor, padding_idx: int | None, accumulator: Gradients | None, table: Tensor
+) -> Tensor:
+    """The rows `ids` of `table` [V, H] float32, which is the parameter `weight`, or what it is a part of."""
+    return _Embedding.apply(ids, weight, padding_idx, accumulator, table.detach())
 
 
 class ExactEmbedding(ExactModule):
@@ -41,7 +48,7 @@ class ExactEmbedding(ExactModule):
         self.weight, self.padding_idx = source.weight, source.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _Embedding.apply(ids, self.weight, self.padding_idx, self.accumulator)
+        return embedded(ids, self.weight, self.padding_idx, self.accumulator, self.weight)
 
 
 class ExactScaledEmbedding(ExactEmbedding):

@@ -56,9 +56,9 @@ class OptimizerState:
 
     def held(self, name: str, moment: Tensor) -> Tensor | Divided:
         """What this process holds of a moment."""
-        if self.parts.divides:
-            return self.parts.held(name, moment)
-        return self.division.held(moment, self.shapes.get(name, moment.shape))
+        if self.division.divides:
+            return self.division.held(moment, self.shapes.get(name, moment.shape))
+        return self.parts.held(name, moment)
 
 
 def require_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -165,16 +165,21 @@ class ExactAdamW:
     ) -> None:
         self.parameters, self.division, self.parts = dict(parameters), division, parts
         self.first, self.second = (
-            {name: torch.zeros_like(division.own(p.detach())) for name, p in self.parameters.items()} for _ in range(2)
+            {name: torch.zeros_like(self._own(name, p.detach())) for name, p in self.parameters.items()}
+            for _ in range(2)
         )
         # powers of beta by repeated multiplication: the C library's pow differs between machines
         self.beta1_power = self.beta2_power = 1.0
+
+    def _own(self, name: str, held: Tensor) -> Tensor:
+        return self.parts.stepped(name, held, self.division)
 
     @torch.no_grad()
     def apply(self, s: AdamWSettings, gradients: Mapping[str, Tensor], norm: float) -> None:
         """One step with gradients of global norm `norm`, scaled down to `max_grad_norm`.
 
-        Gradients are as the moments are: this process's pieces where they are divided. Every process gets all weights.
+        Gradients are as the moments are: this process's pieces where they are divided. Every process gets all weights
+        that are not divided themselves.
         """
         self.beta1_power *= s.beta1
         self.beta2_power *= s.beta2
@@ -190,7 +195,7 @@ class ExactAdamW:
             step_size=s.learning_rate / (1.0 - self.beta1_power),
         )
         for name, parameter in self.parameters.items():
-            own = self.division.own(parameter.detach())
+            own = self._own(name, parameter.detach())
             tensors = (own, gradients[name], self.first[name], self.second[name])
             if backend.has_kernels(parameter):
                 values, gradient, first, second = (_flat(t) for t in tensors)
@@ -204,11 +209,11 @@ class ExactAdamW:
                 torch.autograd.graph.increment_version(parameter)
             else:
                 _adamw(*tensors, constants)
-        self.division.spread(list(self.parameters.values()))
+        self.division.spread([p for name, p in self.parameters.items() if name not in self.parts.flat])
 
     def state(self, grids: Mapping[str, int]) -> OptimizerState:
         powers, divides = (self.beta1_power, self.beta2_power), self.division.divides
-        shapes = {name: p.shape for name, p in self.parameters.items()} if divides else {}
+        shapes = {n: self.parts.gradient_shape(n, p) for n, p in self.parameters.items()} if divides else {}
         division = self.division if divides else WHOLE
         return OptimizerState(self.first, self.second, dict(grids), {}, *powers, {}, shapes, division, self.parts)
 
@@ -217,7 +222,7 @@ class ExactAdamW:
         for pieces, whole in ((self.first, state.first), (self.second, state.second)):
             held = {name: self.parts.own(name, tensor) for name, tensor in whole.items()}
             require_named({name: p.detach() for name, p in self.parameters.items()}, held)
-            copy_named(pieces, {name: self.division.own(tensor) for name, tensor in held.items()})
+            copy_named(pieces, {name: self._own(name, tensor) for name, tensor in held.items()})
         self.beta1_power, self.beta2_power = state.beta1_power, state.beta2_power
 
 

@@ -24,7 +24,7 @@ from ppo_repro.numerics.optim.adamw import (
     exact_norms,
 )
 from ppo_repro.numerics.pieces import WHOLE, Division
-from ppo_repro.numerics.sharding.layers import parts_of
+from ppo_repro.numerics.sharding.parts import parts_of
 from ppo_repro.ranks import ALONE, Ranks
 
 MAX_REDOS = 8  # the grid fits after one redo, unless the backward pass is not reproducible
@@ -123,8 +123,9 @@ class ExactOptimizer:
         self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
     ) -> StepReport:
         gradients, redos = collect(self.accumulator, backward, tokens, ranks, self.division)
-        owners = self.parts.holders if self.parts.divides else self.division.owners
-        counted = self.parts.counted_once(gradients)
+        by_piece = self.division.divides
+        owners = self.division.owners if by_piece else self.parts.holders
+        counted = gradients if by_piece else self.parts.counted_once(gradients)
         norm = exact_norm(counted.values(), owners)
         measured = tensor_gradients(counted, owners) if by_tensor else ()
         self.adamw.apply(self.settings, gradients, norm)

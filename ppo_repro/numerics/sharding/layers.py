@@ -8,7 +8,6 @@ computes by the kernels it has, on its own heads, columns or rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -20,14 +19,11 @@ from ppo_repro.errors import UserError
 from ppo_repro.numerics.arithmetic.contraction import Operand, input_operand, weight_operand
 from ppo_repro.numerics.arithmetic.contraction import linear as contract
 from ppo_repro.numerics.arithmetic.divided import Holders, Share
-from ppo_repro.numerics.device import state_on_cpu
 from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.layers.embedding import ExactEmbedding
-from ppo_repro.numerics.layers.families import decoder_layers, head_of, key_value_heads, modules_of, trunk_of
+from ppo_repro.numerics.layers.families import decoder_layers, head_of, key_value_heads, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear, ExactModule
 from ppo_repro.numerics.products import PreparedWeight, factor_exponents
-from ppo_repro.numerics.tensor_parts import UNDIVIDED, TensorParts
-from ppo_repro.ranks import ALONE
 from ppo_repro.shares import pieces
 
 OUTPUTS, INPUTS = 0, 1  # along which dimension of a weight [N, K] it is divided
@@ -213,71 +209,29 @@ def divide(model: PreTrainedModel, holders: Holders, of: str = "the model") -> P
     if holders.size == 1:
         return model
     check_divisible(model.config, holders.size, of)
-    trunk, made = cast(Any, trunk_of(model)), dict[int, nn.Parameter]()
-
-    def own(weight: Tensor, dim: int) -> nn.Parameter:
-        if id(weight) not in made:  # an embedding and its tied head stay one parameter
-            made[id(weight)] = _own_parameter(weight, share_of(weight.shape[dim], holders), dim)
-        return made[id(weight)]
-
-    embedding = trunk.embed_tokens
-    trunk.embed_tokens = DividedEmbedding(embedding, holders, own(embedding.weight, OUTPUTS))
-    for layer in decoder_layers(trunk):
+    divide_vocabulary(model, holders)
+    for layer in decoder_layers(model):
         for parent, dims in ((cast(Any, layer).self_attn, ATTENTION), (cast(Any, layer).mlp, MLP)):
             for name, dim in dims.items():
                 source: ExactLinear = getattr(parent, name)
-                setattr(parent, name, DividedLinear(source, dim, holders, own(source.weight, dim)))
-    if trunk is not model:
-        head = cast(ExactLinear, head_of(model))
-        model.set_output_embeddings(DividedHead(head, OUTPUTS, holders, own(head.weight, OUTPUTS)))
+                own = _own_parameter(source.weight, share_of(source.weight.shape[dim], holders), dim)
+                setattr(parent, name, DividedLinear(source, dim, holders, own))
     return model
+
+
+def divide_vocabulary(model: PreTrainedModel, holders: Holders) -> None:
+    """Keep this process's tokens of the embedding, and of the head where the model has one, and free the rest."""
+    trunk = cast(Any, trunk_of(model))
+    embedding, head = trunk.embed_tokens, None if trunk is model else cast(ExactLinear, head_of(model))
+    share = share_of(len(embedding.weight), holders)
+    own = _own_parameter(embedding.weight, share, OUTPUTS)
+    trunk.embed_tokens = DividedEmbedding(embedding, holders, own)
+    if head is not None:
+        tied = head.weight is embedding.weight
+        own_head = own if tied else _own_parameter(head.weight, share, OUTPUTS)
+        model.set_output_embeddings(DividedHead(head, OUTPUTS, holders, own_head))
 
 
 def own_logits(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Share | None]:
     """The logits of hidden states [n, H] that this process has, and of which tokens they are; None for all."""
     return (head.own_logits(hidden), head.share) if isinstance(head, DividedHead) else (head(hidden), None)
-
-
-def holders_of(model: nn.Module) -> Holders:
-    """The processes that hold a model together; this one alone if it is whole."""
-    return next((m.share.holders for m in modules_of(model) if isinstance(m, DividedEmbedding)), ALONE)
-
-
-def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The named parameters of a module, whole, one after the other; all processes that hold parts must ask for them."""
-    return parts_of(module).whole(module.named_parameters())
-
-
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model as files take it: whole, and on the CPU; all processes that hold parts must ask for it."""
-    parts = parts_of(model)
-    if not parts.divides:
-        return state_on_cpu(model)
-    names = {id(p): name for name, p in model.named_parameters()}  # a tied head has that of the embedding
-    whole = dict(parts.whole(model.named_parameters()))
-    state = model.state_dict(keep_vars=True)
-    return {name: whole[names[id(x)]] if id(x) in names else x.detach() for name, x in state.items()}
-
-
-def parts_of(module: nn.Module) -> TensorParts:
-    """What of the parameters of a module, by name, this process holds."""
-    modules = modules_of(module)
-    layers = [m for m in modules if isinstance(m, DividedLinear | DividedEmbedding)]
-    if not layers:
-        return UNDIVIDED
-    dims, sizes, summed = dict[int, int](), dict[int, int](), set[int]()
-    for layer in layers:
-        dims[id(layer.weight)], sizes[id(layer.weight)] = layer.dim, layer.share.length
-        if isinstance(layer, DividedLinear) and layer.bias is not None and layer.dim == OUTPUTS:
-            dims[id(layer.bias)], sizes[id(layer.bias)] = 0, layer.share.length
-    for part in modules:
-        if isinstance(getattr(part, "q_proj", None), DividedLinear):  # norms of heads see those of this process
-            norms = (getattr(part, name, None) for name in ("q_norm", "k_norm"))
-            summed |= {id(norm.weight) for norm in norms if norm is not None}
-    named = {name: id(p) for name, p in module.named_parameters()}
-    return TensorParts(
-        layers[0].share.holders,
-        {name: dims[p] for name, p in named.items() if p in dims},
-        {name: sizes[p] for name, p in named.items() if p in sizes},
-        frozenset(name for name, p in named.items() if p in summed),
-    )

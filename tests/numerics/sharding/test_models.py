@@ -18,8 +18,9 @@ from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer, weights_digest
-from ppo_repro.numerics.sharding import layers
-from ppo_repro.numerics.sharding.layers import check_divisible, divide, own_logits, parts_of, whole_parameters
+from ppo_repro.numerics.sharding import parts
+from ppo_repro.numerics.sharding.layers import check_divisible, divide, own_logits
+from ppo_repro.numerics.sharding.parts import parts_of, whole_parameters
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -77,8 +78,8 @@ def found(model: PreTrainedModel, ranks: Ranks) -> Found:
 
     for _ in range(2):
         report = optimizer.step(backward, batch.real_tokens, ranks, by_tensor=True)
-    state, parts = optimizer.state(), parts_of(model)
-    moments = dict(parts.whole(state.second.items()))
+    state = optimizer.state()
+    moments = dict(parts_of(model).whole(state.second.items()))
     digest = weights_digest(whole_parameters(model))
     return Found(logits, samples, report.grad_norm, report.gradients, digest, dict(whole_parameters(model)), moments)
 
@@ -115,8 +116,8 @@ def test_a_divided_model_says_samples_and_learns_what_a_whole_one_does(config: P
 def test_gradients_of_norms_of_heads_that_are_not_added_up_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: each process has the contributions of its own heads only."""
     whole = found(make_policy(small_model(qwen3_config(), 3), "exact", CONTEXT), ALONE)
-    usual = layers.TensorParts
-    monkeypatch.setattr(layers, "TensorParts", lambda holders, dims, sizes, _: usual(holders, dims, sizes))
+    usual = parts.TensorParts
+    monkeypatch.setattr(parts, "TensorParts", lambda holders, dims, sizes, _, owners: usual(holders, dims, sizes))
     part, _ = divided(qwen3_config(), 2)
     assert torch.equal(part.logits, whole.logits), "before the first step"
     differing = {

@@ -34,13 +34,16 @@ RUNS = {
     "zero 1": ["layout.mesh.zero=1", "layout.rank_shares=[1,3]"],
     "zero 2": ["layout.mesh={data: 2, zero: 2}", "layout.padding=none", "layout.update_micro_batch=1"],
     "all on the second": ["layout.mesh.zero=2", "layout.rank_shares=[0,1]"],
+    "zero 3": ["layout.mesh={data: 2, zero: 3}", "layout.rank_shares=[3,1]", "layout.update_micro_batch=1"],
+    "zero 3, all on the second": ["layout.mesh.zero=3", "layout.rank_shares=[0,1]", "records.level=deep"],
     "deep": ["layout.mesh.zero=2", "records.level=deep"],
     "adapters": ["layout.mesh.zero=1", LORA],
-    "head": ["layout.mesh.zero=2", "value={kind: head}"],
+    "head": ["layout.mesh.zero=3", "value={kind: head}", "layout.gradient_checkpointing=true"],
 }
 RUNS_OF_THREE = {
     "data": ["layout.mesh.data=3", "layout.rank_shares=[3,1,1]"],
     "zero 2": ["layout.mesh={data: 3, zero: 2}", "layout.rank_shares=[1,0,2]"],
+    "zero 3": ["layout.mesh={data: 3, zero: 3}", "layout.rank_shares=[1,0,2]"],
 }
 
 
@@ -73,8 +76,8 @@ def resume(run_dir: Path, zero: int, ranks: Ranks) -> str:
     return manifest.load(run_dir).fingerprint
 
 
-def moments(zero: int, ranks: Ranks) -> int:
-    """The bytes of the moments of both models after an iteration."""
+def held(zero: int, ranks: Ranks) -> tuple[int, int]:
+    """The bytes of the moments of both trained models, and of the weights of all three, after an iteration."""
     config = load_config(TINY, [*QUICK, "ppo.iterations=1", f"layout.mesh.zero={zero}"])
     with LanguageKind(Silent(), ranks).begin(config, None) as execution:
         for _ in execution.iterations():
@@ -83,7 +86,9 @@ def moments(zero: int, ranks: Ranks) -> int:
         tensors: list[Tensor] = []
         for optimizer in (state.policy_optimizer, state.value_optimizer):
             tensors += [*optimizer.adamw.first.values(), *optimizer.adamw.second.values()]
-    return sum(t.untyped_storage().nbytes() for t in tensors)
+        weights = [p for model in (state.policy, state.value_model, state.reference) for p in model.parameters()]
+    moments, parameters = (sum(t.untyped_storage().nbytes() for t in some) for some in (tensors, weights))
+    return moments, parameters
 
 
 def rounded_sums(tensors: list[Tensor], ranks: Ranks, apart: bool) -> None:
@@ -104,10 +109,10 @@ def main(folder: Path, names: list[str]) -> None:
                 ranks.check()
                 found[name] = manifest.load(run_dir).fingerprint
         if not names and ranks.size == 2:
-            found["moments"] = [moments(zero, ranks) for zero in (0, 1, 2)]
+            found["moments"], found["weights"] = zip(*(held(zero, ranks) for zero in (0, 1, 2, 3)), strict=True)
             found["resumed"] = resume(interrupted(folder / "interrupted", ["layout.mesh.zero=2"], ranks), 1, ranks)
-            found["from one"] = resume(next((folder / "from one").rglob("manifest.json")).parent, 2, ranks)
-            interrupted(folder / "for one", ["layout.mesh={data: 2, zero: 1}"], ranks)
+            found["from one"] = resume(next((folder / "from one").rglob("manifest.json")).parent, 3, ranks)
+            interrupted(folder / "for one", ["layout.mesh={data: 2, zero: 3}"], ranks)
             gradients.add_up_pieces = rounded_sums
             config = load_config(TINY, [*QUICK, "layout.mesh.zero=1", "ppo.learning_rate=0.01"])
             found["rounded"] = manifest.load(run(config, folder / "rounded", Silent(), ranks)[0]).fingerprint

@@ -32,6 +32,7 @@ from tests.support.processes.mesh_worker import Interrupting
 
 # each process computes all of the warm start; two heads of keys, so that two processes can divide them
 QUICK = ["model.warm_start_steps=2", "model.num_key_value_heads=2", "rollout.prompts_per_iteration=3"]
+STAGED = [*QUICK, "model.num_layers=2", "ppo.iterations=1"]
 LONGER = [*QUICK, "ppo.iterations=3", "checkpoints.every=1", "checkpoints.keep=9"]
 CUT = [*QUICK, "rollout.top_p=0.9", "records.level=deep", "ppo.iterations=1", "kl={placement: loss, estimator: exact}"]
 HEAD = [*QUICK, "value={kind: head}", "ppo.iterations=1", "layout.padding=none", "layout.gradient_checkpointing=true"]
@@ -41,7 +42,10 @@ RUNS = {
         "cut": ["layout.mesh={data: 1, tensor: 2}", *CUT],
         "head": ["layout.mesh.tensor=2", "layout.backend=eager", *HEAD],
     },
-    4: {"both": ["layout.mesh={data: 2, tensor: 2}", "layout.rank_shares=[1,2]", *QUICK]},
+    4: {
+        "both": ["layout.mesh={data: 2, tensor: 2}", "layout.rank_shares=[1,2]", *QUICK],
+        "pipeline": ["layout.mesh={data: 2, pipeline: 2}", "layout.rank_shares=[1,2]", *STAGED],
+    },
 }
 
 

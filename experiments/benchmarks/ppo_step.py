@@ -19,7 +19,7 @@ from pathlib import Path
 from experiments.benchmarks import timing, workload
 from experiments.benchmarks.peers import environment
 from experiments.benchmarks.timing import Cost, Measured
-from experiments.benchmarks.workload import SIZES, Size
+from experiments.benchmarks.workload import SIZES, USUAL, Work
 from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE
@@ -39,18 +39,18 @@ PROMPTS = 256  # in the folder; every iteration takes SEQUENCES of them
 SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
 
 
-def config_of(folder: Path, size: Size, mode: str) -> RunConfig:
+def config_of(folder: Path, mode: str, work: Work) -> RunConfig:
     """The run that is measured, with the model and prompts in `folder`."""
-    numerics = [f"numerics.mode={mode}", f"numerics.max_context={workload.CONTEXT}"]
+    numerics = [f"numerics.mode={mode}", f"numerics.max_context={work.prompt + work.response}"]
     return load_config(
         CONFIG,
         [
             f"model.path={folder}",
             f"task.path={folder / 'prompts.jsonl'}",
-            f"rollout.prompts_per_iteration={workload.SEQUENCES}",
-            f"rollout.max_response_tokens={workload.RESPONSE}",
-            f"ppo.epochs={workload.EPOCHS}",
-            f"ppo.minibatch_size={workload.SEQUENCES // workload.MINIBATCHES}",
+            f"rollout.prompts_per_iteration={work.sequences}",
+            f"rollout.max_response_tokens={work.response}",
+            f"ppo.epochs={work.epochs}",
+            f"ppo.minibatch_size={work.sequences // work.minibatches}",
             *numerics,
         ],
     )
@@ -77,6 +77,7 @@ class Own:
     iterations: Iterator[Iteration]
     run_dir: Path
     kind: str
+    work: Work
 
     def step(self, threads: int) -> Cost:
         """One iteration with all its records on disk."""
@@ -87,25 +88,25 @@ class Own:
         from ppo_repro.records import manifest
 
         item = next(self.iterations)
-        assert int(item.rollout.lengths.sum()) == workload.SEQUENCES * workload.RESPONSE
+        assert int(item.rollout.lengths.sum()) == self.work.sequences * self.work.response
         current = manifest.load_head(self.run_dir)
         writer.append_iteration(self.run_dir, current, item.index, iteration_tables(item, self.config))
 
 
-def own(folder: Path, size: Size, mode: str) -> Own:
+def own(folder: Path, mode: str, work: Work = USUAL) -> Own:
     """A run in `mode`, one of MODES, before its first iteration."""
-    config = config_of(folder, size, mode)
+    config = config_of(folder, mode, work)
     prepared = without_stop(config, prepare(config, lambda step, total, loss: None))
     run_dir = folder / f"run-{mode}"
     writer.publish_run(writer.lay_out_run(run_dir, "", {}, config.digest(), {}, LANGUAGE), run_dir)
     iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
-    return Own(config, iterations, run_dir, "auto" if mode == "exact" else "eager")
+    return Own(config, iterations, run_dir, "auto" if mode == "exact" else "eager", work)
 
 
 @contextmanager
-def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
+def trl(python: Path, folder: Path, work: Work = USUAL) -> Iterator[Callable[[int], Cost]]:
     """A TRL process; the function requests one step on this many threads."""
-    numbers = (workload.PROMPT, workload.RESPONSE, workload.SEQUENCES, workload.EPOCHS, workload.MINIBATCHES)
+    numbers = (work.prompt, work.response, work.sequences, work.epochs, work.minibatches)
     log = (folder / "trl.log").open("w")
     process = subprocess.Popen(
         [str(python), str(SCRIPT), str(folder), *map(str, numbers)],
@@ -140,7 +141,7 @@ def measure(
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             workload.write_folder(size, folder, PROMPTS)
-            runs = {mode: own(folder, size, mode) for mode in modes}
+            runs = {mode: own(folder, mode) for mode in modes}
             with trl(python, folder) as peer:
                 for count in threads:
                     candidates: dict[str, Callable[[], Cost]] = {PEER: lambda count=count: peer(count)}

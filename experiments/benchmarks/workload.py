@@ -17,6 +17,20 @@ CONTEXT = PROMPT + RESPONSE
 
 
 @dataclass(frozen=True)
+class Work:
+    """What one iteration has. Minibatches are of one epoch."""
+
+    prompt: int = PROMPT
+    response: int = RESPONSE
+    sequences: int = SEQUENCES
+    epochs: int = EPOCHS
+    minibatches: int = MINIBATCHES
+
+
+USUAL = Work()
+
+
+@dataclass(frozen=True)
 class Size:
     """Widths of a Llama with heads of 64 and as many key/value heads as `kv_heads`."""
 

@@ -156,13 +156,18 @@ def _rollout(shape: ModelShape, work: Work) -> dict[str, int]:
 
 def _scoring(shape: ModelShape, work: Work) -> dict[str, int]:
     tokens = work.forward_sequences * (work.max_context - 1)
-    rows = min(work.forward_sequences * work.max_response_tokens, max(1, LOGITS_AT_ONCE // shape.vocab_size))
+    rows = _rows_at_once(shape, work.forward_sequences, work)
     return {
         "hidden states": 2 * 4 * tokens * shape.hidden,
         "one layer": layer_workspace_bytes(shape, tokens, work),
         # of policy and reference; without a backward pass exact numerics need nothing else as wide as they are
         "logits": 2 * (4 * rows * shape.vocab_size if work.has_kernels else logits_bytes(shape, rows, work)),
     }
+
+
+def _rows_at_once(shape: ModelShape, sequences: int, work: Work) -> int:
+    """Of the response tokens of some sequences those whose logits are there at the same time."""
+    return min(sequences * work.max_response_tokens, max(1, LOGITS_AT_ONCE // shape.vocab_size))
 
 
 def _update(shape: ModelShape, trained: list[Resident], work: Work) -> dict[str, int]:
@@ -172,7 +177,7 @@ def _update(shape: ModelShape, trained: list[Resident], work: Work) -> dict[str,
     steps = len(trained) if work.side_by_side else 1
     return {
         "activations": steps * activation_bytes(shape, tokens, tokens if work.packed else row, work),
-        "logits": logits_bytes(shape, work.update_sequences * work.max_response_tokens, work),
+        "logits": logits_bytes(shape, _rows_at_once(shape, work.update_sequences, work), work),
         "one layer": steps * layer_workspace_bytes(shape, tokens, work),
         # the merged weights of one matrix, on their way into the model
         "merging": 4 * max((m.size for m in shape.linears if m.adapted), default=0),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
 from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
@@ -11,6 +15,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batches
 from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.arithmetic.divided import Share
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.routes import routers, seen_routes
 from ppo_repro.numerics.logprobs import kl_divergence, score, top_logits
@@ -118,6 +123,27 @@ def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: Run
     return final_values
 
 
+def own_eligible(config: RunConfig, kept_tokens: Tensor, logits: Tensor, share: Share | None) -> Tensor | None:
+    """Which of the tokens that `logits` [n, .] are of may be sampled, by bit sets [n, .]; None: all of them."""
+    vocab_size = logits.shape[-1] if share is None else share.length
+    eligible = training_eligible(config, kept_tokens, vocab_size, logits.device)
+    return eligible if share is None or eligible is None else share.own(eligible)
+
+
+def in_pieces(compute: Callable[[slice], tuple[Tensor, ...]], rows: int, vocab_size: int) -> tuple[Tensor, ...]:
+    """`compute` of rows that have logits, LOGITS_AT_ONCE elements at a time, its tensors joined.
+
+    Of several pieces a backward pass computes each again, so that the logits of one are there at a time.
+    """
+    at_once = max(1, LOGITS_AT_ONCE // vocab_size)
+    if rows <= at_once:
+        return compute(slice(0, rows))
+    # no random number is drawn, so there is no generator state to restore
+    again = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    pieces = [again(slice(start, start + at_once)) for start in range(0, rows, at_once)]
+    return tuple(torch.cat(column) for column in zip(*pieces, strict=True))
+
+
 def _distributions(
     state: TrainState, batch: TokenBatch, hidden: Tensor, kept_tokens: Tensor, config: RunConfig
 ) -> tuple[Tensor, ...]:
@@ -130,21 +156,18 @@ def _distributions(
     policy, reference = state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
     head, ref_head = head_of(policy), head_of(reference)
-    vocab_size = policy.config.vocab_size
-    chunks: list[tuple[Tensor, ...]] = []
-    at_once = max(1, LOGITS_AT_ONCE // vocab_size)
-    for rows in (slice(start, start + at_once) for start in range(0, len(hidden), at_once)):
+
+    def of_rows(rows: slice) -> tuple[Tensor, ...]:
         logits, share = own_logits(head, hidden[rows])
         ref_logits, _ = own_logits(ref_head, ref_hidden[rows])
         targets = batch.targets[rows]
-        eligible = training_eligible(config, kept_tokens[rows], vocab_size, hidden.device)
-        if share is not None and eligible is not None:
-            eligible = share.own(eligible)
+        eligible = own_eligible(config, kept_tokens[rows], logits, share)
         s = score(logits, ref_logits, targets, temperature, eligible, mode, share)
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(ref_logits, logits, temperature, eligible, share)
         top = [top_logits(x, temperature, config.records.logits_per_token, share) for x in (logits, ref_logits)]
         found = s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
-        chunks.append(tuple(x.cpu() for x in found))
-    return tuple(torch.cat(column) for column in zip(*chunks, strict=True))
+        return tuple(x.cpu() for x in found)
+
+    return in_pieces(of_rows, len(hidden), policy.config.vocab_size)

@@ -24,7 +24,6 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.arithmetic.divided import Share
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_loss, token_statistics
 from ppo_repro.numerics.sharding.layers import own_logits
@@ -32,8 +31,8 @@ from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.balancing import Balance
 from ppo_repro.ppo.sequences import response_means, sequence_ratios
 from ppo_repro.remedies.corrections import Corrections, corrections_of
-from ppo_repro.stages.faults import Stream, dropped, training_eligible, training_temperature
-from ppo_repro.stages.forward import in_reward_units
+from ppo_repro.stages.faults import Stream, dropped, training_temperature
+from ppo_repro.stages.forward import in_pieces, in_reward_units, own_eligible
 
 Columns = tuple[Tensor, ...]  # per-token tensors to record, [m] each, or empty where there is no such thing
 LossAndColumns = tuple[Tensor, Columns]  # per-token loss [m]
@@ -159,28 +158,30 @@ class PolicyLoss:
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]; the losses of tokens are computed on the CPU."""
-        config, tokens, policy = self.terms.config, m.tokens, self.state.policy
-        temperature, mode = training_temperature(config), config.numerics.mode
-        logits, share = own_logits(head_of(policy), dropped(config, hidden, tokens, self.step))
-        eligible = training_eligible(config, self.rollout.kept_tokens[tokens], policy.config.vocab_size, logits.device)
-        if share is not None and eligible is not None:
-            eligible = share.own(eligible)
-        statistics = token_statistics(logits, m.batch.targets, temperature, eligible, mode, share)
-        logprobs, entropies = (x.cpu() for x in statistics)
+        config, ref_seen = self.terms.config, None
+        seen = dropped(config, hidden, m.tokens, self.step)
         if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
-            kl_terms: Tensor | None = self._exact_kl_terms(m, logits, eligible, share)
-        else:
-            kl_terms = self.terms.estimated_kl_terms(tokens, logprobs)
-        columns = self.terms.of(tokens, logprobs, entropies, kl_terms)
+            with torch.no_grad():
+                ref_seen = hidden_states(trunk_of(self.state.reference), m.batch)
+        vocab_size = self.state.policy.config.vocab_size
+        statistics = in_pieces(lambda rows: self._of_rows(m, seen, ref_seen, rows), len(seen), vocab_size)
+        logprobs, entropies, *divergences = (x.cpu() for x in statistics)
+        estimated = self.terms.estimated_kl_terms(m.tokens, logprobs)
+        kl_terms = divergences[0] * self.terms.coefficients.kl_coef if divergences else estimated
+        columns = self.terms.of(m.tokens, logprobs, entropies, kl_terms)
         return columns.losses, columns
 
-    def _exact_kl_terms(self, m: MicroBatch, logits: Tensor, eligible: Tensor | None, share: Share | None) -> Tensor:
-        """kl_coef times KL(policy || reference) per token over the vocabulary, differentiable."""
-        config, reference = self.terms.config, self.state.reference
+    def _of_rows(self, m: MicroBatch, seen: Tensor, ref_seen: Tensor | None, rows: slice) -> tuple[Tensor, ...]:
+        """Log-probs and entropies of some tokens, and KL(policy || reference) where there is a reference, [r] each."""
+        temperature, mode = training_temperature(self.terms.config), self.terms.config.numerics.mode
+        logits, share = own_logits(head_of(self.state.policy), seen[rows])
+        eligible = own_eligible(self.terms.config, self.rollout.kept_tokens[m.tokens[rows]], logits, share)
+        statistics = token_statistics(logits, m.batch.targets[rows], temperature, eligible, mode, share)
+        if ref_seen is None:
+            return statistics
         with torch.no_grad():
-            ref_logits, _ = own_logits(head_of(reference), hidden_states(trunk_of(reference), m.batch))
-        temperature, mode = training_temperature(config), config.numerics.mode
-        return kl_loss(logits, ref_logits, temperature, eligible, mode, share).cpu() * self.terms.coefficients.kl_coef
+            ref_logits, _ = own_logits(head_of(self.state.reference), ref_seen[rows])
+        return *statistics, kl_loss(logits, ref_logits, temperature, eligible, mode, share)
 
 
 @dataclass(frozen=True)
@@ -268,11 +269,10 @@ def make_terms(
     """The losses of an iteration under the coefficients in force."""
     ppo, value = config.ppo, config.value
     by_response = isinstance(ppo.objective, SequenceClipObjective) and ppo.objective.advantages == "response"
-    of_policy = advantages.advantages
     policy = PolicyTerms(
         rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs,
         forward.ref_logprobs,
-        response_means(of_policy, rollout.lengths) if by_response else of_policy,
+        response_means(advantages.advantages, rollout.lengths) if by_response else advantages.advantages,
         rollout.sequence_of_token(),
         corrections_of(config, rollout, forward),
         band_of(config, coefficients.clip_range),

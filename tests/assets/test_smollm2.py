@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 
 import ppo_repro.assets
+from experiments.smollm2.parity import Size, on_texts
+from experiments.smollm2.speed import prompts_of
 from ppo_repro.accuracy.distances import compare
 from ppo_repro.accuracy.scores import Text
 from ppo_repro.assets import smollm2
 from ppo_repro.disk.folder import check_sums
 from ppo_repro.models.load import load_folder
+from ppo_repro.numerics import backend
 from ppo_repro.records import reader
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
+from tests.support.row_dependent import NOISE, row_dependent_linear
 
 
 def write_wheel(path: Path, name: str, content: bytes) -> Path:
@@ -109,6 +113,7 @@ def test_the_real_tokenizer(folder: Path) -> None:
     assert pieces == ["4", "7", "Ġ", "Ġ+", "ĊĠ", "3", "8", "5"]
     special = (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token)
     assert special == ("<|im_end|>", "<|im_end|>", "<|im_start|>")
+    assert len(set(prompts_of(tokenizer, 3))) == 3
 
 
 SMALLER = {
@@ -134,3 +139,14 @@ def test_the_experiment_keeps_the_promise_on_the_real_model(
     assert result["unequal_old_rollout_logprobs"] == result["unequal_first_ratios"] == 0
     tokens = reader.read_tokens(result["run_dir"])
     assert len(tokens) >= 8 and (tokens.rollout_logprobs == tokens.old_logprobs).all()
+
+
+@pytest.mark.slow
+def test_long_episodes_of_the_real_model_have_the_bits_of_one_forward_pass(folder: Path) -> None:
+    """`experiments/smollm2/parity.py` in small: turns of 6 tokens, texts put in, top-p; native numerics differ."""
+    backend.use("auto", 1)
+    size = Size(episodes=3, response_tokens=24, turn=6)
+    found = on_texts(folder, "exact", 64).measure(1, size)
+    assert (found.unequal, found.top_p) == (0, 0.95) and found.tokens > 30 and found.turns > 6 and found.forced > 10
+    with row_dependent_linear(NOISE):
+        assert on_texts(folder, "native", 64).measure(1, size).unequal > 0

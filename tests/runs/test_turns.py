@@ -22,11 +22,12 @@ from ppo_repro.config.files import build_config, dump_yaml, load_config
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.ranks import ALONE
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest, reader, side_reader
 from ppo_repro.replay.columns import STAGES
 from ppo_repro.replay.replay import replay
 from ppo_repro.runs import prepare
 from ppo_repro.runs.diff import first_difference
+from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits, require_sampler_agrees
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.prompts import choose_prompts
@@ -242,6 +243,25 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli) -
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
     code, _, err = cli("run", tmp_path / "run.yaml", "--out", tmp_path / "out")
     assert code == 2 and re.search(message, one_line(err)), err
+
+
+def test_iterations_before_a_step_that_raises_stay(recorded: Recorded, tmp_path: Path, cli: Cli) -> None:
+    """A step that raises for one prompt, in whose episode an environment first speaks in the second iteration."""
+    rows, held_out = sequences_of(recorded), side_reader.read_evaluations(recorded.whole, columns=["prompt_key"])
+    before = {*rows[rows["iteration"] == 0]["prompt_key"], *held_out["prompt_key"]}
+    later = rows[(rows["iteration"] == 1) & rows["is_forced"].map(any)]
+    # not the last turn of an episode alone, with which a file is tried before the run
+    key = [key for key in later["prompt_key"] if key not in before][-1]
+    raising = TASK.replace(
+        "def step(transcript):\n",
+        f"def step(transcript):\n    if transcript.key == {key!r}:\n        raise OSError('gone')\n",
+    )
+    config = turns_config(tmp_path, *GAE, "checkpoints.every=1", task=raising)
+    (tmp_path / "run.yaml").write_text(dump_yaml(config))
+    code, _, err = cli("run", tmp_path / "run.yaml", "--out", tmp_path / "out")
+    assert code == 2 and f"step raised OSError: gone; prompt key '{key}'" in one_line(err)
+    (run_dir,) = (path.parent for path in (tmp_path / "out").rglob("manifest.json"))
+    assert manifest.load(run_dir).status == "failed" and verify(run_dir).iterations == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""The real model beside stock programs: `python -m experiments.smollm2.speed [--peers DIR]`.
+
+Sampling beside `generate` of transformers, log-probs of what was sampled beside one stock forward pass with all
+logits, and with `--peers` a small PPO step beside TRL's PPOTrainer, whose environment is made in DIR. Candidates take
+turns; prompts are 16 words, and nothing stops early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from experiments.benchmarks import ppo_step, rollout, timing
+from experiments.benchmarks.peers import environment
+from experiments.benchmarks.timing import Cost, Measured
+from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, Size, Work, prompt_ids
+from ppo_repro.errors import UserError
+from ppo_repro.models.batches import lay_out
+from ppo_repro.models.load import load_folder
+from ppo_repro.models.networks import hidden_states, make_policy
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.layers.families import head_of, trunk_of
+from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.seeding import permutation
+from ppo_repro.stages.forward import in_pieces
+
+NAME = "SmolLM2-135M"
+SIZE = Size(NAME, 30, 576, 1536, 3, 49_152)
+STOCK = "transformers, one forward"
+SMALL = Work(sequences=8, response=32, epochs=1)
+PROMPTS = 64
+
+
+def prompts_of(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
+    """Texts of PROMPT words that are one token each, and that the tokenizer gives back as such."""
+    words = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
+    words = [word[1:] for word in words if word[:1] == "Ġ" and len(word) > 4]
+    words = [word for word in words if word.isascii() and word.isalpha()]
+    rows = [permutation(len(words), "benchmark words", row)[:PROMPT] for row in range(count)]
+    texts = ["".join(f" {words[i]}" for i in row) for row in rows]
+    if any(len(tokenizer(text)["input_ids"]) != PROMPT for text in texts):
+        raise UserError("--model: its tokenizer cuts words that are tokens; give what `ppo-repro fetch smollm2` writes")
+    return texts
+
+
+def scoring(model: PreTrainedModel, policy: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost]]:
+    """Log-probs of SEQUENCES responses of RESPONSE tokens, by the stock model and by an exact copy."""
+    prompts, responses = prompt_ids(SIZE, SEQUENCES), prompt_ids(SIZE, SEQUENCES * RESPONSE // PROMPT, 1)
+    flat = [token for row in responses for token in row]
+    answers = [flat[i * RESPONSE : (i + 1) * RESPONSE] for i in range(SEQUENCES)]
+    ids = torch.tensor([[*p, *a] for p, a in zip(prompts, answers, strict=True)])
+    batch = lay_out(prompts, answers, "right")
+
+    @torch.no_grad()
+    def stock() -> None:
+        logits = model(ids[:, :-1]).logits[:, PROMPT - 1 :].log_softmax(-1)
+        assert logits.gather(-1, ids[:, PROMPT:, None]).numel() == len(batch.targets)
+
+    @torch.no_grad()
+    def exact() -> None:
+        hidden, head = hidden_states(trunk_of(policy), batch), head_of(policy)
+
+        def of_rows(rows: slice) -> tuple[torch.Tensor, ...]:
+            return token_statistics(head(hidden[rows]), batch.targets[rows], 1.0, None, "exact")
+
+        assert len(in_pieces(of_rows, len(hidden), SIZE.vocabulary)[0]) == len(batch.targets)
+
+    def run(kind: str, work: Callable[[], None]) -> Cost:
+        backend.use(kind, threads)
+        return timing.cost_of(work)
+
+    return {STOCK: lambda: run("eager", stock), "exact": lambda: run("auto", exact)}
+
+
+def alone(folder: Path, threads: Sequence[int], rounds: int) -> Iterator[Measured]:
+    """Sampling and scoring."""
+    model, _ = load_folder(folder)
+    policy = make_policy(model, "exact", CONTEXT)
+    for count in threads:
+        compared = {
+            rollout.PEER: rollout.stock(model, SIZE, count),  # type: ignore[arg-type]
+            "exact": rollout.engine(model, SIZE, "exact", "auto", count),  # type: ignore[arg-type]
+        }
+        for question, candidates in ((rollout.QUESTION, compared), ("scoring", scoring(model, policy, count))):
+            costs = timing.interleaved(candidates, rounds)
+            yield from timing.compared(question, NAME, count, SEQUENCES * RESPONSE, costs, next(iter(candidates)))
+
+
+def beside_trl(python: Path, folder: Path, threads: Sequence[int], rounds: int) -> Iterator[Measured]:
+    """A PPO step of SMALL size with all weights in training and a value model of its own."""
+    _, tokenizer = load_folder(folder)
+    with tempfile.TemporaryDirectory() as text:
+        copy = Path(text) / "model"
+        shutil.copytree(folder, copy)
+        lines = [json.dumps({"prompt": prompt, "answer": "none"}) for prompt in prompts_of(tokenizer, PROMPTS)]
+        (copy / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        mine = ppo_step.own(copy, "exact", SMALL)
+        with ppo_step.trl(python, copy, SMALL) as peer:
+            for count in threads:
+                candidates: dict[str, Callable[[], Cost]] = {
+                    ppo_step.PEER: lambda count=count: peer(count),
+                    "exact": lambda count=count: mine.step(count),
+                }
+                tokens = SMALL.sequences * SMALL.response
+                costs = timing.interleaved(candidates, rounds)
+                yield from timing.compared(ppo_step.QUESTION, NAME, count, tokens, costs, ppo_step.PEER)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prints the table; 2 and one line on a user error."""
+    try:
+        rows: list[Measured] = []
+        if not arguments.only_trl:
+            rows += alone(arguments.model, arguments.threads, arguments.rounds)
+        if arguments.peers is not None:
+            python = environment.make(arguments.peers / "trl")
+            rows += beside_trl(python, arguments.model, arguments.threads, arguments.rounds)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    timing.report(rows, arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path("models/smollm2"), metavar="FOLDER")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="also beside TRL, whose environment is made in DIR")
+    parser.add_argument("--only-trl", action="store_true", help="leave out sampling and scoring; needs --peers")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    timing.add_options(parser, rounds=2)
+    sys.exit(main(parser.parse_args()))

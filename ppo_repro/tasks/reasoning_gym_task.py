@@ -9,6 +9,7 @@ from typing import Any
 
 from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.errors import UserError
+from ppo_repro.mistakes import did_you_mean
 from ppo_repro.output import shown
 from ppo_repro.tasks import process_state
 from ppo_repro.tasks.containment import contained
@@ -63,11 +64,14 @@ def _dataset(task: ReasoningGymTask) -> Any:
             f"task.kind = reasoning_gym: needs {PACKAGE}{reason}; install it: pip install 'ppo-repro[tasks]'"
         ) from error
     if task.dataset not in DATASETS:
-        raise UserError(f"task.dataset = {task.dataset!r}: must be one of {', '.join(sorted(DATASETS))}")
+        names = sorted(DATASETS)
+        meant = did_you_mean(task.dataset, names)
+        raise UserError(f"task.dataset = {task.dataset!r}: must be one of {', '.join(names)}{meant}")
     known = sorted({field.name for field in fields(DATASETS[task.dataset][1])} - {"seed", "size"})
     for name in task.settings:
         if name not in known:
-            raise UserError(f"task.settings.{name}: unknown setting of {task.dataset}; it has {', '.join(known)}")
+            has = f"it has {', '.join(known)}{did_you_mean(name, known)}"
+            raise UserError(f"task.settings.{name}: unknown setting of {task.dataset}; {has}")
     return create_dataset(task.dataset, seed=task.data_seed, size=task.size, **task.settings)
 
 

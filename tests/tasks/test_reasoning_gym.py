@@ -54,8 +54,9 @@ def test_the_entries_are_those_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": "chain_sun"}, r"^task\.dataset = 'chain_sun': must be one of .*chain_sum"),
+        ({"dataset": "chain_sun"}, r"^task\.dataset = 'chain_sun': must be one of .*; did you mean chain_sum\?$"),
         ({"settings": {"terms": 2}}, r"^task\.settings\.terms: unknown setting of chain_sum; it has .*min_terms"),
+        ({"settings": {"min_term": 2}}, r"^task\.settings\.min_term: unknown .*; did you mean min_terms\?$"),
         ({"settings": {"min_terms": 0}}, r"^task\.settings: chain_sum refuses .*min_terms must be positive"),
         ({"settings": {"min_terms": "two"}}, r"^task\.settings: chain_sum refuses .*TypeError"),
     ],

@@ -26,6 +26,8 @@ COLUMNS = [
 def curve(run_dir: Path) -> pd.DataFrame:
     """A row for each iteration, with numerics, seed and fingerprint of the run; the last has the final evaluation only.
 
+    `sampler` is what the sampler's weights are rounded to.
+
     Accuracy is that of the sampled responses, eval_accuracy the greedy one on held-out prompts; entropy in nats per
     token, ref_kl_per_sequence is k1 of KL(policy || reference), in nats per response. UserError for damaged records.
     """
@@ -33,7 +35,12 @@ def curve(run_dir: Path) -> pd.DataFrame:
     rows = reader.read_iterations(run_dir, columns=COLUMNS)
     last = {"iteration": len(rows), "eval_accuracy": recorded.final["eval_accuracy"]}
     rows = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
-    about = {"numerics": config.numerics.mode, "seed": config.seed, "fingerprint": recorded.fingerprint}
+    about = {
+        "numerics": config.numerics.mode,
+        "sampler": config.mismatch.sampler.precision.weights,
+        "seed": config.seed,
+        "fingerprint": recorded.fingerprint,
+    }
     return rows.assign(**about)
 
 

@@ -36,7 +36,7 @@ def test_the_tables_are_those_of_the_run(exact_run: Path, tmp_path: Path, capsys
     found = curve(exact_run)
     assert found["accuracy"].tolist()[:-1] == rows["accuracy"].tolist() and len(found) == len(rows) + 1
     assert found["eval_accuracy"].iloc[-1] == recorded.final["eval_accuracy"]
-    assert set(found["fingerprint"]) == {recorded.fingerprint}
+    assert set(found["fingerprint"]) == {recorded.fingerprint} and set(found["sampler"]) == {"float32"}
     ends = answers(exact_run)
     assert ends["right_before"].mean() == rows["eval_accuracy"].iloc[0]
     assert ends["right_after"].mean() == recorded.final["eval_accuracy"]

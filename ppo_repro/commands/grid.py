@@ -26,7 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = grid_folder(grid, arguments.out)
     require_copies(arguments.tensorboard)
     with ConsoleGrid() as watcher:
-        outcome = run_grid(grid, arguments.out, _engine(arguments, folder), watcher, arguments.changed)
+        outcome = run_grid(
+            grid, arguments.out, _engine(arguments, folder), watcher, arguments.changed, arguments.launcher
+        )
     said, copied = ([], {}) if arguments.track is None else grid_into_mlflow(folder, arguments.track)
     fields = as_json(grid, folder, outcome) | ({"mlflow": copied} if copied else {})
     if arguments.tensorboard is not None:
@@ -37,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
-    from ppo_repro.grids.engines import Processes, Ray, Slurm
+    from ppo_repro.grids.engines import Processes
+    from ppo_repro.grids.ray_tasks import Ray
+    from ppo_repro.grids.slurm import Slurm
 
     if arguments.workers < 1:
         raise UserError(f"--workers {arguments.workers}: must be at least 1")

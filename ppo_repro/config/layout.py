@@ -56,6 +56,11 @@ class LayoutConfig(Section):
     )
     mesh: MeshConfig = MeshConfig()
 
+    @property
+    def processes(self) -> int:
+        """How many processes this asks for; 1 where it says nothing, and a run then takes as many as are started."""
+        return (self.mesh.data or len(self.rank_shares) or 1) * self.mesh.group
+
     @field_validator("rank_shares")
     @classmethod
     def _someone_works(cls, shares: tuple[int, ...]) -> tuple[int, ...]:

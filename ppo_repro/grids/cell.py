@@ -11,14 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.disk import durable
+from ppo_repro.disk.folder import has_writer
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.config_file import read_environments
 
 RESULT = "result.json"
 LOG = "log.txt"
-MESSAGE_LINES = 20  # of the end of the log, searched for the error
+MESSAGE_LINES = 200  # of the end of the log, searched for the error; torchrun has much to say after it
+LOST = 3  # exit code of a cell of which nobody could say how it ended
+WRITER_SECONDS = 60.0  # how long another process may still be writing the cell's run
 
 State = Literal["missing", "running", "interrupted", "failed", "complete"]
 
@@ -30,7 +34,8 @@ class Order:
     name: str
     folder: str
     kind: str
-    threads: int
+    threads: int  # of each process
+    processes: int = 1  # more than one are started by torchrun
 
 
 @dataclass(frozen=True)
@@ -80,20 +85,39 @@ def without_code(environment: dict[str, Any]) -> dict[str, Any]:
     return {name: environment[name] for name in ("python", "packages", "machine", "cpu_capability", "torch_build")}
 
 
+def command_of(order: Order) -> list[str]:
+    """What runs or finishes the cell, as arguments of `ppo-repro`."""
+    folder = Path(order.folder)
+    run_dir = run_of(folder)
+    if run_dir is not None:
+        return ["resume", str(run_dir), "--json"]
+    # `run` itself clears what a process left that was killed before it had a manifest
+    name = "run" if order.kind == LANGUAGE else order.kind  # the command of control runs has the name of the kind
+    return [name, str(folder / "config.yaml"), "--out", str(folder), "--json"]
+
+
+def cell_environment(threads: int) -> dict[str, str]:
+    """The environment of a cell's processes."""
+    # a cell is not one of the processes of a grid that runs under torchrun
+    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    numbers = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {**environment, **{name: str(threads) for name in numbers}}
+
+
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
     """Start the cell's process in its own session; it ends when the caller's end of its stdin closes."""
-    folder = Path(order.folder)
-    (folder / RESULT).unlink(missing_ok=True)  # that of the last attempt
-    threads = {name: str(order.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is one process, also if the grid runs under torchrun
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    with (folder / LOG).open("ab") as log:
+    forget_result(order)
+    launcher = []
+    if order.processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={order.processes}"]
+    with (Path(order.folder) / LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "ppo_repro.commands.grid_cell", order.folder, order.kind],
+            [sys.executable, *launcher, "-m", "ppo_repro.commands.grid_cell", *command_of(order)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env={**environment, **threads},
+            env=cell_environment(order.threads),
             start_new_session=True,
         )
 
@@ -108,7 +132,20 @@ def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:
     """Record how the cell's process ended."""
     folder = Path(order.folder)
     message = "" if exit_code == 0 else _error_message(folder)
-    result = Result(order.name, exit_code, round(seconds, 3), message)
+    return _record(folder, Result(order.name, exit_code, round(seconds, 3), message))
+
+
+def lost_cell(order: Order, message: str) -> Result:
+    """Record that nobody could say how the cell ended: a machine is gone, or what ran it there."""
+    return _record(Path(order.folder), Result(order.name, LOST, 0.0, message))
+
+
+def forget_result(order: Order) -> None:
+    """Remove what the attempt before this one left."""
+    (Path(order.folder) / RESULT).unlink(missing_ok=True)
+
+
+def _record(folder: Path, result: Result) -> Result:
     text = json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
     durable.atomic_write(folder / RESULT, text.encode())
     return result
@@ -117,6 +154,7 @@ def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:
 def run_cell(order: Order) -> Result:
     """Run or finish the cell in `order.folder` in a process of its own. It needs nothing but the folder."""
     started = time.perf_counter()
+    _await_writer(Path(order.folder))
     process = start_cell(order)
     try:
         code = process.wait()
@@ -124,6 +162,13 @@ def run_cell(order: Order) -> Result:
         if process.stdin is not None:
             process.stdin.close()
     return finish_cell(order, code, time.perf_counter() - started)
+
+
+def _await_writer(folder: Path) -> None:
+    """Wait for the end of the attempt before this one, which a cluster may still be taking down."""
+    run_dir, deadline = run_of(folder), time.monotonic() + WRITER_SECONDS
+    while run_dir is not None and has_writer(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def last_result(folder: Path) -> Result | None:

@@ -10,27 +10,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import yaml
 
 from ppo_repro.commands.cli import _run
 from ppo_repro.commands.grid import _engine as grid_engine
 from ppo_repro.disk.folder import only_writer
 from ppo_repro.errors import UserError
 from ppo_repro.grids import grid as grid_module
-from ppo_repro.grids.cell import Order, run_of, start_cell, state_of
-from ppo_repro.grids.engines import Engine, Processes, Ray, Slurm
+from ppo_repro.grids.cell import Order, command_of, run_of, start_cell, state_of
+from ppo_repro.grids.engines import Engine, Processes
 from ppo_repro.grids.grid import Outcome, run_grid
 from ppo_repro.grids.progress import ConsoleGrid
+from ppo_repro.grids.ray_tasks import Ray
+from ppo_repro.grids.slurm import Slurm
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest
 from ppo_repro.runs.run import run_folder
+from tests.support.grids import fingerprints, grid_file
 from tests.support.interrupts import hearing_ctrl_c
-from tests.support.paths import ROOT, SMALL, TINY
+from tests.support.paths import ROOT, SMALL
 from tests.support.runs import recorded_iterations
 
 slow = pytest.mark.slow
@@ -40,20 +41,8 @@ Four = tuple[Path, dict[str, str], Path]
 Two = tuple[Path, dict[str, str]]
 
 
-def grid_file(folder: Path, axes: dict[str, object], seeds: Sequence[int], **fields: object) -> Path:
-    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": axes, "seeds": list(seeds)}
-    path = folder / "g.yaml"
-    path.write_text(yaml.safe_dump({**tree, "set": {"checkpoints.every": 1, **fields}}))
-    return path
-
-
 def finished(path: Path, out: Path, engine: Engine = TWO_WORKERS) -> Outcome:
     return run_grid(load_grid(path), out, engine, ConsoleGrid())
-
-
-def fingerprints(outcome: Outcome) -> dict[str, str]:
-    assert (outcome.table["state"] == "complete").all(), outcome.table[["cell", "state", "message"]].to_string()
-    return dict(zip(outcome.table["cell"], outcome.table["fingerprint"], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -74,19 +63,13 @@ def two(four: Four, tmp_path_factory: pytest.TempPathFactory) -> Two:
 
 
 @slow
-@pytest.mark.parametrize("engine", ["processes", "ray", "submitit"])
+@pytest.mark.parametrize("engine", ["processes", "ray"])
 def test_a_cell_has_one_fingerprint_whatever_runs_it(
     four: Four, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    submitit = Slurm(tmp_path / "jobs", 2, {}, "local")
-    engines: dict[str, Engine] = {"processes": Processes(2), "ray": Ray("local", 2), "submitit": submitit}
+    engines: dict[str, Engine] = {"processes": Processes(2), "ray": Ray("local", 2)}
     assert fingerprints(finished(four[0], tmp_path, engines[engine])) == four[1]
-    if engine == "submitit":
-        from submitit.core.utils import DelayedSubmission
-
-        job = next((tmp_path / "jobs").glob("*_submitted.pkl"))
-        assert DelayedSubmission.load(job)._timeout_min == 24 * 60, "submitit's own limit is five minutes"
 
 
 @slow
@@ -287,7 +270,12 @@ def test_a_cell_without_its_manifest_is_left_as_it_is(tmp_path: Path, exact_run:
     kept = run_dir / manifest.FILE_NAME
     kept.rename(tmp_path / "manifest.json")
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    command = [sys.executable, "-m", "ppo_repro.commands.grid_cell", str(cell), "language"]
+    command = [
+        sys.executable,
+        "-m",
+        "ppo_repro.commands.grid_cell",
+        *command_of(Order("cell", str(cell), "language", 1)),
+    ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:  # type: ignore[call-overload]
         assert process.stderr is not None

@@ -24,6 +24,7 @@ OWN_ARGUMENTS = (
     "--max-running-requests",
     "--chunked-prefill-size",
     "--disable-radix-cache",
+    "--enable-return-routed-experts",
     "--weight-version",
     "--api-key",
     "--admin-api-key",

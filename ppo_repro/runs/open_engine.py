@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.layers.routes import routers
 from ppo_repro.rollout.engine import Engine
+from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.watcher import Watcher
 
@@ -66,6 +69,19 @@ def _sampler(config: RunConfig) -> str:
         return f"SGLang's own numerics (servers that run already: {len(engine.urls)})"
     arguments = " ".join(engine.arguments) or "none"
     return f"SGLang's own numerics (servers: {engine.servers}, device: {engine.device}, arguments: {arguments})"
+
+
+def built_in_engine(
+    config: RunConfig, source: PreTrainedModel, sampled: PreTrainedModel, end_tokens: frozenset[int]
+) -> TorchEngine:
+    """The built-in engine on the policy as the sampler has it, or on a stock copy of it."""
+    mode, max_context, layout = config.numerics.mode, config.numerics.max_context, config.layout
+    about = end_tokens, mode, max_context, layout.rollout_slots, layout.prefill_chunk, layout.prefix_cache
+    stock = config.mismatch.sampler.stock
+    if stock is None:
+        return TorchEngine(sampled, *about)
+    copy = in_dtype(make_policy(source, "native", max_context), getattr(torch, stock))
+    return StockEngine(copy, sampled, *about)
 
 
 @contextmanager

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import lower
+from ppo_repro.numerics.layers.routes import mixture_layers, seen_routes
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.trunk.forward import TrunkForward
@@ -56,9 +58,24 @@ class PpoReproExactForCausalLM(nn.Module):
         target = self.cache.target
         if not torch.equal(target.positions[target.valid], positions.long()):
             raise RuntimeError("exact numerics in SGLang: positions are not those of the requests' tokens")
-        return self.logits_processor(
-            input_ids, self._hidden(self.cache, input_ids.long()), head_of(self.policy), forward_batch
-        )
+        hidden = self._with_routes(self.cache, input_ids.long())
+        return self.logits_processor(input_ids, hidden, head_of(self.policy), forward_batch)
+
+    def _with_routes(self, cache: PoolCache, new: Tensor) -> Tensor:
+        """`_hidden`; where --enable-return-routed-experts made a capturer, it gets the experts of each new token.
+
+        It keeps them beside keys and values, so that a cached prefix has those of the pass that computed it.
+        """
+        capturer = get_global_experts_capturer()
+        if capturer is None:
+            return self._hidden(cache, new)
+        with seen_routes(self.policy) as seen:
+            hidden = self._hidden(cache, new)
+        routes = seen.take()[cache.target.valid.reshape(-1)]
+        layers = mixture_layers(self.policy)
+        for layer, experts in zip(layers, routes.chunk(len(layers), dim=1), strict=True):
+            capturer.capture(layer, experts)
+        return hidden
 
     def _hidden(self, cache: PoolCache, new: Tensor) -> Tensor:
         """Hidden states [N, H] of the new tokens [N] in the target of the cache."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.sglang_plugin.settings import ARCHITECTURE, ATTENTION_BACKEND
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.layers.sampler import Sampler
 
 BATCH_INVARIANT_MODE = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
@@ -37,6 +38,9 @@ def register() -> None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         # SGLang has no batch-invariant kernels for a CPU; its seeded sampler, which comes with the mode, needs none
         choices.add_deterministic_attention_backend_choices(["torch_native"])
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+        ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
     register_attention_backend(ATTENTION_BACKEND)(make_backend)
     # deterministic mode forces the sampling backend of this name; a registered one has priority over the built-in one
     register_sampler_backend("pytorch", _make_sampler)
@@ -58,6 +62,13 @@ def _make_sampler() -> Sampler:
     from ppo_repro.sglang_plugin.sampler import ExactSampler
 
     return ExactSampler() if is_asked_for() else Sampler()
+
+
+def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, device: str, *_: Any, **__: Any) -> torch.Tensor:
+    """Memory for what a server keeps for each token, such as routes: SGLang would register it with a CUDA driver."""
+    import torch
+
+    return torch.empty(dims, dtype=dtype, device=device)
 
 
 def _without_kernels(original: Callable[[Any], None], runner: Any) -> None:

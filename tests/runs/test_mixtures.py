@@ -137,7 +137,6 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     [
         (["model.experts=null"], "needs a mixture of experts"),
         (["numerics.mode=native", "numerics.accuracy_sequences=0"], "needs numerics.mode = exact"),
-        (["rollout.engine={kind: sglang}"], "needs rollout.engine.kind = torch"),
         (["mismatch.trainer.retokenize=0.5"], "needs mismatch.trainer.retokenize = 0"),
         (["mismatch.trainer.prompt_before=a"], "needs the sampler's prompts"),
     ],

@@ -13,6 +13,7 @@ from ppo_repro.config.engine import EXACT_ARGUMENTS, OWN_ARGUMENTS, SGLangServer
 from ppo_repro.config.files import build_config, load_config
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.command import (
+    RETURN_ROUTES,
     SPARE_CONTEXT,
     look_into,
     numerics_digest,
@@ -175,9 +176,11 @@ def test_the_command_line_follows_from_the_configuration() -> None:
         "architectures": ["PpoReproExactForCausalLM"],
         "ppo_repro": {"max_context": 24, "threads": 2, "backend": "auto"},
     }
+    routes = [RETURN_ROUTES in server_arguments(config, engine, Path("m"), 1, "v", asked) for asked in (False, True)]
+    assert routes == [False, True]
     small = engine_of("rollout.engine.arguments=[--max-total-tokens, '99']")
     assert server_arguments(config, small, Path("/m"), 1, "abc").count("--max-total-tokens") == 1
-    taken = {word for word in server_arguments(config, engine, Path("m"), 1, "v") if word.startswith("--")}
+    taken = {word for word in server_arguments(config, engine, Path("m"), 1, "v", True) if word.startswith("--")}
     assert taken <= {*OWN_ARGUMENTS, *EXACT_ARGUMENTS, "--max-total-tokens"}, "nobody may set a flag twice"
 
 

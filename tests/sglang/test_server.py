@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,14 +168,18 @@ def test_a_run_of_a_mixture_that_is_behind_is_the_run_of_the_built_in_engine(tmp
     """The server is started with the first weights of all and gets others within each rollout."""
     behind = "mismatch.sampler.lag={kind: drawn, max_iterations: 2, tokens_per_version: 2}"
     experts = "model.experts={family: qwen3_moe, count: 5, per_token: 2}", "model.intermediate_size=12"
-    common = (*WARM, *experts, behind, "records.level=deep")
+    common = (*WARM, *experts, behind, "records.level=deep", "ppo.replay_routes=true")
     sets = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", *common
     there, _ = run(small_config(*sets), tmp_path, Silent())
     here, _ = run(small_config(*common), tmp_path, Silent())
-    newest, _ = run(small_config(*WARM, *experts), tmp_path, Silent())
-    found = [manifest.load(folder).fingerprint for folder in (there, here, newest)]
-    assert found[0] == found[1] != found[2]
-    assert reader.read_tokens(there)["rollout_routes"].isna().all(), "servers return no routes"
+    chosen, _ = run(small_config(*common, "ppo.replay_routes=false"), tmp_path, Silent())
+    found = [manifest.load(folder).fingerprint for folder in (there, here, chosen)]
+    assert found[0] == found[1] != found[2], "the trainer's own choice differs where the sampler is behind"
+    columns = [reader.read_tokens(folder)[["rollout_routes", "policy_routes"]] for folder in (there, here, chosen)]
+    routes, same, own = ([np.stack(column.to_list()) for _, column in pair.items()] for pair in columns)
+    assert routes[0].shape == (len(columns[0]), 2 * 2) and len(np.unique(routes[0], axis=0)) > 5
+    assert np.array_equal(routes[0], same[0]), "the servers' routes are those of the built-in engine"
+    assert np.array_equal(routes[0], routes[1]) and not np.array_equal(own[0], own[1]), "replayed, or chosen anew"
 
 
 @pytest.mark.usefixtures("row_noise")

@@ -9,7 +9,7 @@ from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import NumericsConfig
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.client import get
-from ppo_repro.rollout.sglang.command import EXACT_ARCHITECTURE, EXACT_BACKEND, SPARE_CONTEXT
+from ppo_repro.rollout.sglang.command import EXACT_ARCHITECTURE, EXACT_BACKEND, RETURN_ROUTES, SPARE_CONTEXT
 
 # recorded of a server: everything that can change a number or explain a speed
 RECORDED = (
@@ -20,7 +20,9 @@ RECORDED = (
 )
 
 
-def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, timeout: float) -> dict[str, Any]:
+def check_server(
+    url: str, engine: SGLangServers, numerics: NumericsConfig, timeout: float, routes: bool = False
+) -> dict[str, Any]:
     """The server's settings to record; UserError where it would not sample as the run needs it."""
     info = get(url, "/server_info", timeout)
     model = get(url, "/model_info", timeout)
@@ -29,6 +31,11 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, time
     if info.get("enable_deterministic_inference") is not True:
         raise UserError(
             f"{url}: runs without --enable-deterministic-inference, so SGLang ignores every seed; start it with that"
+        )
+    if routes and info.get("enable_return_routed_experts") is not True:
+        raise UserError(
+            f"{url}: runs without {RETURN_ROUTES}, and records.level = deep and ppo.replay_routes need the routes of a "
+            "mixture of experts; start it with that"
         )
     required: dict[str, Any] = {"sampling_backend": "pytorch", "speculative_algorithm": None}
     if engine.numerics == "exact":

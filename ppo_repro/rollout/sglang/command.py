@@ -17,6 +17,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 
 EXACT_BACKEND, EXACT_ARCHITECTURE = "ppo_repro_exact", "PpoReproExactForCausalLM"
+RETURN_ROUTES = "--enable-return-routed-experts"
 PLUGINS = "sglang.srt.plugins"
 # SGLang ends a response this many tokens before the end of its context (measured: 2), and refuses prompts earlier (6)
 SPARE_CONTEXT = 8
@@ -81,8 +82,13 @@ def look_into(engine: SGLangServers) -> Interpreter:
     return Interpreter(installed["python"], installed["packages"], tuple(installed["plugins"]), digest)
 
 
-def server_arguments(config: RunConfig, engine: SGLangServers, model: Path, port: int, version: str) -> list[str]:
-    """The arguments of sglang.launch_server; those of the configuration come last."""
+def server_arguments(
+    config: RunConfig, engine: SGLangServers, model: Path, port: int, version: str, routes: bool = False
+) -> list[str]:
+    """The arguments of sglang.launch_server; those of the configuration come last.
+
+    `routes`: the server is to return the experts of each token, which it refuses to do for a dense model.
+    """
     layout, context = config.layout, config.numerics.max_context
     configured = {argument.partition("=")[0] for argument in engine.arguments}
     pairs: list[tuple[str, str]] = [
@@ -103,6 +109,8 @@ def server_arguments(config: RunConfig, engine: SGLangServers, model: Path, port
     flags = ["--enable-deterministic-inference", "--skip-tokenizer-init", "--sleep-on-idle"]
     if not layout.prefix_cache:
         flags.append("--disable-radix-cache")
+    if routes:
+        flags.append(RETURN_ROUTES)
     return [*(word for pair in pairs for word in pair), *flags, *engine.arguments]
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.numerics.layers.routes import routers
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
@@ -21,6 +22,7 @@ from ppo_repro.rollout.sglang import weights
 from ppo_repro.rollout.sglang.client import Call, ServerGone
 from ppo_repro.rollout.sglang.fleet import Fleet
 from ppo_repro.rollout.sglang.messages import generate_body, read_completions
+from ppo_repro.rollout.sglang.routes import routed_layers
 from ppo_repro.rollout.sglang.server import Waiting
 from ppo_repro.shares import share_ranges
 
@@ -33,6 +35,7 @@ class SGLangEngine:
 
     def __init__(self, policy: PreTrainedModel, stop_ids: frozenset[int], max_context: int, fleet: Fleet) -> None:
         self.policy, self.stop_ids, self.max_context, self.fleet = policy, stop_ids, max_context, fleet
+        self._routed = routed_layers(policy) if fleet.routes else None
         self._folder_digest = ""  # of the weights in the model folder
         self._server_digests: dict[str, str] = {}  # of the weights each server is known to have, by URL
         self._groups: dict[str, dist.ProcessGroup] = {}  # with weight_sync = distributed
@@ -62,8 +65,9 @@ class SGLangEngine:
         ranges = share_ranges(len(requests), [1] * len(self.fleet.servers))
         shares = {index: requests[share.start : share.stop] for index, share in enumerate(ranges) if share}
         vocab_size = self.policy.config.vocab_size
+        routed = self._routed if sampling.routes and self.fleet.routes else None
         bodies = {
-            index: generate_body(share, sampling, self.stop_ids, vocab_size, self.max_context)
+            index: generate_body(share, sampling, self.stop_ids, vocab_size, self.max_context, routed is not None)
             for index, share in shares.items()
         }
         answers, gone = self._ask(bodies, digest)
@@ -74,11 +78,12 @@ class SGLangEngine:
             for index, error in still_gone.items():
                 raise self.fleet.explain(index, error)
             answers |= more
+        urls = {index: self.fleet.servers[index].url for index in shares}
         return [
             completion
             for index, share in shares.items()
             for completion in read_completions(
-                answers[index], share, sampling, self.stop_ids, vocab_size, digest, self.fleet.servers[index].url
+                answers[index], share, sampling, self.stop_ids, vocab_size, digest, urls[index], routed
             )
         ]
 
@@ -157,7 +162,9 @@ def sglang_engine(
 ) -> Iterator[SGLangEngine]:
     """The engine with its servers, which end with the block. Logs, notes and weights go to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    opened = SGLangEngine(policy, stop_ids, config.numerics.max_context, Fleet(config, engine, folder, waiting))
+    routes = config.asks_for_routes and bool(routers(policy))
+    fleet = Fleet(config, engine, folder, waiting, routes)
+    opened = SGLangEngine(policy, stop_ids, config.numerics.max_context, fleet)
     try:
         opened.open()
         yield opened

@@ -36,10 +36,12 @@ class Server:
 
 
 class Fleet:
-    """The servers of a run, in the order in which they get requests."""
+    """The servers of a run, in the order in which they get requests. `routes`: they are to return routes."""
 
-    def __init__(self, config: RunConfig, engine: SGLangServers, folder: Path, waiting: Waiting) -> None:
-        self.config, self.engine, self.folder, self.waiting = config, engine, folder, waiting
+    def __init__(
+        self, config: RunConfig, engine: SGLangServers, folder: Path, waiting: Waiting, routes: bool = False
+    ) -> None:
+        self.config, self.engine, self.folder, self.waiting, self.routes = config, engine, folder, waiting, routes
         self.servers: list[Server] = []
         self._interpreter: Interpreter | None = None
 
@@ -65,7 +67,7 @@ class Fleet:
     def _start(self, index: int, digest: str) -> Server:
         reserved = server.reserve_port()
         port = reserved.getsockname()[1]
-        arguments = server_arguments(self.config, self.engine, self.model_folder, port, digest)
+        arguments = server_arguments(self.config, self.engine, self.model_folder, port, digest, self.routes)
         environment = server_environment(os.environ, self.engine, self.config.layout.threads)
         command = [self.engine.python or sys.executable, "-m", "sglang.launch_server", *arguments]
         process = server.start(command, environment, self.folder / f"server-{index}.log", reserved)
@@ -79,7 +81,7 @@ class Fleet:
             version = get(started.url, "/model_info", timeout).get("weight_version")
             if version != started.started_with:  # another server answers
                 raise UserError(f"{started.url}: another program took this port; start the run again")
-        self._record(started, check_server(started.url, self.engine, self.config.numerics, timeout))
+        self._record(started, check_server(started.url, self.engine, self.config.numerics, timeout, self.routes))
 
     def _record(self, checked: Server, settings: dict[str, Any]) -> None:
         path = self.folder / NOTES

@@ -15,6 +15,7 @@ import torch
 
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
+from ppo_repro.rollout.sglang.routes import RoutedLayers, read_routes
 
 # below this SGLang takes the most likely token instead of sampling
 LEAST_TEMPERATURE = 1e-6
@@ -35,7 +36,12 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def generate_body(
-    requests: Sequence[Request], sampling: Sampling, stop_ids: frozenset[int], vocab_size: int, max_context: int
+    requests: Sequence[Request],
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    vocab_size: int,
+    max_context: int,
+    routes: bool = False,
 ) -> dict[str, Any]:
     """One request to `/generate` for all of `requests`; UserError where one of them cannot be served."""
     check_sampling(sampling)
@@ -53,6 +59,7 @@ def generate_body(
         "sampling_params": [{**shared, "sampling_seed": request.seed} for request in requests],
         "return_logprob": True,
         "stream": False,
+        **({"return_routed_experts": True} if routes else {}),
     }
 
 
@@ -64,21 +71,32 @@ def read_completions(
     vocab_size: int,
     version: str,
     url: str,
+    routed: RoutedLayers | None = None,
 ) -> list[Completion]:
-    """The completions of a `/generate` answer, in the order of the requests; UserError says what is wrong with it."""
+    """The completions of a `/generate` answer, in the order of the requests; UserError says what is wrong with it.
+
+    `routed`: what the routes that were asked for have to be; None where none were.
+    """
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise UserError(f"{url}: answered {_shown(answer)} to {len(requests)} requests; must be one answer each")
     completions = []
     for item, request in zip(answer, requests, strict=True):
         try:
-            completions.append(_completion(item, request, sampling, stop_ids, vocab_size, version, url))
+            completions.append(_completion(item, request, sampling, stop_ids, vocab_size, version, url, routed))
         except ValueError as error:
             raise UserError(f"{url}: {error}") from error
     return completions
 
 
 def _completion(
-    item: Any, request: Request, sampling: Sampling, stop_ids: frozenset[int], vocab_size: int, version: str, url: str
+    item: Any,
+    request: Request,
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    vocab_size: int,
+    version: str,
+    url: str,
+    routed: RoutedLayers | None,
 ) -> Completion:
     meta = _field(item, "meta_info", dict)
     _check_version(meta, version)
@@ -89,6 +107,7 @@ def _completion(
     if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
         raise ValueError("returned log-probs of other tokens than those of the response")
     reason = _finish_reason(meta, tokens, sampling.max_response_tokens, stop_ids)
+    inputs = len(request.prompt_ids) + len(tokens) - 1
     return Completion(
         response_ids=tuple(tokens),
         logprobs=torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32),
@@ -99,6 +118,7 @@ def _completion(
         finish_reason=reason,
         server=url,
         latency=_seconds(_field(meta, "e2e_latency", float)),
+        routes=None if routed is None else read_routes(meta.get("routed_experts"), inputs, routed),
     )
 
 

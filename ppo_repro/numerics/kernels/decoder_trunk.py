@@ -16,7 +16,7 @@ from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.kernels.attention.decoding import forward_single
 from ppo_repro.numerics.kernels.attention.forward import store
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS as KEYS_IN_PANEL
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line, floats, integers
 from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS
 from ppo_repro.numerics.kernels.float64.few_rows import PADDING, add_outliers, multiply_rows, put_on_grid
@@ -112,7 +112,7 @@ def _make_scratch(rows, shape):  # type: ignore[no-untyped-def]
     )
 
 
-@kernel
+@kernel_part
 def _product(row, at, x, terms, ended, scratch, columns, y):  # type: ignore[no-untyped-def]
     """y = x W^T + b of the matrix at field `at`, with its outliers; flat x [R, terms] is in `scratch.inputs` too."""
     rows = scratch.limits.size
@@ -127,7 +127,7 @@ def _product(row, at, x, terms, ended, scratch, columns, y):  # type: ignore[no-
         add_outliers(x, terms, scratch.limits, weights, starts, others, y, columns)
 
 
-@kernel
+@kernel_part
 def _normed(row, at, size, eps, x, y):  # type: ignore[no-untyped-def]
     """y = the norm of each row of flat x. Returns whether x is finite."""
     weight, rows = numba.carray(floats(row[at]), size), x.size // size

@@ -12,7 +12,7 @@ import numpy as np
 
 from ppo_repro.numerics.arithmetic.distribution import MASS_UNIT
 from ppo_repro.numerics.arithmetic.elementwise import LN2
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.pool import in_parts
 from ppo_repro.numerics.kernels.core.scalar import log64
 from ppo_repro.numerics.kernels.token_statistics import Array, extremes, top_and_reach, weigh
@@ -57,7 +57,7 @@ def finish(h):  # type: ignore[no-untyped-def]
     return np.uint32(h ^ np.uint32(h >> np.uint32(16)))
 
 
-@kernel
+@kernel_part
 def noise_of_hash(h):  # type: ignore[no-untyped-def]
     """-ln(-ln(h / (2^32 - 1))) as `sampler.gumbel_noise` defines it; h uint32."""
     log_u = -_FLOAT64_MAX
@@ -67,14 +67,14 @@ def noise_of_hash(h):  # type: ignore[no-untyped-def]
     return -log64(-(log_u if log_u < largest else largest))
 
 
-@kernel
+@kernel_part
 def bound_of_hash(h):  # type: ignore[no-untyped-def]
     """An upper bound of `noise_of_hash`, up to a few roundings; float32."""
     y = np.float32(np.uint32(LARGEST_HASH) - h)
     return _OFFSET - np.float32(y.view(np.int32)) * _SLOPE
 
 
-@kernel
+@kernel_part
 def bounds(start, log_p, eligible, columns, out):  # type: ignore[no-untyped-def]
     """out_v >= log_p_v + noise_v of a row, -inf where not eligible; `start` is the hash of the first three words."""
     if columns.size:
@@ -86,7 +86,7 @@ def bounds(start, log_p, eligible, columns, out):  # type: ignore[no-untyped-def
             out[v] = log_p[v] + bound_of_hash(finish(absorb(start, v)))
 
 
-@kernel
+@kernel_part
 def winner(start, log_p, columns, bound, highest):  # type: ignore[no-untyped-def]
     """The first token with the largest log_p_v + noise_v, given upper bounds and the highest of them."""
     probable = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ppo_repro.numerics.arithmetic.grid import DOT_BITS
-from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.compile import kernel, kernel_part
 from ppo_repro.numerics.kernels.core.pool import results_of_parts
 from ppo_repro.numerics.kernels.core.rows import largest_bits, largest_bits_64, scaled_dot, sum_of_squares
 from ppo_repro.numerics.kernels.core.scalar import (
@@ -25,7 +25,7 @@ NOT_FINITE = 1 << 30
 NO_GRID = -(1 << 30)  # there is no contribution; as the exponent of a grid: no contribution fits
 
 
-@kernel
+@kernel_part
 def add_row(row, grid, unit, sums):  # type: ignore[no-untyped-def]
     """sums += rne(row unit), float64 to int64, if max |row| < 2^grid. Does nothing if `sums` is empty.
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.compile import kernel, kernel_part
 from ppo_repro.numerics.kernels.core.pool import in_parts
 from ppo_repro.numerics.kernels.core.rows import grid_exponent
 from ppo_repro.numerics.kernels.core.scalar import pow2_32
@@ -64,7 +64,7 @@ def find(x: np.ndarray, along_rows: bool, rows: np.ndarray, room: float, gap: in
     return Outliers(starts, columns[:count].copy())
 
 
-@kernel
+@kernel_part
 def _gather(w, row_step, step, wanted, first, last, out):  # type: ignore[no-untyped-def]
     """out[i, n] = w[first + n, wanted[i]], flat."""
     for n in range(last - first):
@@ -72,7 +72,7 @@ def _gather(w, row_step, step, wanted, first, last, out):  # type: ignore[no-unt
             out[i * (last - first) + n] = w[(first + n) * row_step + wanted[i] * step]
 
 
-@kernel
+@kernel_part
 def _is_in(columns, k):  # type: ignore[no-untyped-def]
     found = False
     for i in range(columns.size):

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, WEIGHT_BITS
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.memory import doubles, floats, integers, small_integers
 from ppo_repro.numerics.kernels.core.pool import results_of_parts
 from ppo_repro.numerics.kernels.float64.operands import fill_inputs
@@ -69,7 +69,7 @@ class _Group(NamedTuple):
     width: int
 
 
-@kernel
+@kernel_part
 def _at(place, group, width):  # type: ignore[no-untyped-def]
     """The rows of a group of a float32 matrix of `width` columns, flat: at an address, or number `place` of scratch."""
     if place < SCRATCH:

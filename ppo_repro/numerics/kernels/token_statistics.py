@@ -20,7 +20,7 @@ from ppo_repro.numerics.arithmetic.distribution import (
     PART_MASK,
     value_bits,
 )
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.pool import in_parts
 from ppo_repro.numerics.kernels.core.rows import largest_bits_64, round_limbs
 from ppo_repro.numerics.kernels.core.scalar import (
@@ -45,7 +45,7 @@ NS_FORWARD, NS_BACKWARD, NS_COMPARE = 1.5, 2.0, 4.5
 Array = NDArray[np.generic]
 
 
-@kernel
+@kernel_part
 def extremes(x, eligible):  # type: ignore[no-untyped-def]
     """(maximum over eligible tokens, maximum, minimum) of a row, float32; the first is NaN if no token is eligible."""
     bits = x.view(np.int32)
@@ -67,7 +67,7 @@ def extremes(x, eligible):  # type: ignore[no-untyped-def]
     )
 
 
-@kernel
+@kernel_part
 def top_and_reach(x, eligible, temperature):  # type: ignore[no-untyped-def]
     """The maximum of the scaled eligible logits, and the bits of the largest |scaled logit - maximum| of all tokens.
 
@@ -103,7 +103,7 @@ def mass(weight):  # type: ignore[no-untyped-def]
     return np.rint(np.float64(weight) * MASS_UNIT)
 
 
-@kernel
+@kernel_part
 def weigh(x, eligible, temperature, top, shifted, weights):  # type: ignore[no-untyped-def]
     """shifted = x / temperature - top, weights = exp(shifted), 0 if not eligible; float32. Returns the total mass."""
     if eligible.size:
@@ -125,7 +125,7 @@ def weigh(x, eligible, temperature, top, shifted, weights):  # type: ignore[no-u
     return np.float64((high << (2 * PART_BITS)) + low)
 
 
-@kernel
+@kernel_part
 def _expectation(weights, total, values, up, down):  # type: ignore[no-untyped-def]
     """`distribution.expectation` of a row of values on the grid `down` = 1 / `up`; `up` has the type of the values."""
     above, between, below = np.int64(0), np.int64(0), np.int64(0)
@@ -140,7 +140,7 @@ def _expectation(weights, total, values, up, down):  # type: ignore[no-untyped-d
     return round_limbs(above + (between >> PART_BITS), below, 2 * PART_BITS) * down / total
 
 
-@kernel
+@kernel_part
 def _square(weights):  # type: ignore[no-untyped-def]
     """The sum of the squares of the masses as `distribution.sum_of_squares` has it."""
     highest, middle, lowest = np.int64(0), np.int64(0), np.int64(0)
@@ -156,7 +156,7 @@ def _square(weights):  # type: ignore[no-untyped-def]
     return round_limbs(highest + (middle >> HALF_BITS), below, 2 * HALF_BITS)
 
 
-@kernel
+@kernel_part
 def _difference(weights, shifted, log_total, ref_shifted, ref_log_total, difference):  # type: ignore[no-untyped-def]
     """difference = log p - log q where p has mass, else 0. Returns the bits of the largest magnitude."""
     for v in range(weights.size):

@@ -233,5 +233,9 @@ def divide_vocabulary(model: PreTrainedModel, holders: Holders) -> None:
 
 
 def own_logits(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Share | None]:
-    """The logits of hidden states [n, H] that this process has, and of which tokens they are; None for all."""
-    return (head.own_logits(hidden), head.share) if isinstance(head, DividedHead) else (head(hidden), None)
+    """The logits of hidden states [n, H] that this process has, float32, and of which tokens they are; None for all."""
+    if isinstance(head, DividedHead):
+        return head.own_logits(hidden), head.share
+    if type(head) is nn.Linear:  # a stock trainer has both in 16 bits, and dropout gives float32
+        return head(hidden.to(head.weight.dtype)).float(), None
+    return head(hidden), None

@@ -23,6 +23,7 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import HIGH_START, LEFT_BITS, RIGHT_BITS
 from ppo_repro.numerics.kernels.attention import keys, tiles
 from ppo_repro.numerics.kernels.core import pool
+from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.layers import attention as reference
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.layers.attention import attention
@@ -30,6 +31,10 @@ from ppo_repro.numerics.layers.kv_cache import GridCache
 from tests.support.cases.attention import DIMS, NUMBERS, REACHES, Case, make_case, outcome, random_case
 from tests.support.models import qwen2_config, unequal
 from tests.support.paths import ROOT
+
+# parts of kernels, which Python cannot call, as kernels
+PARTS = tiles.set_rows, tiles.set_scores, tiles.add_rows, keys.raise_maxima
+set_rows, set_scores, add_rows, raise_maxima = (kernel(part.py_func) for part in PARTS)
 
 
 @pytest.fixture(autouse=True)
@@ -157,16 +162,16 @@ def test_sums_of_products_are_those_of_python_integers_rounded_once(terms: int, 
     wanted = np.vectorize(float)(exact)
     result = np.empty((tiles.ROWS, columns))
     sizes = 0, columns, terms, columns
-    tiles.set_rows(a.reshape(-1), 0, terms, 1, b.reshape(-1), 0, columns, result.reshape(-1), *sizes)
+    set_rows(a.reshape(-1), 0, terms, 1, b.reshape(-1), 0, columns, result.reshape(-1), *sizes)
     assert np.array_equal(result, wanted)
     units = 2.0 ** rng.integers(-124, 105, columns)
-    tiles.set_scores(a.reshape(-1), 0, terms, 1, (b * units).reshape(-1), 0, columns, result.reshape(-1), *sizes)
+    set_scores(a.reshape(-1), 0, terms, 1, (b * units).reshape(-1), 0, columns, result.reshape(-1), *sizes)
     assert np.array_equal(result / units, wanted)
     high, low = np.full(result.size, HIGH_START), np.zeros(result.size)
     for begin in range(0, terms, 40):
         count = min(40, terms - begin)
         part = a.reshape(-1), begin, terms, 1, b.reshape(-1), begin * columns, columns
-        tiles.add_rows(*part, high, low, 0, columns, count, columns)
+        add_rows(*part, high, low, 0, columns, count, columns)
     assert np.array_equal(((high - HIGH_START) + low).reshape(result.shape), wanted)
 
 
@@ -274,7 +279,7 @@ def test_the_cache_refuses_positions_and_slots_it_does_not_have() -> None:
 
 def test_maxima_are_the_bits_of_the_largest_magnitude() -> None:
     largest = np.array([0, 0, np.float64(3.0).view(np.int64)])
-    keys.raise_maxima(np.array([-2.0, 0.0, 1.0]), 0.5, largest)
+    raise_maxima(np.array([-2.0, 0.0, 1.0]), 0.5, largest)
     assert largest.view(np.float64).tolist() == [1.0, 0.0, 3.0]
 
 
@@ -284,11 +289,11 @@ REPORT = """
 from tests.support.cases.attention import digest
 print(digest(200))
 from ppo_repro.numerics.kernels.attention import backward, block, forward, keys, tiles
-def asm(kernel):
-    return kernel.inspect_asm(kernel.signatures[0])
+def asm(part):
+    return part.compiled.inspect_asm(part.compiled.signatures[0])
 rounded = [block.quantise_row, block.round_scores, block.weigh, forward.fold, forward.store_block,
            backward.differentiate, backward.fold_scores, keys.raise_maxima, keys.store_keys]
-print(sum("vfmadd" in asm(kernel) or "vfnmadd" in asm(kernel) or "vfmsub" in asm(kernel) for kernel in rounded))
+print(sum("vfmadd" in asm(part) or "vfnmadd" in asm(part) or "vfmsub" in asm(part) for part in rounded))
 print("vfmadd" in asm(tiles.set_rows), "zmm" in asm(tiles.set_rows))
 """
 

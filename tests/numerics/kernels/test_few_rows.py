@@ -10,8 +10,13 @@ from ppo_repro.numerics.arithmetic.grid import EXACT_TERMS, INPUT_BITS, ROOM, WE
 from ppo_repro.numerics.kernels.attention import decoding
 from ppo_repro.numerics.kernels.attention.block import Spec
 from ppo_repro.numerics.kernels.attention.forward import forward_cached, store
+from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.kernels.float64 import few_rows
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS, ROWS
+
+# parts of kernels, which Python cannot call, as kernels
+PARTS = few_rows.multiply_rows, few_rows.put_on_grid, few_rows.add_outliers, decoding.forward_single
+multiply_rows, put_on_grid, add_outliers, forward_single = (kernel(part.py_func) for part in PARTS)
 
 
 def multiplied(integers: np.ndarray, scales: np.ndarray, weights: np.ndarray, bias: np.ndarray) -> np.ndarray:
@@ -27,7 +32,7 @@ def multiplied(integers: np.ndarray, scales: np.ndarray, weights: np.ndarray, bi
     inputs[:rows, :terms], all_scales[:rows] = integers, scales
     y = np.full(rows * columns + 1, 7.0, np.float32)  # the last number is not to be touched
     addresses = panels.ctypes.data, column_scales.ctypes.data, biases.ctypes.data
-    few_rows.multiply_rows(inputs.reshape(-1), all_scales, rows, terms, *addresses, columns, y[:-1])
+    multiply_rows(inputs.reshape(-1), all_scales, rows, terms, *addresses, columns, y[:-1])
     assert y[-1] == 7.0
     return y[:-1].reshape(rows, columns)
 
@@ -76,7 +81,7 @@ def test_rows_on_their_grids_and_products_with_outliers() -> None:
     w = w.astype(np.float32)
     x[1, 7] = 1e4
     inputs, scales, limits = np.zeros((8, terms + few_rows.PADDING)), np.ones(8), np.empty(rows, np.float32)
-    ended = few_rows.put_on_grid(x.reshape(-1), terms, most_outliers(terms), inputs.reshape(-1), scales, limits)
+    ended = put_on_grid(x.reshape(-1), terms, most_outliers(terms), inputs.reshape(-1), scales, limits)
     assert ended == 2 and np.isfinite(limits).tolist() == [False, True, False, False, False]
     outliers = np.abs(x) >= limits[:, None]
     assert outliers[1, 7] and not inputs[:rows, :terms][outliers].any() and not inputs[:, terms:].any()
@@ -86,7 +91,7 @@ def test_rows_on_their_grids_and_products_with_outliers() -> None:
     starts[3:] = 2  # of row 2 of w alone
     y = generator.normal(size=(rows, columns)).astype(np.float32)
     expected = y.copy()
-    few_rows.add_outliers(x.reshape(-1), terms, limits, w.reshape(-1), starts, others, y.reshape(-1), columns)
+    add_outliers(x.reshape(-1), terms, limits, w.reshape(-1), starts, others, y.reshape(-1), columns)
     for m in range(rows):
         for n in range(columns):
             total = 0.0
@@ -95,7 +100,7 @@ def test_rows_on_their_grids_and_products_with_outliers() -> None:
             expected[m, n] = np.float32(float(expected[m, n]) + total)
     assert y.tobytes() == expected.tobytes()
     x[4, 4] = np.nan
-    assert few_rows.put_on_grid(x.reshape(-1), terms, 4, inputs.reshape(-1), scales, limits) == 0
+    assert put_on_grid(x.reshape(-1), terms, 4, inputs.reshape(-1), scales, limits) == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 1, 64), (4, 2, 40), (6, 2, 24), (5, 1, 72)])
@@ -118,9 +123,9 @@ def test_attention_of_one_token_has_the_bits_of_attention_over_a_cache(
     arrays = keys, values, scales
     worst = forward_cached(0, rows * kv_heads, spec, query, slots, first, last, *arrays, expected)
     seen = first[:, 0].copy(), last[:, 0].copy()
-    assert decoding.forward_single(rows, spec, query, slots, *seen, *arrays, result) == worst
+    assert forward_single(rows, spec, query, slots, *seen, *arrays, result) == worst
     assert result.tobytes() == expected.tobytes()
     # a key more or less is another result
     seen[1][:] = np.where(seen[1] < context, seen[1] + 1, seen[1] - 1)
-    decoding.forward_single(rows, spec, query, slots, *seen, *arrays, result)
+    forward_single(rows, spec, query, slots, *seen, *arrays, result)
     assert result.tobytes() != expected.tobytes()

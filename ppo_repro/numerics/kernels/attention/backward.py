@@ -33,7 +33,7 @@ from ppo_repro.numerics.kernels.attention.keys import (
     store_keys,
 )
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_rows
-from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel
+from ppo_repro.numerics.kernels.core.compile import exact_sum, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.scalar import magnitude_bits, magnitude_bits_64, pow2_64, round_to_f32_plus_zero
 
 UP, DOWN = 2.0**SPLIT_BITS, 2.0**-SPLIT_BITS
@@ -62,7 +62,7 @@ def split_dot(a, b):  # type: ignore[no-untyped-def]
     return above, below
 
 
-@kernel
+@kernel_part
 def dot(a, b):  # type: ignore[no-untyped-def]
     """fl64(sum_d a[d] b[d]) of integers up to 2^26, as `grid.exact_dot`."""
     # the one rounding of the sum stands apart from the parts, which the compiler may reorder
@@ -70,7 +70,7 @@ def dot(a, b):  # type: ignore[no-untyped-def]
     return above * UP + below
 
 
-@kernel
+@kernel_part
 def load_delta(block, count, saved, dim, gradient):  # type: ignore[no-untyped-def]
     """delta[i] = fl64(sum_d gradient[i, d] result[i, d]), both rounded to their grids."""
     dp = padded(dim, LANES)
@@ -80,7 +80,7 @@ def load_delta(block, count, saved, dim, gradient):  # type: ignore[no-untyped-d
         gradient.delta[i] = product * gradient.scale[i] * gradient.results_scale[i]
 
 
-@kernel
+@kernel_part
 def differentiate(sums, scale, top, total, products, products_scale, delta, rounded):  # type: ignore[no-untyped-def]
     """One query: turn scores into weights, and products of gradient and values into score gradients, in place."""
     for j in range(sums.size):
@@ -92,7 +92,7 @@ def differentiate(sums, scale, top, total, products, products_scale, delta, roun
         products[j] = (products[j] * products_scale - delta) * weight
 
 
-@kernel
+@kernel_part
 def differentiate_block(block, count, base, width, spec, keys, gradient, top, total, weights, ds):  # type: ignore[no-untyped-def]
     """Softmax weights and score gradients of a block over keys base..base+width-1; 0 for keys it does not see."""
     score_tiles(block, base, width, block.queries, spec.dim, keys.keys, 0, weights)
@@ -108,7 +108,7 @@ def differentiate_block(block, count, base, width, spec, keys, gradient, top, to
             differentiate(own, block.scale[i], top[i], total[i], own_ds, scale, delta, block.rounded)
 
 
-@kernel
+@kernel_part
 def fold_scores(ds, scales, folded):  # type: ignore[no-untyped-def]
     """folded = score gradients times the keys' scales, on the query's grid. Returns its exponent."""
     largest = np.int64(0)
@@ -119,7 +119,7 @@ def fold_scores(ds, scales, folded):  # type: ignore[no-untyped-def]
     return round_to_grid(folded, largest, LEFT_BITS)
 
 
-@kernel
+@kernel_part
 def query_gradients(block, count, base, width, spec, keys, gradient, weights, ds, dq):  # type: ignore[no-untyped-def]
     """Write dq of a block and update the keys' maxima. Returns the bits of the largest magnitude of dq."""
     dp, worst, folded = padded(spec.dim, LANES), np.int32(0), gradient.folded
@@ -150,7 +150,7 @@ def query_gradients(block, count, base, width, spec, keys, gradient, weights, ds
     return worst
 
 
-@kernel
+@kernel_part
 def count_scores(block, spec, first, last):  # type: ignore[no-untyped-def]
     """The number of scores of all blocks of a span and head, and the largest number of one block."""
     all_blocks, largest_block = 0, 0
@@ -160,7 +160,7 @@ def count_scores(block, spec, first, last):  # type: ignore[no-untyped-def]
     return all_blocks, largest_block
 
 
-@kernel
+@kernel_part
 def backward_row(block, gradient, spec, saved, keys, first, last, offset, top, total, dq):  # type: ignore[no-untyped-def]
     """dq of all queries of a span and head, and the sums of its keys. Returns the largest magnitude's bits of dq."""
     worst, (all_blocks, largest_block) = np.int32(0), count_scores(block, spec, first, last)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_scores
-from ppo_repro.numerics.kernels.core.compile import exact_sum, inline, kernel
+from ppo_repro.numerics.kernels.core.compile import exact_sum, inline, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.scalar import (
     exp32,
     exponent32,
@@ -54,7 +54,7 @@ class Block(NamedTuple):
     total: np.ndarray  # [BLOCK] float64, the sum of the weights
 
 
-@kernel
+@kernel_part
 def padded(n, multiple):  # type: ignore[no-untyped-def]
     """`n` rounded up to a multiple."""
     return (n + multiple - 1) // multiple * multiple
@@ -90,7 +90,7 @@ def cut_spans(first, last, least):  # type: ignore[no-untyped-def]
     return spans[:cut], own_first, own_last
 
 
-@kernel
+@kernel_part
 def make_block(dim, keys):  # type: ignore[no-untyped-def]
     """Memory for a block of queries over up to `keys` keys."""
     tiles, width = BLOCK // ROWS, padded(keys, COLUMNS)
@@ -110,7 +110,7 @@ def make_block(dim, keys):  # type: ignore[no-untyped-def]
     )
 
 
-@kernel
+@kernel_part
 def load_block(block, start, spec, first, last, offset):  # type: ignore[no-untyped-def]
     """Set the block to the queries from `start` on of a row whose positions see keys first..last-1 [L].
 
@@ -136,7 +136,7 @@ def load_block(block, start, spec, first, last, offset):  # type: ignore[no-unty
     return count, base, padded(max(high - base, 0), COLUMNS)
 
 
-@kernel
+@kernel_part
 def quantise_row(x, factor, bits, out):  # type: ignore[no-untyped-def]
     """out = grid integers of fl32(x factor), then zeros; out [>= D]. Returns their exponent."""
     largest = np.int32(0)
@@ -151,7 +151,7 @@ def quantise_row(x, factor, bits, out):  # type: ignore[no-untyped-def]
     return e
 
 
-@kernel
+@kernel_part
 def load_rows(block, count, x, factor, bits, dim, out, scale):  # type: ignore[no-untyped-def]
     """Put the block's rows of x, flat [R, L, H, D], on their grids: integers into `out`, scales into `scale`."""
     dp = padded(dim, LANES)
@@ -160,7 +160,7 @@ def load_rows(block, count, x, factor, bits, dim, out, scale):  # type: ignore[n
         scale[i] = pow2_64(quantise_row(row, factor, bits, out[i * dp : i * dp + dp]) - bits)
 
 
-@kernel
+@kernel_part
 def transpose_rows(rows, dim, out, at):  # type: ignore[no-untyped-def]
     """out[at + d COLUMNS + i] = rows[i, d] for LANES rows of padded D."""
     dp = padded(dim, LANES)
@@ -169,13 +169,13 @@ def transpose_rows(rows, dim, out, at):  # type: ignore[no-untyped-def]
             out[at + d * COLUMNS + i] = rows[i * dp + d]
 
 
-@kernel
+@kernel_part
 def panel_offset(j, dim):  # type: ignore[no-untyped-def]
     """Offset of key j in panels [J / COLUMNS, D, COLUMNS], where the numbers that a tile reads lie side by side."""
     return j // COLUMNS * dim * COLUMNS + j % COLUMNS
 
 
-@kernel
+@kernel_part
 def score_tiles(block, base, width, a, dim, panels, panels_at, out):  # type: ignore[no-untyped-def]
     """out[i, j] = fl64(sum_d a[i, d] b[base + j, d]) where query i sees key base + j; undefined elsewhere."""
     dp = padded(dim, LANES)
@@ -198,7 +198,7 @@ def sum_of(x):  # type: ignore[no-untyped-def]
     return total
 
 
-@kernel
+@kernel_part
 def round_scores(sums, scale, rounded):  # type: ignore[no-untyped-def]
     """rounded = fl32(sums scale). Returns the bits of the largest magnitude, and the largest score."""
     worst, top = np.int32(0), np.int32(-(2**31))
@@ -210,7 +210,7 @@ def round_scores(sums, scale, rounded):  # type: ignore[no-untyped-def]
     return worst, np.int32(ordered(top)).view(np.float32)
 
 
-@kernel
+@kernel_part
 def weigh(rounded, top, weights):  # type: ignore[no-untyped-def]
     """Softmax weights of scores as integers, in units of 1 / WEIGHT_UNIT. Overwrites `rounded`."""
     # up to whole vectors: single exponentials at the end would take as long as all others
@@ -230,14 +230,14 @@ def round_to_grid(x, largest, bits):  # type: ignore[no-untyped-def]
     return e
 
 
-@kernel
+@kernel_part
 def clear(x):  # type: ignore[no-untyped-def]
     """Set to zero."""
     for i in range(x.size):
         x[i] = 0.0
 
 
-@kernel
+@kernel_part
 def clear_unseen(row, base, first, last, low, high):  # type: ignore[no-untyped-def]
     """Set `row`, which begins at key `base`, to zero for keys low..high-1 outside first..last-1."""
     if first >= last:

@@ -8,7 +8,7 @@ from ppo_repro.numerics.arithmetic.grid import LEFT_BITS
 from ppo_repro.numerics.kernels.attention.block import panel_offset, round_scores, sum_of, weigh
 from ppo_repro.numerics.kernels.attention.forward import fold
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, ROWS, set_rows, set_scores, set_tile
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel_part
 from ppo_repro.numerics.kernels.core.rows import largest_bits
 from ppo_repro.numerics.kernels.core.scalar import exponent32, pow2_64, round_to_f32_plus_zero
 
@@ -55,7 +55,7 @@ def _sum(count, weights, skip, width, values, at, padded, terms, sums):  # type:
             set_rows(weights, skip, width, _NEXT, values, at + c, padded, sums, c, padded, terms, wide)
 
 
-@kernel
+@kernel_part
 def forward_single(rows, spec, q, slots, first, last, keys, values, scales, out):  # type: ignore[no-untyped-def]
     """Attention of one query position of each row; arguments and result as of `forward_cached`, first and last [R]."""
     dim, groups, padded, context = spec.dim, spec.heads // spec.kv_heads, values.shape[3], values.shape[2]

@@ -28,7 +28,7 @@ from ppo_repro.numerics.kernels.attention.block import (
     weigh,
 )
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, set_rows
-from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.compile import kernel, kernel_part
 from ppo_repro.numerics.kernels.core.scalar import magnitude_bits, magnitude_bits_64, pow2_64, round_to_f32_plus_zero
 
 
@@ -43,7 +43,7 @@ class GridKeys(NamedTuple):
     scales: np.ndarray  # [J] of the values
 
 
-@kernel
+@kernel_part
 def fold(weights, scales):  # type: ignore[no-untyped-def]
     """Multiply weights by the scales of their values and put them on one grid, in place. Returns its exponent."""
     largest = np.int64(0)
@@ -54,7 +54,7 @@ def fold(weights, scales):  # type: ignore[no-untyped-def]
     return round_to_grid(weights, largest, LEFT_BITS)
 
 
-@kernel
+@kernel_part
 def weigh_block(block, count, base, width, keys):  # type: ignore[no-untyped-def]
     """Turn scores into folded weights, in place. Returns the bits of the largest magnitude of a score."""
     worst = np.int32(0)
@@ -75,7 +75,7 @@ def weigh_block(block, count, base, width, keys):  # type: ignore[no-untyped-def
     return worst
 
 
-@kernel
+@kernel_part
 def sum_values(block, count, base, width, dim, keys):  # type: ignore[no-untyped-def]
     """sums[i, d] = fl64(sum_j weights[i, j] values[j, d])."""
     dp = padded(dim, LANES)
@@ -88,7 +88,7 @@ def sum_values(block, count, base, width, dim, keys):  # type: ignore[no-untyped
             set_rows(block.scores, a, width, 1, keys.values, b + low * b_row, b_row, block.sums, c, dp, terms, columns)
 
 
-@kernel
+@kernel_part
 def store_block(block, count, dim, out):  # type: ignore[no-untyped-def]
     """Write results to `out`, flat [R, L, H, D]. Returns the bits of the largest magnitude."""
     dp, worst = padded(dim, LANES), np.int32(0)
@@ -102,7 +102,7 @@ def store_block(block, count, dim, out):  # type: ignore[no-untyped-def]
     return worst
 
 
-@kernel
+@kernel_part
 def attend_row(block, spec, keys, q, first, last, offset, out, top, total):  # type: ignore[no-untyped-def]
     """Attention of all queries of a span and key/value head; also `top` and `total` of each query [L groups].
 
@@ -122,7 +122,7 @@ def attend_row(block, spec, keys, q, first, last, offset, out, top, total):  # t
     return worst
 
 
-@kernel
+@kernel_part
 def load_keys(k, v, at, length, spec, keys):  # type: ignore[no-untyped-def]
     """Put `length` keys and values of flat [.., Hk, D] on their grids; the first begins at offset `at`."""
     dim, dp, stride = spec.dim, padded(spec.dim, LANES), spec.kv_heads * spec.dim

@@ -13,7 +13,7 @@ import numpy as np
 from ppo_repro.numerics.arithmetic.grid import HIGH_START, LEFT_BITS, RIGHT_BITS
 from ppo_repro.numerics.kernels.attention.block import ONE, padded, panel_offset, quantise_row, transpose_rows
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS, LANES, ROWS, add_rows
-from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.compile import kernel_part
 from ppo_repro.numerics.kernels.core.scalar import (
     exponent64,
     magnitude_bits,
@@ -52,7 +52,7 @@ class KeyGradients(NamedTuple):
     dv_low: np.ndarray
 
 
-@kernel
+@kernel_part
 def make_keys(length, dim):  # type: ignore[no-untyped-def]
     """Memory for the keys of one span and head."""
     row, dp = padded(length, COLUMNS), padded(dim, LANES)
@@ -72,7 +72,7 @@ def make_keys(length, dim):  # type: ignore[no-untyped-def]
     )
 
 
-@kernel
+@kernel_part
 def load_keys(saved, at, length, spec, keys):  # type: ignore[no-untyped-def]
     """Put keys and values on their grids, the first at offset `at`, and set the sums to zero."""
     dim, dp, stride = spec.dim, padded(spec.dim, LANES), spec.kv_heads * spec.dim
@@ -98,21 +98,21 @@ def load_keys(saved, at, length, spec, keys):  # type: ignore[no-untyped-def]
     keys.dv_low[: end * dp] = 0.0
 
 
-@kernel
+@kernel_part
 def raise_maxima(x, factor, largest):  # type: ignore[no-untyped-def]
     """largest[j] = max(largest[j], bits of |x[j] factor|)."""
     for j in range(x.size):
         largest[j] = max(largest[j], magnitude_bits_64(x[j] * factor))
 
 
-@kernel
+@kernel_part
 def set_grids(largest, up):  # type: ignore[no-untyped-def]
     """up[j] = 2^(LEFT_BITS - exponent) of the grid of each key's terms."""
     for j in range(largest.size):
         up[j] = pow2_64(LEFT_BITS - exponent64(largest[j]))
 
 
-@kernel
+@kernel_part
 def key_sums(block, count, base, width, dim, terms, scale, up, rows, high, low):  # type: ignore[no-untyped-def]
     """high[j] + low[j] += sum_i terms[i, j] rows[i]; first puts the terms on the keys' grids, in place."""
     dp, visible = padded(dim, LANES), block.tile_last.max() - base
@@ -127,7 +127,7 @@ def key_sums(block, count, base, width, dim, terms, scale, up, rows, high, low):
             add_rows(terms, j, 1, width, rows, column, dp, high, low, at, dp, count, columns)
 
 
-@kernel
+@kernel_part
 def store_keys(high, low, up, at, length, spec, out):  # type: ignore[no-untyped-def]
     """Write the gradients of keys to flat [R L, Hk, D]. Returns the bits of the largest magnitude."""
     dim, dp, stride, worst = spec.dim, padded(spec.dim, LANES), spec.kv_heads * spec.dim, np.int32(0)

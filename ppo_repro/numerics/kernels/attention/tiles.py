@@ -18,7 +18,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ppo_repro.numerics.arithmetic.grid import EXACT_TERMS, HIGH_START
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel_part
 
 ROWS = 4  # of C in a tile; the rows of A and C must be padded to a multiple
 LANES = 8
@@ -184,7 +184,7 @@ def _by_width(tile1, tile2, tile4, a, a0, a_row, a_term, b, b0, b_term, c, c0, c
         b0, c0, columns = b0 + done, c0 + done, columns - done
 
 
-@kernel
+@kernel_part
 def set_rows(a, a0, a_row, a_term, b, b0, b_term, c, c0, c_row, terms, columns):  # type: ignore[no-untyped-def]
     """ROWS rows of C = fl64(A B) of integers, `columns` rounded up to LANES.
 
@@ -193,13 +193,13 @@ def set_rows(a, a0, a_row, a_term, b, b0, b_term, c, c0, c_row, terms, columns):
     _by_width(_set1, _set2, _set4, a, a0, a_row, a_term, b, b0, b_term, c, c0, c_row, terms, columns)
 
 
-@kernel
+@kernel_part
 def set_scores(a, a0, a_row, a_term, b, b0, b_term, c, c0, c_row, terms, columns):  # type: ignore[no-untyped-def]
     """`set_rows` for columns of B that are integers times a power of two, each its own."""
     _by_width(_score1, _score2, _score4, a, a0, a_row, a_term, b, b0, b_term, c, c0, c_row, terms, columns)
 
 
-@kernel
+@kernel_part
 def add_rows(a, a0, a_row, a_term, b, b0, b_term, high, low, c0, c_row, terms, columns):  # type: ignore[no-untyped-def]
     """HIGH + LOW += A B exactly, of integers; the sums start at HIGH_START and 0."""
     while columns > 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ppo_repro.numerics.arithmetic.grid import DOT_BITS, MIN_EXPONENT
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.pool import results_of_parts
 from ppo_repro.numerics.kernels.core.scalar import (
     INFINITY_BITS,
@@ -25,7 +25,7 @@ _CHUNK = 1 << 10  # products of at most 2^52, whose sum fits into int64
 _BELOW = (1 << DOT_BITS) - 1
 
 
-@kernel
+@kernel_part
 def largest_bits(bits):  # type: ignore[no-untyped-def]
     """Bits of the largest magnitude of a float32 row, given as its bits."""
     largest = np.int32(0)
@@ -34,7 +34,7 @@ def largest_bits(bits):  # type: ignore[no-untyped-def]
     return largest
 
 
-@kernel
+@kernel_part
 def largest_bits_64(row):  # type: ignore[no-untyped-def]
     """Bits of the largest magnitude of a float64 row."""
     bits = row.view(np.int64)
@@ -44,13 +44,13 @@ def largest_bits_64(row):  # type: ignore[no-untyped-def]
     return largest
 
 
-@kernel
+@kernel_part
 def fits(largest, room):  # type: ignore[no-untyped-def]
     """Whether room times the number with these bits is finite; otherwise no grid of a weight holds it."""
     return magnitude_bits(np.int32(largest).view(np.float32) * room) < INFINITY_BITS
 
 
-@kernel
+@kernel_part
 def grid_exponent(row, room, gap, most):  # type: ignore[no-untyped-def]
     """The exponent of a float32 row's grid as `arithmetic.contraction` defines it, and whether the row has outliers.
 
@@ -84,7 +84,7 @@ def round_limbs(above, below, bits):  # type: ignore[no-untyped-def]
     return np.float64(above >> 8) * pow2_64(8 + bits) + np.float64(fine)
 
 
-@kernel
+@kernel_part
 def _squares(row, up):  # type: ignore[no-untyped-def]
     """sum rne(row up)^2 of up to _CHUNK numbers, int64."""
     total = np.int64(0)
@@ -94,7 +94,7 @@ def _squares(row, up):  # type: ignore[no-untyped-def]
     return total
 
 
-@kernel
+@kernel_part
 def sum_of_squares(row, up):  # type: ignore[no-untyped-def]
     """fl64(sum rne(row up)^2) of integers up to 2^DOT_BITS, the sum exact; `up` has the type of the row."""
     if row.size <= _CHUNK:
@@ -106,7 +106,7 @@ def sum_of_squares(row, up):  # type: ignore[no-untyped-def]
     return round_limbs(high, low, DOT_BITS)
 
 
-@kernel
+@kernel_part
 def scaled_dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
     """fl64(sum rne(a a_up) rne(b b_up)) of float64 rows and integers up to 2^DOT_BITS, the sum exact."""
     if a.size <= _CHUNK:
@@ -118,7 +118,7 @@ def scaled_dot(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
     return round_limbs(high, low, DOT_BITS)
 
 
-@kernel
+@kernel_part
 def _products(a, a_up, b, b_up):  # type: ignore[no-untyped-def]
     """sum rne(a a_up) rne(b b_up) of up to _CHUNK numbers, int64."""
     total = np.int64(0)

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ppo_repro.numerics.arithmetic.grid import EXACT_TERMS, HIGH_START, INPUT_BITS, INPUT_GAP
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel_part
 from ppo_repro.numerics.kernels.core.rows import grid_exponent, largest_bits
 from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS, pow2_32, pow2_64
 from ppo_repro.numerics.kernels.core.vectors import FLOAT
@@ -129,7 +129,7 @@ def _tile_of(count, a, a_row, b, terms, scratch, scales, column_scales, bias, y,
         _tile_of_1(a, a_row, b, terms, scratch, scales, column_scales, bias, y, y_row)
 
 
-@kernel
+@kernel_part
 def multiply_rows(inputs, scales, rows, terms, panels, column_scales, bias, columns, y):  # type: ignore[no-untyped-def]
     """y = fl32(sum of x w on their grids) + 0 + bias, flat y [rows, columns] float32, without outliers.
 
@@ -163,7 +163,7 @@ def multiply_rows(inputs, scales, rows, terms, panels, column_scales, bias, colu
                         y[at + c] = block[i * COLUMNS + c]
 
 
-@kernel
+@kernel_part
 def put_on_grid(x, terms, most, inputs, scales, limits):  # type: ignore[no-untyped-def]
     """Rows of flat x [R, terms] on their grids: integers into `inputs`, float64 [R, terms + PADDING], without outliers.
 
@@ -188,7 +188,7 @@ def put_on_grid(x, terms, most, inputs, scales, limits):  # type: ignore[no-unty
     return result
 
 
-@kernel
+@kernel_part
 def add_outliers(x, terms, limits, w, starts, others, y, columns):  # type: ignore[no-untyped-def]
     """y[m, n] = fl32(y[m, n] + sum of x[m, k] w[n, k] over the outliers of row m, then over the others of row n).
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, MIN_EXPONENT, ROOM, WEIGHT_BITS, WEIGHT_GAP
-from ppo_repro.numerics.kernels.core.compile import inline, kernel
+from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
 from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent
 from ppo_repro.numerics.kernels.core.scalar import (
@@ -75,7 +75,7 @@ def _on_grid(x, room, limit, up):  # type: ignore[no-untyped-def]
     return np.rint(np.float64(x) * up) if np.abs(x * room) < limit else 0.0
 
 
-@kernel
+@kernel_part
 def squares_of_block(block, terms):  # type: ignore[no-untyped-def]
     """The `squares` of flat float64 [terms, ROWS]."""
     largest = 0.0
@@ -85,7 +85,7 @@ def squares_of_block(block, terms):  # type: ignore[no-untyped-def]
     return largest
 
 
-@kernel
+@kernel_part
 def squares_of_panel(panel, terms):  # type: ignore[no-untyped-def]
     """The `squares` of flat int32 [terms, COLUMNS]."""
     largest = 0.0
@@ -254,7 +254,7 @@ def column_grids(w: np.ndarray) -> Weight:
     return Weight(np.empty(0, np.int32), np.empty(0), exponents, outliers, all(finite))
 
 
-@kernel
+@kernel_part
 def pack_columns(w, columns, panel, first, last, exponents, bits, out):  # type: ignore[no-untyped-def]
     """Terms first..last-1 of a panel of flat w [.., columns] along its columns; out int32 [last - first, COLUMNS]."""
     start, room = panel * COLUMNS, _ROOM

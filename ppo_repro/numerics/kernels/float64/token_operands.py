@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.numerics.kernels.core.compile import kernel
+from ppo_repro.numerics.kernels.core.compile import kernel, kernel_part
 from ppo_repro.numerics.kernels.core.pool import in_parts
 from ppo_repro.numerics.kernels.float64.operands import squares_of_block, squares_of_panel
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS, ROWS
@@ -41,7 +41,7 @@ def scaled_panels(x: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return panels, squares
 
 
-@kernel
+@kernel_part
 def scaled_block(x, columns, up, block, out):  # type: ignore[no-untyped-def]
     """rne(x[t, n] up[t]) as a block of a left operand with terms t; flat x [T, columns], up [T]. Returns `squares`."""
     terms, start = up.size, block * ROWS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -143,6 +143,11 @@ class TrainerPrecision(SamplerPrecision):
     )
 
 
+def _not_both(stock: str | None, precision: SamplerPrecision) -> None:
+    if stock is not None and precision.rounds:
+        raise ValueError("stock rounds as torch does, so precision has no effect; remove one of them")
+
+
 class SamplerSide(SamplerFaults):
     """What is made to differ in the sampler."""
 
@@ -156,17 +161,26 @@ class SamplerSide(SamplerFaults):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
-        if self.stock is not None and self.precision.rounds:
-            raise ValueError("stock rounds as torch does, so precision has no effect; remove one of them")
+        _not_both(self.stock, self.precision)
         return self
 
 
 class TrainerSide(TrainerFaults):
     """What is made to differ in the trainer."""
 
-    absent_at_default: ClassVar[frozenset[str]] = TrainerFaults.absent_at_default | {"precision"}
+    absent_at_default: ClassVar[frozenset[str]] = TrainerFaults.absent_at_default | {"precision", "stock"}
 
     precision: TrainerPrecision = TrainerPrecision()
+    stock: Wide | None = Field(
+        None,
+        description="Train by torch's own passes in this dtype, without a promise of bits: weights and moments stay "
+        "float32, float16 has dynamic loss scaling; null: do not.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        _not_both(self.stock, self.precision)
+        return self
 
 
 class MismatchConfig(Section):
@@ -182,7 +196,7 @@ class MismatchConfig(Section):
     def same_precision(self) -> bool:
         """Whether a forward pass of sampler and trainer gives the same bits, as far as precision goes."""
         same_formats = self.sampler.precision.forward_formats == self.trainer.precision.forward_formats
-        return self.sampler.stock is None and same_formats
+        return self.sampler.stock is None and self.trainer.stock is None and same_formats
 
 
 def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str]:
@@ -190,6 +204,8 @@ def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str
     for side, precision in (("sampler", config.sampler.precision), ("trainer", config.trainer.precision)):
         if precision.rounds and mode == "native":
             yield f"mismatch.{side}.precision needs numerics.mode = exact, whose products it rounds"
+    if config.trainer.stock is not None and mode == "native":
+        yield "mismatch.trainer.stock needs numerics.mode = exact; native numerics are torch's own on both sides"
     for field, is_set in (("precision", config.sampler.precision.rounds), ("stock", config.sampler.stock is not None)):
         if is_set and engine == "sglang":
             yield (
@@ -198,15 +214,22 @@ def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str
             )
 
 
-def has_no_routes(config: MismatchConfig, mode: str, engine: str, dense: bool) -> Iterator[str]:
+def stock_cannot(stock: str | None, settings: Mapping[str, bool]) -> Iterator[str]:
+    """A line for each of the `settings`, by their words, that is set and that a trainer of torch's own cannot have."""
+    if stock is None:
+        return
+    for words, is_set in settings.items():
+        if is_set:
+            yield f"mismatch.trainer.stock = {stock} does not go with this: {words}; remove one of them"
+
+
+def has_no_routes(config: MismatchConfig, mode: str, dense: bool) -> Iterator[str]:
     """A line for each setting with which the sampler has no routes that the trainer could take."""
     field = "ppo.replay_routes = true"
     if dense:
         yield f"{field} needs a mixture of experts, which model.experts makes"
     if mode == "native":
         yield f"{field} needs numerics.mode = exact, whose routers take routes"
-    if engine == "sglang":
-        yield f"{field} needs rollout.engine.kind = torch; SGLang's servers return no routes here"
     if config.trainer.retokenize:
         yield f"{field} needs mismatch.trainer.retokenize = 0: tokens that were not sampled have no route"
     if config.trainer.prompts_differ:

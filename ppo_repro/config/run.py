@@ -20,7 +20,7 @@ from ppo_repro.config.algorithm import (
 )
 from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.layout import LayoutConfig, not_divided
-from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible
+from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible, stock_cannot
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
 from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
@@ -148,6 +148,11 @@ class RunConfig(Experiment):
     def sequences_per_iteration(self) -> int:
         return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
 
+    @property
+    def asks_for_routes(self) -> bool:
+        """Whether the sampler is to say which experts computed each token of a mixture."""
+        return self.records.level == "deep" or self.ppo.replay_routes
+
     @model_validator(mode="before")
     @classmethod
     def _usual_variants(cls, tree: Any) -> Any:
@@ -185,6 +190,7 @@ def _needing_all_weights(config: RunConfig) -> list[str]:
         "mismatch.sampler.stock is set": sampler.stock is not None,
         "mismatch.sampler.precision rounds": sampler.precision.rounds,
         "mismatch.trainer.precision rounds": trainer.precision.rounds,
+        "mismatch.trainer.stock is set": trainer.stock is not None,
         "model.experts is set": experts,
     }
     return [name for name, is_so in found.items() if is_so]
@@ -213,12 +219,22 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     if config.ppo.load_balancing_coef and native:
         yield "ppo.load_balancing_coef needs numerics.mode = exact, whose routers count a whole minibatch"
     if config.ppo.replay_routes:
-        yield from has_no_routes(config.mismatch, config.numerics.mode, engine.kind, dense)
-    if config.mismatch.trainer.precision.rounds and config.numerics.accuracy_sequences not in (
-        0,
-        USUAL_ACCURACY_SEQUENCES,
-    ):
+        yield from has_no_routes(config.mismatch, config.numerics.mode, dense)
+    trainer = config.mismatch.trainer
+    measures = config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES)
+    if trainer.precision.rounds and measures:
         yield "numerics.accuracy_sequences needs a trainer that rounds nothing; remove mismatch.trainer.precision"
+    yield from stock_cannot(
+        trainer.stock,
+        {
+            "numerics.accuracy_sequences is set": measures,
+            "lora is set": config.lora is not None,
+            "value.kind = head": config.value.kind == "head",
+            "ppo.replay_routes = true": config.ppo.replay_routes,
+            "ppo.load_balancing_coef is set": config.ppo.load_balancing_coef > 0,
+            f"layout.mesh.zero = {config.layout.mesh.zero}": config.layout.mesh.zero > 0,
+        },
+    )
     if config.rollout.max_response_tokens >= config.numerics.max_context:
         yield (
             f"rollout.max_response_tokens = {config.rollout.max_response_tokens} must be smaller than "

@@ -38,6 +38,8 @@ from ppo_repro.ranks import ALONE, Ranks
 class ExactLoraOptimizer:
     """Integer gradients of the merged weights, exact products with the factors, and exact AdamW on the factors."""
 
+    loss_scale = 1.0
+
     def __init__(self, model: nn.Module, lora: Lora, settings: AdamWSettings, division: Division = WHOLE) -> None:
         self.settings, self.lora = settings, lora
         self.accumulator = GradientAccumulator({**lora.merged_weights(), **lora.whole}.items())
@@ -75,6 +77,8 @@ class ExactLoraOptimizer:
 
 class NativeLoraOptimizer:
     """The same in stock torch: autograd's gradients of the merged weights, float32 products, torch's AdamW."""
+
+    loss_scale = 1.0
 
     def __init__(self, lora: Lora, settings: AdamWSettings) -> None:
         self.settings, self.lora = settings, lora

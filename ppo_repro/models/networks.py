@@ -17,7 +17,7 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.layers.families import check_visibility, decoder_layers, head_of, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.lowering import lower
-from ppo_repro.numerics.layers.routes import give_balances
+from ppo_repro.numerics.layers.routes import give_balances, routers
 from ppo_repro.numerics.trunk.forward import TrunkForward
 from ppo_repro.ppo.balancing import Balance
 from ppo_repro.seeding import bell
@@ -48,6 +48,8 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
     if mode == "exact":
         return lower(model, max_context)
     model.set_attn_implementation("sdpa")
+    if routers(model):
+        model.set_experts_implementation("eager")  # grouped products refuse rows of no multiple of 16 bytes
     return model
 
 
@@ -79,7 +81,7 @@ def checkpoint_gradients(model: nn.Module) -> None:
 def hidden_states(
     trunk: PreTrainedModel, batch: TokenBatch, replay: bool = False, balances: Sequence[Balance] | None = None
 ) -> Tensor:
-    """Final hidden states [n, H] float32 at the positions that predict the response tokens.
+    """Final hidden states [n, H] at the positions that predict the response tokens, float32 or a stock copy's dtype.
 
     `replay`: tokens take the routes of the batch, where it has some, through the mixtures of experts of the trunk.
     `balances`: of its load-balancing loss, see `give_balances`; None leaves that as it is.

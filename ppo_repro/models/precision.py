@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from transformers import PreTrainedModel
 
 from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision, TrainerPrecision
+from ppo_repro.models.networks import freeze, make_policy
 from ppo_repro.numerics.arithmetic.rounding import NARROW
 from ppo_repro.numerics.layers.precision import Precision
 from ppo_repro.numerics.layers.rounded import round_model, view_of
+from ppo_repro.rollout.stock_engine import in_dtype
 
 
 def precision_of(config: SamplerPrecision) -> Precision:
@@ -42,3 +47,17 @@ def set_precision(config: MismatchConfig, policy: PreTrainedModel, reference: Pr
     for model in (policy, reference):
         round_model(model, trainer, "mismatch.trainer.precision")
     return sampled
+
+
+@dataclass(frozen=True)
+class StockNetworks:
+    """What the trainer computes with in place of policy and reference; unmodified models in one dtype."""
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel
+
+
+def stock_networks(source: PreTrainedModel, dtype: str, max_context: int) -> StockNetworks:
+    """Copies of `source` in float32, bfloat16 or float16; the reference is frozen."""
+    policy, reference = (in_dtype(make_policy(source, "native", max_context), getattr(torch, dtype)) for _ in range(2))
+    return StockNetworks(policy, freeze(reference))

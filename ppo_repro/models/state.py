@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
+from ppo_repro.models.precision import StockNetworks
 from ppo_repro.models.versions import Versions
 from ppo_repro.numerics.layers.lowering import forget_operands
 from ppo_repro.numerics.optim.optimizer import Optimizer
@@ -26,6 +27,17 @@ class TrainState:
     coefficients: Coefficients
     iteration: int = 0
     versions: Versions | None = None  # None for a sampler that is never behind
+    stock: StockNetworks | None = None  # None for a trainer that computes by the networks above
+
+    @property
+    def trainer_policy(self) -> PreTrainedModel:
+        """The policy as the trainer computes it."""
+        return self.policy if self.stock is None else self.stock.policy
+
+    @property
+    def trainer_reference(self) -> PreTrainedModel:
+        """The reference as the trainer computes it."""
+        return self.reference if self.stock is None else self.stock.reference
 
     def forget(self, module: nn.Module | None) -> None:
         """Free the operands of one of the networks, which rests now, but not those of weights shared with another."""

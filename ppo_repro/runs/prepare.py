@@ -27,7 +27,7 @@ from ppo_repro.models.networks import (
     make_value_head,
     make_value_model,
 )
-from ppo_repro.models.precision import set_precision
+from ppo_repro.models.precision import StockNetworks, set_precision, stock_networks
 from ppo_repro.models.reward_model import (
     load_reward_model,
     make_reward_model,
@@ -41,6 +41,7 @@ from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.optim.stock import StockOptimizer
 from ppo_repro.numerics.pieces import Division
 from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.sharding.parts import hold
@@ -48,9 +49,8 @@ from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import Accuracy
-from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.open_engine import check_routes
+from ppo_repro.runs.open_engine import built_in_engine, check_routes
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.faults import check_training_prompts
 from ppo_repro.stages.prompts import Task
@@ -177,13 +177,19 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         base = trunk_of(begun_as) if share and begun_as is not None else None
         value_lora = _adapted(value_model, config.value.lora, config.seed, base)
     sampled = set_precision(config.mismatch, policy, reference)
+    stock = _stock(config, source)
     if config.layout.gradient_checkpointing:
-        checkpoint_gradients(policy)
+        checkpoint_gradients(policy if stock is None else stock.policy)
         if isinstance(config.value, SeparateValue) and value_model is not None:
             checkpoint_gradients(value_model)
     trained: nn.Module = policy
     if isinstance(config.value, ValueHead) and value_model is not None:
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
+    policy_optimizer: Optimizer
+    if stock is None:
+        policy_optimizer = _optimizer(config, trained, lora, config.ppo.learning_rate, division)
+    else:
+        policy_optimizer = StockOptimizer(policy, stock.policy, _adamw(config, config.ppo.learning_rate))
     value_optimizer = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
         value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate, division)
@@ -191,12 +197,18 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         policy=policy,
         value_model=value_model,
         reference=reference,
-        policy_optimizer=_optimizer(config, trained, lora, config.ppo.learning_rate, division),
+        policy_optimizer=policy_optimizer,
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
         versions=_versions(config, policy, lora),
+        stock=stock,
     )
     return _Networks(state, sampled, _Adapters(lora, value_lora))
+
+
+def _stock(config: RunConfig, source: PreTrainedModel) -> StockNetworks | None:
+    dtype = config.mismatch.trainer.stock
+    return None if dtype is None else stock_networks(source, dtype, config.numerics.max_context)
 
 
 def _versions(config: RunConfig, policy: PreTrainedModel, lora: Lora | None) -> Versions | None:
@@ -281,19 +293,6 @@ def prepare(
         numerics = config.numerics
         accuracy = policy_accuracy(config, task.prompt_ids, make_policy(source, numerics.mode, numerics.max_context))
     networks = _networks(config, source, task, share, Division(ranks, config.layout.mesh.zero))
-    engine = _engine(config, source, networks.sampled, stop_ids(source, tokenizer))
+    engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     adapters = networks.adapters
     return Prepared(task, networks.state, engine, steps, reward_training, adapters.policy, adapters.value, accuracy)
-
-
-def _engine(
-    config: RunConfig, source: PreTrainedModel, sampled: PreTrainedModel, end_tokens: frozenset[int]
-) -> TorchEngine:
-    """The built-in engine on the policy as the sampler has it, or on a stock copy of it."""
-    mode, max_context, layout = config.numerics.mode, config.numerics.max_context, config.layout
-    about = end_tokens, mode, max_context, layout.rollout_slots, layout.prefill_chunk, layout.prefix_cache
-    stock = config.mismatch.sampler.stock
-    if stock is None:
-        return TorchEngine(sampled, *about)
-    copy = in_dtype(make_policy(source, "native", max_context), getattr(torch, stock))
-    return StockEngine(copy, sampled, *about)

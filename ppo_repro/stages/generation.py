@@ -30,7 +30,7 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
         mismatch_sigma=rollout.mismatch_sigma or 0.0,
         token_bias=config.mismatch.sampler.token_bias or 0.0,
         bias_seed=config.seed,
-        routes=config.records.level == "deep" or config.ppo.replay_routes,
+        routes=config.asks_for_routes,
         top_logits=config.records.logits_per_token,
     )
 

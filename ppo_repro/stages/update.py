@@ -99,7 +99,7 @@ def _step(
         by_micro_batch.clear()
         for m in work.mine:
             loss, columns = losses_of(m)
-            torch.autograd.backward(loss, work.weights[m.tokens])
+            torch.autograd.backward(loss, work.weights[m.tokens] * optimizer.loss_scale)
             by_micro_batch.append(tuple(c.detach() for c in columns))
 
     report = optimizer.step(backward, work.input_tokens, work.ranks, work.by_tensor)

@@ -12,6 +12,8 @@ from ppo_repro.numerics.layers.precision import Precision
 from tests.support.runs import small_config
 
 ROUNDED, STOCK = "mismatch.sampler.precision.weights=bfloat16", "mismatch.sampler.stock=bfloat16"
+TRAINED, MIXTURE = "mismatch.trainer.stock=float16", "model.experts={family: mixtral, count: 4, per_token: 2}"
+WITHOUT = "mismatch.trainer.stock = float16 does not go with this"
 SGLANG = ("rollout.engine={kind: sglang}",)
 
 
@@ -36,7 +38,19 @@ SGLANG = ("rollout.engine={kind: sglang}",)
         ((ROUNDED, *SGLANG), "mismatch.sampler.precision needs rollout.engine.kind = torch; .*"),
         ((STOCK, *SGLANG), "mismatch.sampler.stock needs rollout.engine.kind = torch; .*"),
         ((STOCK, ROUNDED), "mismatch.sampler: stock rounds as torch does, so precision has no effect; .*"),
-        (("mismatch.trainer.stock=bfloat16",), "mismatch.trainer.stock: unknown field; .*"),
+        (("mismatch.trainer.stock=int8",), "mismatch.trainer.stock = 'int8': .*"),
+        ((TRAINED, "mismatch.trainer.precision.logits=bfloat16"), "mismatch.trainer: stock rounds as torch does, .*"),
+        ((TRAINED, "numerics.mode=native"), "mismatch.trainer.stock needs numerics.mode = exact; native .*"),
+        ((TRAINED, "lora={rank: 2, alpha: 4.0}"), f"{WITHOUT}: lora is set; remove one of them"),
+        ((TRAINED, "value={kind: head}"), f"{WITHOUT}: value.kind = head; .*"),
+        ((TRAINED, MIXTURE, "ppo.replay_routes=true"), f"{WITHOUT}: ppo.replay_routes = true; .*"),
+        ((TRAINED, MIXTURE, "ppo.load_balancing_coef=0.1"), f"{WITHOUT}: ppo.load_balancing_coef is set; .*"),
+        ((TRAINED, "numerics.accuracy_sequences=2"), f"{WITHOUT}: numerics.accuracy_sequences is set; .*"),
+        ((TRAINED, "layout.mesh.zero=1"), f"{WITHOUT}: layout.mesh.zero = 1; .*"),
+        (
+            (TRAINED, "layout.mesh.tensor=2"),
+            "layout.mesh.tensor = 2 does not go with this: mismatch.trainer.stock is set; remove one of them",
+        ),
         (
             ("mismatch.trainer.precision.logits=int8", "numerics.accuracy_sequences=2"),
             "numerics.accuracy_sequences needs a trainer that rounds nothing; remove mismatch.trainer.precision",
@@ -51,6 +65,8 @@ def test_what_cannot_be_is_refused_by_field(overrides: tuple[str, ...], line: st
 
 def test_what_sglang_and_native_numerics_can_do_is_not_refused() -> None:
     small_config("mismatch.trainer.precision.weights=bfloat16", *SGLANG)
+    small_config(TRAINED, *SGLANG)
+    small_config(TRAINED, STOCK)
     small_config(STOCK, "numerics.mode=native")
 
 
@@ -59,7 +75,8 @@ def test_a_configuration_without_a_cause_is_as_if_there_were_no_section() -> Non
     assert "mismatch:" not in text and plain.mismatch == MismatchConfig()
     for same in ("mismatch={}", "mismatch.sampler={}", "mismatch.trainer.precision={logits: float32}"):
         assert small_config(same).digest() == plain.digest() and dump_yaml(small_config(same)) == text
-    assert small_config(ROUNDED).digest() != plain.digest() != small_config(STOCK).digest()
+    causes = {small_config(*cause).digest() for cause in ((), (ROUNDED,), (STOCK,), (TRAINED,))}
+    assert len(causes) == 4 and plain.digest() in causes
 
 
 def test_what_is_rounded_to_what() -> None:
@@ -78,5 +95,5 @@ def test_which_sides_have_the_same_precision() -> None:
     both = ("mismatch.sampler.precision.weights=int8", "mismatch.trainer.precision.weights=int8")
     assert small_config().mismatch.same_precision and small_config(*both).mismatch.same_precision
     assert small_config("mismatch.trainer.precision.gradients=bfloat16").mismatch.same_precision
-    for other in ((both[0],), (both[1],), (*both, "mismatch.sampler.precision.logits=int8"), (STOCK,)):
+    for other in ((both[0],), (both[1],), (*both, "mismatch.sampler.precision.logits=int8"), (STOCK,), (TRAINED,)):
         assert not small_config(*other).mismatch.same_precision

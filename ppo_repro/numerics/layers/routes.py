@@ -15,13 +15,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ppo_repro.numerics.layers.experts import ExactRouter
-from ppo_repro.numerics.layers.families import ROUTERS, modules_of
+from ppo_repro.numerics.layers.families import ROUTERS, decoder_layers, modules_of
 from ppo_repro.ppo.balancing import Balance
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """The routers of a model in the order of its layers, exact or stock; empty for a dense model."""
     return [m for m in modules_of(model) if isinstance(m, ExactRouter) or type(m) in ROUTERS]
+
+
+def mixture_layers(model: nn.Module) -> list[int]:
+    """Which of the decoder layers of a model have a router, by rising index; empty for a dense model."""
+    return [index for index, layer in enumerate(decoder_layers(model)) if routers(layer)]
 
 
 class SeenRoutes:

@@ -44,7 +44,8 @@ class OptimizerState:
 
     first: Mapping[str, Tensor]  # AdamW first moments, float32
     second: Mapping[str, Tensor]  # second moments
-    grids: Mapping[str, int]  # exact numerics: exponent of each gradient's grid; empty in native
+    # exact numerics: exponent of each gradient's grid; a stock trainer in float16: of its loss scale; empty in native
+    grids: Mapping[str, int]
     steps: Mapping[str, int]  # native numerics: steps each parameter has taken; empty in exact
     beta1_power: float  # exact numerics: beta1^steps by repeated multiplication; 1 in native
     beta2_power: float

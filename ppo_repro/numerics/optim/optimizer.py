@@ -40,6 +40,11 @@ class StepReport:
 class Optimizer(Protocol):
     settings: AdamWSettings  # may be replaced between steps, but only a new learning rate has an effect
 
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the losses by; the gradients are divided by it before the step."""
+        ...
+
     def step(
         self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
     ) -> StepReport:
@@ -113,6 +118,8 @@ def collect(
 class ExactOptimizer:
     """Integer gradients, exact norm and AdamW by the elementwise law: independent of how the work is split up."""
 
+    loss_scale = 1.0
+
     def __init__(self, module: nn.Module, settings: AdamWSettings, division: Division = WHOLE) -> None:
         self.settings, self.division, self.parts = settings, division, parts_of(module)
         self.adamw = ExactAdamW(dict(module.named_parameters()), division, self.parts)
@@ -158,6 +165,8 @@ def collect_native(parameters: Sequence[Tensor], backward: Callable[[], None], r
 
 class NativeOptimizer:
     """Stock torch: autograd's float gradients, clip_grad_norm_, torch.optim.AdamW."""
+
+    loss_scale = 1.0
 
     def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
         self.settings = settings

@@ -70,6 +70,7 @@ TREES: dict[str, dict[str, Any]] = {
     "rounded": {"mismatch": {"sampler": {"precision": {"weights": "int8", "rest": "bfloat16"}}}},
     "trainer rounded": {"mismatch": {"trainer": {"precision": {"activations": "int8", "rest": "float16"}}}},
     "sampler stock": {"mismatch": {"sampler": {"stock": "bfloat16"}}},
+    "trainer stock": {"mismatch": {"trainer": {"stock": "float16"}}},
     "sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang"}}, "kl": {"placement": "none"}},
 }
 

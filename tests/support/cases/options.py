@@ -66,6 +66,7 @@ FACTORS: dict[str, list[tuple[str, ...]]] = {
         ("ppo.ratio_anchor=old",),
         ("ppo.ratio_anchor=old", "ppo.importance_weights={kind: truncated}"),
         ("ppo.ratio_anchor=old", "ppo.importance_weights={kind: masked, level: sequence}"),
+        ("ppo.ratio_anchor=old", "ppo.importance_weights={kind: masked, floor: 0.5, cap: 5}"),  # IcePop
         (
             "ppo.ratio_anchor=old",
             "ppo.importance_weights={kind: truncated, level: geometric, cap: null, normalize: true}",

@@ -113,7 +113,7 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={order.processes}"]
     with (Path(order.folder) / LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, *launcher, "-m", "ppo_repro.commands.grid_cell", *command_of(order)],
+            [sys.executable, *launcher, "-m", "ppo_repro.commands.grid_cells", "one", *command_of(order)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

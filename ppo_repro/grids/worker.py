@@ -24,7 +24,7 @@ class Worker:
         self._threads = threads
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ppo_repro.commands.grid_worker"],
+                [sys.executable, "-m", "ppo_repro.commands.grid_cells", "forked"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -29,10 +29,10 @@ def saved_bytes(m: Mixture, hidden: int, tokens: int, exact: bool) -> int:
     if exact:
         # routing weights in float32 and, of the softmax, float64; int64: experts, and the order of the rows both ways
         return tokens * (4 * (floats + k) + 8 * (k if m.normalised else m.experts) + 3 * 8 * k)
-    # torch's grouped products: probabilities, routing weights by row and, before they are divided, by token with their
-    # sum; int64: experts, and the order of the rows three times; a mask of the rows, and where each expert's end
-    small = m.experts + k + (k + 1 if m.normalised else 0)
-    return tokens * (4 * (floats + small) + 4 * 8 * k + k) + 4 * m.experts
+    # torch, expert by expert: probabilities, routing weights by row and, before they are divided, by token with their
+    # sum, and the weighted results; int64: experts, and of each row its token and its rank there
+    small = m.experts + k * hidden + k + (k + 1 if m.normalised else 0)
+    return tokens * (4 * (floats + small) + 3 * 8 * k)
 
 
 def workspace_bytes(m: Mixture, hidden: int, tokens: int, operand: int) -> int:

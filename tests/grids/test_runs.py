@@ -273,7 +273,8 @@ def test_a_cell_without_its_manifest_is_left_as_it_is(tmp_path: Path, exact_run:
     command = [
         sys.executable,
         "-m",
-        "ppo_repro.commands.grid_cell",
+        "ppo_repro.commands.grid_cells",
+        "one",
         *command_of(Order("cell", str(cell), "language", 1)),
     ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -313,7 +313,7 @@ def resized(architecture: str, layers: int) -> PretrainedConfig:
     """A configuration of that many layers whose widths are all different; a mixture's experts as a run has them."""
     config = CONFIG_OF[architecture.removesuffix(" dense")]()
     if architecture in MIXTURES:
-        config._experts_implementation = "grouped_mm"
+        config._experts_implementation = "eager"
     if architecture.endswith(" dense"):
         config.mlp_only_layers = list(range(layers))
     if architecture == "gpt2":

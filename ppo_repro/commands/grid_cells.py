@@ -1,8 +1,11 @@
-"""Runs cells one after the other: `python -m ppo_repro.commands.grid_worker`.
+"""The processes of a grid's cells on this machine: `python -m ppo_repro.commands.grid_cells one|forked`.
 
-It imports what every run needs once, and forks a process for each cell. On stdin it reads a line of JSON per cell,
-`[LOG, ARGUMENTS]`; on stdout it writes the id of the cell's process, and after its end the exit code, negative for a
-signal. It ends when its stdin closes, and so does the cell.
+`one ARGUMENTS` is one cell; its arguments are those of `ppo-repro`. `forked` runs cells one after the other: it imports
+what every run needs once, and forks a process for each. On stdin it reads a line of JSON per cell, `[LOG, ARGUMENTS]`;
+on stdout it writes the id of the cell's process, and after its end the exit code, negative for a signal.
+
+Each ends with the process that started it, however that one ends: its stdin is a pipe to that process, which the kernel
+closes. What is committed by then stays; the rest is done at the next call.
 """
 
 from __future__ import annotations
@@ -11,13 +14,10 @@ import gc
 import importlib
 import json
 import os
+import select
 import sys
-from importlib import metadata
+import threading
 from pathlib import Path
-
-from ppo_repro.commands import cli
-from ppo_repro.commands.grid_cell import end_with_parent
-from ppo_repro.runs.environment import PACKAGES, code_digest
 
 # what a run imports when it gets there; without them every cell would
 LATER = (
@@ -30,8 +30,24 @@ LATER = (
 FORKABLE = {"jemalloc_bg_thd"}  # of Arrow's allocator, which lets go of its locks around a fork
 
 
+def _end_with_parent() -> None:
+    """End this process when the other end of its stdin closes, from now on."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    pipe = select.poll()
+    pipe.register(0, 0)  # its end alone; what is written there, another process reads
+    pipe.poll()
+    os._exit(1)  # at once, as a kill would: records are whole or absent at every instant
+
+
 def _on_disk() -> tuple[str, ...]:
     """What a run records of the code that computes it; it is read from the disk."""
+    from importlib import metadata
+
+    from ppo_repro.runs.environment import PACKAGES, code_digest
+
     return (code_digest(), *(metadata.version(package) for package in PACKAGES))
 
 
@@ -57,28 +73,28 @@ def _read_line() -> str:
 
 
 def _become_cell(answers: int, log: str, arguments: list[str]) -> None:
-    """Turn this forked process into what `grid_cell` is, with its streams and session."""
+    """Turn this forked process into what `one` is, with its streams and session."""
     os.close(answers)
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-    end_with_parent()
+    _end_with_parent()
     sys.argv = ["ppo-repro", *arguments]
 
 
-def main() -> None:
-    """Fork a cell for each line until stdin closes."""
+def _forked(line: str) -> None:
+    """Fork a cell for each line, the first of which may be given, until stdin closes."""
     before = _on_disk()
     _import()
     answers = os.dup(1)
     os.dup2(2, 1)
-    line = sys.argv[1] if len(sys.argv) > 1 else _read_line()
+    line = line or _read_line()
     while line:
         if _on_disk() != before:  # a cell records what is there now, so that has to be what computes it
             os.dup2(answers, 1)
-            os.execv(sys.executable, [sys.executable, "-m", "ppo_repro.commands.grid_worker", line])
+            os.execv(sys.executable, [sys.executable, "-m", "ppo_repro.commands.grid_cells", "forked", line])
         log, arguments = json.loads(line)
         pid = os.fork()
         if pid == 0:
@@ -90,7 +106,25 @@ def main() -> None:
         line = _read_line()
     else:
         return
+    _run()
+
+
+def _run() -> None:
+    from ppo_repro.commands import cli
+
     cli.main()
+
+
+def main() -> None:
+    """Run what the command line names."""
+    way, *arguments = sys.argv[1:]
+    if way == "forked":
+        _forked(*arguments or [""])
+    else:
+        assert way == "one", way
+        _end_with_parent()
+        sys.argv = ["ppo-repro", *arguments]
+        _run()
 
 
 if __name__ == "__main__":

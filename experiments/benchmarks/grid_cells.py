@@ -39,10 +39,12 @@ BASE = {
         "vocab_size": 16,
         "warm_start_steps": 2,
         "warm_start_batch_size": 4,
+        "warm_start_learning_rate": 0.01,
     },
+    "value": {"kind": "separate", "learning_rate": 0.001},
     "task": {"kind": "arithmetic", "max_operand": 5, "num_eval_prompts": 2},
     "rollout": {"prompts_per_iteration": 2, "samples_per_prompt": 2, "max_response_tokens": 4},
-    "ppo": {"iterations": 1, "minibatch_size": 4},
+    "ppo": {"iterations": 1, "minibatch_size": 4, "epochs": 1, "learning_rate": 0.001},
     "numerics": {"max_context": 12},
 }
 
@@ -128,14 +130,14 @@ def flushes(folder: Path) -> int:
     return int(done.stderr.split()[-1])
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--compared", type=int, default=10, help="cells that run with one worker and each alone, too")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

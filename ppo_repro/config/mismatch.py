@@ -206,6 +206,8 @@ def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str
             yield f"mismatch.{side}.precision needs numerics.mode = exact, whose products it rounds"
     if config.trainer.stock is not None and mode == "native":
         yield "mismatch.trainer.stock needs numerics.mode = exact; native numerics are torch's own on both sides"
+    if config.sampler.stock == "float32" and mode == "native":
+        yield "mismatch.sampler.stock = float32 needs numerics.mode = exact; native numerics sample by torch's float32"
     for field, is_set in (("precision", config.sampler.precision.rounds), ("stock", config.sampler.stock is not None)):
         if is_set and engine == "sglang":
             yield (

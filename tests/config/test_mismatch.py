@@ -41,6 +41,10 @@ SGLANG = ("rollout.engine={kind: sglang}",)
         (("mismatch.trainer.stock=int8",), "mismatch.trainer.stock = 'int8': .*"),
         ((TRAINED, "mismatch.trainer.precision.logits=bfloat16"), "mismatch.trainer: stock rounds as torch does, .*"),
         ((TRAINED, "numerics.mode=native"), "mismatch.trainer.stock needs numerics.mode = exact; native .*"),
+        (
+            ("mismatch.sampler.stock=float32", "numerics.mode=native"),
+            "mismatch.sampler.stock = float32 needs numerics.mode = exact; native numerics sample by torch's float32",
+        ),
         ((TRAINED, "lora={rank: 2, alpha: 4.0}"), f"{WITHOUT}: lora is set; remove one of them"),
         ((TRAINED, "value={kind: head}"), f"{WITHOUT}: value.kind = head; .*"),
         ((TRAINED, MIXTURE, "ppo.replay_routes=true"), f"{WITHOUT}: ppo.replay_routes = true; .*"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.benchmarks import lean, learning, mesh, numerics
+from experiments.benchmarks import grid_cells, lean, learning, mesh, numerics
 from experiments.benchmarks.machine import Peaks
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
@@ -187,3 +187,18 @@ def test_filled_caches_do_not_grow_again() -> None:
         sys.intern(f"another interned string {number}")
     # twice the size would be hundreds of KiB more
     assert abs(memory.allocated_kib() - before) < 200
+
+
+@pytest.mark.slow
+def test_the_ways_to_run_cells_have_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "cells.json"
+    grid_cells.main(["--cells", "3", "--workers", "2", "--compared", "2", "--json", str(table)])
+    costs = json.loads(table.read_text())
+    assert [(cost["way"], cost["cells"]) for cost in costs] == [
+        ("a process each", 2),
+        ("one worker", 2),
+        ("2 workers", 3),
+    ]
+    # the files of a cell are the same whoever starts it, and each cell has some
+    assert costs[0]["files"] == costs[1]["files"] == costs[2]["files"] > 10
+    assert "flushes" in capsys.readouterr().out

@@ -44,6 +44,7 @@ def ppo_iterations(
         # sample responses
         prompts = choose_prompts(config, task, index)
         rollout = roll_out(config, task, engine, prompts, ranks, state.versions_now())
+        state.rest_sampler()
         clock.lap("rollout")
 
         # score them with the networks as they are before the update

@@ -1,7 +1,8 @@
 """The answers of the grids in this folder: `python -m experiments.mismatch_lab.answers GRID` prints them.
 
-First one row per point: mean and 95 % Student interval of the score over seeds, collapsed runs, and means of the other
-measures. Then the score of each point minus that of the first one with the same learning rate, paired by seed.
+First one row per point: mean and 95 % Student interval of the scores over seeds, collapsed runs, and means of the other
+measures. Then the scores of each point minus those of the first one with the same learning rate, paired by seed: of the
+sampled responses, which a disturbed or old sampler gives, and of the greedy ones of the last policy, undisturbed.
 `--csv` writes the measures of every cell, `--figure` draws their scores.
 """
 
@@ -20,12 +21,14 @@ from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, interval, markdown
 from analysis.mismatch.routes import ROUTED, flips, table_of
 from ppo_repro.errors import UserError
-from ppo_repro.records import reader
+from ppo_repro.records import reader, side_reader
 
 LAST = 3  # iterations whose mean is the end of a run
 MEASURES = {
     "score": f"mean score of the sampled responses, last {LAST} iterations",
     "first": "the same, first iteration",
+    "greedy": "mean score of greedy responses to held-out prompts, after the last iteration",
+    "greedy_first": "the same, before the first iteration",
     "k3": "KL(sampler || trainer) by k3, nats, token mean, all iterations",
     "k3_last": f"the same, last {LAST} iterations",
     "entropy": f"entropy of the policy, nats, token mean, last {LAST} iterations",
@@ -50,12 +53,19 @@ def of_run(run_dir: Path) -> dict[str, float]:
     return {
         "score": float(end["score_mean"].mean()),
         "first": float(rows["score_mean"].iloc[0]),
+        **_greedy(run_dir),
         "k3": float(k3.mean()),
         "k3_last": float(k3[tokens["iteration"] >= len(rows) - LAST].mean()),
         "entropy": float(end["entropy"].mean()),
         "length": float(end["response_length_mean"].mean()),
         **_of_routes(run_dir),
     }
+
+
+def _greedy(run_dir: Path) -> dict[str, float]:
+    held_out = side_reader.read_evaluations(run_dir, columns=["iteration", "scores"])
+    means = held_out.groupby("iteration")["scores"].mean()
+    return {"greedy": float(means.iloc[-1]), "greedy_first": float(means.iloc[0])}
 
 
 def _of_routes(run_dir: Path) -> dict[str, float]:
@@ -86,6 +96,8 @@ def rows(cells: pd.DataFrame) -> pd.DataFrame:
     for point, group in cells.groupby("point", sort=False):
         row = {"point": point, "seeds": len(group), "score": interval(group["score"])}
         row["collapsed"] = f"{int((group['score'] < group['first']).sum())} of {len(group)}"
+        row["greedy"] = interval(group["greedy"])
+        row["greedy collapsed"] = f"{int((group['greedy'] < group['greedy_first']).sum())} of {len(group)}"
         row |= {"k3": f"{group['k3'].mean():.1e}", "k3, end": f"{group['k3_last'].mean():.1e}"}
         row |= {"entropy": f"{group['entropy'].mean():.2f}", "length": f"{group['length'].mean():.1f}"}
         if group["flipped"].notna().any():
@@ -118,17 +130,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--csv", type=Path, help="also write the measures of all cells to this file")
     parser.add_argument("--figure", type=Path, help="also draw the scores of all cells in this SVG file")
+    parser.add_argument("--drawn", choices=["score", "greedy"], default="score", help="which scores; default: score")
     arguments = parser.parse_args(argv)
     try:
         cells = of_grid(arguments.grid)
-        print(markdown(rows(cells)), markdown(differences(cells, "score")), sep="\n\n")
+        print(markdown(rows(cells)), *(markdown(differences(cells, m)) for m in ("score", "greedy")), sep="\n\n")
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     if arguments.csv is not None:
         cells.drop(columns="point").to_csv(arguments.csv, index=False, float_format="%.6g")
     if arguments.figure is not None:
-        arguments.figure.write_text(by_point(cells, "score", MEASURES["score"]), encoding="utf-8")
+        figure = by_point(cells, arguments.drawn, MEASURES[arguments.drawn])
+        arguments.figure.write_text(figure, encoding="utf-8")
     return 0
 
 

@@ -12,7 +12,7 @@ from ppo_repro.config.section import Count, Fraction, Index, Positive, Section
 
 Wide = Literal["float32", "bfloat16", "float16"]
 Format = Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8"]
-_FORMATS_OF_8_BITS = ("float8_e4m3", "float8_e5m2", "int8")
+FORMATS_OF_8_BITS = ("float8_e4m3", "float8_e5m2", "int8")
 _PerVersion = Annotated[
     Count | None,
     Field(
@@ -119,7 +119,7 @@ class SamplerPrecision(Section):
 
     @model_validator(mode="after")
     def _rest_of_something(self) -> Self:
-        if self.rest != "float32" and not {self.weights, self.activations} & set(_FORMATS_OF_8_BITS):
+        if self.rest != "float32" and not {self.weights, self.activations} & set(FORMATS_OF_8_BITS):
             raise ValueError("rest is for what weights or activations of 8 bits leave alone; remove it")
         return self
 
@@ -127,6 +127,11 @@ class SamplerPrecision(Section):
     def rounds(self) -> bool:
         """Whether any format is named."""
         return any(getattr(self, name) != "float32" for name in type(self).model_fields)
+
+    @property
+    def only_logits(self) -> bool:
+        """Whether logits are rounded and nothing else."""
+        return {name for name in type(self).model_fields if getattr(self, name) != "float32"} == {"logits"}
 
     @property
     def forward_formats(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ class TrainState:
     iteration: int = 0
     versions: Versions | None = None  # None for a sampler that is never behind
     stock: StockNetworks | None = None  # None for a trainer that computes by the networks above
+    sampler: PreTrainedModel | None = None  # the policy as the sampler has it, where that is another object
 
     @property
     def trainer_policy(self) -> PreTrainedModel:
@@ -45,12 +46,20 @@ class TrainState:
             others = (self.policy, self.value_model, self.reference)
             forget_operands(module, [m for m in others if m is not None and m is not module])
 
+    def rest_sampler(self) -> None:
+        """Free the operands that only the sampler needs, until the next rollout."""
+        self.forget(self.sampler)
+        if self.stock is not None:
+            self.forget(self.policy)
+
     def rest(self) -> None:
         """Free what only optimizer steps need, until the next ones."""
         self.policy_optimizer.rest()
         if self.value_optimizer is not None:
             self.value_optimizer.rest()
         self.forget(self.reference)  # a KL loss over the whole vocabulary needs it in each step
+        if self.sampler is not None:
+            self.forget(self.policy)
 
     def versions_now(self) -> Versions | None:
         """The versions of the policy that the sampler may use, with a copy of the present one."""

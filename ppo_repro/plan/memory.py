@@ -115,32 +115,40 @@ def prepared_bytes(matrix: Linear, transposed: bool, work: Work) -> int:
 def cache_bytes(shape: ModelShape, work: Work) -> int:
     """Keys and values of the rollout slots."""
     rows = shape.layers * work.slots * shape.key_heads
-    if not work.exact:
-        return 4 * rows * work.max_context * 2 * shape.head_dim
+    number = work.causes.sampler_stock or (0 if work.exact else 4)
+    if number:
+        return number * rows * work.max_context * 2 * shape.head_dim
     keys = ceil(work.max_context / KEY_PANEL) * KEY_PANEL * shape.head_dim
     values = work.max_context * (ceil(shape.head_dim / VALUE_LANES) * VALUE_LANES + 1)
     return 4 * rows * (keys + values)
 
 
-def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, work: Work, mixture: Mixture | None = None) -> int:
+def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, mixture: Mixture | None = None) -> int:
     """What one layer saves in the forward pass for its backward pass, for `tokens` in rows of length `row`.
 
     `mixture`: that of a layer which has one in place of an MLP.
     """
     s = shape.saved
-    floats = s.hidden * shape.hidden + (0 if mixture else s.intermediate * shape.intermediate)
-    floats += shape.head_dim * (s.queries * shape.heads + s.keys * shape.key_heads)
+    queries, keys = shape.head_dim * shape.heads, shape.head_dim * shape.key_heads
+    floats = s.hidden * shape.hidden + s.queries * queries + s.keys * keys
+    floats += 0 if mixture else s.mlp_hidden * shape.hidden + s.intermediate * shape.intermediate
     norms = s.norms + s.head_norms * (shape.heads + shape.key_heads)
-    of_experts = 0 if mixture is None else mixtures.saved_bytes(mixture, shape.hidden, tokens, work.exact)
-    if work.exact:
+    of_experts = 0 if mixture is None else mixtures.saved_bytes(mixture, shape.hidden, tokens, s.number)
+    if s.number == 0 and s.weight_matrices:  # with the weights a float64 scale of each key and value
+        eager = 8 * s.weight_matrices * shape.heads * row + 2 * 8 * shape.key_heads
+        return of_experts + tokens * (4 * floats + 8 * norms + eager)
+    if s.number == 0:
         # norms are float64, exponents int64; attention keeps a float32 maximum and a float64 sum per head
         return of_experts + tokens * (4 * floats + 8 * norms + 12 * shape.heads)
-    return of_experts + tokens * 4 * (floats + norms + shape.heads + s.mask * row)
+    upcast = s.upcast_hidden * shape.hidden + s.upcast_heads * (queries + keys)
+    floats += s.mask * row
+    of_norms = (4 if upcast else s.number) * norms
+    return of_experts + tokens * (s.number * (floats - upcast) + 4 * (upcast + shape.heads) + of_norms)
 
 
 def activation_bytes(shape: ModelShape, tokens: int, row: int, work: Work) -> int:
     """What all layers save for a backward pass over `tokens`; with recomputation, their inputs and one layer."""
-    kinds = [(count, saved_bytes_per_layer(shape, tokens, row, work, kind)) for count, kind in shape.layer_kinds]
+    kinds = [(count, saved_bytes_per_layer(shape, tokens, row, kind)) for count, kind in shape.layer_kinds]
     if work.recompute:
         layers = 4 * tokens * shape.hidden * shape.layers + max(saved for _, saved in kinds)
     else:
@@ -178,13 +186,14 @@ def adapted_size(shape: ModelShape) -> int:
 
 
 def operand_bytes(matrices: Iterable[Linear], work: Work, trained: bool) -> int:
-    """Prepared matrices: for forward passes, and where the pass is `trained` for backward passes too.
+    """Prepared matrices, and rounded ones: for forward passes, and where the pass is `trained` for backward passes too.
 
     Where processes hold pieces, the largest one, whole, while a product is computed.
     """
     if work.in_pieces:
         return max((4 * m.size + max(prepared_bytes(m, t, work) for t in (False, True)) for m in matrices), default=0)
-    return sum(prepared_bytes(m, t, work) for m in matrices for t in ((False, True) if trained else (False,)))
+    passes = (False, True) if trained else (False,)
+    return sum(4 * m.size * m.rounded + sum(prepared_bytes(m, t, work) for t in passes) for m in matrices)
 
 
 def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: Work, lora_rank: int) -> Resident:
@@ -207,10 +216,16 @@ def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: W
     # gradients are those of the merged weights; in native numerics the factors have some too
     collected = merged + own_head
     sums, gradients = (per_sum * collected, 0) if work.exact else (0, 4 * (collected + factors))
-    matrices = [*(m for m in shape.linears if m.adapted), *([head] if own_head else [])]
+    alone = work.causes.trainer.renews_layers  # what others have in common is rounded for each
+    matrices = [*(m for m in shape.linears if m.adapted or alone), *([head] if own_head or alone else [])]
     trained = factors + own_head
     weights, operands = 4 * (merged + trained), operand_bytes(matrices, work, True)
     return Resident(name, weights, work.moments(trained), sums, gradients, operands, trained, parameters - own_head)
+
+
+def stock_model(name: str, shape: ModelShape, number: int) -> Resident:
+    """A copy that computes as torch does, its numbers of so many bytes."""
+    return Resident(name, number * shape.parameters, 0, 0, 0, 0, 0, 0)
 
 
 def frozen_model(name: str, shape: ModelShape, work: Work) -> Resident:

@@ -19,20 +19,20 @@ class Mixture:
     normalised: bool  # whether the routing weights are those of the chosen experts alone
 
 
-def saved_bytes(m: Mixture, hidden: int, tokens: int, exact: bool) -> int:
+def saved_bytes(m: Mixture, hidden: int, tokens: int, number: int) -> int:
     """What one mixture keeps of `tokens` for its backward pass, beside its input.
 
-    Of each of a token's experts: input, gate and up, activation, product and result.
+    Of each of a token's experts: input, gate and up, activation, product and result. `number`: see `models.Saved`.
     """
     k = m.per_token
     floats = k * (2 * hidden + 4 * m.intermediate)
-    if exact:
+    if number == 0:
         # routing weights in float32 and, of the softmax, float64; int64: experts, and the order of the rows both ways
         return tokens * (4 * (floats + k) + 8 * (k if m.normalised else m.experts) + 3 * 8 * k)
     # torch, expert by expert: probabilities, routing weights by row and, before they are divided, by token with their
     # sum, and the weighted results; int64: experts, and of each row its token and its rank there
-    small = m.experts + k * hidden + k + (k + 1 if m.normalised else 0)
-    return tokens * (4 * (floats + small) + 3 * 8 * k)
+    small = m.experts + k + (k + 1 if m.normalised else 0)
+    return tokens * (number * (floats + k * hidden) + 4 * small + 3 * 8 * k)
 
 
 def workspace_bytes(m: Mixture, hidden: int, tokens: int, operand: int) -> int:

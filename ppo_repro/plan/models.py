@@ -18,6 +18,8 @@ class Linear:
     # by processes that hold a model together: "outputs" or "inputs"; the sizes are those of this process's part
     divided: str = ""
     of_expert: bool = False  # which has operands only where a token takes this expert
+    by_rest: bool = False  # formats of 8 bits leave it alone; the head is another one
+    rounded: bool = False  # before it is prepared, so that there is a float32 copy of it
 
     @property
     def size(self) -> int:
@@ -35,6 +37,11 @@ class Saved:
     norms: int  # scalars; exact numerics also keep exponents of rows
     head_norms: int  # scalars for every query and key head
     mask: int  # rows of a mask over all tokens of the row
+    mlp_hidden: int = 0  # multiple of the width of the residual stream, in layers with an MLP
+    weight_matrices: int = 0  # of attention over all tokens of the row, in float64, for every query head
+    number: int = 0  # bytes of a number in torch's own passes; 0: exact numerics
+    upcast_hidden: int = 0  # of `hidden`, those that torch keeps in float32 whatever the dtype
+    upcast_heads: bool = False  # the same of one multiple of queries and keys
 
 
 @dataclass(frozen=True)

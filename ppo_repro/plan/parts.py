@@ -16,6 +16,7 @@ _ADVICE = {
     "optimizer moments": _LORA,
     "model as it is read of the loading": _MODEL,
     "copies before sharing of the loading": _MODEL,
+    "copies before rounding of the loading": _MODEL,
     "operands of the rollout": _MODEL,
     "operands of the scoring": _MODEL,
     "operands of the update": _MODEL,

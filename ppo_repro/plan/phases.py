@@ -19,6 +19,7 @@ from ppo_repro.plan.memory import (
     layer_workspace_bytes,
     logits_bytes,
     operand_bytes,
+    stock_model,
     trained_model,
 )
 from ppo_repro.plan.models import Linear, ModelShape
@@ -34,6 +35,7 @@ class _Matrices:
     reference: tuple[Linear, ...]  # those that no other model uses
     shared: tuple[Linear, ...]  # frozen, of the reference and of a model in training
     reward: tuple[Linear, ...]
+    sampler: tuple[Linear, ...] = ()  # those of a sampler that rounds otherwise than the policy
 
     def without_experts(self) -> _Matrices:
         """All but the matrices of experts."""
@@ -50,7 +52,9 @@ def make_plan(
     `value_is_reward`: it is the reward model's. A value head on the policy's trunk is not counted: it is as small as a
     row of the embedding.
     """
-    trained = [trained_model("policy", policy, policy.head, 0, work, work.lora_rank)]
+    causes, unrounded = work.causes, policy
+    policy = causes.trainer.marked(policy)
+    trained = [_policy(policy, work)]
     if value is not None:
         head = Linear(1, value.hidden)
         trained.append(trained_model("value model", value, head, 1, work, work.value_lora_rank))
@@ -58,6 +62,9 @@ def make_plan(
     if reward is not None:
         frozen.append(frozen_model("reward model", reward, _with_whole_models(work)))
     matrices = _divided(policy, value, reward, work, value_is_reward)
+    if causes.sampler_differs:
+        sampler = causes.sampler.marked(unrounded)
+        matrices = replace(matrices, sampler=(*sampler.linears, sampler.head))
     version = 4 * trained[0].trained_parameters
     stay = {"older policies": work.older_policies * version} if work.older_policies else {}
     # while older ones sample, the present one waits beside them
@@ -72,10 +79,30 @@ def make_plan(
             # of several processes that divide them, those of one model are freed before the other's step
             "gradient sums": (max if work.zero > 1 and work.processes > 1 else sum)(r.gradient_sums for r in trained),
             "gradients": sum(r.gradients for r in trained),
-            **_update(policy, trained, work),
+            **_update(policy, value, work),
         },
     }
-    return Plan(work, (*trained, *frozen), phases)
+    return Plan(work, (*trained, *frozen, *_copies(policy, work)), phases)
+
+
+def _policy(shape: ModelShape, work: Work) -> Resident:
+    """The policy; where the trainer is torch's own, gradients are float32 and no exact pass trains it."""
+    found = trained_model("policy", shape, shape.head, 0, work, work.lora_rank)
+    if not work.causes.trainer_stock:
+        return found
+    samples = not (work.causes.sampler_differs or work.causes.sampler_stock)
+    operands = operand_bytes((*shape.linears, shape.head), work, False) if samples else 0
+    return replace(found, gradient_sums=0, gradients=4 * shape.parameters, operands=operands)
+
+
+def _copies(shape: ModelShape, work: Work) -> list[Resident]:
+    """The models that compute as torch does, beside those whose weights they take."""
+    by_name = {
+        "sampler's copy": work.causes.sampler_stock,
+        "trainer's copy": work.causes.trainer_stock,
+        "reference's copy": work.causes.trainer_stock,
+    }
+    return [stock_model(name, shape, number) for name, number in by_name.items() if number]
 
 
 def _divided(
@@ -86,13 +113,21 @@ def _divided(
     lends_to_value = [False] * len(everything)
     of_value: tuple[Linear, ...] = ()
     if value is not None:
-        own = tuple(m for m in value.linears if not work.value_lora_rank or m.adapted or value_is_reward)
+        own = tuple(
+            m
+            for m in value.linears
+            if not work.value_lora_rank or m.adapted or value_is_reward or work.causes.trainer.renews_layers
+        )
         of_value = (*own, Linear(1, value.hidden))
         if work.value_lora_rank and not value_is_reward:
             lends_to_value = [not m.adapted for m in value.linears] + [False]
-    is_shared = [lends or not trains for lends, trains in zip(lends_to_value, by_policy, strict=True)]
+    # a module that rounds has operands of its own
+    rounding = work.causes.trainer
+    renewed = [rounding.renews_layers] * len(policy.linears) + [rounding.renews_head]
+    about = tuple(zip(lends_to_value, by_policy, renewed, strict=True))
+    is_shared = [(lends or not trains) and not own for lends, trains, own in about]
     return _Matrices(
-        policy=tuple(m for m, trains in zip(everything, by_policy, strict=True) if trains),
+        policy=tuple(m for m, (_, trains, own) in zip(everything, about, strict=True) if trains or own),
         value=of_value,
         reference=tuple(m for m, shared in zip(everything, is_shared, strict=True) if not shared),
         shared=tuple(m for m, shared in zip(everything, is_shared, strict=True) if shared),
@@ -112,7 +147,10 @@ def _with_whole_models(work: Work) -> Work:
 
 
 def _rollout_operands(m: _Matrices, work: Work) -> int:
-    return operand_bytes(m.policy, work, False) + operand_bytes(m.shared, work, True)
+    stays = operand_bytes(m.shared, work, True)
+    if work.causes.sampler_stock:
+        return stays
+    return stays + operand_bytes(m.sampler if work.causes.sampler_differs else m.policy, work, False)
 
 
 def _scoring_operands(m: _Matrices, work: Work) -> int:
@@ -120,17 +158,25 @@ def _scoring_operands(m: _Matrices, work: Work) -> int:
     of_reward = operand_bytes(m.reward, _with_whole_models(work), False)
     if work.in_pieces:
         return max(operand_bytes((*m.policy, *m.reference, *m.value), work, False), of_reward)
-    one_by_one = (operand_bytes(others, work, False) for others in (m.reference, m.value))
-    return _rollout_operands(m, work) + max(of_reward, *one_by_one)
+    policy, reference = _trainer(m, work)
+    one_by_one = (operand_bytes(others, work, False) for others in (reference, m.value))
+    stays = operand_bytes(m.shared, work, True) + operand_bytes(policy, work, False)
+    return stays + max(of_reward, *one_by_one)
+
+
+def _trainer(m: _Matrices, work: Work) -> tuple[tuple[Linear, ...], tuple[Linear, ...]]:
+    """What policy and reference have operands of while they are scored and trained; nothing where torch does that."""
+    return ((), ()) if work.causes.trainer_stock else (m.policy, m.reference)
 
 
 def _update_operands(m: _Matrices, work: Work) -> int:
     if work.in_pieces:  # one matrix at a time is whole
         return operand_bytes((*m.policy, *m.value), work, True)
-    stepping = [operand_bytes(matrices, work, True) for matrices in (m.policy, m.value)]
+    policy, reference = _trainer(m, work)
+    stepping = [operand_bytes(matrices, work, True) for matrices in (policy, m.value)]
     stays = operand_bytes(m.shared, work, True)
     if work.reference_in_steps:
-        stays += operand_bytes(m.reference, work, False)
+        stays += operand_bytes(reference, work, False)
     return stays + (sum(stepping) if work.side_by_side else max(stepping))
 
 
@@ -141,7 +187,10 @@ def _loading(policy: ModelShape, value: ModelShape | None, work: Work) -> dict[s
     # each process reads a model whole, and copies it before it keeps its part
     if work.tensor * work.pipeline > 1 or work.in_pieces:
         return {"model as it is read": 4 * policy.whole, "copies before sharing": 4 * policy.whole}
-    return {"model as it is read": 4 * policy.parameters, "copies before sharing": copies}
+    found = {"model as it is read": 4 * policy.parameters, "copies before sharing": copies}
+    if number := max(work.causes.sampler_stock, work.causes.trainer_stock):
+        found["copies before rounding"] = (4 - number) * policy.parameters
+    return found
 
 
 def _rollout(shape: ModelShape, work: Work) -> dict[str, int]:
@@ -170,13 +219,15 @@ def _rows_at_once(shape: ModelShape, sequences: int, work: Work) -> int:
     return min(sequences * work.max_response_tokens, max(1, LOGITS_AT_ONCE // shape.vocab_size))
 
 
-def _update(shape: ModelShape, trained: list[Resident], work: Work) -> dict[str, int]:
+def _update(shape: ModelShape, value: ModelShape | None, work: Work) -> dict[str, int]:
     """The update of the policy, which needs logits; that of a value model is the same without them."""
     row = work.max_context - 1
     tokens = work.update_sequences * row
-    steps = len(trained) if work.side_by_side else 1
+    stepping = [shape] if value is None else [shape, value]
+    steps = len(stepping) if work.side_by_side else 1
+    kept = (activation_bytes(s, tokens, tokens if work.packed else row, work) for s in stepping)
     return {
-        "activations": steps * activation_bytes(shape, tokens, tokens if work.packed else row, work),
+        "activations": (sum if work.side_by_side else max)(kept),
         "logits": logits_bytes(shape, _rows_at_once(shape, work.update_sequences, work), work),
         "one layer": steps * layer_workspace_bytes(shape, tokens, work),
         # the merged weights of one matrix, on their way into the model

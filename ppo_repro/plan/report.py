@@ -34,12 +34,11 @@ def lines(plan: Plan) -> list[str]:
     """The plan as a table."""
     models, work = plan.residents, plan.work
     rows: list[tuple[str, list[int]]] = [
-        ("weights, float32", [r.weights for r in models]),
+        ("weights", [r.weights for r in models]),
         ("AdamW moments, float32", [r.moments for r in models]),
         ("resident", [r.total for r in models]),
-        ("in the update: integer sums", [r.gradient_sums for r in models])
-        if work.exact
-        else ("in the update: gradients, float32", [r.gradients for r in models]),
+        ("in the update: integer sums", [r.gradient_sums for r in models]),
+        ("in the update: gradients, float32", [r.gradients for r in models]),
         (f"at work: operands ({work.kernels})", [r.operands for r in models]),
         ("mixed-precision Adam on a GPU", [r.mixed_precision for r in models]),
     ]
@@ -47,7 +46,7 @@ def lines(plan: Plan) -> list[str]:
     trained, frozen = ([getattr(r, f"{kind}_parameters") for r in models] for kind in ("trained", "frozen"))
     for label, counts in (("parameters trained", trained), ("parameters frozen", frozen)):
         out.append(_line(label, [f"{n:,}" for n in (*counts, sum(counts))]))
-    out += [_line(label, [size(n) for n in (*counts, sum(counts))]) for label, counts in rows]
+    out += [_line(label, [size(n) for n in (*counts, sum(counts))]) for label, counts in rows if any(counts)]
     out.append("")
     for phase, amounts in plan.phases.items():
         purposes = ", ".join(f"{name} {size(count)}" for name, count in amounts.items() if count)

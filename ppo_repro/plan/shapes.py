@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.config.algorithm import KLInLoss, LoraConfig, SeparateValue
 from ppo_repro.config.layout import MeshConfig
+from ppo_repro.config.mismatch import FORMATS_OF_8_BITS, MismatchConfig, SamplerPrecision
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.errors import UserError
@@ -35,6 +36,7 @@ from ppo_repro.numerics.layers.families import (
 from ppo_repro.numerics.layers.lowering import check_config
 from ppo_repro.numerics.sharding.layers import ATTENTION, INPUTS, MLP, OUTPUTS, check_divisible
 from ppo_repro.numerics.sharding.stages import check_layers
+from ppo_repro.plan.causes import Causes, Rounding
 from ppo_repro.plan.memory import Plan
 from ppo_repro.plan.mixtures import Mixture
 from ppo_repro.plan.models import Linear, ModelShape, Saved, as_classifier
@@ -58,13 +60,14 @@ _EXACT = {
     "olmoe": Saved(4, 3, 3, 4, 4, 0, 0),
 }
 _NATIVE = {
-    **dict.fromkeys((*_LIKE_LLAMA, "gemma"), Saved(6, 2, 2, 4, 2, 0, 1)),
-    "qwen3": Saved(6, 4, 4, 4, 2, 1, 1),
-    "gpt2": Saved(4, 2, 2, 5, 4, 0, 1),
-    "gpt_neox": Saved(4, 3, 3, 2, 4, 0, 1),
-    "qwen3_moe": Saved(6, 4, 4, 4, 2, 1, 1),
-    "mixtral": Saved(6, 2, 2, 4, 2, 0, 1),
-    "olmoe": Saved(6, 4, 4, 4, 4, 0, 1),
+    **dict.fromkeys(_LIKE_LLAMA, Saved(6, 2, 2, 4, 2, 0, 1, number=4, upcast_hidden=2)),
+    "gemma": Saved(6, 2, 2, 4, 2, 0, 1, number=4, upcast_hidden=4),
+    "qwen3": Saved(6, 4, 4, 4, 2, 1, 1, number=4, upcast_hidden=2, upcast_heads=True),
+    "gpt2": Saved(4, 2, 2, 5, 4, 0, 1, number=4),
+    "gpt_neox": Saved(4, 3, 3, 2, 4, 0, 1, number=4),
+    "qwen3_moe": Saved(6, 4, 4, 4, 2, 1, 1, number=4, upcast_hidden=2, upcast_heads=True),
+    "mixtral": Saved(6, 2, 2, 4, 2, 0, 1, number=4, upcast_hidden=2),
+    "olmoe": Saved(6, 4, 4, 4, 4, 0, 1, number=4, upcast_hidden=2, upcast_heads=True),
 }
 
 
@@ -125,7 +128,7 @@ def _mixture(model: PreTrainedModel) -> tuple[Mixture | None, tuple[Linear, ...]
     router, (experts, hidden, inner) = found[0].gate, found[0].experts.down_proj.shape
     normalised = bool(getattr(router, "norm_topk_prob", True))  # Mixtral's always are
     expert = Linear(2 * inner, hidden, of_expert=True), Linear(hidden, inner, of_expert=True)
-    matrices = (Linear(experts, hidden), *(expert * experts))
+    matrices = (Linear(experts, hidden, by_rest=True), *(expert * experts))
     return Mixture(len(found), experts, int(router.top_k), inner, normalised), matrices * len(found)
 
 
@@ -198,11 +201,37 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         side_by_side=exact and processes == 1 and layout.threads > 1 and isinstance(config.value, SeparateValue),
         value_lora_rank=0 if (lora := _value_lora(config)) is None else lora.rank,
         older_policies=0 if (lag := config.mismatch.sampler.lag) is None else min(lag.most, config.ppo.iterations - 1),
+        causes=_causes(config.mismatch),
         reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",
         processes=processes,
         tensor=mesh.tensor,
         pipeline=mesh.pipeline,
         zero=mesh.zero,
+    )
+
+
+def _causes(config: MismatchConfig) -> Causes:
+    sampler, trainer = config.sampler, config.trainer
+    numbers = [0 if stock is None else getattr(torch, stock).itemsize for stock in (sampler.stock, trainer.stock)]
+    return Causes(
+        sampler=_rounding(sampler.precision),
+        trainer=_rounding(trainer.precision),
+        sampler_differs=sampler.precision.forward_formats != trainer.precision.forward_formats
+        and sampler.stock is None,
+        sampler_stock=numbers[0],
+        trainer_stock=numbers[1],
+    )
+
+
+def _rounding(config: SamplerPrecision) -> Rounding:
+    narrow = config.weights in FORMATS_OF_8_BITS
+    return Rounding(
+        layers=config.weights != "float32",
+        rest=(config.rest if narrow else config.weights) != "float32",
+        activations=config.activations != "float32",
+        attention_weights=config.attention_weights != "float32",
+        renews_head=config.rounds,
+        renews_layers=config.rounds and not config.only_logits,
     )
 
 
@@ -228,6 +257,8 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
     check_layers(source, mesh.pipeline, "the model")
     shape, term = model_shape(source, exact), config.reward.model
     policy = shape if mesh.group == 1 else model_shape(source, exact, mesh=mesh)
+    if (stock := config.mismatch.trainer.stock) is not None:
+        policy = replace(policy, saved=replace(_NATIVE[source.model_type], number=getattr(torch, stock).itemsize))
     if config.lora is not None:
         policy = model_shape(source, exact, config.lora.target_modules)
     classifier: PretrainedConfig | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from ppo_repro.plan.causes import NO_CAUSES, Causes
+
 LONG_STEP = 1 << 12  # tokens of a step, prompts included, above which sums of gradients have an upper limb
 
 
@@ -30,6 +32,7 @@ class Work:
     processes: int = 1  # of the run; everything else is of one of them
     tensor: int = 1  # of them hold one copy of the models together
     pipeline: int = 1  # the same, but some layers each
+    causes: Causes = NO_CAUSES
     zero: int = 0  # what they divide: 1 moments, 2 after each step the sums of gradients too, 3 weights
 
     @property

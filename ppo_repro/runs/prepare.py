@@ -294,5 +294,6 @@ def prepare(
         accuracy = policy_accuracy(config, task.prompt_ids, make_policy(source, numerics.mode, numerics.max_context))
     networks = _networks(config, source, task, share, Division(ranks, config.layout.mesh.zero))
     engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
+    networks.state.sampler = engine.policy if engine.policy is not networks.state.policy else None
     adapters = networks.adapters
     return Prepared(task, networks.state, engine, steps, reward_training, adapters.policy, adapters.value, accuracy)

@@ -18,11 +18,11 @@ from experiments.mismatch_lab.explosion import correlations, kl_of_logits, polic
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.grids.spec import load_grid
-from ppo_repro.records import reader
+from ppo_repro.records import reader, side_reader
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "experiments" / "mismatch_lab"
-GRIDS = ("dose", "lag", "explosion", "routes")
+GRIDS = ("dose", "noise", "lag", "explosion", "routes")
 
 
 def test_the_reward_by_hand() -> None:
@@ -87,6 +87,9 @@ def test_the_measures_are_those_of_the_records(exact_run: Path, native_run: Path
     recorded = reader.read_iterations(exact_run)
     assert exact["score"] == pytest.approx(recorded["score_mean"].tail(3).mean())
     assert exact["first"] == recorded["score_mean"].iloc[0]
+    evaluations = side_reader.read_evaluations(exact_run)
+    last = evaluations[evaluations["iteration"] == len(recorded)]["scores"]
+    assert exact["greedy"] == pytest.approx(last.sum() / len(last)) and len(last) > 1
     assert math.isnan(exact["flipped"]), "a dense model has no routes"
 
 

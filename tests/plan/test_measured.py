@@ -22,7 +22,9 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["lora, lora value model", "value head"])
+@pytest.mark.parametrize(
+    "case", ["lora, lora value model", "value head", "trainer in bfloat16", "trainer of torch in bfloat16"]
+)
 def test_a_real_run_needs_what_was_planned(case: str, large_model: Path) -> None:
     """Value losses always have gradients; scores of two short responses may be equal, and then there are no sums."""
     found = peak.measure(case, large_model, [*peak.SHORT])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from ppo_repro.models.lora import add_lora, share_frozen
 from ppo_repro.models.lora_optimizer import ExactLoraOptimizer, make_lora_optimizer
 from ppo_repro.models.networks import (
     freeze,
-    hidden_states,
     make_policy,
     make_value_model,
     policy_logits,
@@ -31,34 +29,35 @@ from ppo_repro.numerics import backend, gradients
 from ppo_repro.numerics.kernels.amx import operands as amx_operands
 from ppo_repro.numerics.kernels.amx import tiles as amx_tiles
 from ppo_repro.numerics.kernels.float64 import tiles as float64_tiles
-from ppo_repro.numerics.layers.experts import ExactExperts
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
-from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
 from ppo_repro.plan import memory, report
 from ppo_repro.plan.memory import mixed_precision_bytes
 from ppo_repro.plan.models import Linear, ModelShape, as_classifier
 from ppo_repro.plan.phases import make_plan
 from ppo_repro.plan.shapes import model_shape, plan_run
-from ppo_repro.plan.work import LONG_STEP, Work
+from ppo_repro.plan.work import LONG_STEP
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 from tests.support.cli import one_line
-from tests.support.models import CLASSES, CONFIGS, CONTEXT, MIXTURES, fill, kept_bytes, ragged, source_model
+from tests.support.models import CLASSES, CONFIGS, CONTEXT, MIXTURES, ragged, source_model
+from tests.support.plans import (
+    CONFIG_OF,
+    SETTINGS,
+    distinct,
+    held_operands,
+    resized,
+    saved_bytes,
+    take_a_step,
+    whole_model,
+    work,
+)
 from tests.support.runs import small_config
 
-SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "gemma", "gpt2", "gpt_neox", *MIXTURES)
-CONFIG_OF = {**CONFIGS, **MIXTURES}
 BILLION = 10**9
-
-
-def work(kernels: str, **changes: object) -> Work:
-    usual = Work(kernels, 4, CONTEXT, 8, 8, 8, 4, False, False, 0, False)
-    return replace(usual, **changes)  # type: ignore[arg-type]
 
 
 def test_four_models_of_seven_billion_need_252_gb_and_not_84() -> None:
@@ -120,32 +119,6 @@ def test_long_steps_have_an_upper_limb() -> None:
     works = [work("float64", step_sequences=sequences + more) for more in (0, 1)]
     sums = [memory.trained_model("policy", shape, shape.head, 0, w, 0).gradient_sums for w in works]
     assert sums == [8 * shape.parameters, 12 * shape.parameters]
-
-
-def distinct(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all storages behind some tensors, each once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def held_operands(model: nn.Module) -> int:
-    """Bytes of what the linear layers have prepared of their weights."""
-    weights = []
-    for layer in model.modules():
-        if isinstance(layer, ExactExperts):
-            weights += [*layer.prepared_gate_up, *layer.prepared_down]
-        elif isinstance(layer, ExactModule) and hasattr(layer, "prepared"):
-            weights.append(layer.prepared)
-    held = [prepared for weight in weights for prepared, _ in weight._prepared.values()]
-    return sum(a.nbytes for prepared in held for a in vars(prepared).values() if hasattr(a, "nbytes"))
-
-
-def take_a_step(policy: nn.Module, forward: Callable[[], Tensor], optimizer: object, tokens: int) -> None:
-    def backward() -> None:
-        out = forward()
-        torch.autograd.backward(out, torch.full_like(out, 1.0 / len(out)))
-
-    optimizer.step(backward, tokens)  # type: ignore[attr-defined]
-    forward()  # the weights are new, and so are the operands
 
 
 KERNELS = ["float64", "native", *(["amx"] if backend.has_amx() else [])]
@@ -309,44 +282,9 @@ def test_caches_are_counted_to_the_byte(architecture: str) -> None:
     assert distinct([*slots.keys, *slots.values]) == memory.cache_bytes(shape, work("native", slots=5))
 
 
-def resized(architecture: str, layers: int) -> PretrainedConfig:
-    """A configuration of that many layers whose widths are all different; a mixture's experts as a run has them."""
-    config = CONFIG_OF[architecture.removesuffix(" dense")]()
-    if architecture in MIXTURES:
-        config._experts_implementation = "eager"
-    if architecture.endswith(" dense"):
-        config.mlp_only_layers = list(range(layers))
-    if architecture == "gpt2":
-        config.n_layer, config.n_embd, config.n_inner, config.n_head = layers, 40, 88, 5
-    else:
-        config.num_hidden_layers, config.hidden_size, config.intermediate_size = layers, 40, 88
-        config.num_attention_heads = 5
-        config.num_key_value_heads = 5 if architecture == "gpt_neox" else 1
-        config.head_dim = 12 if architecture.startswith(("qwen3", "gemma")) else 8
-    if getattr(config, "layer_types", None):
-        config.layer_types = ["full_attention"] * layers
-    return config
-
-
 def saved(architecture: str, mode: str, layers: int) -> int:
     """Bytes that the forward pass of a trunk keeps for its backward pass, parameters and tables left out."""
-    config = resized(architecture, layers)
-    model = CLASSES[type(config)](config).eval()
-    fill(model, 0)
-    policy = make_policy(model, mode, CONTEXT)
-    own = {t.untyped_storage().data_ptr() for t in (*policy.parameters(), *policy.buffers())}
-    kept: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
-        return x
-
-    batch = lay_out([[3] * 20] * 3, [[5] * 10] * 3, "right")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        hidden = hidden_states(trunk_of(policy), batch)
-    if hasattr(hidden.grad_fn, "kept"):
-        return kept_bytes(hidden)
-    return distinct(x for place, x in kept.items() if place not in own)
+    return saved_bytes(make_policy(whole_model(resized(architecture, layers)), mode, CONTEXT))
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
@@ -357,7 +295,7 @@ def test_activations_of_a_layer_are_what_a_pass_keeps(architecture: str, mode: s
     found = saved(architecture, mode, 3) - saved(architecture, mode, 2)
     shape = model_shape(resized(architecture, 2), mode == "exact")
     how = work("float64" if mode == "exact" else "native")
-    expected = memory.saved_bytes_per_layer(shape, tokens, row, how, shape.mixture)
+    expected = memory.saved_bytes_per_layer(shape, tokens, row, shape.mixture)
     if mode == "exact" and architecture in {"qwen3", "qwen2", "llama", "mistral"}:
         assert found == expected
     elif mode == "exact":

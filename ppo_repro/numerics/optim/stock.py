@@ -67,7 +67,9 @@ class StockOptimizer:
         self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
     ) -> StepReport:
         redos = self._collect(backward, ranks)
-        gradients = {name: total * (1.0 / self.loss_scale) for name, total in self._sums.items()}
+        gradients = self._sums
+        for total in gradients.values():
+            total.mul_(1.0 / self.loss_scale)  # in place: a second copy would be as large as the model
         self._count_step()
         norm = exact_norm(gradients.values())
         measured = tensor_gradients(gradients) if by_tensor else ()

@@ -19,7 +19,9 @@ from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.stock import FIRST_EXPONENT, STEPS_TO_DOUBLE, StockOptimizer
 from ppo_repro.numerics.sharding.layers import own_logits
+from ppo_repro.ranks import ALONE, Ranks
 from tests.support.models import CONTEXT, ragged, source_model
+from tests.support.thread_ranks import ThreadRanks, in_threads
 
 # without momentum and clipping the first moments after a step are its gradients
 PLAIN = AdamWSettings(1e-3, 0.0, 0.95, 1e-8, 0.0, 1e30)
@@ -31,10 +33,13 @@ def optimizer_of(dtype: str, settings: AdamWSettings = PLAIN, family: str = "qwe
     return StockOptimizer(policy, stock_networks(source, dtype, CONTEXT).policy, settings)
 
 
-def backward_of(optimizer: StockOptimizer, weight: float = 0.02, size: int = 6) -> Callable[[], None]:
-    """Backward passes of `size` sequences each, of the sum over tokens of -weight log-prob."""
+def backward_of(
+    optimizer: StockOptimizer, weight: float = 0.02, size: int = 6, among: Ranks = ALONE
+) -> Callable[[], None]:
+    """Backward passes of `size` sequences each, of the sum over tokens of -weight log-prob, divided among ranks."""
     prompts, responses = ragged(6, 0)
-    batches = [lay_out(prompts[i : i + size], responses[i : i + size], "right") for i in range(0, len(prompts), size)]
+    firsts = range(0, len(prompts), size)[among.rank :: among.size]
+    batches = [lay_out(prompts[i : i + size], responses[i : i + size], "right") for i in firsts]
 
     def backward() -> None:
         for batch in batches:
@@ -130,3 +135,30 @@ def test_the_copy_follows_the_weights_and_the_state_goes_on(dtype: str) -> None:
     foreign = optimizer_of("float16" if dtype == "bfloat16" else "bfloat16")
     with pytest.raises(ValueError, match=r"not that of mismatch.trainer.stock in this dtype"):
         foreign.load(one.state())
+
+
+def test_ranks_add_their_gradients_up_and_have_the_same_weights() -> None:
+    def step(ranks: ThreadRanks, together: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        optimizer = optimizer_of("bfloat16")
+        backward = backward_of(optimizer, size=1, among=ranks)
+        optimizer.step(backward, 60, ranks if together else ALONE)
+        return dict(optimizer.state().first), {n: p.detach() for n, p in optimizer.adamw.parameters.items()}
+
+    expected = in_float64(0.02)
+    for gradients, weights in (found := in_threads(2, lambda ranks: step(ranks, True))):
+        assert error(gradients, expected) < 2**-4
+        assert all(torch.equal(weights[name], other) for name, other in found[0][1].items())
+    # alone each has half of the sequences, and goes its own way
+    (first, first_weights), (second, second_weights) = in_threads(2, lambda ranks: step(ranks, False))
+    assert min(error(first, expected), error(second, expected)) > 0.1
+    assert not all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
+
+
+def test_a_gradient_too_large_on_one_rank_lowers_the_scale_of_all() -> None:
+    def step(ranks: ThreadRanks) -> tuple[int, float]:
+        optimizer = optimizer_of("float16")
+        weight = 64.0 if ranks.rank == 1 else 2.0**-10
+        return optimizer.step(backward_of(optimizer, weight, 1, ranks), 60, ranks).redos, optimizer.loss_scale
+
+    (redos, scale), other = in_threads(2, step)
+    assert redos > 0 and scale == 2.0 ** (FIRST_EXPONENT - redos) and other == (redos, scale)

@@ -1,0 +1,108 @@
+"""What real models hold, in bytes, for comparison with the memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ppo_repro.models.batches import lay_out
+from ppo_repro.models.networks import hidden_states
+from ppo_repro.numerics.layers.experts import ExactExperts
+from ppo_repro.numerics.layers.families import trunk_of
+from ppo_repro.numerics.layers.linear import ExactModule
+from ppo_repro.numerics.optim.adamw import AdamWSettings
+from ppo_repro.numerics.products import PreparedWeight
+from ppo_repro.plan.work import Work
+from tests.support.models import CLASSES, CONFIGS, CONTEXT, MIXTURES, fill, kept_bytes
+
+SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
+CONFIG_OF = {**CONFIGS, **MIXTURES}
+
+
+def work(kernels: str, **changes: object) -> Work:
+    usual = Work(kernels, 4, CONTEXT, 8, 8, 8, 4, False, False, 0, False)
+    return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def distinct(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all storages behind some tensors, each once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def prepared_weights(model: nn.Module) -> list[PreparedWeight]:
+    """What the layers of a model hold of their weights."""
+    weights = []
+    for layer in model.modules():
+        if isinstance(layer, ExactExperts):
+            weights += [*layer.prepared_gate_up, *layer.prepared_down]
+        elif isinstance(layer, ExactModule) and hasattr(layer, "prepared"):
+            weights.append(layer.prepared)
+    return weights
+
+
+def held_operands(model: nn.Module) -> int:
+    """Bytes of what the linear layers have prepared of their weights."""
+    held = [prepared for weight in prepared_weights(model) for prepared, _ in weight._prepared.values()]
+    return sum(a.nbytes for prepared in held for a in vars(prepared).values() if hasattr(a, "nbytes"))
+
+
+def held_copies(model: nn.Module) -> int:
+    """Bytes of the rounded weights of a model."""
+    copies = (getattr(weight, "_rounded", None) for weight in prepared_weights(model))
+    return distinct(copy for copy in copies if copy is not None)
+
+
+def take_a_step(policy: nn.Module, forward: Callable[[], Tensor], optimizer: object, tokens: int) -> None:
+    def backward() -> None:
+        out = forward()
+        torch.autograd.backward(out, torch.full_like(out, 1.0 / len(out)))
+
+    optimizer.step(backward, tokens)  # type: ignore[attr-defined]
+    forward()  # the weights are new, and so are the operands
+
+
+def resized(architecture: str, layers: int) -> PretrainedConfig:
+    """A configuration of that many layers whose widths are all different; a mixture's experts as a run has them."""
+    config = CONFIG_OF[architecture.removesuffix(" dense")]()
+    if architecture in MIXTURES:
+        config._experts_implementation = "eager"
+    if architecture.endswith(" dense"):
+        config.mlp_only_layers = list(range(layers))
+    if architecture == "gpt2":
+        config.n_layer, config.n_embd, config.n_inner, config.n_head = layers, 40, 88, 5
+    else:
+        config.num_hidden_layers, config.hidden_size, config.intermediate_size = layers, 40, 88
+        config.num_attention_heads = 5
+        config.num_key_value_heads = 5 if architecture == "gpt_neox" else 1
+        config.head_dim = 12 if architecture.startswith(("qwen3", "gemma")) else 8
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * layers
+    return config
+
+
+def whole_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model of a configuration with drawn weights."""
+    model = CLASSES[type(config)](config).eval()
+    fill(model, 0)
+    return model
+
+
+def saved_bytes(policy: PreTrainedModel) -> int:
+    """What the forward pass over 87 tokens in three rows keeps for its backward pass, without weights and tables."""
+    own = {t.untyped_storage().data_ptr() for t in (*policy.parameters(), *policy.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    batch = lay_out([[3] * 20] * 3, [[5] * 10] * 3, "right")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden = hidden_states(trunk_of(policy), batch)
+    if hasattr(hidden.grad_fn, "kept"):
+        return kept_bytes(hidden)
+    return distinct(x for place, x in kept.items() if place not in own)

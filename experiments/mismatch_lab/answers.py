@@ -39,6 +39,7 @@ MEASURES = {
     "flip_k3": "share of the sum of k3 on flipped tokens",
 }
 RATE = "axis.ppo.learning_rate"
+SAME = 1e-9  # scores are whole 24ths; means of equal sums differ in the last bits
 
 
 def of_run(run_dir: Path) -> dict[str, float]:
@@ -97,7 +98,7 @@ def rows(cells: pd.DataFrame) -> pd.DataFrame:
         row = {"point": point, "seeds": len(group), "score": interval(group["score"])}
         row["collapsed"] = f"{int((group['score'] < group['first']).sum())} of {len(group)}"
         row["greedy"] = interval(group["greedy"])
-        row["greedy collapsed"] = f"{int((group['greedy'] < group['greedy_first']).sum())} of {len(group)}"
+        row["greedy collapsed"] = f"{int((group['greedy'] < group['greedy_first'] - SAME).sum())} of {len(group)}"
         row |= {"k3": f"{group['k3'].mean():.1e}", "k3, end": f"{group['k3_last'].mean():.1e}"}
         row |= {"entropy": f"{group['entropy'].mean():.2f}", "length": f"{group['length'].mean():.1f}"}
         if group["flipped"].notna().any():

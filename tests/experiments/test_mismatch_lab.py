@@ -78,6 +78,9 @@ def test_differences_are_paired_by_seed_within_a_learning_rate() -> None:
 def test_a_run_collapsed_if_it_ends_below_its_beginning() -> None:
     table = rows(cells_of({"a": [0.1, 0.3, 0.19]})).set_index("point")
     assert table.loc["a", "collapsed"] == "2 of 3" and "flipped" not in table
+    held_out = cells_of({"a": [0.0, 0.0, 0.0]}).assign(greedy=[0.1 + 0.2, 0.2, 0.4], greedy_first=[0.3, 0.3, 0.3])
+    held_out.loc[0, ["greedy", "greedy_first"]] = 0.3, 0.1 + 0.2  # one number, with other last bits
+    assert rows(held_out).set_index("point").loc["a", "greedy collapsed"] == "1 of 3"
 
 
 def test_the_measures_are_those_of_the_records(exact_run: Path, native_run: Path) -> None:

@@ -180,6 +180,7 @@ class LanguageKind:
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""
         accuracy = prepared.accuracy or policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
+        prepared.state.rest()  # a policy that is not the sampler has operands now
         if accuracy is not None and accuracy.is_low:
             self.watcher.warning(sentence(accuracy))
         return accuracy

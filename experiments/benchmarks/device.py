@@ -48,7 +48,7 @@ def _verdict(report: Report) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="exact numerics on the CPU and on a device: bits, then seconds")
     parser.add_argument("--device", default="cuda", help="torch device to compare with the CPU (default cuda)")
-    parser.add_argument("--seconds", type=float, default=500.0, help="when no stage is begun any more (default 500)")
+    parser.add_argument("--seconds", type=float, default=480.0, help="when no stage is begun any more (default 480)")
     parser.add_argument("--small", action="store_true", help="tiny shapes, for Triton's interpreter on a CPU")
     parser.add_argument("--json", type=Path, help="write everything to this file as well")
     arguments = parser.parse_args()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +25,23 @@ from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.numerics.proof import cases
 from ppo_repro.numerics.trunk.forward import TrunkForward
-from ppo_repro.testing.small_models import CONFIGS, CONTEXT, VOCAB, small_model
 
+
+def _small_models() -> Any:
+    """The module `ppo_repro.testing.small_models` by its file: its package needs pytest, which may be missing."""
+    found = importlib.util.find_spec("ppo_repro")
+    assert found is not None and found.submodule_search_locations
+    path = Path(found.submodule_search_locations[0], "testing", "small_models.py")
+    spec = importlib.util.spec_from_file_location("small_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_models = _small_models()
+CONTEXT, VOCAB = int(_models.CONTEXT), int(_models.VOCAB)
+CONFIGS = {**_models.CONFIGS, **_models.MIXTURES}
 SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0)
 Compute = Callable[[torch.device], dict[str, str]]
 
@@ -82,7 +100,7 @@ def trained(
     `parts`: micro-batches that the sequences are dealt to; log-probs are digested where there is one. `rank`: of LoRA,
     0 trains all weights.
     """
-    policy = moved(make_policy(small_model(CONFIGS[family](), seed=0), mode, CONTEXT), place)
+    policy = moved(make_policy(_models.small_model(CONFIGS[family](), seed=0), mode, CONTEXT), place)
     lora = add_lora(policy, rank, 2.0 * rank, (), 0) if rank else None
     optimizer = make_lora_optimizer(policy, lora, SETTINGS) if lora else make_optimizer(policy, SETTINGS, mode)
     batches, digests = _batches(work, parts), dict[str, str]()
@@ -108,7 +126,7 @@ def parity(family: str, work: Work, place: torch.device, until: float) -> tuple[
 
     It ends at `until` on the clock of `time.perf_counter`, where that is before all tokens are compared.
     """
-    policy = moved(make_policy(small_model(CONFIGS[family](), seed=0), "exact", CONTEXT), place)
+    policy = moved(make_policy(_models.small_model(CONFIGS[family](), seed=0), "exact", CONTEXT), place)
     length = min(CONTEXT, work.tokens // 2)
     rows, cut, unequal, compared = min(512, work.tokens // length), length - length // 4, 0, 0
     cache = GridCache(policy.config, rows, CONTEXT, place)

@@ -19,8 +19,8 @@ from typing import Any
 
 CAPABILITIES = (80, 90, 100)
 WITHOUT_FLOAT64 = 100  # exact sums of products in float64 are fused multiply-adds there, without tensor cores
-# bytes that the assembler keeps in memory around the subroutine of a division in float64, with registers to spare
-AROUND_CALLS = 32
+# bytes that the assembler keeps in memory with registers to spare, as around the subroutine of a division in float64
+TO_SPARE = 32
 # of PTX: results that are not the correctly rounded ones of IEEE 754
 APPROXIMATE = re.compile(
     r"\b((?:ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.(?:approx|full)[.\w]*|[a-z]\w*\.[.\w]*ftz[.\w]*)"
@@ -105,7 +105,7 @@ def _judged(case: Case, ptx: str, registers: int, spilled: int, capability: int)
     by_hand = ".f64" in case.product and capability == WITHOUT_FLOAT64
     # elementwise parts are not fused there either, or the cards with such a product would show it
     faults += [] if by_hand and not multiplied else [f"fused: {name}" for name in fused]
-    if spilled > AROUND_CALLS:
+    if spilled > TO_SPARE:
         faults.append(f"{spilled} bytes of registers in memory")
     if case.product and not (multiplied or by_hand):
         faults.append(f"no product of {case.product}")

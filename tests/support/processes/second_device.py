@@ -125,7 +125,10 @@ def resumed(folder: Path) -> dict[str, str]:
 
 def preferences(folder: Path) -> dict[str, Any]:
     """Fingerprints of DPO on the CPU and on the double; and what it says where log-probs stay on the device."""
-    pairs = ["rollout.prompts_per_iteration=4", "rollout.samples_per_prompt=4", "checkpoints.every=1"]
+    pairs = (
+        *("rollout.prompts_per_iteration=6", "rollout.samples_per_prompt=4", "ppo.minibatch_size=8"),
+        *("model.warm_start_steps=30", "checkpoints.every=1"),
+    )
     source, watcher = run(load_config(TINY, [*USUAL, *pairs]), folder / "source", Silent())[0], Noting()
     path = folder / "dpo.yaml"
     path.write_text(DPO.format(run=source))

@@ -7,7 +7,6 @@ compares a card.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,7 +19,10 @@ import torch
 
 from ppo_repro.config.files import load_config, load_dpo_config
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.device import UNTRIED, check_device
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.device import UNTRIED, Place, placed
+from ppo_repro.numerics.proof import proof
+from ppo_repro.plan.shapes import plan_run
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
@@ -45,7 +47,17 @@ CASES: dict[str, list[str]] = {
         "value={init: reward_model, learning_rate: 1e-3}",
     ],
 }
-FAULTS = {"a batch that stays on the CPU": "on the same device, but found", "a root of another bit": "warm_start"}
+CASES |= {
+    "rounding and lag": [
+        "ppo.iterations=2",
+        "mismatch.sampler.lag={kind: fixed, iterations: 1}",
+        "mismatch.sampler.token_bias=0.1",
+        "mismatch.sampler.precision={weights: bfloat16, activations: bfloat16}",
+    ],
+    "a mixture": ["model.experts={family: olmoe, count: 4, per_token: 2}", "records.level=deep"],
+}
+FAULTS = {"without_a_move": "on the same device, but found", "with_another_root": "warm_start"}
+OTHERS = ("resumed", "preferences", "probed", "bisected", "served")
 
 # what no test of runs shows: that the double refuses what CUDA refuses, and computes what the CPU computes
 DOUBLE = """
@@ -83,15 +95,45 @@ def python(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the process says of every case and fault."""
-    cases = map(json.dumps, CASES.values())
-    lines = python("-m", "tests.support.processes.second_device", str(tmp_path_factory.mktemp("device")), *cases)
-    return dict(zip([*CASES, *FAULTS], map(json.loads, lines.splitlines()), strict=True))
+    jobs = [*map(json.dumps, CASES.values()), *FAULTS, *OTHERS]
+    lines = python("-m", "tests.support.processes.second_device", str(tmp_path_factory.mktemp("device")), *jobs)
+    return dict(zip([*CASES, *FAULTS, *OTHERS], map(json.loads, lines.splitlines()), strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_on_a_second_device_has_the_records_of_one_on_the_cpu(said: dict[str, Any], case: str) -> None:
-    assert said[case] == {"said": "equal", "warnings": [UNTRIED]}
+    assert said[case] == {"said": "equal", "warnings": [UNTRIED], "device": "cuda: a double"}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_device(said: dict[str, Any]) -> None:
+    assert said["resumed"] == {"cpu, then cuda": "from 1: equal", "cuda, then cpu": "from 1: equal"}
+
+
+@pytest.mark.slow
+def test_dpo_on_a_second_device_has_the_fingerprint_of_the_cpu(said: dict[str, Any]) -> None:
+    found = said["preferences"]
+    assert found["equal"] and found["warnings"] == [UNTRIED, UNTRIED]
+    assert "on the same device, but found" in found["fault"], "of log-probs that stay there"
+
+
+@pytest.mark.slow
+def test_a_probe_on_a_second_device_finds_nothing_and_compares_it_with_the_cpu(said: dict[str, Any]) -> None:
+    found = said["probed"]
+    assert found["unequal"] == [] and found["rows"] > 20
+    assert found["of the device"] == ["eager backend", "eager backend", "on the CPU"]
+
+
+@pytest.mark.slow
+def test_a_bisection_on_a_second_device_finds_what_one_on_the_cpu_finds(said: dict[str, Any]) -> None:
+    assert said["bisected"] == {"modules": 20, "equal": True, "first": "", "with another root": False}
+
+
+@pytest.mark.slow
+def test_the_cache_of_a_server_lies_on_its_device(said: dict[str, Any]) -> None:
+    found = said["served"]
+    assert found["equal"] and found["any"] and "on the same device, but found" in found["fault"]
 
 
 @pytest.mark.slow
@@ -110,7 +152,7 @@ def test_a_device_that_is_not_there(cli: Cli, tmp_path: Path, monkeypatch: pytes
     sets = [part for field in CUDA for part in ("--set", field)]
     code, out, err = cli("run", TINY, "--out", tmp_path, *sets)
     assert code == 2 and out == "" and not any(tmp_path.iterdir())
-    assert one_line(err) == "error: layout.device = cuda: torch sees no CUDA device here; must be cpu"
+    assert one_line(err) == "error: layout.device = cuda: torch sees no CUDA device here; take layout.device = cpu"
 
 
 def test_a_recorded_run_on_a_device_that_is_not_there(
@@ -135,34 +177,113 @@ def test_a_recorded_run_on_a_device_that_is_not_there(
     assert before.items() <= after.items()
 
 
-def test_several_processes_on_a_device() -> None:
-    check_device("cpu", 2)
-    with pytest.raises(UserError, match=r"^layout.device = cuda: works in one process, and here are 2; "):
-        check_device("cuda", 2)
+def there_is(monkeypatch: pytest.MonkeyPatch, cuda: bool = True) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
 
 
-def test_kernels_and_native_numerics_are_for_cpus() -> None:
-    for others in ([], ["layout.backend=float64"], ["numerics.mode=native"]):
-        with pytest.raises(UserError, match=r"layout.device = cuda needs layout.backend = eager or triton"):
+def test_several_processes_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    there_is(monkeypatch)
+    assert placed("cpu", "auto", 2) == Place("cpu")
+    assert placed("auto", "auto", 2) == Place("cpu", "it works in one process, and here are 2")
+    with pytest.raises(UserError, match=r"^layout.device = cuda: it works in one process, and here are 2; take layout"):
+        placed("cuda", "auto", 2)
+
+
+def test_auto_takes_a_device_where_that_changes_no_bit_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    there_is(monkeypatch)
+    for kernels in ("auto", "eager", "triton"):
+        place = placed("auto", kernels, 1)
+        assert place.device == "cuda" and place.warnings() == [UNTRIED]
+        assert place.said() == ["layout.device = auto: cuda (torch sees one)"]
+    assert placed("cuda", "auto", 1).said() == [], "it was named"
+    native = placed("auto", "auto", 1, "numerics.mode = native")
+    assert native.said() == ["layout.device = auto: cpu (with numerics.mode = native bits belong to a device)"]
+    assert placed("auto", "float64", 1).reason == "the kernels of layout.backend = float64 are for CPUs"
+    there_is(monkeypatch, cuda=False)
+    assert placed("auto", "auto", 1).said() == ["layout.device = auto: cpu (torch sees no CUDA device here)"]
+    with pytest.raises(UserError, match=r"^layout.backend = triton needs a CUDA device: torch sees no CUDA device"):
+        placed("auto", "triton", 1)
+
+
+def test_auto_is_said_once_and_recorded(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there_is(monkeypatch, cuda=False)
+    sets = [part for field in (*SHORT, "layout.device=auto") for part in ("--set", field)]
+    code, _, err = cli("run", TINY, "--out", tmp_path, *sets)
+    assert code == 0 and err.count("layout.device = auto: cpu (torch sees no CUDA device here)") == 1
+    (folder,) = (path.parent for path in tmp_path.rglob("manifest.json"))
+    assert json.loads((folder / "environment.json").read_text())["device"] == "cpu"
+    assert load_config(folder / "config.yaml").layout.device == "auto"
+    assert (
+        manifest.load(folder).fingerprint
+        == manifest.load(run(load_config(TINY, SHORT), tmp_path / "cpu", Silent())[0]).fingerprint
+    )
+
+
+def test_what_does_not_go_with_a_device_is_refused() -> None:
+    for others, said in (
+        (["layout.backend=float64"], "layout.device = cuda: the kernels of layout.backend = float64 are for CPUs"),
+        (["numerics.mode=native"], "layout.device = cuda: with numerics.mode = native bits belong to a device"),
+        (["mismatch.trainer.stock=bfloat16"], "with mismatch.trainer.stock = bfloat16 bits belong to a device"),
+    ):
+        with pytest.raises(UserError, match=said):
             load_config(TINY, ["layout.device=cuda", *others])
+        if others != ["layout.backend=float64"]:
+            assert load_config(TINY, ["layout.device=auto", *others]).bound, "so auto takes the CPU"
     with pytest.raises(UserError, match=r"layout.backend needs numerics.mode = exact"):
-        load_config(TINY, [*CUDA, "numerics.mode=native"])
-    with pytest.raises(UserError, match=r"layout.backend = triton needs layout.device = cuda"):
+        load_config(TINY, ["layout.device=auto", "layout.backend=eager", "numerics.mode=native"])
+    with pytest.raises(UserError, match=r"layout.backend = triton needs layout.device = cuda or auto"):
         load_config(TINY, ["layout.backend=triton"])
-    assert load_config(TINY, CUDA).layout.device == "cuda"
-    assert load_config(TINY, ["layout.device=cuda", "layout.backend=triton"]).layout.backend == "triton"
+    for device in ("cuda", "auto"):
+        for kernels in ("auto", "eager", "triton"):
+            sets = [f"layout.device={device}", f"layout.backend={kernels}"]
+            assert load_config(TINY, sets).layout.backend == kernels
+    assert load_config(TINY).bound == ""
 
 
-def test_kernels_of_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_device("cuda", 1)
+def test_kernels_of_a_library_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there_is(monkeypatch)
+    monkeypatch.setattr(backend, "has_triton_installed", lambda: False)
+    assert placed("cuda", "auto", 1).device == "cuda" and backend.choose("auto", "cuda") == "eager"
     with pytest.raises(UserError, match=r"^layout.backend = triton: Triton is not installed; pip install"):
-        check_device("cuda", 1, "triton")
+        placed("cuda", "triton", 1)
+    assert proof.use("auto", 1, "cuda") == "eager"
+    assert "Triton is not installed, so the eager code computes" in capsys.readouterr().err
 
 
-def test_dpo_computes_on_the_cpu() -> None:
-    config = ROOT / "experiments" / "dpo.yaml"
-    assert load_dpo_config(config, ["run=somewhere"]).layout.device == "cpu"
-    with pytest.raises(UserError, match=r"layout.device = cuda: DPO computes on the CPU; must be cpu$"):
-        load_dpo_config(config, ["run=somewhere", *CUDA])
+def test_auto_takes_kernels_of_a_card_only_where_they_are_proven(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backend, "has_triton_installed", lambda: True)
+    monkeypatch.setattr(proof, "failure", lambda name: proof.PASSED)
+    assert proof.use("auto", 1, "cuda") == "triton" and proof.use("auto", 1) != "triton"
+    monkeypatch.setattr(proof, "failure", lambda name: "products")
+    assert proof.use("auto", 1, "cuda") == "eager"
+    assert "products of backend triton differ from the specification" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"^layout.backend = triton: its products differ .* \(auto or eager\)$"):
+        proof.use("triton", 1, "cuda")
+
+
+def test_plan_is_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    there_is(monkeypatch)
+    with pytest.raises(UserError, match=r"^layout.device = auto: takes a CUDA device here, and plan is for CPUs"):
+        plan_run(load_config(TINY, ["layout.device=auto"]))
+    there_is(monkeypatch, cuda=False)
+    assert plan_run(load_config(TINY, ["layout.device=auto"])).peak == plan_run(load_config(TINY)).peak
+
+
+def test_dpo_and_checks_where_there_is_no_device(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there_is(monkeypatch, cuda=False)
+    dpo = ROOT / "experiments" / "dpo.yaml"
+    with pytest.raises(UserError, match=r"the kernels of layout.backend = float64 are for CPUs"):
+        load_dpo_config(dpo, ["run=somewhere", "layout.device=cuda", "layout.backend=float64"])
+    sets = [part for field in CUDA for part in ("--set", field)]
+    commands = (
+        ("dpo", dpo, "--out", tmp_path, "--set", f"run={tmp_path}", *sets),
+        ("probe", TINY, *sets), ("bisect", TINY, "--out", tmp_path, *sets),
+    )  # fmt: skip
+    for command in commands:
+        code, out, err = cli(*command)
+        assert code == 2 and out == "" and not any(tmp_path.iterdir())
+        assert one_line(err) == "error: layout.device = cuda: torch sees no CUDA device here; take layout.device = cpu"

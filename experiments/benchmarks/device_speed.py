@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,6 +17,8 @@ from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.trunk.forward import TrunkForward
+
+STOCK = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _seconds(work: Callable[[], object], device: torch.device, rounds: int) -> f
     return median(found[1:])
 
 
-def _stock(model: PreTrainedModel, scale: Scale, device: torch.device, name: str) -> list[Speed]:
+def _stock(model: PreTrainedModel, scale: Scale, device: torch.device, name: str) -> Iterator[Speed]:
     ids = torch.zeros(scale.sequences, scale.length, dtype=torch.int64, device=device)
     new = torch.zeros(scale.slots, 1, dtype=torch.int64, device=device)
 
@@ -95,13 +96,14 @@ def _measured(
     forward: Callable[[], None],
     training: Callable[[], None],
     decode: Callable[[], None],
-) -> list[Speed]:
+) -> Iterator[Speed]:
     tokens = scale.sequences * scale.length
-    kinds = (("forward", tokens, forward), ("forward + backward", tokens, training), ("decode", scale.slots, decode))
-    return [Speed(work, name, count, _seconds(run, device, scale.rounds)) for work, count, run in kinds]
+    kinds = (("decode", scale.slots, decode), ("forward", tokens, forward), ("forward + backward", tokens, training))
+    for work, count, run in kinds:
+        yield Speed(work, name, count, _seconds(run, device, scale.rounds))
 
 
-def _exact(source: PreTrainedModel, scale: Scale, device: torch.device, kernels: str) -> list[Speed]:
+def _exact(source: PreTrainedModel, scale: Scale, device: torch.device, kernels: str) -> Iterator[Speed]:
     context = scale.length + 1
     trunk = moved(make_policy(source, "exact", context), device)
     accumulator = GradientAccumulator(trunk.named_parameters())
@@ -133,24 +135,33 @@ def _exact(source: PreTrainedModel, scale: Scale, device: torch.device, kernels:
     )
 
 
-def speeds(scale: Scale, device: torch.device, kernels: list[str]) -> list[Speed]:
-    """Forward, forward + backward and one step of decoding, by each of `kernels` and by stock torch."""
+def speeds(scale: Scale, device: torch.device, numerics: str) -> Iterator[Speed]:
+    """One step of decoding, forward, forward + backward: in exact numerics by `eager` or `triton`, or by stock torch in
+    `float32` (without TF32) or `bfloat16`.
+    """
     torch.manual_seed(0)  # weights of any size compute equally fast
     source = Qwen2Model(scale.config).float().eval()
-    found = [row for name in kernels for row in _exact(copy.deepcopy(source), scale, device, name)]
-    backend.use("eager", 1)
-    for name, dtype in (("torch float32", torch.float32), ("torch bfloat16", torch.bfloat16)):
-        model = moved(copy.deepcopy(source).to(dtype), device)
-        found += _stock(model, scale, device, name)
-        del model
-    return found
+    if numerics in STOCK:
+        yield from _stock(moved(source.to(STOCK[numerics]), device), scale, device, f"torch {numerics}")
+        return
+    try:
+        yield from _exact(source, scale, device, numerics)
+    finally:
+        backend.use("eager", 1)
 
 
 def table(found: list[Speed]) -> str:
-    """Tokens per second, and seconds over those of torch's float32."""
-    own = {row.work: row.seconds for row in found if row.numerics == "torch float32"}
-    lines = [f"{'work':<22}{'numerics':<18}{'seconds':>10}{'tokens / s':>14}{'/ float32':>11}"]
+    """Tokens per second, and seconds over those of torch's float32 and bfloat16; `-` where those were not measured."""
+    lines = [f"{'work':<22}{'numerics':<18}{'seconds':>10}{'tokens / s':>14}{'/ float32':>11}{'/ bfloat16':>12}"]
     for row in sorted(found, key=lambda row: row.work):
-        rate, ratio = row.tokens / row.seconds, row.seconds / own[row.work]
-        lines.append(f"{row.work:<22}{row.numerics:<18}{row.seconds:>10.4f}{rate:>14.0f}{ratio:>11.2f}")
+        ratios = [_ratio(row, found, f"torch {name}") for name in STOCK]
+        lines.append(
+            f"{row.work:<22}{row.numerics:<18}{row.seconds:>10.4f}{row.tokens / row.seconds:>14.0f}"
+            f"{ratios[0]:>11}{ratios[1]:>12}"
+        )
     return "\n".join(lines)
+
+
+def _ratio(row: Speed, found: list[Speed], name: str) -> str:
+    own = [other.seconds for other in found if other.work == row.work and other.numerics == name]
+    return f"{row.seconds / own[0]:.2f}" if own else "-"

@@ -75,6 +75,11 @@ def _rows(x: Tensor, valid: Tensor) -> Tensor:
     return x.detach().expand(*valid.shape, *x.shape[2:])[valid].reshape(int(valid.sum()), -1)
 
 
+def _kept(x: Tensor) -> Tensor:
+    """A copy on the CPU."""
+    return x.detach().to("cpu", copy=True)
+
+
 def tensors_of(out: Any) -> list[Tensor]:
     """The tensors among a module's output, which is a tensor or a tuple."""
     return [out] if isinstance(out, Tensor) else [x for x in out if isinstance(x, Tensor)]
@@ -99,8 +104,8 @@ def recording(policy: PreTrainedModel, tokens: TokenGrid, head_keys: Callable[[]
                 inputs = _rows(x if x.dim() > 1 else x[None], valid)
                 outputs = torch.cat([_rows(y, valid) for y in tensors_of(out)], 1)
             rows.keys.append(keys)
-            rows.inputs.append(inputs.detach().clone())
-            rows.outputs.append(outputs.detach().clone())
+            rows.inputs.append(_kept(inputs))
+            rows.outputs.append(_kept(outputs))
 
         return module.register_forward_hook(hook, with_kwargs=True)
 
@@ -174,9 +179,9 @@ def patched(s: Subject, trainer: PreTrainedModel, name: str, rows: Tensor) -> Te
     module = modules_of(trainer)[name]
 
     def replace(_: nn.Module, __: Any, out: Any) -> Any:
+        remaining, replaced = rows.to(tensors_of(out)[0].device), list[Tensor]()
         if module is head_of(trainer):
-            return rows
-        remaining, replaced = rows, []
+            return remaining
         for x in tensors_of(out):
             width = x[0, 0].numel()
             full = x.expand(*valid.shape, *x.shape[2:]).clone()

@@ -50,7 +50,8 @@ class Replay(TorchEngine):
         logprobs, _ = token_statistics(logits, tokens, sampling.temperature, eligible, self.mode)
         mass = torch.stack([c.log_kept_mass[position] for c, position in next_tokens])
         ids, logits = top_logits(logits, sampling.temperature, sampling.top_logits)
-        drawn = Drawn(logprobs.numpy(), mass.numpy(), kept_tokens.numpy(), ids.numpy(), logits.numpy())
+        found = (x.cpu().numpy() for x in (logprobs, mass, kept_tokens, ids, logits))
+        drawn = Drawn(*found)
         for row, (item, token) in enumerate(zip(turn, tokens.tolist(), strict=True)):
             item.add(token, drawn, row)
 

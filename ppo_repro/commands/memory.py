@@ -54,8 +54,8 @@ def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
     from ppo_repro.plan.parts import in_words
     from ppo_repro.plan.report import size
 
-    if config.layout.device == "cuda":
-        _require_card(config)
+    if config.layout.device != "cpu":
+        _require_card(config, processes)
     plan = _plan(config, processes)
     limit = memory_limit()
     if plan is not None and limit is not None:
@@ -90,10 +90,11 @@ def within_recorded(run_dir: Path, overrides: Sequence[str], processes: int = 1)
         yield
 
 
-def _require_card(config: RunConfig) -> None:
-    """UserError where the card has not as much memory left as the run certainly needs on it."""
+def _require_card(config: RunConfig, processes: int) -> None:
+    """UserError where the run takes a card that has not as much memory left as it certainly needs there."""
     import torch
 
+    from ppo_repro.numerics.device import placed
     from ppo_repro.plan.report import size
     from ppo_repro.plan.shapes import certain_on_card
 
@@ -101,15 +102,19 @@ def _require_card(config: RunConfig) -> None:
         needed = certain_on_card(config)
     except UserError:  # the run itself refuses this with a better message
         return
-    if not torch.cuda.is_available():
-        return  # so it does this
+    layout = config.layout
+    try:
+        if placed(layout.device, layout.backend, processes, config.bound).device == "cpu":
+            return
+    except UserError:  # so it does this
+        return
     free, total = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # what this process has asked for and not used
     if needed > free:
         raise UserError(
-            f"layout.device = cuda: not enough memory: {size(free)} of the card's {size(total)} are free, and weights, "
-            f"moments, and sums of gradients or the key/value cache, take at least {size(needed)}; free the card, take "
-            "a smaller model, set lora, lower layout.rollout_slots, or take cpu"
+            f"layout.device = {layout.device}: not enough memory: {size(free)} of the card's {size(total)} are free, "
+            "and weights, moments, and sums of gradients or the key/value cache, take at least "
+            f"{size(needed)}; free the card, take a smaller model, set lora, lower layout.rollout_slots, or take cpu"
         )
 
 

@@ -198,6 +198,13 @@ class MismatchConfig(Section):
     trainer: TrainerSide = TrainerSide()
 
     @property
+    def bound(self) -> str:
+        """A side that torch itself computes, whose bits belong to a kind of machine; empty where there is none."""
+        stock = {"sampler": self.sampler.stock, "trainer": self.trainer.stock}
+        named = [f"mismatch.{side}.stock = {dtype}" for side, dtype in stock.items() if dtype is not None]
+        return named[0] if named else ""
+
+    @property
     def same_precision(self) -> bool:
         """Whether a forward pass of sampler and trainer gives the same bits, as far as precision goes."""
         same_formats = self.sampler.precision.forward_formats == self.trainer.precision.forward_formats

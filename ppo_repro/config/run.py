@@ -19,7 +19,7 @@ from ppo_repro.config.algorithm import (
     ValueConfig,
 )
 from ppo_repro.config.engine import RolloutConfig
-from ppo_repro.config.layout import LayoutConfig, not_divided
+from ppo_repro.config.layout import LayoutConfig, not_divided, not_placed
 from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible, stock_cannot
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
 from ppo_repro.config.records import RunRecordsConfig
@@ -149,6 +149,11 @@ class RunConfig(Experiment):
         return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
 
     @property
+    def bound(self) -> str:
+        """The setting by which bits belong to a kind of machine; empty where they belong to none."""
+        return "numerics.mode = native" if self.numerics.mode == "native" else self.mismatch.bound
+
+    @property
     def asks_for_routes(self) -> bool:
         """Whether the sampler is to say which experts computed each token of a mixture."""
         return self.records.level == "deep" or self.ppo.replay_routes
@@ -203,10 +208,7 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     loras = {"lora": config.lora, "value.lora": config.value.lora if isinstance(config.value, SeparateValue) else None}
     adapted = [name for name, lora in loras.items() if lora is not None]
     yield from not_divided(config.layout.mesh, config.numerics.mode, adapted, _needing_all_weights(config))
-    if config.layout.device == "cuda" and config.layout.backend not in ("eager", "triton"):
-        yield "layout.device = cuda needs layout.backend = eager or triton: the other kernels are for CPUs"
-    if config.layout.device != "cuda" and config.layout.backend == "triton":
-        yield "layout.backend = triton needs layout.device = cuda: its kernels are for CUDA devices"
+    yield from not_placed(config.layout, config.bound)
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
         yield "numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing"
     engine = config.rollout.engine
@@ -293,7 +295,5 @@ def _template(config: RunConfig) -> Iterator[str]:
 
 
 def _faults(config: RunConfig) -> Iterator[str]:
-    mismatch = config.mismatch
-    yield from contradictions(
-        mismatch.sampler, mismatch.trainer, config.rollout, config.task.turns, config.ppo.iterations
-    )
+    sampler, trainer, turns = config.mismatch.sampler, config.mismatch.trainer, config.task.turns
+    yield from contradictions(sampler, trainer, config.rollout, turns, config.ppo.iterations)

@@ -13,17 +13,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ppo_repro.collectives import all_gather, all_reduce
-from ppo_repro.config.layout import MeshConfig
 from ppo_repro.heartbeats import NOTICE_SECONDS
 from ppo_repro.mesh.shards import ShardRanks
 from ppo_repro.ranks import ALONE, Ranks, lost
 from ppo_repro.shares import share_ranges
+
+if TYPE_CHECKING:  # models need this module, and not pydantic
+    from ppo_repro.config.layout import MeshConfig
 
 T = TypeVar("T")
 

@@ -39,16 +39,23 @@ def has_amx() -> bool:
     return not other_target and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
-def choose(backend: str) -> str:
-    """The backend for a name (`auto`: the fastest on this CPU).
+def has_triton_installed() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec(TRITON) is not None
+
+
+def choose(backend: str, device: str = "cpu") -> str:
+    """The backend for a name (`auto`: the fastest on a device).
 
     UserError for `amx` on a CPU without it, and for `triton` where Triton is missing.
     """
+    if backend == "auto" and device != "cpu":
+        return TRITON if has_triton_installed() else "eager"
     if backend == "auto":
         return "amx" if has_amx() else "float64"
     if backend == "amx" and not has_amx():
         raise UserError("layout.backend = amx: this CPU has no AMX int8 tiles; must be auto, float64 or eager here")
-    if backend == TRITON and importlib.util.find_spec("triton") is None:
+    if backend == TRITON and not has_triton_installed():
         raise UserError("layout.backend = triton: Triton is not installed; pip install 'ppo_repro[gpu]', or take eager")
     return backend
 

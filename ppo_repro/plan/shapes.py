@@ -24,6 +24,7 @@ from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.device import placed
 from ppo_repro.numerics.layers.families import (
     CAUSAL_MODELS,
     CLASSIFIERS,
@@ -184,7 +185,9 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
     )
     exact = config.numerics.mode == "exact"
     kernels = backend.choose(layout.backend) if exact else "native"
-    if kernels in ("eager", "triton"):
+    if placed(layout.device, layout.backend, processes, config.bound).device != "cpu":
+        raise UserError(f"layout.device = {layout.device}: takes a CUDA device here, and plan is for CPUs; take cpu")
+    if kernels == "eager":
         raise UserError(f"layout.backend = {kernels}: plan is for kernels of CPUs; it supports auto, float64 and amx")
     return Work(
         kernels=kernels,

@@ -205,7 +205,7 @@ def _pair_logprobs(
     responses = [*(p.chosen_ids for p in pairs), *(p.rejected_ids for p in pairs)]
     batch = lay_out([p.prompt_ids for p in pairs] * 2, responses, padding)
     logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)
-    sums = sequence_logprobs(logprobs, torch.tensor([len(response) for response in responses]))
+    sums = sequence_logprobs(logprobs.cpu(), torch.tensor([len(response) for response in responses]))
     return PairLogprobs(*sums.split(len(pairs)))
 
 

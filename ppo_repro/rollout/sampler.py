@@ -107,7 +107,7 @@ def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor
     It imitates a sampler that prefers some tokens everywhere, as one with a wrong row in its last matrix does.
     """
     z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1])
-    return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)
+    return (logits.to(torch.float64) + z.to(logits.device) * (temperature * size)).to(torch.float32)
 
 
 def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:

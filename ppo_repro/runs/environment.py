@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from ppo_repro.config.tasks import JsonlTask, PythonTask, ReasoningGymTask
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.device import in_words
 from ppo_repro.tasks.reasoning_gym_task import PACKAGE
 from ppo_repro.tasks.rewards import reward_files
 
@@ -59,8 +60,10 @@ def _of_task(config: RunConfig | ControlConfig) -> tuple[str, ...]:
     return (PACKAGE,) if find_spec("reasoning_gym") else ()
 
 
-def describe_environment(config: RunConfig | ControlConfig, processes: int) -> dict[str, Any]:
-    """Everything needed to understand why two runs might differ."""
+def describe_environment(
+    config: RunConfig | ControlConfig, processes: int, device: Literal["cpu", "cuda"] = "cpu"
+) -> dict[str, Any]:
+    """Everything needed to understand why two runs might differ. `device`: what `layout.device` is here."""
     status = _git("status", "--porcelain")
     exact = config.numerics.mode == "exact"
     return {
@@ -75,7 +78,8 @@ def describe_environment(config: RunConfig | ControlConfig, processes: int) -> d
         "processes": processes,
         "cores": os.cpu_count(),
         "numerics_mode": config.numerics.mode,
-        "numerics_backend": backend.choose(config.layout.backend) if exact else "stock torch",
+        "device": in_words(device),
+        "numerics_backend": backend.choose(config.layout.backend, device) if exact else "stock torch",
         "code_digest": code_digest(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(status),

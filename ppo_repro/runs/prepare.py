@@ -270,7 +270,8 @@ def prepare(
     and optimizers' state. `measured`: where they divide the networks, measure the policy's accuracy before.
     """
     device = device_of(config.layout.device)
-    proof.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
+    kernels = config.layout.backend if config.numerics.mode == "exact" else "eager"
+    proof.use(kernels, config.layout.threads, config.layout.device)
     disable_progress_bar()  # the run shows its own
     judge = load_judge(config.reward)  # before the minutes that a warm start takes
     brought = load_source(config.task, config.seed)

@@ -38,7 +38,8 @@ class PpoReproExactForCausalLM(nn.Module):
         if quant_config is not None:
             raise UserError("exact numerics in SGLang: --quantization is not supported; leave it out")
         self.config, self.settings = config, read_settings(config)
-        proof.use(self.settings.backend, self.settings.threads)
+        device = torch.get_default_device().type  # the server's: it makes models in its context
+        proof.use(self.settings.backend, self.settings.threads, device)
         self.policy = _lowered(config, self.settings.max_context)
         self.logits_processor = ExactLogits(config)
         self.cache: PoolCache | None = None
@@ -134,7 +135,7 @@ def _lowered(config: PretrainedConfig, max_context: int) -> PreTrainedModel:
 def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     """Position of the first new token of each request, and how many are new: int64 [R] each."""
     if batch.forward_mode.is_decode():
-        return batch.seq_lens.long() - 1, torch.ones(len(batch.seq_lens), dtype=torch.int64)
+        return batch.seq_lens.long() - 1, torch.ones_like(batch.seq_lens, dtype=torch.int64)
     if not batch.forward_mode.is_extend():
         raise RuntimeError(f"exact numerics in SGLang: a forward pass of mode {batch.forward_mode} is not known")
     assert batch.extend_prefix_lens is not None

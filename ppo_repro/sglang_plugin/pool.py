@@ -25,10 +25,11 @@ class PoolCache(GridCache):
     def __init__(self, config: PretrainedConfig, table: Tensor, pool: Any, width: int) -> None:
         super().__init__(config, len(table), width, table.device)
         self.table, self.pool = table, pool
-        self.written = torch.zeros(len(pool.get_key_buffer(0)), dtype=torch.int64)  # stamp by location
-        self.stamps = torch.zeros(len(table), width, dtype=torch.int64)  # by slot and position
+        here = table.device
+        self.written = torch.zeros(len(pool.get_key_buffer(0)), dtype=torch.int64, device=here)  # stamp by location
+        self.stamps = torch.zeros(len(table), width, dtype=torch.int64, device=here)  # by slot and position
         self.clock = 0
-        self.locations = torch.empty(0, dtype=torch.int64)
+        self.locations = torch.empty(0, dtype=torch.int64, device=here)
 
     def begin(self, requests: Tensor, starts: Tensor, lengths: Tensor, locations: Tensor) -> None:
         """Aim at tokens starts[r]..starts[r]+lengths[r]-1 of each request, which go to `locations` of the pool.
@@ -36,13 +37,13 @@ class PoolCache(GridCache):
         requests, starts, lengths int64 [R]; locations int64 [sum of lengths], request after request.
         """
         self._take_prefixes(requests, starts)
-        columns = torch.arange(int(lengths.max()))
+        columns = torch.arange(int(lengths.max()), device=lengths.device)
         valid = columns < lengths[:, None]
         # a padded query is at position 0, where it sees one key, and its result is not used
         positions = torch.where(valid, starts[:, None] + columns, 0)
         self.aim(requests, positions, valid)
         self.locations = locations
-        stamps = self.clock + 1 + torch.arange(len(locations))
+        stamps = self.clock + 1 + torch.arange(len(locations), device=locations.device)
         self.clock += len(locations)
         self.written[locations] = stamps
         self.stamps[requests[:, None].expand_as(positions)[valid], positions[valid]] = stamps
@@ -52,7 +53,7 @@ class PoolCache(GridCache):
         if width == 0:
             return
         locations = self.table[requests, :width].to(torch.int64)
-        known = torch.arange(width) < starts[:, None]
+        known = torch.arange(width, device=starts.device) < starts[:, None]
         stale = known & (self.stamps[requests, :width] != self.written[locations])
         counts = stale.sum(1)
         if not int(counts.max()):
@@ -60,7 +61,7 @@ class PoolCache(GridCache):
         rows = counts > 0
         # the stale positions of each row to the left, in order
         order = torch.argsort((~stale[rows]).to(torch.int8), dim=1, stable=True)[:, : int(counts.max())]
-        valid = torch.arange(order.shape[1]) < counts[rows][:, None]
+        valid = torch.arange(order.shape[1], device=counts.device) < counts[rows][:, None]
         self.aim(requests[rows], order, valid)
         sources = locations[rows].gather(1, order)
         for layer in range(len(self.keys)):

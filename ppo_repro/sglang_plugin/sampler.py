@@ -35,8 +35,8 @@ class ExactSampler(Sampler):
         """One token per row, int64 [n]; RuntimeError for an option that this sampler does not support."""
         _refuse(sampling_info)
         logits, seeds = logits_output.next_token_logits, sampling_info.sampling_seed
-        tokens = torch.empty(len(logits), dtype=torch.int64)
-        logprobs = torch.empty(len(logits))
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        logprobs = torch.empty(len(logits), device=logits.device)
         for rows, sampling in _groups(sampling_info):
             drawn = sample(logits[rows], seeds[rows].long(), positions[rows].long(), sampling, "exact")
             tokens[rows], logprobs[rows] = drawn.tokens, drawn.logprobs
@@ -85,5 +85,6 @@ def _groups(info: SamplingBatchInfo) -> list[tuple[Tensor, Sampling]]:
         sampling = Sampling(
             temperature, 0 if greedy or top_k == TOP_K_ALL else top_k, 1.0 if greedy else top_p, 0, greedy
         )
-        groups.append((torch.tensor([row for row, other in enumerate(kinds) if other == kind]), sampling))
+        rows = [row for row, other in enumerate(kinds) if other == kind]
+        groups.append((torch.tensor(rows, device=info.temperatures.device), sampling))
     return groups

@@ -121,20 +121,24 @@ def a_card(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 10**9))
 
 
+@pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_what_cannot_fit_on_the_card_is_refused_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = small_config(*CARD)
+    fields = f"layout.device={device}", "layout.backend=eager"
+    config = small_config(*fields)
     needed = certain_on_card(config)
     a_card(monkeypatch, needed - 1)
-    sets = [part for field in CARD for part in ("--set", field)]
+    sets = [part for field in fields for part in ("--set", field)]
     assert _run(["run", str(SMALL), "--out", str(tmp_path), *sets]) == 2
     _, said = capsys.readouterr().err.strip().splitlines()  # after the line that says what begins
-    assert said.startswith("error: layout.device = cuda: not enough memory: ")
+    assert said.startswith(f"error: layout.device = {device}: not enough memory: ")
     assert "of the card's 80.0 GB are free" in said and f"take at least {size(needed)}; free the card" in said
     assert list(tmp_path.iterdir()) == []
     with within_memory(small_config()):
         pass  # a run on the CPU needs nothing of the card
+    with within_memory(small_config("layout.device=auto", "numerics.mode=native")):
+        pass  # nor one that auto leaves on the CPU
     a_card(monkeypatch, needed)
     with within_memory(config):
         pass

@@ -32,26 +32,32 @@ CAPS = (
 )
 
 
-def use(name: str, threads: int) -> str:
-    """`backend.use` of a backend that gives the bits of the eager code on this machine; returns its name.
+def use(name: str, threads: int, device: str = "cpu") -> str:
+    """`backend.use` of a backend that gives the bits of the eager code on a device of this machine; returns its name.
 
     `auto` takes the fastest that does, and says on stderr which does not. UserError where the named one does not.
     """
-    candidates = _fastest_first() if name == "auto" else [backend.choose(name)]
+    candidates = _fastest_first(device) if name == "auto" else [backend.choose(name)]
     for candidate in candidates:
         failed = PASSED if candidate == "eager" else failure(candidate)
         if failed == PASSED:
             return backend.use(candidate, threads)
         if name != "auto":
+            others = "auto, float64 or eager" if device == "cpu" else "auto or eager"
             raise UserError(
                 f"layout.backend = {name}: its {failed} differ from the specification on this machine; take another "
-                "(auto, float64 or eager)"
+                f"({others})"
             )
         say(f"numerics: {failed} of backend {candidate} differ from the specification on this machine; not used")
     raise AssertionError("eager is the specification")
 
 
-def _fastest_first() -> list[str]:
+def _fastest_first(device: str) -> list[str]:
+    if device != "cpu":
+        if backend.has_triton_installed():
+            return [backend.TRITON, "eager"]
+        say("numerics: Triton is not installed, so the eager code computes; pip install 'ppo_repro[gpu]'")
+        return ["eager"]
     return [name for name in reversed(backend.BACKENDS) if name != "amx" or backend.has_amx()]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
 
 import triton
 import triton.language as tl
 
+from ppo_repro.numerics.kernels.triton.cases import CASES
 from ppo_repro.numerics.kernels.triton.instructions import Case, compiled
 
 
@@ -41,6 +43,10 @@ def main() -> None:
         "no product": (Case("no product", polynomial, types, constants, ".s32.s8.s8"), False),
         "right": (Case("right", polynomial, types, constants), False),
     }
+    attention = next(case for case in CASES if case.name == "attention: weights")
+    cases["attention, contracted"] = attention, True
+    dk = next(case for case in CASES if case.name == "attention: dk, grids")
+    cases["large tile"] = replace(dk, constants={**dk.constants, "BM": 32}, warps=8), False
     faults = {name: compiled(case, 90, fusion).faults for name, (case, fusion) in cases.items()}
     print(json.dumps(faults))
 

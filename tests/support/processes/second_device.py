@@ -1,7 +1,8 @@
-"""Runs of several configurations on the CPU and on the double of a device; says of each whether the records are equal.
+"""Whether what the CPU computes comes out on the double of a device: runs, resumed runs, DPO, probe, bisect.
 
-`python -m tests.support.processes.second_device FOLDER '["a.b=c", ...]' ...`, a process of its own: autograd counts
-devices once, at the first backward pass. The last two lines are of runs with a fault.
+`python -m tests.support.processes.second_device FOLDER JOB ...`, a process of its own: autograd counts devices once,
+at the first backward pass. A job is the overrides of a run as a JSON list, or the name of a function in JOBS; the
+process prints what each said, one JSON value a line.
 """
 
 from __future__ import annotations
@@ -9,21 +10,35 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.config.files import load_config
+from ppo_repro.checks.bisect import Op, bisect, compare_ops, make_subject
+from ppo_repro.checks.place import decided
+from ppo_repro.checks.probe import CONTROL, probe
+from ppo_repro.config.files import load_config, load_dpo_config
+from ppo_repro.dpo.run import train_dpo
 from ppo_repro.models import networks
 from ppo_repro.models.batches import TokenBatch
+from ppo_repro.models.networks import make_policy
+from ppo_repro.numerics import backend
+from ppo_repro.numerics.device import moved
 from ppo_repro.numerics.trunk.forward import TrunkForward
+from ppo_repro.preferences import training
+from ppo_repro.records.config_file import ENVIRONMENT_NAME
 from ppo_repro.runs import prepare
 from ppo_repro.runs.diff import first_difference
+from ppo_repro.sglang_plugin.pool import PoolCache
+from ppo_repro.testing.small_models import CONFIGS, CONTEXT, small_model
 from ppo_repro.watcher import Silent
 from tests.support.device_double import device_double
-from tests.support.language import run
+from tests.support.language import resume, run
 from tests.support.paths import TINY
 
 # the float64 model beside which accuracy is measured swaps the data of its parameters, which the double cannot
@@ -31,6 +46,16 @@ USUAL = (
     *("layout.backend=eager", "numerics.accuracy_sequences=0", "model.warm_start_steps=2"),
     *("ppo.iterations=1", "ppo.epochs=1", "rollout.prompts_per_iteration=2", "task.num_eval_prompts=2"),
 )
+CUDA = "layout.device=cuda"
+DPO = """
+experiment: baseline
+seed: 2
+run: {run}
+num_eval_prompts: 1
+dpo: {{beta: 0.1, epochs: 2, minibatch_size: 4, learning_rate: 2e-3}}
+numerics: {{max_context: 12}}
+layout: {{backend: eager}}
+"""
 
 
 class Noting(Silent):
@@ -43,37 +68,30 @@ class Noting(Silent):
         self.warnings.append(text)
 
 
-def on_double(overrides: list[str], folder: Path) -> tuple[Path, list[str]]:
-    """The folder of a run on the double, and its warnings."""
-    config, watcher = load_config(TINY, [*USUAL, "layout.device=cuda", *overrides]), Noting()
+class Stopping(Silent):
+    """A watcher that ends the run after its first iteration."""
+
+    def iteration(self, done: int, total: int, figures: str) -> None:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def cuda_is_the_double() -> Iterator[None]:
+    """What asks for cuda gets the double."""
     with (
         device_double() as device,
-        patch.object(prepare, "device_of", lambda _: device),
+        patch.object(prepare, "device_of", lambda name: torch.device("cpu") if name == "cpu" else device),
         patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "get_device_name", lambda: "a double"),
     ):
+        yield
+
+
+def on_double(overrides: list[str], folder: Path) -> tuple[Path, list[str]]:
+    """The folder of a run on the double, and its warnings."""
+    config, watcher = load_config(TINY, [*USUAL, CUDA, *overrides]), Noting()
+    with cuda_is_the_double():
         return run(config, folder, watcher)[0], watcher.warnings
-
-
-def without_a_move(folder: Path) -> str:
-    """What a run says whose batches stay on the CPU."""
-
-    def staying(trunk: PreTrainedModel, batch: TokenBatch) -> torch.Tensor:
-        inputs = batch.input_ids, batch.position_ids, batch.first_key, batch.predictors
-        return TrunkForward(trunk).over_batch(*inputs)
-
-    with patch.object(networks, "hidden_states", staying):
-        try:
-            on_double([], folder)
-        except RuntimeError as error:
-            return str(error)
-    return "nothing"
-
-
-def with_another_root(overrides: list[str], on_cpu: Path, folder: Path) -> str:
-    """How a run on the CPU differs from one on a device whose square roots are one bit larger."""
-    root = torch.sqrt  # of CUDA alone: on the CPU it is NumPy's
-    with patch.object(torch, "sqrt", lambda x: torch.nextafter(root(x), torch.full_like(x, math.inf))):
-        return difference(on_cpu, on_double(overrides, folder)[0])
 
 
 def difference(left: Path, right: Path) -> str:
@@ -82,16 +100,168 @@ def difference(left: Path, right: Path) -> str:
     return "equal" if found is None else found.describe()
 
 
+def compared(overrides: list[str], folder: Path) -> dict[str, Any]:
+    """A run on the CPU and on the double."""
+    on_cpu = run(load_config(TINY, [*USUAL, *overrides]), folder / "cpu", Silent())[0]
+    elsewhere, warnings = on_double(overrides, folder / "device")
+    device = json.loads((elsewhere / ENVIRONMENT_NAME).read_text())["device"]
+    return {"said": difference(on_cpu, elsewhere), "warnings": warnings, "device": device}
+
+
+def resumed(folder: Path) -> dict[str, str]:
+    """Runs of two iterations, stopped after the first on one device and resumed on the other, beside a whole one."""
+    two = [*USUAL, "ppo.iterations=2", "checkpoints.every=1"]
+    whole, said = run(load_config(TINY, two), folder / "whole", Silent())[0], dict[str, str]()
+    for first, second in (("cpu", "cuda"), ("cuda", "cpu")):
+        with cuda_is_the_double():
+            try:
+                run(load_config(TINY, [*two, f"layout.device={first}"]), folder / first, Stopping())
+            except KeyboardInterrupt:
+                (stopped,) = (path.parent for path in (folder / first).rglob("manifest.json"))
+            start = resume(stopped, Silent(), [f"layout.device={second}"]).start
+        said[f"{first}, then {second}"] = f"from {start}: {difference(whole, stopped)}"
+    return said
+
+
+def preferences(folder: Path) -> dict[str, Any]:
+    """Fingerprints of DPO on the CPU and on the double; and what it says where log-probs stay on the device."""
+    pairs = (
+        *("rollout.prompts_per_iteration=6", "rollout.samples_per_prompt=4", "ppo.minibatch_size=8"),
+        *("model.warm_start_steps=30", "checkpoints.every=1"),
+    )
+    source, watcher = run(load_config(TINY, [*USUAL, *pairs]), folder / "source", Silent())[0], Noting()
+    path = folder / "dpo.yaml"
+    path.write_text(DPO.format(run=source))
+    found = [train_dpo(load_dpo_config(path), folder / "cpu", Silent()).fingerprint]
+    with cuda_is_the_double():
+        found.append(train_dpo(load_dpo_config(path, [CUDA]), folder / "device", watcher).fingerprint)
+        device, sums = prepare.device_of("cuda"), training.sequence_logprobs
+        with patch.object(training, "sequence_logprobs", lambda x, n: sums(x.to(device), n)):
+            fault = _error(lambda: train_dpo(load_dpo_config(path, [CUDA]), folder / "fault", watcher))
+    return {"equal": found[0] == found[1], "warnings": watcher.warnings, "fault": fault}
+
+
+def probed(folder: Path) -> dict[str, Any]:
+    """Rows of a probe on the double that are unequal in exact numerics, and what its control found."""
+    with cuda_is_the_double():
+        rows = probe(load_config(TINY, [*USUAL, CUDA]), lambda what, done, total: None).rows
+    conditions = [
+        f"{row.promise}, {row.condition}" for row in rows if "backend" in row.condition or "CPU" in row.condition
+    ]
+    unequal = [row.condition for row in rows if row.unequal_exact]
+    control = sum(row.unequal_native for row in rows if row.promise == CONTROL)
+    return {"rows": len(rows), "of the device": conditions, "unequal": unequal, "control": control > 0}
+
+
+def _modules(*overrides: str) -> list[Op]:
+    """What a bisection compares in exact numerics."""
+    subject = make_subject(decided(load_config(TINY, [*USUAL, *overrides])), "exact", None)
+    return list(compare_ops(subject, subject.policy))
+
+
+def bisected(folder: Path) -> dict[str, Any]:
+    """Whether a bisection on the double finds module by module what one on the CPU finds, and its control's verdict."""
+    ours = _modules()
+    with cuda_is_the_double():
+        found = bisect(TINY, [*USUAL, CUDA], folder)
+        with another_root():
+            others = _modules(CUDA)
+    exact = [op for op in found.ops if op.mode == "exact"]
+    return {
+        "modules": len(ours), "equal": ours == exact, "first": found.first_divergent_op["exact"],
+        "with another root": ours == others,
+    }  # fmt: skip
+
+
+class Pool:
+    """Memory for keys and values as SGLang's pool has it, a location for each token."""
+
+    def __init__(self, layers: int, locations: int, heads: int, dim: int, device: torch.device) -> None:
+        self.buffers = [torch.zeros(2, locations, heads, dim, device=device) for _ in range(layers)]
+
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        return self.buffers[layer][0]
+
+    def get_value_buffer(self, layer: int) -> torch.Tensor:
+        return self.buffers[layer][1]
+
+
+@torch.no_grad()
+def _served(device: torch.device) -> list[torch.Tensor]:
+    """What the plugin's cache gives two requests, of which the second has the prefix of the first; and its pool."""
+    trunk = moved(make_policy(small_model(CONFIGS["qwen3"](), seed=0), "exact", CONTEXT), device).get_decoder()
+    config, found = trunk.config, list[torch.Tensor]()
+    pool = Pool(config.num_hidden_layers, 16, config.num_key_value_heads, config.head_dim, device)
+    table = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 5, 6, 0]]).to(device)  # locations by request and position
+    cache = PoolCache(config, table, pool, CONTEXT)
+    # request, first new position, new tokens, their locations
+    for request, start, new in ((0, 0, [7, 8, 9]), (0, 3, [10]), (1, 2, [11, 12])):
+        ids = torch.tensor([new]).to(device)
+        one = [torch.tensor([x]).to(device) for x in (request, start, len(new))]
+        cache.begin(*one, table[request, start : start + len(new)])
+        found.append(TrunkForward(trunk).over_cache(ids, cache).cpu())
+    return [*found, *(buffer.cpu() for buffer in pool.buffers)]
+
+
+def served(folder: Path) -> dict[str, bool | str]:
+    """Whether the plugin's cache gives the same bits on the double; and what it says of a location on the CPU."""
+    backend.use("eager", 1)
+    ours, cpu = _served(torch.device("cpu")), torch.device("cpu")
+    with cuda_is_the_double():
+        device = prepare.device_of("cuda")
+        theirs = _served(device)
+        with patch.object(Pool, "get_key_buffer", lambda self, layer: self.buffers[layer][0].to(cpu)):
+            fault = _error(lambda: _served(device))
+    return {"equal": all(map(torch.equal, ours, theirs)), "any": bool(ours[-1].any()), "fault": fault}
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def without_a_move(folder: Path) -> dict[str, str]:
+    """What a run says whose batches stay on the CPU."""
+
+    def staying(trunk: PreTrainedModel, batch: TokenBatch) -> torch.Tensor:
+        inputs = batch.input_ids, batch.position_ids, batch.first_key, batch.predictors
+        return TrunkForward(trunk).over_batch(*inputs)
+
+    with patch.object(networks, "hidden_states", staying):
+        return {"said": _error(lambda: on_double([], folder))}
+
+
+@contextmanager
+def another_root() -> Iterator[None]:
+    """Square roots of the double are one bit larger; on the CPU they are NumPy's."""
+    root = torch.sqrt
+    with patch.object(torch, "sqrt", lambda x: torch.nextafter(root(x), torch.full_like(x, math.inf))):
+        yield
+
+
+def with_another_root(folder: Path) -> dict[str, str]:
+    """How a run on the CPU differs from one on a device with other square roots."""
+    on_cpu = run(load_config(TINY, USUAL), folder / "cpu", Silent())[0]
+    with another_root():
+        return {"said": difference(on_cpu, on_double([], folder / "device")[0])}
+
+
+_JOBS = (resumed, preferences, probed, bisected, served, without_a_move, with_another_root)
+JOBS = {job.__name__: job for job in _JOBS}
+
+
 def main() -> None:
-    folder, cases = Path(sys.argv[1]), [json.loads(text) for text in sys.argv[2:]]
+    folder = Path(sys.argv[1])
     with device_double():
         pass  # before the first backward pass
-    on_cpu = [run(load_config(TINY, [*USUAL, *case]), folder / f"cpu{i}", Silent())[0] for i, case in enumerate(cases)]
-    for index, overrides in enumerate(cases):
-        elsewhere, warnings = on_double(overrides, folder / f"device{index}")
-        print(json.dumps({"said": difference(on_cpu[index], elsewhere), "warnings": warnings}), flush=True)
-    for fault in (without_a_move(folder / "staying"), with_another_root(cases[0], on_cpu[0], folder / "root")):
-        print(json.dumps({"said": fault}), flush=True)
+    for index, job in enumerate(sys.argv[2:]):
+        own = folder / str(index)
+        own.mkdir()
+        said = JOBS[job](own) if job in JOBS else compared(json.loads(job), own)
+        print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from ppo_repro.numerics.kernels.triton import attention_backward as backward_ker
 from ppo_repro.numerics.kernels.triton import attention_forward as forward_kernels
 from ppo_repro.numerics.kernels.triton import attention_tiles as tiles
 from ppo_repro.numerics.kernels.triton.functions import NOT_FINITE
-from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8
+from ppo_repro.numerics.kernels.triton.launch import WARPS4
 
 INFINITY_BITS = 0x7F800000
-KEYS = 32  # of a tile
+BLOCK, KEYS = 16, 32  # queries and keys of a tile; a larger one does not fit into registers
 DEPTH = 16  # of the products that make a tile of scores
 MOST_COLUMNS = 64  # of a result that a program sums at a time
 QUERIES, KEY_GRADIENTS, VALUE_GRADIENTS = 0, 1, 2
@@ -47,15 +47,9 @@ class Sizes:
         return self.rows, self.length, self.kv_heads, self.keys
 
     @property
-    def block(self) -> int:
-        """Queries of a tile."""
-        return 16 if self.rows <= 16 else 32
-
-    @property
     def constants(self) -> dict[str, Any]:
         """How every kernel with tiles is started."""
-        warps = WARPS4 if self.block == 16 else WARPS8  # with four, tiles of 32 queries would not fit into registers
-        return {"WIDTH": self.width, "BM": self.block, "BN": KEYS, "BK": DEPTH, **warps}
+        return {"WIDTH": self.width, "BM": BLOCK, "BN": KEYS, "BK": DEPTH, **WARPS4}
 
     @property
     def columns(self) -> int:
@@ -125,7 +119,7 @@ def _forward(queries: Grids, source: Source, reach: Reach, sizes: Sizes) -> tupl
     out = torch.empty(*shape, sizes.dim, device=device)
     counts = sizes.counts
     constants = {"PANEL": source.panel, **sizes.constants}
-    programs = -(-sizes.rows // sizes.block), sizes.heads
+    programs = -(-sizes.rows // BLOCK), sizes.heads
     forward_kernels.softmax_sums[programs](
         queries.left, queries.exponents, source.keys, source.key_scales, source.value_scales, source.places,
         reach.begin, reach.end, tops, totals, exponents, largest, *counts, source.key_size, sizes.dim, **constants,
@@ -203,7 +197,7 @@ def _query_gradients(operands: tuple[Tensor, ...], reach: Reach, scaling: float,
     device = operands[0].device
     exponents = torch.empty(sizes.heads, sizes.rows, dtype=torch.int32, device=device)
     dq = torch.empty(sizes.heads, sizes.rows, sizes.dim, device=device)
-    counts, programs = sizes.counts, (-(-sizes.rows // sizes.block), sizes.heads)
+    counts, programs = sizes.counts, (-(-sizes.rows // BLOCK), sizes.heads)
     backward_kernels.query_grids[programs](
         *operands, reach.begin, reach.end, exponents, *counts, **sizes.constants
     )  # fmt: skip

@@ -17,7 +17,7 @@ from ppo_repro.numerics.kernels.triton import (
     product,
     token_statistics,
 )
-from ppo_repro.numerics.kernels.triton.instructions import AROUND_CALLS, Case
+from ppo_repro.numerics.kernels.triton.instructions import CAPABILITIES, Case
 
 F32, F64, I8, I32, I64, U8 = "*fp32", "*fp64", "*i8", "*i32", "*i64", "*u8"
 
@@ -43,12 +43,11 @@ def _case(
     function: Any,
     kinds: dict[str, str],
     product: str = "",
-    fused: bool = False,
     warps: int = 4,
-    spills: int = AROUND_CALLS,
+    only: tuple[int, ...] = CAPABILITIES,
     **constants: Any,
 ) -> Case:
-    return Case(name, function, kinds, constants, product, fused, warps, spills)
+    return Case(name, function, kinds, constants, product, warps, only)
 
 
 _ROWS = _types(
@@ -57,6 +56,7 @@ _ROWS = _types(
 )  # fmt: skip
 _PRODUCT = _types(i32="a_exponents b_exponents", f32="bias y", n="a_rows b_rows padded bits")
 _INT8, _FLOAT64 = ".s32.s8.s8", ".f64.f64.f64.f64"
+_TILES = ((64, (90,)), (32, (80, 100)))  # rows, and the cards that take so many
 _WHOLE: dict[str, Any] = {"MASKED": False, "BLOCK": 512}
 _NORM: dict[str, Any] = {"R": 2, "BLOCK": 1024}
 _COUNTS = "rows length kv_heads keys"
@@ -68,39 +68,30 @@ _BACKWARD = _types(
 _SUMS: dict[str, Any] = {"LONG": False, "CHUNK": attention_tiles.CHUNK, "BD": attention.MOST_COLUMNS}
 
 
-# of sums over tiles: a few numbers of each thread, beside products that take 255 registers; 188 bytes were found
-_SPILLS = 192
+def _tile(width: int) -> dict[str, Any]:
+    return {"WIDTH": width, "BM": attention.BLOCK, "BN": attention.KEYS, "BK": attention.DEPTH}
 
 
-def _tile(width: int, queries: int = 32) -> dict[str, Any]:
-    return {"WIDTH": width, "BM": queries, "BN": attention.KEYS, "BK": attention.DEPTH}
-
-
-def _forward(name: str, panel: int, width: int, queries: int) -> tuple[Case, Case]:
-    warps = 8 if queries == 32 else 4
-    constants = {"PANEL": panel, **_tile(width, queries)}
+def _forward(name: str, panel: int, width: int) -> tuple[Case, Case]:
+    constants = {"PANEL": panel, **_tile(width)}
     sums = {**_QUERIES, **_types(f32="tops", f64="totals", i32="exponents largest")}
     values = {**_QUERIES, **_types(f32="tops v out", f64="totals", i32="exponents", n="value_size v_row")}
     return (
-        _case(f"attention{name}: weights", attention_forward.softmax_sums, sums, _FLOAT64, True, warps, _SPILLS,
-              **constants),
-        _case(f"attention{name}: values", attention_forward.weighted_values, values, _FLOAT64, True, warps, _SPILLS,
-              **_SUMS, **constants),
-    )  # fmt: skip
+        _case(f"attention{name}: weights", attention_forward.softmax_sums, sums, _FLOAT64, **constants),
+        _case(f"attention{name}: values", attention_forward.weighted_values, values, _FLOAT64, **_SUMS, **constants),
+    )
 
 
 def _backward(name: str, width: int) -> tuple[Case, ...]:
     queries = {**_BACKWARD, **_types(f64="scaling", f32="dq", n="dim")}
     keys = {**_BACKWARD, **_types(f32="right gradient", n="dim")}
     return (
-        _case(f"attention{name}: dq, grids", attention_backward.query_grids, _BACKWARD, _FLOAT64, True, 8, _SPILLS,
-              **_tile(width)),
-        _case(f"attention{name}: dq", attention_backward.query_gradients, queries, _FLOAT64, True, 8, _SPILLS,
-              **_SUMS, **_tile(width)),
-        *(_case(f"attention{name}: {result}, grids", attention_backward.key_grids, _BACKWARD, _FLOAT64, True, 8,
-                _SPILLS, KIND=kind, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
-        *(_case(f"attention{name}: {result}", attention_backward.key_gradients, keys, _FLOAT64, True, 8, _SPILLS,
-                KIND=kind, **_SUMS, **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
+        _case(f"attention{name}: dq, grids", attention_backward.query_grids, _BACKWARD, _FLOAT64, **_tile(width)),
+        _case(f"attention{name}: dq", attention_backward.query_gradients, queries, _FLOAT64, **_SUMS, **_tile(width)),
+        *(_case(f"attention{name}: {result}, grids", attention_backward.key_grids, _BACKWARD, _FLOAT64, KIND=kind,
+                **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
+        *(_case(f"attention{name}: {result}", attention_backward.key_gradients, keys, _FLOAT64, KIND=kind, **_SUMS,
+                **_tile(width)) for kind, result in ((1, "dk"), (2, "dv"))),
     )  # fmt: skip
 
 
@@ -109,9 +100,9 @@ _ATTENTION: tuple[Case, ...] = (
             _types(f32="x narrow scales", i32="exponents wide", n="rows dim"),
             AS_LEFT=left, AS_RIGHT=not left, R=32, WIDTH=64)
       for name, left in (("queries", True), ("keys", False))),
-    *_forward("", 0, 64, 32),
-    *_forward(", 128", 0, 128, 32),
-    *_forward(", cache", 32, 64, 16),
+    *_forward("", 0, 64),
+    *_forward(", 128", 0, 128),
+    *_forward(", cache", 32, 64),
     _case("attention: deltas", attention_tiles.row_dots, _types(f32="grad out", f64="dots", n="rows dim"),
           R=32, WIDTH=64),
     *_backward("", 64),
@@ -122,16 +113,14 @@ CASES: tuple[Case, ...] = (
     _case("operands: inputs", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=True, R=2, BLOCK=1024),
     _case("operands: weights", operands.put_on_grid, _ROWS, BITS=23, DIGITS=3, AS_DIGITS=True, R=2, BLOCK=1024),
     _case("operands: long rows", operands.put_on_grid, _ROWS, BITS=26, DIGITS=4, AS_DIGITS=False, R=2, BLOCK=1024),
-    _case(
-        "product: 64 rows", product.product, {**_types(i8="a b"), **_PRODUCT}, _INT8, warps=8,
-        AS_DIGITS=True, HAS_BIAS=True, BM=64, BN=64, BK=64,
-    ),
+    *(_case(f"product: {rows} rows", product.product, {**_types(i8="a b"), **_PRODUCT}, _INT8, 8, only,
+            AS_DIGITS=True, HAS_BIAS=True, BM=rows, BN=64, BK=64) for rows, only in _TILES),
     _case(
         "product: 16 rows", product.product, {**_types(i8="a b"), **_PRODUCT}, _INT8,
         AS_DIGITS=True, HAS_BIAS=False, BM=16, BN=64, BK=64,
     ),
     _case(
-        "product: float64", product.product, {**_types(i32="a b"), **_PRODUCT}, _FLOAT64, True,
+        "product: float64", product.product, {**_types(i32="a b"), **_PRODUCT}, _FLOAT64,
         AS_DIGITS=False, HAS_BIAS=True, BM=32, BN=32, BK=16,
     ),
     _case(
@@ -144,8 +133,9 @@ CASES: tuple[Case, ...] = (
     ),
     _case("gradient: digits", gradient.put_columns, _types(f32="x", f64="up", i8="digits", n="tokens columns padded"),
           DIGITS=4, BT=32, BC=32),
-    _case("gradient: sums", gradient.add_gradient, _types(i8="grad x", i64="out", n="n_rows k_rows padded"), _INT8,
-          warps=8, FRESH=False, BM=64, BN=64, BK=64),
+    *(_case(f"gradient: sums of {rows} rows", gradient.add_gradient,
+            _types(i8="grad x", i64="out", n="n_rows k_rows padded"), _INT8, 8, only,
+            FRESH=False, BM=rows, BN=64, BK=64) for rows, only in _TILES),
     _case("gradient: exponents", gradient.largest_exponents, _types(f32="x", i64="exponents", n="rows columns"),
           R=2, BLOCK=1024),
     _case("RMS norm", norms.rms_norm,

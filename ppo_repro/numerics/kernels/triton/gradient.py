@@ -19,7 +19,7 @@ from ppo_repro.numerics.kernels.triton.functions import (
     pow2,
     to_int64,
 )
-from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8, blocks_of
+from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8, blocks_of, rows_of_a_tile
 from ppo_repro.numerics.kernels.triton.operands import INPUT_DIGITS, PAD, WEIGHT_DIGITS
 from ppo_repro.numerics.kernels.triton.product import digit_sums
 
@@ -134,7 +134,10 @@ def add_products(grad: Tensor, up: Tensor, x: Tensor, x_up: Tensor, out: Tensor,
     """`products.add_products`: grad [T, N], x [T, K] float32, integers up to 2^27 and 2^22, out int64 [N, K]."""
     z, integers = _columns(grad, up, INPUT_DIGITS), _columns(x, x_up, WEIGHT_DIGITS)
     (n, k), padded = out.shape, z.shape[-1]
-    add_gradient[(-(-n // 64), -(-k // 64))](z, integers, out, n, k, padded, FRESH=fresh, BM=64, BN=64, BK=64, **WARPS8)
+    tile = rows_of_a_tile(out)
+    add_gradient[(-(-n // tile), -(-k // 64))](
+        z, integers, out, n, k, padded, FRESH=fresh, BM=tile, BN=64, BK=64, **WARPS8
+    )
 
 
 def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: Tensor | None, out: Tensor) -> None:

@@ -1,9 +1,8 @@
 """What the compiled kernels consist of: compiled for a card, on any machine, and read in its assembly.
 
 `python -m ppo_repro.numerics.kernels.triton.instructions [--capability 80|90|100]` prints a table; exit status 1 if a
-kernel has an instruction that is approximate, fused where it rounds, or flushes denormal numbers. Tiles are laid out
-for 9.0: there it is a fault too to keep registers in memory or to lack the product of the tensor cores; elsewhere both
-only cost time. 2 where Triton is missing.
+kernel has an instruction that is approximate, fused where it rounds, or flushes denormal numbers, keeps registers in
+memory, or lacks the product of the tensor cores. 2 where Triton is missing.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 CAPABILITIES = (80, 90, 100)
-LAID_OUT_FOR = 90
-# bytes that the assembler keeps in memory around the subroutine of a division in float64, with registers to spare
-AROUND_CALLS = 32
+WITHOUT_FLOAT64 = 100  # exact sums of products in float64 are fused multiply-adds there, without tensor cores
+# bytes that the assembler keeps in memory with registers to spare, as around the subroutine of a division in float64
+TO_SPARE = 32
 # of PTX: results that are not the correctly rounded ones of IEEE 754
 APPROXIMATE = re.compile(
     r"\b((?:ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.(?:approx|full)[.\w]*|[a-z]\w*\.[.\w]*ftz[.\w]*)"
@@ -41,9 +40,8 @@ class Case:
     signature: dict[str, str]  # types by argument
     constants: dict[str, Any]
     product: str = ""  # what the instruction of its tensor cores contains
-    fused: bool = False  # whether sums of products may be fused: they are exact
     warps: int = 4
-    spills: int = AROUND_CALLS  # bytes of registers that may be kept in memory
+    only: tuple[int, ...] = CAPABILITIES  # the cards on which it is started
 
 
 @dataclass(frozen=True)
@@ -103,10 +101,13 @@ def _judged(case: Case, ptx: str, registers: int, spilled: int, capability: int)
     approximate, fused = (tuple(sorted(set(pattern.findall(body)))) for pattern in (APPROXIMATE, FUSED))
     products = tuple(sorted(set(TENSOR.findall(body))))
     faults = [f"approximate: {name}" for name in approximate]
-    faults += [] if case.fused else [f"fused: {name}" for name in fused]
-    if capability == LAID_OUT_FOR and spilled > case.spills:
+    multiplied = any(case.product in name for name in products)
+    by_hand = ".f64" in case.product and capability == WITHOUT_FLOAT64
+    # elementwise parts are not fused there either, or the cards with such a product would show it
+    faults += [] if by_hand and not multiplied else [f"fused: {name}" for name in fused]
+    if spilled > TO_SPARE:
         faults.append(f"{spilled} bytes of registers in memory")
-    if capability == LAID_OUT_FOR and case.product and not any(case.product in name for name in products):
+    if case.product and not (multiplied or by_hand):
         faults.append(f"no product of {case.product}")
     return Compiled(case.name, registers, spilled, products, fused, approximate, tuple(faults))
 
@@ -134,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from ppo_repro.numerics.kernels.triton.cases import CASES
 
-    chosen = [case for case in CASES if case.name.startswith(options.only)]
+    chosen = [case for case in CASES if case.name.startswith(options.only) and options.capability in case.only]
     results = [compiled(case, options.capability) for case in chosen]
     print(f"Triton {triton.__version__}, compute capability {options.capability}")
     print(table(results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
@@ -13,6 +14,14 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernel
 def runs_on(x: Tensor) -> bool:
     """Whether kernels take this tensor: on a CUDA device, or on the CPU in Triton's interpreter."""
     return x.device.type == ("cpu" if INTERPRETED else "cuda")
+
+
+def rows_of_a_tile(x: Tensor) -> int:
+    """Rows of a tile of 8-bit digits: as many as the tensor cores of 9.0 take, elsewhere as many as fit into registers.
+
+    No result depends on it: sums are exact.
+    """
+    return 64 if INTERPRETED or torch.cuda.get_device_capability(x.device)[0] == 9 else 32
 
 
 def blocks_of(columns: int, most: int = 1024) -> tuple[int, int]:

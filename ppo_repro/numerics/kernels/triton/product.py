@@ -15,7 +15,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic.grid import CHUNK as EXACT_CHUNK
 from ppo_repro.numerics.arithmetic.grid import MAX_TERMS, SPLIT_BITS
 from ppo_repro.numerics.kernels.triton.functions import exponent_of_bits, magnitude_bits, pow2, round_limbs
-from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8
+from ppo_repro.numerics.kernels.triton.launch import WARPS4, WARPS8, rows_of_a_tile
 from ppo_repro.numerics.kernels.triton.operands import Rows
 
 SPLIT: tl.constexpr = tl.constexpr(SPLIT_BITS)
@@ -139,11 +139,12 @@ def linear(x: Rows, w: Rows, bias: Tensor | None) -> Tensor:
     y = torch.empty(m, n, dtype=torch.float32, device=x.values.device)
     a, b = (rows.integers if rows.digits is None else rows.digits for rows in (x, w))
     assert a is not None and b is not None
-    block_m, block_n, block_k = blocks(m, x.digits is not None)
+    block_m, block_n, block_k = blocks(x.values, x.digits is not None)
     product[(-(-m // block_m), -(-n // block_n))](
         a, b, x.exponents, w.exponents, y if bias is None else bias, y, m, n, a.shape[-1], x.bits + w.bits,
         AS_DIGITS=x.digits is not None, HAS_BIAS=bias is not None, BM=block_m, BN=block_n, BK=block_k,
-        **(WARPS8 if block_m == 64 else WARPS4),  # with four, six sums of 64 x 64 would not fit into registers
+        # with four, six sums of 64 x 64 would not fit into registers
+        **(WARPS8 if x.digits is not None and block_m > 16 else WARPS4),
     )  # fmt: skip
     if x.most or w.most:
         add_outliers[(-(-m // 32), -(-n // 32))](
@@ -154,8 +155,8 @@ def linear(x: Rows, w: Rows, bias: Tensor | None) -> Tensor:
     return y
 
 
-def blocks(rows: int, as_digits: bool) -> tuple[int, int, int]:
-    """How many rows, columns and terms a program takes."""
+def blocks(x: Tensor, as_digits: bool) -> tuple[int, int, int]:
+    """How many rows of x, columns and terms a program takes."""
     if not as_digits:
         return 32, 32, 16
-    return (16, 64, 64) if rows <= 16 else (64, 64, 64)
+    return 16 if len(x) <= 16 else rows_of_a_tile(x), 64, 64

@@ -15,10 +15,8 @@ from tests.support.paths import ROOT
 HEAD = ".version 8.7\n.target sm_90a\n.visible .entry k(\n)\n{\n"
 
 
-def faults(
-    line: str, product: str = "", spilled: int = 0, fused: bool = False, capability: int = 90
-) -> tuple[str, ...]:
-    case = instructions.Case("k", None, {}, {}, product, fused)
+def faults(line: str, product: str = "", spilled: int = 0, capability: int = 90) -> tuple[str, ...]:
+    case = instructions.Case("k", None, {}, {}, product)
     return instructions._judged(case, f"{HEAD}\t{line};\n}}\n", 20, spilled, capability).faults
 
 
@@ -47,12 +45,20 @@ def test_other_instructions_are_named(line: str, said: str) -> None:
     assert faults(line) == (said,)
 
 
-def test_spilled_registers_and_missing_products_are_named() -> None:
-    assert faults("add.f32 %f1, %f2, %f3", spilled=40) == ("40 bytes of registers in memory",)
-    assert faults("add.f32 %f1, %f2, %f3", spilled=40, capability=80) == ()
-    assert faults("add.f32 %f1, %f2, %f3", product=".s32.s8.s8") == ("no product of .s32.s8.s8",)
-    assert faults("wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {}", product=".s32.s8.s8") == ()
-    assert faults("fma.rn.f64 %fd1, %fd2, %fd3, %fd4", fused=True) == (), "of a sum that is exact"
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_spilled_registers_and_missing_products_are_named(capability: int) -> None:
+    add, product = "add.f32 %f1, %f2, %f3", "wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {}"
+    assert faults(add, spilled=40, capability=capability) == ("40 bytes of registers in memory",)
+    assert faults(add, product=".s32.s8.s8", capability=capability) == ("no product of .s32.s8.s8",)
+    assert faults(product, product=".s32.s8.s8", capability=capability) == ()
+
+
+def test_only_cards_without_products_in_float64_may_fuse_them() -> None:
+    fma, product = "fma.rn.f64 %fd1, %fd2, %fd3, %fd4", "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {}"
+    assert faults(fma, product=".f64.f64", capability=100) == (), "of a sum that is exact"
+    assert faults(fma, product=".f64.f64") == ("fused: fma.rn.f64", "no product of .f64.f64")
+    assert faults(f"{product};\n\t{fma}", product=".f64.f64") == ("fused: fma.rn.f64",), "beside the products"
+    assert faults(f"{product};\n\t{fma}", product=".f64.f64", capability=100) == ("fused: fma.rn.f64",)
 
 
 def printed(*arguments: str) -> tuple[int, str]:
@@ -81,4 +87,6 @@ def test_kernels_with_a_fault_are_found() -> None:
     assert any("ex2.approx" in fault for fault in found["exp"])
     assert any("div.full" in fault or "rcp" in fault for fault in found["quotient"])
     assert any("fma" in fault for fault in found["contraction"])
+    assert any("fma" in fault for fault in found["attention, contracted"])
+    assert any("bytes of registers" in fault for fault in found["large tile"])
     assert found["no product"] == ["no product of .s32.s8.s8"] and found["right"] == []

@@ -69,6 +69,15 @@ def test_largest_integers_at_the_longest_row_of_digits(columns: int) -> None:
     assert unequal(by_triton(x, w), eager(x, w)) == 0
 
 
+@pytest.mark.parametrize("tile", [32, 64])
+def test_tiles_of_every_card_give_the_same_bits(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles: list[int] = []
+    monkeypatch.setattr(product, "rows_of_a_tile", lambda x: tiles.append(len(x)) or tile)
+    x, w = matrix(40, 70, 4, "plain"), matrix(9, 70, 6, "plain")
+    assert unequal(by_triton(x, w), eager(x, w)) == 0
+    assert tiles == [40] and product.blocks(x, as_digits=True) == (tile, 64, 64)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [operands.MAX_TERMS + 1, (1 << 16) + 70])
 def test_longer_rows_are_products_of_float64(columns: int) -> None:

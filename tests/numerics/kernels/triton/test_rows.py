@@ -196,6 +196,12 @@ def test_integer_gradients(case: tuple[int, int, str], n: int, k: int, bits: int
     check_gradient(case, n, k, bits)
 
 
+@pytest.mark.parametrize("tile", [32, 64])
+def test_integer_gradients_by_tiles_of_every_card(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient, "rows_of_a_tile", lambda x: tile)
+    check_gradient((5, 3, "plain"), 40, 9, 27)
+
+
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(cases, st.integers(1, 80), st.integers(1, 80), st.sampled_from([20, 23, 27]))

@@ -63,5 +63,5 @@ def stand_in() -> bool:
     """Whether Numba is missing and this takes its place, from now on in this process."""
     if importlib.util.find_spec("numba") is not None:
         return False
-    sys.meta_path.append(_Finder())
+    sys.meta_path.insert(0, _Finder())
     return True

@@ -75,12 +75,54 @@ def test_the_device_check_runs_on_the_cpu_and_refuses_what_is_not_there(tmp_path
     arguments = [*command, "cpu", "--small", "--json", str(json_file)]
     same = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=True)
     found = json.loads(json_file.read_text())
-    assert found["equal"] and found["digests"]["exp"] and found["seconds"]
+    assert found["equal"] and found["digests"]["exp"] and len(found["seconds"]) >= 9 and found["left_out"] == {}
+    assert "llama, LoRA: weights after step 1" in found["digests"]
+    assert "llama, micro-batches: weights after step 1" in found["digests"]
+    late = subprocess.run([*arguments, "--seconds", "0"], capture_output=True, text=True, cwd=ROOT)
+    found = json.loads(json_file.read_text())
+    assert late.returncode == 3 and found["digests"] == {} and set(found["left_out"].values()) == {"no time was left"}
     # where Triton is, its kernels are compared in the interpreter, as the tests' environment says
     assert ("cpu triton" in found["columns"]) == (importlib.util.find_spec("triton") is not None)
     assert "DIFFERENT" not in same.stdout and same.stdout.endswith("exact numerics: the same bits\n")
     absent = subprocess.run([*command, "nonsense"], capture_output=True, text=True, cwd=ROOT)
     assert absent.returncode == 2 and absent.stderr.startswith("error: --device nonsense") and not absent.stdout
+
+
+WITHOUT_NUMBA = """
+import importlib.util as util
+real = util.find_spec
+util.find_spec = lambda name, *rest: None if name == "numba" else real(name, *rest)
+from experiments.benchmarks.without_numba import Absent, stand_in
+assert stand_in()
+util.find_spec = real
+import torch
+from experiments.benchmarks import device_stages
+from experiments.benchmarks.device_bits import SMALL
+from ppo_repro.numerics.kernels import decoder_trunk
+assert decoder_trunk.numba.njit is Absent
+place = torch.device("cpu")
+(found,) = device_stages._on_each(lambda place: device_stages.elementary(SMALL, place), place, [])
+print(found["exp"])
+"""
+
+
+@pytest.mark.slow
+def test_a_device_is_compared_without_numba() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, cwd=ROOT, check=True)
+    from experiments.benchmarks.device_bits import SMALL, elementary
+
+    assert done.stdout == f"{elementary(SMALL, torch.device('cpu'))['exp']}\n"
+
+
+def test_a_difference_in_what_is_promised_fails(tmp_path: Path) -> None:
+    from experiments.benchmarks.device_stages import Report
+
+    report = Report({}, ["cpu eager", "cuda triton"], tmp_path / "device.json", 0.0)
+    report.compare("native", ["1", "2"], promised=False)
+    report.compare("exp", ["1", "1"])
+    assert not report.failed
+    report.compare("log", ["1", "2"])
+    assert report.failed and not json.loads((tmp_path / "device.json").read_text())["equal"]
 
 
 def test_the_synthetic_run_has_the_rows_and_the_mismatch_that_it_says(tmp_path: Path) -> None:

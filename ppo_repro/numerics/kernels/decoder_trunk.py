@@ -130,8 +130,8 @@ def _product(row, at, x, terms, ended, scratch, columns, y):  # type: ignore[no-
 @kernel_part
 def _normed(row, at, size, eps, x, y):  # type: ignore[no-untyped-def]
     """y = the norm of each row of flat x. Returns whether x is finite."""
-    weight, rows = numba.carray(floats(row[at]), size), x.size // size
-    return rms_norm_rows(x, x.view(np.int32), weight, eps, 0, rows, np.empty(rows), y)
+    weight, begin, rows = numba.carray(floats(row[at]), size), np.int64(0), x.size // size
+    return rms_norm_rows(x, x.view(np.int32), weight, eps, begin, rows, np.empty(rows), y)
 
 
 @inline
@@ -169,14 +169,15 @@ def _attention(row, window, shape, cosine, sine, tokens, scratch, x, key, value)
         return QUERY_NORM
     if not _head_norm(row, KEY_NORM_AT, spec.dim, shape.key_eps, key, attended):
         return KEY_NORM
-    positions = tokens.positions[:, 0]
-    rotate_rows(query, cosine, sine, positions, spec.heads, spec.dim, 0, rows)
-    rotate_rows(key, cosine, sine, positions, spec.kv_heads, spec.dim, 0, rows)
+    # a literal 0 and a view of a column would be other types, for which these kernels would be compiled once more
+    positions, begin = numba.carray(integers(tokens.positions.ctypes.data), rows), np.int64(0)
+    rotate_rows(query, cosine, sine, positions, spec.heads, spec.dim, begin, rows)
+    rotate_rows(key, cosine, sine, positions, spec.kv_heads, spec.dim, begin, rows)
     heads = (shape.slots, spec.kv_heads)
     keys = numba.carray(floats(row[KEYS_AT]), (*heads, shape.panels, spec.dim, KEYS_IN_PANEL))
     values = numba.carray(floats(row[VALUES_AT]), (*heads, shape.context, shape.values_row))
     scales = numba.carray(floats(row[VALUE_SCALES_AT]), (*heads, shape.context))
-    store(0, rows, spec, tokens.slots, tokens.positions, tokens.valid, key, value, keys, values, scales)
+    store(begin, rows, spec, tokens.slots, tokens.positions, tokens.valid, key, value, keys, values, scales)
     worst = forward_single(
         rows, spec, query, tokens.slots, tokens.begin[window], tokens.end, keys, values, scales, attended
     )

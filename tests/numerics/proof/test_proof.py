@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.kernels import layer_norm, optimizer, outliers
+from ppo_repro.numerics.kernels import decoder_trunk, layer_norm, optimizer, outliers, row_program
+from ppo_repro.numerics.kernels.attention import backward as attention_backward
 from ppo_repro.numerics.kernels.attention import forward as attention
 from ppo_repro.numerics.kernels.float64 import product
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.proof import ahead, proof
 from ppo_repro.numerics.proof.cases import CASES, CPU
+from ppo_repro.numerics.proof.largest import compile_largest
 
 KERNELS = [name for name in backend.BACKENDS if name != "eager" and (name != "amx" or backend.has_amx())]
 
@@ -173,6 +176,29 @@ def test_the_first_use_says_how_far_it_is(
 
 def test_what_is_compiled_ahead_is_the_last_case() -> None:
     assert list(CASES)[-1] == ahead.CASE
+
+
+def test_the_largest_kernels_are_compiled_ahead_for_the_types_that_the_cases_have() -> None:
+    before = backend.active()
+    kernels = attention_backward.backward, attention.forward, row_program._run, decoder_trunk._trunk
+    try:
+        backend.use("float64", 1)
+        for case in ("decoding", "training"):
+            CASES[case](CPU)
+        signatures = [list(kernel.signatures) for kernel in kernels]
+        compile_largest("float64")
+        assert [list(kernel.signatures) for kernel in kernels] == signatures
+        assert all(signatures)
+    finally:
+        backend.use(before, 1)
+
+
+def test_compile_time_is_not_spent_on_garbage_and_collections_come_back() -> None:
+    with ahead.beside("float64", first_use=False):
+        assert gc.isenabled()
+    with ahead._without_collections():
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_a_damaged_proof_is_none(

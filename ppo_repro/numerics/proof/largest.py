@@ -1,0 +1,47 @@
+"""The largest kernels, called with hardly any numbers, so that they are compiled; without a model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ppo_repro.numerics.kernels import decoder_trunk, row_program, row_steps
+from ppo_repro.numerics.kernels.attention import backward, forward
+from ppo_repro.numerics.kernels.attention.block import Spec, cut_spans
+from ppo_repro.numerics.kernels.attention.keys import Saved
+
+_SPEC = Spec(heads=1, kv_heads=1, dim=8, scaling=1.0, saved_weights=64)
+_LEAST_SPAN = 64
+
+
+def attention_kernels() -> None:
+    """Attention of one position that sees itself, backward and forward."""
+    x = np.ones(_SPEC.dim, np.float32)
+    results = [np.empty_like(x) for _ in range(3)]
+    top, total = np.zeros((1, 1), np.float32), np.ones((1, 1))
+    spans, first, last = cut_spans(np.zeros((1, 1), np.int64), np.ones((1, 1), np.int64), _LEAST_SPAN)
+    backward.backward(0, 1, _SPEC, spans, Saved(x, x, x, x, x, top, total), first, last, *results)
+    forward.forward(0, 1, _SPEC, spans, x, x, x, first, last, results[0], top, total)
+
+
+def program_kernel() -> None:
+    """The norm of one row, as a program of one step."""
+    x, inverse = np.ones((1, 8), np.float32), np.empty(1)
+    row_program.run([row_steps.norm(x, np.empty_like(x), inverse, x[0], 1e-6, 1)], 0, 1, 0.0)
+
+
+def decoding_kernel() -> None:
+    """A trunk without layers for one new token."""
+    shape = decoder_trunk.Shape(_SPEC, 8, 8, *[1e-6] * 4, *[0] * 3, *[1] * 4)
+    one, fields = np.ones(1, np.int64), np.zeros((0, decoder_trunk.FIELDS), np.int64)
+    tokens = decoder_trunk.NewTokens(one, np.zeros((1, 1), np.int64), np.ones((1, 1), np.bool_), one[None], one)
+    table, x, new = np.ones(8, np.float32), np.ones((1, 8), np.float32), np.empty((1, 2, 8), np.float32)
+    decoder_trunk.run(fields, np.zeros(0, np.int64), shape, table, table, tokens, x, new)
+
+
+def compile_largest(name: str) -> None:
+    """Compile those that a backend uses, in the order in which the cases of the proof come to them."""
+    if name == "float64":
+        decoding_kernel()
+    attention_kernels()
+    if name == "float64":
+        program_kernel()

@@ -18,7 +18,7 @@ from ppo_repro.config.algorithm import (
     SeparateValue,
     ValueConfig,
 )
-from ppo_repro.config.engine import RolloutConfig
+from ppo_repro.config.engine import RolloutConfig, SGLangServers
 from ppo_repro.config.layout import LayoutConfig, not_divided
 from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible, stock_cannot
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
@@ -111,13 +111,22 @@ class RunNumericsConfig(NumericsConfig):
     )
 
 
+MODEL_FILE_BYTES = 5 * 10**9  # as the Hub takes them
+
+
 class CheckpointConfig(Section):
     """Where an ended run can be resumed. Changes no result."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"file_bytes"})
 
     every: Index = Field(0, description="Write a checkpoint after every n-th iteration; 0 for none.")
     keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
     final_state: bool = Field(
         True, description="Keep the optimizers' moments at the end, 8 bytes for each trained weight."
+    )
+    file_bytes: Count = Field(
+        MODEL_FILE_BYTES,
+        description="Bytes of weights in a file of a model folder; more become several files.",
     )
 
 
@@ -183,9 +192,10 @@ def _sizes(config: RunConfig) -> Iterator[str]:
 def _needing_all_weights(config: RunConfig) -> list[str]:
     """The settings that need a process with all weights."""
     sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
+    sync = engine.weight_sync if isinstance(engine := config.rollout.engine, SGLangServers) else "disk"
     experts = isinstance(config.model, TinyModel) and config.model.experts is not None
     found = {
-        "rollout.engine.kind = sglang": config.rollout.engine.kind == "sglang",
+        f"rollout.engine.weight_sync = {sync}": sync != "disk",
         "mismatch.sampler.lag is set": sampler.lag is not None,
         "mismatch.sampler.stock is set": sampler.stock is not None,
         "mismatch.sampler.precision rounds": sampler.precision.rounds,

@@ -22,7 +22,7 @@ from ppo_repro.config.engine import RolloutConfig, SGLangServers
 from ppo_repro.config.layout import LayoutConfig, not_divided
 from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible, stock_cannot
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
-from ppo_repro.config.records import RunRecordsConfig
+from ppo_repro.config.records import CheckpointConfig, RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
     Count,
@@ -108,25 +108,6 @@ class RunNumericsConfig(NumericsConfig):
     accuracy_sequences: Index = Field(
         USUAL_ACCURACY_SEQUENCES,
         description="At its start an exact run compares the log-probs of this many sequences with float64; 0 for none.",
-    )
-
-
-MODEL_FILE_BYTES = 5 * 10**9  # as the Hub takes them
-
-
-class CheckpointConfig(Section):
-    """Where an ended run can be resumed. Changes no result."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"file_bytes"})
-
-    every: Index = Field(0, description="Write a checkpoint after every n-th iteration; 0 for none.")
-    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
-    final_state: bool = Field(
-        True, description="Keep the optimizers' moments at the end, 8 bytes for each trained weight."
-    )
-    file_bytes: Count = Field(
-        MODEL_FILE_BYTES,
-        description="Bytes of weights in a file of a model folder; more become several files.",
     )
 
 

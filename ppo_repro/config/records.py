@@ -1,4 +1,4 @@
-"""How much of a run is written down: the levels of records. Nothing here changes a result."""
+"""What of a run is written down, and when: levels of records, checkpoints. Nothing here changes a result."""
 
 from __future__ import annotations
 

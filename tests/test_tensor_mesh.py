@@ -100,7 +100,7 @@ def in_mesh(size: int, tensor: int, overrides: Sequence[str], out: Path, monkeyp
     return in_threads(size, lambda world: run(config, out, Silent(), thread_mesh(world, tensor))[0])[0]
 
 
-SHORT = ["ppo.iterations=1", "checkpoints.every=1"]
+SHORT = ["ppo.iterations=1", "checkpoints.every=1", "checkpoints.file_bytes=2000"]
 
 
 @pytest.mark.slow
@@ -118,6 +118,8 @@ def test_a_run_of_threads_leaves_the_fingerprint_and_the_files_of_one(
     assert manifest.load(divided).fingerprint == manifest.load(whole).fingerprint
     files = sorted(p for p in whole.rglob("*") if p.suffix == ".safetensors" or p.name == "checkpoint.json")
     assert len(files) >= 4
+    in_parts = [p for p in files if p.name.startswith("model-00002-of-")]
+    assert len(in_parts) == (2 if "checkpoints.file_bytes=2000" in overrides else 0), "reference and policy"
     for file in files:
         assert (divided / file.relative_to(whole)).read_bytes() == file.read_bytes(), file
 

@@ -28,7 +28,7 @@ from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.schema import LEVELS
-from ppo_repro.records.writer import appending
+from ppo_repro.runs.lifetime import appending
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.tables import iteration_tables
 

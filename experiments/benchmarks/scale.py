@@ -164,7 +164,7 @@ def committing(iterations: int) -> Committing:
         def commit() -> None:
             now = manifest.load_head(run_dir)
             link = iteration_log.next_link(now.fingerprint, tables)
-            writer.commit(run_dir, now, IterationEntry(now.num_iterations, tables, link))
+            writer.commit(run_dir, now, [IterationEntry(now.num_iterations, tables, link)])
 
         def load() -> None:
             manifest.load(run_dir)

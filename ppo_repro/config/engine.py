@@ -130,12 +130,15 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
-        cuts = [name for name, all_kept in (("top_k", 0), ("top_p", 1.0)) if getattr(self, name) != all_kept]
-        if cuts and self.engine.kind == "sglang":
-            raise ValueError(
-                f"engine.kind = sglang needs {cuts[0]} = {0 if cuts[0] == 'top_k' else 1}: "
-                "SGLang's log-probs are not those of the cut distribution"
-            )
+        if isinstance(self.engine, SGLangServers):
+            cuts = [name for name, all_kept in (("top_k", 0), ("top_p", 1.0)) if getattr(self, name) != all_kept]
+            if cuts and self.engine.numerics == "stock":
+                raise ValueError(
+                    f"engine.numerics = stock needs {cuts[0]} = {0 if cuts[0] == 'top_k' else 1}: SGLang's own "
+                    "log-probs are not those of the cut distribution"
+                )
+            if self.top_k == 1:
+                raise ValueError("top_k must be 0 or above 1 with engine.kind = sglang, where 1 is greedy decoding")
         if self.mismatch_sigma is not None and self.engine.kind == "sglang":
             raise ValueError("mismatch_sigma needs engine.kind = torch, whose sampler adds the noise")
         return self

@@ -1,12 +1,12 @@
-"""How much of a run is written down: the levels of records. Nothing here changes a result."""
+"""What of a run is written down, and when: levels of records, checkpoints. Nothing here changes a result."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.section import Count, Section
+from ppo_repro.config.section import Count, Index, Section
 
 Level = Literal["lean", "full", "deep"]
 USUAL_TOP_LOGITS = 16
@@ -15,10 +15,15 @@ USUAL_TOP_LOGITS = 16
 class RecordsConfig(Section):
     """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
 
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"iterations_per_file"})
+
     level: Level = Field(
         "full",
         description="`lean`: what reruns and published metrics need; `full`: every tensor of the loop; `deep`: largest "
         "logits and gradient norms by tensor too.",
+    )
+    iterations_per_file: Count = Field(
+        1, description="Iterations written together, into one file of each table; a killed process loses those in hand."
     )
 
 
@@ -40,3 +45,22 @@ class RunRecordsConfig(RecordsConfig):
         if self.top_logits is not None and self.level != "deep":
             raise ValueError("top_logits needs level = deep; set it to null elsewhere")
         return self
+
+
+MODEL_FILE_BYTES = 5 * 10**9  # as the Hub takes them
+
+
+class CheckpointConfig(Section):
+    """Where an ended run can be resumed. Changes no result."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"file_bytes"})
+
+    every: Index = Field(0, description="Write a checkpoint after every n-th iteration; 0 for none.")
+    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    final_state: bool = Field(
+        True, description="Keep the optimizers' moments at the end, 8 bytes for each trained weight."
+    )
+    file_bytes: Count = Field(
+        MODEL_FILE_BYTES,
+        description="Bytes of weights in a file of a model folder; more become several files.",
+    )

@@ -18,11 +18,11 @@ from ppo_repro.config.algorithm import (
     SeparateValue,
     ValueConfig,
 )
-from ppo_repro.config.engine import RolloutConfig
+from ppo_repro.config.engine import RolloutConfig, SGLangServers
 from ppo_repro.config.layout import LayoutConfig, not_divided, not_placed
 from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible, stock_cannot
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
-from ppo_repro.config.records import RunRecordsConfig
+from ppo_repro.config.records import CheckpointConfig, RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
     Count,
@@ -111,16 +111,6 @@ class RunNumericsConfig(NumericsConfig):
     )
 
 
-class CheckpointConfig(Section):
-    """Where an ended run can be resumed. Changes no result."""
-
-    every: Index = Field(0, description="Write a checkpoint after every n-th iteration; 0 for none.")
-    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
-    final_state: bool = Field(
-        True, description="Keep the optimizers' moments at the end, 8 bytes for each trained weight."
-    )
-
-
 class RunConfig(Experiment):
     """One run."""
 
@@ -188,9 +178,10 @@ def _sizes(config: RunConfig) -> Iterator[str]:
 def _needing_all_weights(config: RunConfig) -> list[str]:
     """The settings that need a process with all weights."""
     sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
+    sync = engine.weight_sync if isinstance(engine := config.rollout.engine, SGLangServers) else "disk"
     experts = isinstance(config.model, TinyModel) and config.model.experts is not None
     found = {
-        "rollout.engine.kind = sglang": config.rollout.engine.kind == "sglang",
+        f"rollout.engine.weight_sync = {sync}": sync != "disk",
         "mismatch.sampler.lag is set": sampler.lag is not None,
         "mismatch.sampler.stock is set": sampler.stock is not None,
         "mismatch.sampler.precision rounds": sampler.precision.rounds,

@@ -99,18 +99,20 @@ def column_of(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | pa.Arr
     return pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])
 
 
-def to_parquet(table: schema.Table, data: pa.Table) -> memoryview:
-    """The content of the Parquet file, every bit of every value as in `data`."""
+def to_parquet(table: schema.Table, *iterations: pa.Table) -> memoryview:
+    """The content of the Parquet file, every bit of every value as in the tables: of several each is one row group."""
     sink = pa.BufferOutputStream()
-    pq.write_table(
-        data,
+    with pq.ParquetWriter(
         sink,
+        iterations[0].schema,
         compression="zstd",
         # dictionaries and statistics compare floats by value: all NaNs are one, and zeros have no sign
         use_dictionary=[column.name for column in table.columns if column.kind == "string"],
         write_statistics=[column.name for column in table.columns if column.kind in ("int32", "int64")],
         write_page_checksum=True,
-    )
+    ) as file:
+        for data in iterations:
+            file.write_table(data, None if len(iterations) == 1 else max(1, data.num_rows))
     return memoryview(sink.getvalue())
 
 

@@ -104,10 +104,13 @@ def check_contents(run_dir: Path, recorded: Manifest) -> Contents:
 
 def _check_tables(run_dir: Path, recorded: Manifest) -> Iterator[str]:
     """The name of every table, its bytes compared."""
+    known: dict[Path, str | None] = {}  # files of several iterations are read once
     for entry in recorded.iterations:
         for table, listed in entry.tables.items():
-            path = manifest.table_path(run_dir, table, entry.iteration)
-            reader.check_file(path, listed.file_digest)
+            path = manifest.recorded_path(run_dir, table, entry)
+            if path not in known or known[path] != listed.file_digest:
+                reader.check_file(path, listed.file_digest)
+            known[path] = listed.file_digest
             yield path.relative_to(run_dir).as_posix()
     for file in manifest.side_files(recorded):
         path = file.path(run_dir)

@@ -7,6 +7,7 @@ that was killed; it is ignored and overwritten.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated
@@ -41,6 +42,13 @@ class IterationEntry:
     tables: dict[str, TableEntry]
     chain: str
     beside: dict[str, TableEntry] = field(default_factory=dict)  # side tables, which are in no chain
+    # the first iteration of those whose tables are in the same files, one row group each; None: alone in its files
+    first_in_file: int | None = field(default=None, compare=False)
+
+    @property
+    def row_group(self) -> int | None:
+        """Which row group of its files the iteration is; None where it is all of them."""
+        return None if self.first_in_file is None else self.iteration - self.first_in_file
 
 
 _ENTRY = TypeAdapter(IterationEntry)
@@ -74,14 +82,16 @@ def extended(digest: str, line: bytes) -> str:
     return hashlib.sha256(digest.encode() + line).hexdigest()
 
 
-def append(run_dir: Path, size: int, digest: str, entry: IterationEntry) -> tuple[int, str]:
-    """Write an iteration after the first `size` bytes and flush it; returns size and digest, for the manifest.
+def append(run_dir: Path, size: int, digest: str, entries: Sequence[IterationEntry]) -> tuple[int, str]:
+    """Write iterations after the first `size` bytes and flush them; returns size and digest, for the manifest.
 
     UserError where writing fails.
     """
-    line = to_line(entry)
-    durable.write_at(run_dir / FILE_NAME, size, line)
-    return size + len(line), extended(digest, line)
+    lines = [to_line(entry) for entry in entries]
+    durable.write_at(run_dir / FILE_NAME, size, b"".join(lines))
+    for line in lines:
+        size, digest = size + len(line), extended(digest, line)
+    return size, digest
 
 
 def read(run_dir: Path, count: int, size: int, digest: str | None) -> tuple[IterationEntry, ...]:

@@ -87,6 +87,12 @@ def table_path(run_dir: Path, table_name: str, iteration: int) -> Path:
     return run_dir / "records" / table_name / f"iteration={iteration:06d}.parquet"
 
 
+def recorded_path(run_dir: Path, table_name: str, entry: IterationEntry) -> Path:
+    """The file that has one table of a recorded iteration, and perhaps of its neighbours."""
+    first = entry.iteration if entry.first_in_file is None else entry.first_in_file
+    return table_path(run_dir, table_name, first)
+
+
 @dataclass(frozen=True)
 class SideFile:
     """One recorded file of a side table."""
@@ -258,7 +264,7 @@ def _require_consistent(log: Path, path: Path, manifest: Manifest) -> None:
 def _log_inconsistency(manifest: Manifest) -> str:
     names = {table.name for table in tables_of(manifest)}
     side_names = {table.name for table in side_tables_of(manifest)}
-    previous = digests.FINGERPRINT_SEED
+    previous, first = digests.FINGERPRINT_SEED, None
     for index, entry in enumerate(manifest.iterations):
         if entry.iteration != index:
             return f"iterations.{index} is iteration {entry.iteration}, expected {index}"
@@ -269,6 +275,9 @@ def _log_inconsistency(manifest: Manifest) -> str:
             return f"iteration {index} lists a file without the digest of its bytes"
         if not side_names.issuperset(entry.beside):
             return f"iteration {index} lists side tables {sorted(entry.beside)}, allowed are {sorted(side_names)}"
+        if entry.first_in_file not in (None, index, first):
+            return f"iteration {index} lies in files of iteration {entry.first_in_file}, which others begin"
+        first = entry.first_in_file
         if entry.chain != next_link(previous, entry.tables):
             return f"chain of iteration {index} = {entry.chain!r} does not follow from its digests"
         previous = entry.chain

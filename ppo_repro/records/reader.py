@@ -47,16 +47,19 @@ def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: boo
 
 def read_recorded(run_dir: Path, recorded: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
     """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
-    entry = recorded.iterations[iteration].tables[table.name]
-    return read_file(manifest.table_path(run_dir, table.name, iteration), table, entry, verify)
+    entry = recorded.iterations[iteration]
+    path = manifest.recorded_path(run_dir, table.name, entry)
+    return read_file(path, table, entry.tables[table.name], verify, entry.row_group)
 
 
-def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) -> pa.Table:
-    """One file of any table; UserError where it is missing or damaged.
+def read_file(
+    path: Path, table: schema.Table, entry: TableEntry, verify: bool, row_group: int | None = None
+) -> pa.Table:
+    """One file of any table, or a row group of it; UserError where it is missing or damaged.
 
     `verify`: first the bytes of the file, then its values, against their digests.
     """
-    loaded = _load_parquet(path, verify, entry.file_digest)
+    loaded = _load_parquet(path, verify, entry.file_digest, row_group)
     written = schema.as_digested(table, loaded.column_names)
     data = _to_plain(path, written.columns, loaded)
     if verify and (data.num_rows != entry.rows or digests.table_digest(written, data) != entry.digest):
@@ -165,8 +168,9 @@ def _pages(
     iteration: int,
     rows: int,
 ) -> Iterator[pa.Table]:
-    path = manifest.table_path(run_dir, table.name, iteration)
-    check_file(path, recorded.iterations[iteration].tables[table.name].file_digest)
+    entry = recorded.iterations[iteration]
+    path, remaining = manifest.recorded_path(run_dir, table.name, entry), entry.tables[table.name].rows
+    check_file(path, entry.tables[table.name].file_digest)
     try:
         # a buffer makes Arrow read page by page; without one it reads the column of a whole row group
         file = pq.ParquetFile(path, page_checksum_verification=True, buffer_size=1 << 16)
@@ -176,10 +180,10 @@ def _pages(
     _to_plain(path, schema.with_retired(table, layout.column_names).columns, layout)
     names = [column.name for column in columns if column.name in layout.column_names]
     with file:
-        remaining = recorded.iterations[iteration].tables[table.name].rows
-        if file.metadata.num_rows != remaining:
+        groups = range(file.num_row_groups) if entry.row_group is None else [entry.row_group]
+        if sum(file.metadata.row_group(group).num_rows for group in groups) != remaining:
             raise UserError(f"{path}: {_DAMAGED}")
-        batches = file.iter_batches(batch_size=rows, columns=names)
+        batches = file.iter_batches(batch_size=rows, columns=names, row_groups=list(groups))
         while remaining:
             try:
                 # a damaged page header ends a column early
@@ -248,7 +252,7 @@ def check_file(path: Path, digest: str | None) -> None:
         raise _unreadable(path, error) from error
 
 
-def _load_parquet(path: Path, verify: bool, digest: str | None) -> pa.Table:
+def _load_parquet(path: Path, verify: bool, digest: str | None, row_group: int | None) -> pa.Table:
     try:
         # as a file: a data set would make columns of folder names such as seed=1
         with open(path, "rb") as file:
@@ -257,7 +261,8 @@ def _load_parquet(path: Path, verify: bool, digest: str | None) -> pa.Table:
             raise UserError(f"{path}: {_OTHER_BYTES}")
         source = pa.py_buffer(content)
         # without a digest of the bytes, checksums are all there is for the timings
-        data = pq.ParquetFile(pa.BufferReader(source), page_checksum_verification=verify).read()
+        parquet = pq.ParquetFile(pa.BufferReader(source), page_checksum_verification=verify)
+        data = parquet.read() if row_group is None else parquet.read_row_group(row_group)
         data.validate(full=True)
     except _READ_ERRORS as error:
         raise _unreadable(path, error) from error

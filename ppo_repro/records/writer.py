@@ -1,15 +1,13 @@
 """Writing a run: first the tables, then the manifest that lists them, so that a killed run stays readable.
 
-`appending` does it on a thread beside the next iteration.
+`runs.lifetime.appending` does it on a thread beside the next iteration.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,31 +90,51 @@ def record_preparation(run_dir: Path, current: Head, tables: Mapping[str, pa.Tab
 
 
 def append_iteration(run_dir: Path, current: Head, iteration: int, tables: Mapping[str, pa.Table]) -> Head:
-    """Write all tables of the next iteration, then its line of the log, then the manifest that accepts them.
+    """`append_iterations` of one."""
+    return append_iterations(run_dir, current, iteration, [tables])
 
-    Side tables may be among `tables` or not.
+
+def append_iterations(run_dir: Path, current: Head, first: int, batch: Sequence[Mapping[str, pa.Table]]) -> Head:
+    """Write all tables of the next iterations, then their lines of the log, then the manifest that accepts them.
+
+    Of several iterations each table is one file. Side tables may be among an iteration's or not.
     Raises ValueError on tables or an iteration that do not belong here, UserError where writing fails.
     """
     _require_open(run_dir, current)
     if current.status != "running":
         raise ValueError(f"the run is {current.status}; mark it running before appending")
-    if iteration != current.num_iterations:
-        raise ValueError(f"iteration {iteration} cannot follow {current.num_iterations} recorded iterations")
+    if first != current.num_iterations:
+        raise ValueError(f"iteration {first} cannot follow {current.num_iterations} recorded iterations")
     expected = manifest.tables_of(current)
     side_names = {table.name for table in manifest.side_tables_of(current)}
-    beside = {name: data for name, data in tables.items() if name in side_names}
-    if tables.keys() - beside.keys() != {table.name for table in expected}:
-        raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in expected)}")
-    built = [_as_built(table, tables[table.name], iteration) for table in expected]
-    entries = {}
-    for table in built:
-        entries[table.name] = _write_table(
-            manifest.table_path(run_dir, table.name, iteration), table, tables[table.name]
-        )
-    side_entries = _write_side_tables(run_dir, current, iteration, beside)
-    # while a run is not complete its fingerprint is the last link
-    entry = IterationEntry(iteration, entries, next_link(current.fingerprint, entries), side_entries)
-    return commit(run_dir, current, entry)
+    for tables in batch:
+        if tables.keys() - side_names != {table.name for table in expected}:
+            raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in expected)}")
+    written: list[dict[str, TableEntry]] = [{} for _ in batch]
+    for table in expected:
+        parts = [tables[table.name] for tables in batch]
+        for entries, entry in zip(written, _write_parts(run_dir, table, first, parts), strict=True):
+            entries[table.name] = entry
+    link, found = current.fingerprint, []  # while a run is not complete its fingerprint is the last link
+    for iteration, (tables, entries) in enumerate(zip(batch, written, strict=True), first):
+        link = next_link(link, entries)
+        beside = {name: data for name, data in tables.items() if name in side_names}
+        side_entries = _write_side_tables(run_dir, current, iteration, beside)
+        shared = None if len(batch) == 1 else first
+        found.append(IterationEntry(iteration, entries, link, side_entries, shared))
+    return commit(run_dir, current, found)
+
+
+def _write_parts(run_dir: Path, table: schema.Table, first: int, parts: Sequence[pa.Table]) -> list[TableEntry]:
+    """Write one table of neighbouring iterations as one file; an entry for each."""
+    built = [_as_built(table, data, iteration) for iteration, data in enumerate(parts, first)]
+    content = arrow.to_parquet(built[0], *parts)
+    durable.atomic_write(manifest.table_path(run_dir, table.name, first), content)
+    of_bytes = manifest.content_digest(content)
+    return [
+        TableEntry(data.num_rows, digests.table_digest(each, data), of_bytes)
+        for each, data in zip(built, parts, strict=True)
+    ]
 
 
 def _write_side_tables(
@@ -144,14 +162,14 @@ def _write_table(path: Path, table: schema.Table, data: pa.Table) -> TableEntry:
     return TableEntry(data.num_rows, digests.table_digest(table, data), manifest.content_digest(content))
 
 
-def commit(run_dir: Path, current: Head, entry: IterationEntry) -> Head:
-    """Append the next iteration, whose tables are on disk, to the log; then let the manifest count it.
+def commit(run_dir: Path, current: Head, entries: Sequence[IterationEntry]) -> Head:
+    """Append the next iterations, whose tables are on disk, to the log; then let the manifest count them.
 
     Both are on disk when this returns. UserError where writing fails.
     """
-    size, digest = iteration_log.append(run_dir, current.log_bytes, current.log_digest, entry)
-    counted = {"num_iterations": entry.iteration + 1, "log_bytes": size, "log_digest": digest}
-    return _save(run_dir, current, {**counted, "fingerprint": entry.chain})
+    size, digest = iteration_log.append(run_dir, current.log_bytes, current.log_digest, entries)
+    counted = {"num_iterations": entries[-1].iteration + 1, "log_bytes": size, "log_digest": digest}
+    return _save(run_dir, current, {**counted, "fingerprint": entries[-1].chain})
 
 
 def finish(
@@ -250,39 +268,3 @@ def _as_built(table: schema.Table, data: pa.Table, iteration: int | None) -> sch
     if strangers.size:
         raise ValueError(f"table {table.name}: row {strangers[0]} is not of iteration {iteration}")
     return built
-
-
-class Appender:
-    """Appends to one run. At most one iteration waits for the disk: memory is bounded, and a kill loses no more."""
-
-    def __init__(self, run_dir: Path, current: Head, thread: ThreadPoolExecutor) -> None:
-        self._run_dir, self._current, self._thread = run_dir, current, thread
-        self._writing: Future[Head] | None = None
-
-    def settle(self) -> Head:
-        """Wait until everything is durable; the manifest as it is on disk. Raises what writing raised."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            self._current = writing.result()
-        return self._current
-
-    def start(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
-        """Begin to write an iteration after the one before; its tables must not change. Raises like `settle`."""
-        current = self.settle()
-        self._writing = self._thread.submit(append_iteration, self._run_dir, current, iteration, tables)
-
-    def leave(self) -> None:
-        """Wait for what is being written, whether it fails or not."""
-        if self._writing is not None:
-            wait([self._writing])
-
-
-@contextmanager
-def appending(run_dir: Path, current: Head) -> Iterator[Appender]:
-    """An appender whose thread ends with the block. Where an error ends the block, that error is raised."""
-    with ThreadPoolExecutor(1, "records") as thread:
-        appender = Appender(run_dir, current, thread)
-        try:
-            yield appender
-        finally:
-            appender.leave()

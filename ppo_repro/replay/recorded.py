@@ -70,7 +70,7 @@ def read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
     lengths = records.array("sequences", "response_length")
     tokens = tables["tokens"].num_rows
     if lengths.size == 0 or lengths.min() < 1 or int(lengths.sum()) != tokens:
-        path = manifest.table_path(run_dir, "tokens", iteration)
+        path = manifest.recorded_path(run_dir, "tokens", recorded.iterations[iteration])
         raise UserError(f"{path}: has {tokens} rows; the responses have {int(lengths.sum())} tokens; restore the file")
     return records
 

@@ -85,7 +85,8 @@ class Engine(Protocol):
 
         Without a dialogue an end token ends a completion. With one, the tokens of its reply follow as they are, and
         sampling goes on after them while fewer than `max_response_tokens` are there; a reply that leaves no room for
-        another token is not put in, and ends the completion as the limit does.
+        another token is not put in, and ends the completion as the limit does. All processes of a run call this
+        together, also one with nothing to ask.
         """
         ...
 

@@ -20,7 +20,6 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
-from ppo_repro.models.tensor_file import write_tensors
 from ppo_repro.numerics.arithmetic.grid import (
     GRADIENT_BITS,
     GRADIENT_INPUT_BITS,
@@ -32,7 +31,9 @@ from ppo_repro.numerics.arithmetic.grid import (
 from ppo_repro.numerics.gradients import HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
 from ppo_repro.numerics.pieces import Divided
-from ppo_repro.numerics.sharding.parts import parts_of, whole_parameters
+from ppo_repro.numerics.sharding.model_folder import lend_model
+from ppo_repro.numerics.sharding.parts import held_parameters, parts_of
+from ppo_repro.numerics.sharding.tensor_file import lend, write_tensors
 from ppo_repro.runs.checkpoint_index import (
     DAMAGED,
     FORMAT,
@@ -85,11 +86,6 @@ class Checkpoint:
     versions: Mapping[str, Tensor] = field(default_factory=dict)  # older policies that the sampler needs
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor | Divided]:
-    parts = parts_of(module)
-    return {name: parts.held(name, parameter.detach()) for name, parameter in module.named_parameters()}
-
-
 def _load_weights(module: nn.Module, saved: Mapping[str, Tensor | Divided]) -> None:
     """Copy whole weights, or this process's parts of them, into a module; ValueError where they do not fit."""
     parts = parts_of(module)
@@ -103,8 +99,8 @@ def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
     return Checkpoint(
         iteration=state.iteration,
         chain=chain,
-        policy=_weights(state.policy),
-        value_model=_weights(state.own_value_module),
+        policy=held_parameters(state.policy),
+        value_model=held_parameters(state.own_value_module),
         policy_optimizer=state.policy_optimizer.state(),
         value_optimizer=NOTHING if state.value_optimizer is None else state.value_optimizer.state(),
         coefficients=state.coefficients,
@@ -185,11 +181,11 @@ class Lender:
 
     def put_policy(self, folder: Path) -> None:
         """Give the parts of the policy that this process holds; nothing where all weights are with the first one."""
-        lend(self.state.policy)
+        lend_model(self.state.policy, self.config.checkpoints.file_bytes)
 
     def finish(self, link: str) -> dict[str, str]:
-        lend(self.state.policy)
-        lend(self.state.own_value_module)
+        lend_model(self.state.policy, self.config.checkpoints.file_bytes)
+        lend(held_parameters(self.state.own_value_module))
         if keeps_final_state(self.config, self.state.iteration):
             _lend_contents(replace(take(self.state, link, Origin("", {})), policy={}, value_model={}))
         return {}
@@ -198,15 +194,7 @@ class Lender:
 def _lend_contents(saved: Checkpoint) -> None:
     """Give this process's parts of a checkpoint while another saves it, in the order in which it asks for them."""
     for content in _contents(saved).values():
-        for _, tensor in sorted(content.items()):
-            if isinstance(tensor, Divided):
-                tensor.whole()
-
-
-def lend(module: nn.Module) -> None:
-    """Give this process's parts of a module to the others, and keep nothing of theirs."""
-    for _ in whole_parameters(module):
-        pass
+        lend(content)
 
 
 def _contents(saved: Checkpoint) -> dict[str, Mapping[str, Tensor | Divided]]:

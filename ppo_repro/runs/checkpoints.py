@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.config.algorithm import SeparateValue
+from ppo_repro.config.records import MODEL_FILE_BYTES
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.disk.folder import check_sums, file_digest, remove_folder, whole_folder, write_sums
@@ -22,7 +23,8 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.models.value_folder import load_value_parameters, save_value_model
-from ppo_repro.numerics.sharding.parts import whole_parameters, whole_state
+from ppo_repro.numerics.sharding.model_folder import write_model
+from ppo_repro.numerics.sharding.parts import held_parameters
 from ppo_repro.records.contents import (
     CHECKPOINT,
     checkpoint_folder,
@@ -63,18 +65,20 @@ def task_digest(prepared: Prepared) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, file_bytes: int = MODEL_FILE_BYTES
+) -> None:
     """A model and its tokenizer as a transformers folder; appears whole or not at all. UserError where that fails."""
     with whole_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=whole_state(model))
+        write_model(model, temporary, file_bytes)
         tokenizer.save_pretrained(temporary)
         write_sums(temporary)
 
 
-def save_reference(run_dir: Path, prepared: Prepared) -> dict[str, str]:
+def save_reference(run_dir: Path, prepared: Prepared, file_bytes: int) -> dict[str, str]:
     """Save the reference, which no step changes, once for all checkpoints; returns SHA-256 by file name."""
     folder = reference_folder(run_dir)
-    save_model(prepared.state.reference, prepared.task.tokenizer, folder)
+    save_model(prepared.state.reference, prepared.task.tokenizer, folder, file_bytes)
     return {name: file_digest(path) for name, path in _files(folder).items()}
 
 
@@ -103,8 +107,7 @@ class ModelStore:
         gc.collect()  # see quick_collections
 
     def put_policy(self, folder: Path) -> None:
-        policy = self.prepared.state.policy
-        policy.save_pretrained(folder, state_dict=whole_state(policy))
+        write_model(self.prepared.state.policy, folder, self.config.checkpoints.file_bytes)
         self.prepared.task.tokenizer.save_pretrained(folder)
 
     def finish(self, link: str) -> dict[str, str]:
@@ -115,15 +118,15 @@ class ModelStore:
         """
         prepared, folder = self.prepared, final_folder(self.run_dir)
         made = [folder]
-        tokenizer = prepared.task.tokenizer
-        save_model(prepared.state.policy, tokenizer, folder)
+        tokenizer, file_bytes = prepared.task.tokenizer, self.config.checkpoints.file_bytes
+        save_model(prepared.state.policy, tokenizer, folder, file_bytes)
         policy_base, value_base = self._bases()
         made_here = not isinstance(self.config.model, ModelFolder)
         adapted = [
             b for b, lora in ((policy_base, prepared.lora), (value_base, prepared.value_lora)) if lora is not None
         ]
         if made_here and policy_base in adapted:
-            save_model(prepared.state.reference, tokenizer, policy_base)
+            save_model(prepared.state.reference, tokenizer, policy_base, file_bytes)
             made.append(policy_base)
         if prepared.lora is not None:
             made.append(folder.with_name("adapter"))
@@ -142,7 +145,7 @@ class ModelStore:
         if state.value_model is not None:
             made.append(value_folder(self.run_dir))
             config = None if state.value_optimizer is None else state.value_model.trunk.config
-            save_value_model(dict(whole_parameters(state.own_value_module)), config, made[-1])
+            save_value_model(held_parameters(state.own_value_module), config, made[-1])
         files = {name: digest for model in made for name, digest in sums_digest(self.run_dir, model).items()}
         if keeps_final_state(self.config, state.iteration):
             files |= self._keep_state(link)
@@ -169,7 +172,7 @@ class ModelStore:
 def open_store(run_dir: Path, config: RunConfig, prepared: Prepared, start: Checkpoint | None) -> ModelStore:
     """The store of a prepared run, whose state is where `start` is."""
     if start is None:
-        reference = save_reference(run_dir, prepared) if config.checkpoints.every else {}
+        reference = save_reference(run_dir, prepared, config.checkpoints.file_bytes) if config.checkpoints.every else {}
         return ModelStore(run_dir, config, prepared, Origin(task_digest(prepared), reference))
     _remove_old(run_dir, config.checkpoints.keep)
     return ModelStore(run_dir, config, prepared, start.origin)

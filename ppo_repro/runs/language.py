@@ -22,6 +22,7 @@ from ppo_repro.mesh.groups import as_mesh
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.device import Place, placed
 from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.sharding.model_folder import lend_model
 from ppo_repro.numerics.sharding.parts import whole_parameters
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
@@ -29,11 +30,11 @@ from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.contents import reference_folder
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.checkpoint_format import Checkpoint, Lender, lend
+from ppo_repro.runs.checkpoint_format import Checkpoint, Lender
 from ppo_repro.runs.checkpoints import go_on_from, load_newest, open_store, quick_collections
 from ppo_repro.runs.environment import check_inputs, describe_environment, run_inputs, task_inputs
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
-from ppo_repro.runs.open_engine import check_engine, require_same_sampler, rollout_engine
+from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.profiling import Peak, measure_peak
 from ppo_repro.runs.tables import iteration_tables
@@ -126,7 +127,6 @@ class LanguageKind:
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
         self._check_layout(config)
         place = self._place(config)
-        check_engine(config, self.ranks.size)
         return self._open(place.of(config), place, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
@@ -173,14 +173,14 @@ class LanguageKind:
             if not self.ranks.is_first:
                 store = Lender(config, prepared.state)
                 if begins_store and start is None and config.checkpoints.every:
-                    lend(prepared.state.reference)  # the first process saves it
+                    lend_model(prepared.state.reference, config.checkpoints.file_bytes)  # the first process saves it
             elif run_dir is not None:
                 store = open_store(run_dir, config, prepared, start)
             del start  # as large as weights and moments together
             records = run_dir is not None and self.ranks.is_first
             peak = measure_peak(config, prepared.state) if self.profile and records else None
             logs = None if run_dir is None else run_dir / "sglang"
-            with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher) as engine:
+            with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, ranks) as engine:
                 yield LanguageExecution(config, prepared, engine, ranks, store, peak, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:

@@ -6,7 +6,9 @@ Where bits end it that exact numerics promise to be equal, what there is to look
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +20,10 @@ from ppo_repro.disk.folder import check_sums, only_writer, remove_folder, whole_
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.contents import UNEQUAL_NAME, checkpoints_folder, sums_digest
-from ppo_repro.records.manifest import Status
+from ppo_repro.records.manifest import Head, Status
 from ppo_repro.runs.kind import Store
 from ppo_repro.stages.agreement import Unequal, UnequalBits
+from ppo_repro.watcher import Watcher
 
 UNEQUAL_TOKENS = "unequal.parquet"
 
@@ -134,3 +137,69 @@ def first_unequal(run_dir: Path) -> Response | None:
     check_sums(path.parent)
     row = pq.read_table(path, columns=["iteration", "sequence"]).slice(0, 1).to_pylist()[0]
     return Response(row["iteration"], row["sequence"])
+
+
+class Appender:
+    """Appends to one run, `together` iterations at a time.
+
+    No more than these are in hand and as many wait for the disk: memory is bounded, and a kill loses no more.
+    """
+
+    def __init__(self, run_dir: Path, current: Head, thread: ThreadPoolExecutor, together: int = 1) -> None:
+        self._run_dir, self._current, self._thread, self._together = run_dir, current, thread, together
+        self._writing: Future[Head] | None = None
+        self._in_hand: list[tuple[int, Mapping[str, pa.Table]]] = []
+
+    def settle(self) -> Head:
+        """Wait until what is being written is durable; the manifest as it is on disk. Raises what writing raised."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._current = writing.result()
+        return self._current
+
+    def start(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
+        """Take an iteration after the one before, and begin to write those in hand where there are enough.
+
+        Its tables must not change. Raises like `settle`.
+        """
+        self._in_hand.append((iteration, tables))
+        if len(self._in_hand) == self._together:
+            self._write()
+
+    def finish(self) -> Head:
+        """`settle`, after what is in hand is written too."""
+        if self._in_hand:
+            self._write()
+        return self.settle()
+
+    def _write(self) -> None:
+        current = self.settle()
+        (first, _), batch = self._in_hand[0], [tables for _, tables in self._in_hand]
+        self._in_hand = []
+        self._writing = self._thread.submit(writer.append_iterations, self._run_dir, current, first, batch)
+
+    def leave(self) -> None:
+        """Write what is in hand and wait for it, whether that fails or not."""
+        if self._writing is not None:
+            wait([self._writing])
+        if self._in_hand and (self._writing is None or self._writing.exception() is None):
+            self._write()
+            self.leave()
+
+
+@contextmanager
+def appending(run_dir: Path, current: Head, together: int = 1) -> Iterator[Appender]:
+    """An appender whose thread ends with the block. Where an error ends the block, that error is raised."""
+    with ThreadPoolExecutor(1, "records") as thread:
+        appender = Appender(run_dir, current, thread, together)
+        try:
+            yield appender
+        finally:
+            appender.leave()
+
+
+def tell(watcher: Watcher, untold: deque[tuple[int, str]], current: Head, total: int) -> None:
+    """Tell the watcher of iterations, number and text, but only of what is on disk."""
+    while untold and untold[0][0] <= current.num_iterations:
+        done, text = untold.popleft()
+        watcher.iteration(done, total, text)

@@ -15,19 +15,11 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.layers.routes import routers
+from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.watcher import Watcher
-
-
-def check_engine(config: RunConfig, ranks: int) -> None:
-    """Raise UserError where several processes ask for an engine that works in one."""
-    if ranks > 1 and config.rollout.engine.kind == "sglang":
-        raise UserError(
-            f"rollout.engine.kind = sglang: works in one process, and here are {ranks}; start it without torchrun, "
-            "or take kind torch"
-        )
 
 
 def check_routes(config: RunConfig, source: PreTrainedModel) -> None:
@@ -85,17 +77,23 @@ def built_in_engine(
 
 
 @contextmanager
-def rollout_engine(config: RunConfig, built_in: TorchEngine, folder: Path | None, watcher: Watcher) -> Iterator[Engine]:
+def rollout_engine(
+    config: RunConfig, built_in: TorchEngine, folder: Path | None, watcher: Watcher, ranks: Ranks
+) -> Iterator[Engine]:
     """`built_in`, or one of SGLang servers with its policy and end tokens; they end with the block.
 
-    `folder` is for their logs and notes; None for a temporary one.
+    The first of several processes has the servers. `folder` is for their logs and notes; None for a temporary one.
     """
     settings = config.rollout.engine
     if not isinstance(settings, SGLangServers):
         yield built_in
         return
     from ppo_repro.rollout.sglang.engine import sglang_engine
+    from ppo_repro.rollout.sglang.shared import Giving, SharedEngine
 
+    if not ranks.is_first:
+        yield SharedEngine(ranks, Giving(built_in.policy, settings))
+        return
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppo-sglang-")))
@@ -103,4 +101,6 @@ def rollout_engine(config: RunConfig, built_in: TorchEngine, folder: Path | None
         def waiting(seconds: int) -> None:
             watcher.servers(seconds, settings.timeout_s)
 
-        yield stack.enter_context(sglang_engine(config, settings, built_in.policy, built_in.stop_ids, folder, waiting))
+        about = config, settings, built_in.policy, built_in.stop_ids, folder, waiting
+        servers = stack.enter_context(sglang_engine(*about))
+        yield servers if ranks.size == 1 else SharedEngine(ranks, servers)

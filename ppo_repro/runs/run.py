@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,11 +25,10 @@ from ppo_repro.records.config_file import RESUMED, check_config
 from ppo_repro.records.contents import check_contents, files_to_resume_with, remove_unfinished
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.times import STARTED
-from ppo_repro.records.writer import appending
 from ppo_repro.runs.diff import Difference, first_final_difference, iteration_difference, side_difference
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.lifetime import kept_if_unequal, lent_if_unequal, mark_ended, new_run
+from ppo_repro.runs.lifetime import appending, kept_if_unequal, lent_if_unequal, mark_ended, new_run, tell
 
 
 def run(
@@ -89,20 +89,19 @@ def execute(
     recorded, total, computed = manifest.load(run_dir), config.ppo.iterations, 0
     with (
         opened as execution,
-        appending(run_dir, _begun(run_dir, recorded, execution)) as appender,
+        appending(run_dir, _begun(run_dir, recorded, execution), config.records.iterations_per_file) as appender,
         kept_if_unequal(run_dir, execution.store),
     ):
         clock.lap("preparation")
-        written: tuple[int, str] | None = None
+        untold = deque[tuple[int, str]]()
         for item in execution.iterations():
             clock.divide(item.seconds)
             computed, done = computed + 1, item.index + 1
             tables = execution.tables(item)
             current = appender.settle()
             clock.lap("records")
-            if written is not None:
-                kind.watcher.iteration(written[0], total, written[1])  # only of what is on disk
-            written = done, execution.progress(item)
+            tell(kind.watcher, untold, current, total)
+            untold.append((done, execution.progress(item)))
             clock.lap("progress")
             is_recorded = item.index < recorded.num_iterations
             if is_recorded:
@@ -111,17 +110,16 @@ def execute(
                 appender.start(item.index, tables)
             clock.lap("records")
             if execution.store is not None and execution.store.is_due(done):
-                current = appender.settle()  # a checkpoint names the chain it follows
+                current = appender.finish()  # a checkpoint names the chain it follows
                 clock.lap("records")
                 # while the run is not complete its fingerprint is the last link
                 execution.store.save(recorded.iterations[item.index].chain if is_recorded else current.fingerprint)
                 clock.lap("checkpoints")
         clock.lap(OTHER)
-        current = appender.settle()
+        current = appender.finish()
         clock.lap("records")
-        if written is not None:
-            kind.watcher.iteration(written[0], total, written[1])
-            clock.lap("progress")
+        tell(kind.watcher, untold, current, total)
+        clock.lap("progress")
         ending = execution.ending(clock)
         files = dict(current.files)
         if execution.store is not None:
@@ -265,8 +263,7 @@ def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] =
 
     `overrides` may change what must not change a bit. Stops at the first difference. UserError if the run is
     incomplete or damaged, its configuration or inputs have changed or an override could change a result. Of several
-    ranks the
-    first one compares; all return the same.
+    ranks the first one compares; all return the same.
     """
     recorded = reader.open_manifest(run_dir)
     config = _recorded_config(kind, run_dir, recorded, overrides)

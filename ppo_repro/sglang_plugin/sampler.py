@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.rollout.engine import Sampling
+from ppo_repro.rollout.kept import KEPT, Entry, shortest, written
 from ppo_repro.rollout.sampler import sample
 from ppo_repro.sglang_plugin.logits import log_softmax
 
@@ -20,7 +21,8 @@ from ppo_repro.sglang_plugin.logits import log_softmax
 class ExactSampler(Sampler):
     """A token is a function of logits, seed and position; log-probs are defined as in SGLang.
 
-    That is log_softmax(logits / temperature), without renormalising over the tokens that top-k and top-p keep.
+    That is log_softmax(logits / temperature), without renormalising over the tokens that top-k and top-p keep. Where
+    they cut, the kept tokens, the log-prob among them and the log of their mass come beside each token.
     """
 
     def forward(
@@ -37,11 +39,16 @@ class ExactSampler(Sampler):
         logits, seeds = logits_output.next_token_logits, sampling_info.sampling_seed
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(len(logits), device=logits.device)
+        kept: list[Entry | None] = [None] * len(logits)
         for rows, sampling in _groups(sampling_info):
             drawn = sample(logits[rows], seeds[rows].long(), positions[rows].long(), sampling, "exact")
             tokens[rows], logprobs[rows] = drawn.tokens, drawn.logprobs
             if sampling.cuts:
                 logprobs[rows], _ = token_statistics(logits[rows], drawn.tokens, sampling.temperature, None, "exact")
+                for row, entry in zip(rows.tolist(), written(drawn), strict=True):
+                    kept[row] = entry
+        if any(entry is not None for entry in kept):
+            logits_output.customized_info = {KEPT: kept}
         if return_logprob:
             logits_output.next_token_logprobs = logprobs
             self._more_logprobs(logits_output, sampling_info, top_logprobs_nums, token_ids_logprobs, tokens)
@@ -83,7 +90,7 @@ def _groups(info: SamplingBatchInfo) -> list[tuple[Tensor, Sampling]]:
         temperature, top_k, top_p = kind
         greedy = top_k == 1
         sampling = Sampling(
-            temperature, 0 if greedy or top_k == TOP_K_ALL else top_k, 1.0 if greedy else top_p, 0, greedy
+            temperature, 0 if greedy or top_k == TOP_K_ALL else top_k, 1.0 if greedy else shortest(top_p), 0, greedy
         )
         rows = [row for row, other in enumerate(kinds) if other == kind]
         groups.append((torch.tensor(rows, device=info.temperatures.device), sampling))

@@ -95,7 +95,7 @@ def _in_parts(
             mine = [group[i] for i in ranks.mine(len(group), config.layout.rank_shares)]
             asked = [_continued(requests[i], found.get(i)) for i in mine]
             with versions.at(version):
-                sampled = engine.generate(asked, replace(sampling, max_response_tokens=size)) if asked else []
+                sampled = engine.generate(asked, replace(sampling, max_response_tokens=size))
             for i, completion in zip(group, ranks.gather(sampled), strict=True):
                 found[i] = _joined(found[i], completion) if i in found else completion
                 if completion.finish_reason == "stop" or size == room:

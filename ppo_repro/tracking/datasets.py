@@ -27,21 +27,22 @@ def tables_of(run_dir: Path, recorded: Manifest) -> list[DatasetInput]:
     found = []
     for table in manifest.tables_of(recorded):
         entries = [entry.tables[table.name] for entry in recorded.iterations]
-        found.append((table, run_dir / "records" / table.name, entries))
+        paths = {manifest.recorded_path(run_dir, table.name, entry) for entry in recorded.iterations}
+        found.append((table, run_dir / "records" / table.name, entries, len(paths)))
     for table in manifest.side_tables_of(recorded):
         entries = [file.entry for file in manifest.side_files(recorded) if file.table.name == table.name]
-        found.append((table, run_dir / "records" / table.name, entries))
-    return [_data_set(table, path, entries) for table, path, entries in found if entries]
+        found.append((table, run_dir / "records" / table.name, entries, len(entries)))
+    return [_data_set(table, path, entries, files) for table, path, entries, files in found if entries]
 
 
 def tables_of_dpo(folder: Path) -> list[DatasetInput]:
     """Both tables of a DPO training."""
     entries = dpo_records.load(folder).tables
-    return [_data_set(t, dpo_records.table_path(folder, t.name), [entries[t.name]]) for t in dpo_records.TABLES]
+    return [_data_set(t, dpo_records.table_path(folder, t.name), [entries[t.name]], 1) for t in dpo_records.TABLES]
 
 
-def _data_set(table: Table, path: Path, entries: Sequence[TableEntry]) -> DatasetInput:
-    profile = {"num_rows": sum(entry.rows for entry in entries), "num_files": len(entries), "grain": table.grain}
+def _data_set(table: Table, path: Path, entries: Sequence[TableEntry], files: int) -> DatasetInput:
+    profile = {"num_rows": sum(entry.rows for entry in entries), "num_files": files, "grain": table.grain}
     return DatasetInput(
         Dataset(
             name=table.name,

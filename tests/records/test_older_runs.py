@@ -37,7 +37,7 @@ def older(tmp_path: Path) -> Path:
         listed = TableEntry(ROWS, digests.table_digest(table, data), manifest.content_digest(content))
         entries[table.name] = listed
     entry = IterationEntry(iteration=0, tables=entries, chain=next_link(digests.FINGERPRINT_SEED, entries))
-    head = writer.commit(tmp_path / "older", manifest.load_head(tmp_path / "older"), entry)
+    head = writer.commit(tmp_path / "older", manifest.load_head(tmp_path / "older"), [entry])
     writer.finish(tmp_path / "older", head, FINAL)
     as_version_2(tmp_path / "older")
     return tmp_path / "older"

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.disk.folder import only_writer, whole_folder
 from ppo_repro.errors import UserError
-from ppo_repro.models.tensor_file import write_tensors
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
+from ppo_repro.numerics.sharding.tensor_file import write_tensors
 from ppo_repro.runs import checkpoint_format
 from ppo_repro.runs.checkpoint_format import Checkpoint, Origin
 from ppo_repro.runs.checkpoint_index import INDEX_NAME

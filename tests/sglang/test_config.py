@@ -20,7 +20,7 @@ from ppo_repro.rollout.sglang.command import (
     server_arguments,
     server_environment,
 )
-from ppo_repro.runs.open_engine import check_engine, require_same_sampler
+from ppo_repro.runs.open_engine import require_same_sampler
 from ppo_repro.secrets import masked
 from tests.support.paths import ROOT, SMALL
 from tests.support.processes.fake_sglang import fake_python
@@ -75,8 +75,13 @@ def test_an_engine_of_other_bits_may_not(recorded: tuple[str, ...], now: tuple[s
 
 
 REFUSED = {
-    ("rollout.top_k=5",): "engine.kind = sglang needs top_k = 0",
-    ("rollout.top_p=0.9",): "engine.kind = sglang needs top_p = 1",
+    ("rollout.engine.numerics=stock", "rollout.top_k=5"): "engine.numerics = stock needs top_k = 0",
+    ("rollout.engine.numerics=stock", "rollout.top_p=0.9"): "engine.numerics = stock needs top_p = 1",
+    ("rollout.top_k=1",): "top_k must be 0 or above 1 with engine.kind = sglang",
+    (
+        "layout.mesh={tensor: 2}",
+        "rollout.engine.weight_sync=tensor",
+    ): "does not go with this: rollout.engine.weight_sync",
     ("numerics.mode=native",): "rollout.engine.numerics = exact needs numerics.mode = exact",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.servers=2"): "servers is for servers the run starts",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.python=/x"): "python is for servers the run starts",
@@ -154,13 +159,6 @@ def test_the_engine_is_chosen_by_one_override_whatever_the_file_has() -> None:
         small_config("rollout.engine.servers=2")
 
 
-def test_several_processes_are_refused() -> None:
-    check_engine(small_config(), 2)
-    check_engine(small_config(SGLANG), 1)
-    with pytest.raises(UserError, match="works in one process, and here are 2"):
-        check_engine(small_config(SGLANG), 2)
-
-
 def test_the_command_line_follows_from_the_configuration() -> None:
     config = small_config(SGLANG, "layout.prefill_chunk=5", "layout.prefix_cache=false", "layout.threads=2")
     engine = config.rollout.engine
@@ -185,8 +183,10 @@ def test_the_command_line_follows_from_the_configuration() -> None:
 
 
 def test_the_environment_of_a_server() -> None:
-    outside = {"HOME": "/h", "PYTHONPATH": "/mine", "RANK": "0", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    torchrun = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_NAME", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"), "0")
+    outside = {"HOME": "/h", "PYTHONPATH": "/mine", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1", **torchrun}
     found = server_environment(outside, engine_of(), 3)
+    assert not torchrun.keys() & found.keys(), "a server is none of the run's processes"
     assert found["HOME"] == "/h" and found["OMP_NUM_THREADS"] == "3" and "RANK" not in found
     assert found["PYTHONPATH"].endswith("cpu_shim") and found["SGLANG_USE_CPU_ENGINE"] == "1"
     assert found["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
@@ -216,18 +216,20 @@ def test_the_digest_of_the_numerics_sees_every_file_of_them(tmp_path: Path) -> N
     for folder in (nested, tmp_path / "sglang_plugin", tmp_path / "rollout"):
         folder.mkdir(parents=True)
         (folder / "a.py").write_text("1")
-    (tmp_path / "rollout" / "sampler.py").write_text("1")
+    for name in ("sampler.py", "kept.py"):
+        (tmp_path / "rollout" / name).write_text("1")
     digests = [numerics_digest(tmp_path)]
     (tmp_path / "rollout" / "a.py").write_text("2")
     assert numerics_digest(tmp_path) == digests[0]
-    for changed in (tmp_path / "rollout" / "sampler.py", tmp_path / "sglang_plugin" / "a.py", nested / "a.py"):
+    of_rollout = tmp_path / "rollout" / "sampler.py", tmp_path / "rollout" / "kept.py"
+    for changed in (*of_rollout, tmp_path / "sglang_plugin" / "a.py", nested / "a.py"):
         changed.write_text("2")
         digests.append(numerics_digest(tmp_path))
     (nested / "a.py").rename(nested / "b.py")
     digests.append(numerics_digest(tmp_path))
     (nested / "b.py").rename(nested.parent / "b.py")
     digests.append(numerics_digest(tmp_path))
-    assert len(set(digests)) == 6
+    assert len(set(digests)) == 7
 
 
 def test_a_relative_interpreter_is_recorded_with_its_folder() -> None:

@@ -36,6 +36,8 @@ def test_a_request_by_hand() -> None:
     }
     greedy = body(Request((2,), 0), sampling=Sampling(1.0, 0, 1.0, 4, greedy=True))
     assert greedy["sampling_params"][0]["temperature"] == 0.0
+    cut = body(Request((2,), 0), sampling=Sampling(0.5, 0, 0.9, 4))["sampling_params"][0]
+    assert (cut["top_k"], cut["top_p"], cut["temperature"]) == (-1, 0.9, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +58,13 @@ def test_a_request_that_would_be_refused_or_kill_the_server_is_not_sent(request_
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1.0, 3, 1.0, 4), Sampling(1.0, 0, 0.9, 4), Sampling(0.5, 0, 1.0, 4, True), Sampling(1e-7, 0, 1.0, 4)],
-    ids=["top-k", "top-p", "greedy at another temperature", "a temperature SGLang takes for greedy"],
+    [
+        Sampling(1.0, 1, 1.0, 4),
+        Sampling(1.0, 0, 0.912345678, 4),
+        Sampling(0.5, 0, 1.0, 4, True),
+        Sampling(1e-7, 0, 1.0, 4),
+    ],
+    ids=["top-k 1", "top-p beyond float32", "greedy at another temperature", "a temperature taken for greedy"],
 )
 def test_distributions_sglang_does_not_give_log_probs_of_are_refused(sampling: Sampling) -> None:
     with pytest.raises(UserError, match=r"sglang|SGLang"):

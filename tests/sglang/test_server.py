@@ -33,6 +33,7 @@ from tests.support.interrupts import hearing_ctrl_c
 from tests.support.language import rerun, run
 from tests.support.models import unequal
 from tests.support.paths import ROOT, SMALL
+from tests.support.ranks import cli_ranks
 from tests.support.row_dependent import NOISE, row_dependent_linear
 from tests.support.runs import small_config
 from tests.support.sglang import PYTHON, WARM, Subject, members, settings_of, subject
@@ -162,6 +163,55 @@ def test_a_run_on_two_exact_servers_is_the_run_of_the_built_in_engine(exact: Sub
     other = small_config(*sets, "numerics.max_context=24")
     with pytest.raises(UserError, match=r"computes with max_context = 600; numerics.max_context = 24"):
         run(other, tmp_path, Silent())
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.8, 12, 0.9, 40), Sampling(0.7, 0, 0.95, 40), Sampling(1.0, 3, 1.0, 40)]
+)
+def test_exact_servers_return_what_a_cut_kept(exact: Subject, sampling: Sampling) -> None:
+    requests = requests_of(exact.config, exact.prepared, 24)
+    expected = exact.prepared.engine.generate(requests, sampling)
+    found = exact.engine.generate(requests, sampling)
+    assert same(found, expected) and same(exact.engine.generate(requests[::-1], sampling), expected[::-1])
+    for name in ("log_kept_mass", "kept_tokens"):
+        columns = (torch.cat([getattr(c, name) for c in some]) for some in (found, expected))
+        assert torch.equal(*columns), name
+    whole = exact.engine.generate(requests, Sampling(sampling.temperature, 0, 1.0, 40))
+    assert not same(found, whole), "the control: the same seeds without a cut"
+
+
+SEVERAL = {
+    "data 2, unequal": ("layout.mesh.data=2", "layout.rank_shares=[3,1]", "rollout.top_p=0.9"),
+    "pipeline 2": ("layout.mesh.pipeline=2", "rollout.top_k=5"),
+    "zero 3": ("layout.mesh.zero=3",),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_two_processes_on_servers_are_one_process_on_the_built_in_engine(
+    exact: Subject, name: str, tmp_path: Path
+) -> None:
+    sets = [*WARM, *SEVERAL[name]]
+    usual = [override for override in sets if not override.startswith("layout.")]
+    words = [word for each in (*sets, "rollout.engine.kind=sglang", exact.urls) for word in ("--set", each)]
+    ended = cli_ranks(2, "run", SMALL, "--out", tmp_path / "two", *words)
+    exact.forget()
+    assert [each.code for each in ended] == [0, 0], ended
+    (there,) = [path.parent for path in (tmp_path / "two").rglob("manifest.json")]
+    here, _ = run(small_config(*usual), tmp_path, Silent())
+    assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
+
+
+def test_processes_that_divide_heads_start_servers_on_their_parts(tmp_path: Path) -> None:
+    """The first process starts the server, on a folder to which both give their parts."""
+    common = (*WARM, "model.num_key_value_heads=2", "rollout.top_p=0.9", "ppo.iterations=2")
+    engine = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", "layout.mesh.tensor=2"
+    words = [word for each in (*common, *engine) for word in ("--set", each)]
+    ended = cli_ranks(2, "run", SMALL, "--out", tmp_path / "two", *words)
+    assert [each.code for each in ended] == [0, 0], ended
+    (there,) = [path.parent for path in (tmp_path / "two").rglob("manifest.json")]
+    here, _ = run(small_config(*common), tmp_path, Silent())
+    assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
 
 
 def test_a_run_of_a_mixture_that_is_behind_is_the_run_of_the_built_in_engine(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from ppo_repro.mesh.groups import MeshRanks
 from ppo_repro.mesh.shards import ShardRanks
-from ppo_repro.numerics.device import state_on_cpu
 from ppo_repro.numerics.layers.families import decoder_layers, key_value_heads, modules_of
+from ppo_repro.numerics.pieces import Divided
 from ppo_repro.numerics.sharding.gathered import Sharded, shard
 from ppo_repro.numerics.sharding.layers import OUTPUTS, DividedEmbedding, DividedLinear, divide
 from ppo_repro.numerics.sharding.stages import StagedLayer, stage
@@ -48,15 +48,18 @@ def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return parts_of(module).whole(module.named_parameters())
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model as files take it: whole, and on the CPU; all processes that hold parts must ask for it."""
-    parts = parts_of(model)
-    if not parts.divides:
-        return state_on_cpu(model)
-    names = {id(p): name for name, p in model.named_parameters()}  # a tied head has that of the embedding
-    whole = dict(parts.whole(model.named_parameters()))
+def held_parameters(module: nn.Module) -> dict[str, Tensor | Divided]:
+    """What this process holds of each parameter of a module, by name; a tied one once."""
+    parts = parts_of(module)
+    return {name: parts.held(name, parameter.detach()) for name, parameter in module.named_parameters()}
+
+
+def held_state(model: nn.Module) -> dict[str, Tensor | Divided]:
+    """The same of all that files of a model have, in the order of its state."""
+    held = held_parameters(model)
+    parameters = {id(parameter) for parameter in model.parameters()}
     state = model.state_dict(keep_vars=True)
-    return {name: whole[names[id(x)]] if id(x) in names else x.detach() for name, x in state.items()}
+    return {name: held.get(name, x.detach()) for name, x in state.items() if name in held or id(x) not in parameters}
 
 
 def parts_of(module: nn.Module) -> TensorParts:

@@ -18,6 +18,11 @@ from ppo_repro.errors import UserError
 
 EXACT_BACKEND, EXACT_ARCHITECTURE = "ppo_repro_exact", "PpoReproExactForCausalLM"
 RETURN_ROUTES = "--enable-return-routed-experts"
+# variables that are the run's own: where it imports from, and which of its processes it is
+DROPPED = {"PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"} | {
+    of + what for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE", "NAME")
+}
+TORCHRUN = "TORCHELASTIC_"
 PLUGINS = "sglang.srt.plugins"
 # SGLang ends a response this many tokens before the end of its context (measured: 2), and refuses prompts earlier (6)
 SPARE_CONTEXT = 8
@@ -51,7 +56,8 @@ class Interpreter:
 def numerics_digest(package: Path) -> str:
     """SHA-256 over the files that decide the bits of a forward pass and the tokens sampled from it."""
     files = [path for folder in ("numerics", "sglang_plugin") for path in (package / folder).rglob("*.py")]
-    files = sorted([*files, *(package / "rollout").glob("sampler.py")])  # another installation may not have it
+    of_rollout = (path for name in ("sampler.py", "kept.py") for path in (package / "rollout").glob(name))
+    files = sorted([*files, *of_rollout])  # another installation may not have them
     sums = [f"{path.relative_to(package).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
@@ -153,5 +159,5 @@ def server_environment(outside: Mapping[str, str], engine: SGLangServers, thread
     if engine.device == "cpu":
         # TORCHDYNAMO_DISABLE saves a minute of compilation at the first seeded sample
         ours |= {"PYTHONPATH": str(_CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    dropped = {"PYTHONPATH", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    return {**{name: value for name, value in outside.items() if name not in dropped}, **ours}
+    kept = {name: value for name, value in outside.items() if name not in DROPPED and not name.startswith(TORCHRUN)}
+    return {**kept, **ours}

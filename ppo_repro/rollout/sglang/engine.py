@@ -16,6 +16,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.routes import routers
 from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.sharding.parts import parts_of, whole_parameters
 from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.rollout.sglang import weights
@@ -42,7 +43,7 @@ class SGLangEngine:
 
     def open(self) -> None:
         """Start the servers, or check those that run already."""
-        digest = weights_digest(self.policy.named_parameters())
+        digest = weights_digest(whole_parameters(self.policy))
         if not self.fleet.engine.urls:
             self._write(digest)
         self.fleet.open(digest)
@@ -61,7 +62,9 @@ class SGLangEngine:
     ) -> list[Completion]:
         if dialogue is not None:
             raise UserError("rollout.engine.kind = sglang: samples one turn, which an end token ends; take kind torch")
-        digest = weights_digest(self.policy.named_parameters())
+        digest = weights_digest(whole_parameters(self.policy))
+        if parts_of(self.policy).divides:
+            self._write(digest)  # now, when the other processes give their parts
         ranges = share_ranges(len(requests), [1] * len(self.fleet.servers))
         shares = {index: requests[share.start : share.stop] for index, share in enumerate(ranges) if share}
         vocab_size = self.policy.config.vocab_size

@@ -14,18 +14,22 @@ import numpy as np
 import torch
 
 from ppo_repro.errors import UserError
+from ppo_repro.rollout import kept
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
 from ppo_repro.rollout.sglang.routes import RoutedLayers, read_routes
 
 # below this SGLang takes the most likely token instead of sampling
 LEAST_TEMPERATURE = 1e-6
+ALL_TOKENS = -1  # SGLang's top_k that cuts nothing
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise UserError for a distribution whose log-probs SGLang cannot return."""
-    if sampling.cuts:
-        raise UserError("rollout.engine.kind = sglang: top-k and top-p must be off")
+    if sampling.top_k == 1:
+        raise UserError("rollout.top_k = 1: SGLang takes it for greedy decoding, which keeps no set; take 0 or 2")
+    if sampling.top_p != kept.shortest(sampling.top_p):
+        raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
     if sampling.greedy and sampling.temperature != 1.0:
         raise UserError("rollout.engine.kind = sglang: greedy decoding returns log-probs at temperature 1 only")
     if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
@@ -54,6 +58,8 @@ def generate_body(
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "stop_token_ids": sorted(stop_ids),
     }
+    cuts = {"top_k": sampling.top_k or ALL_TOKENS, "top_p": sampling.top_p} if sampling.cuts else {}
+    shared = {**shared, **cuts}
     return {
         "input_ids": [list(request.prompt_ids) for request in requests],
         "sampling_params": [{**shared, "sampling_seed": request.seed} for request in requests],
@@ -108,11 +114,15 @@ def _completion(
         raise ValueError("returned log-probs of other tokens than those of the response")
     reason = _finish_reason(meta, tokens, sampling.max_response_tokens, stop_ids)
     inputs = len(request.prompt_ids) + len(tokens) - 1
+    logprobs = torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32)
+    mass, kept_tokens = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
+    if sampling.cuts:
+        logprobs, mass, kept_tokens = kept.read(meta.get(kept.KEPT), tokens, vocab_size)
     return Completion(
         response_ids=tuple(tokens),
-        logprobs=torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32),
-        log_kept_mass=torch.zeros(len(tokens)),
-        kept_tokens=torch.empty(len(tokens), 0, dtype=torch.uint8),
+        logprobs=logprobs,
+        log_kept_mass=mass,
+        kept_tokens=kept_tokens,
         top_ids=torch.empty(len(tokens), 0, dtype=torch.int32),
         top_logits=torch.empty(len(tokens), 0),
         finish_reason=reason,

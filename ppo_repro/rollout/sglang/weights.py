@@ -25,12 +25,13 @@ from transformers import PreTrainedModel
 
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.numerics.device import state_on_cpu
+from ppo_repro.numerics.sharding.model_folder import write_model
 from ppo_repro.rollout.sglang.client import Call, get, post
 
 DIGEST_NAME = "ppo_repro.digest"
 LEAVE_SECONDS = 5.0
 BUCKET_BYTES = 256 * 2**20  # weights per request
+FILE_BYTES = 5 * 10**9  # weights per file of a folder
 
 
 def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, exact: bool) -> None:
@@ -40,7 +41,7 @@ def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path
     mixtures, whose experts are one parameter here and many tensors there.
     """
     with whole_folder(folder) as temporary:
-        policy.save_pretrained(temporary, state_dict=state_on_cpu(policy), save_original_format=not exact)
+        write_model(policy, temporary, FILE_BYTES, original_format=not exact)
         path = temporary / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**config, "eos_token_id": sorted(stop_ids)}, indent=1), encoding="utf-8")

@@ -21,7 +21,7 @@ from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer, weights_digest
 from ppo_repro.numerics.pieces import Division
-from ppo_repro.numerics.sharding.parts import hold, parts_of, whole_parameters, whole_state
+from ppo_repro.numerics.sharding.parts import hold, parts_of, whole_parameters
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -69,7 +69,7 @@ def found(config: PretrainedConfig, ranks: Ranks) -> Found:
     moments = {name: held if isinstance(held := state.held(name, m), Tensor) else held.whole()
                for name, m in state.second.items()}  # fmt: skip
     digest = weights_digest(whole_parameters(model))
-    return Found(samples, logits, report.grad_norm, report.gradients, digest, whole_state(model), moments)
+    return Found(samples, logits, report.grad_norm, report.gradients, digest, dict(whole_parameters(model)), moments)
 
 
 def in_pieces(config: PretrainedConfig, size: int) -> list[Found]:

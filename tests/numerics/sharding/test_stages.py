@@ -18,7 +18,7 @@ from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optim.optimizer import ExactOptimizer
 from ppo_repro.numerics.sharding import stages
 from ppo_repro.numerics.sharding.layers import own_logits
-from ppo_repro.numerics.sharding.parts import parts_of, whole_state
+from ppo_repro.numerics.sharding.parts import parts_of, whole_parameters
 from ppo_repro.numerics.sharding.stages import check_layers, stage
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.engine import Request, Sampling
@@ -62,7 +62,7 @@ def found(model: PreTrainedModel, ranks: Ranks) -> Found:
     for _ in range(2):
         report = optimizer.step(backward, 100, ranks, by_tensor=True)
     moments = dict(parts_of(model).whole(optimizer.state().second.items()))
-    return Found(logits, samples, report.grad_norm, report.gradients, whole_state(model), moments)
+    return Found(logits, samples, report.grad_norm, report.gradients, dict(whole_parameters(model)), moments)
 
 
 def in_stages(config: PretrainedConfig, size: int, recompute: bool = False) -> list[Found]:

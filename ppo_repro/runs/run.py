@@ -93,6 +93,7 @@ def execute(
         kept_if_unequal(run_dir, execution.store),
     ):
         clock.lap("preparation")
+        kind.watcher.begins()
         written: tuple[int, str] | None = None
         for item in execution.iterations():
             clock.divide(item.seconds)
@@ -100,8 +101,7 @@ def execute(
             tables = execution.tables(item)
             current = appender.settle()
             clock.lap("records")
-            if written is not None:
-                kind.watcher.iteration(written[0], total, written[1])  # only of what is on disk
+            _tell(kind, written, total)  # only of what is on disk
             written = done, execution.progress(item)
             clock.lap("progress")
             is_recorded = item.index < recorded.num_iterations
@@ -116,12 +116,17 @@ def execute(
                 # while the run is not complete its fingerprint is the last link
                 execution.store.save(recorded.iterations[item.index].chain if is_recorded else current.fingerprint)
                 clock.lap("checkpoints")
+            if computed == 1:  # the first is waited for: from it comes how long the others may take
+                appender.settle()
+                clock.lap("records")
+                _tell(kind, written, total)
+                written = None
+                clock.lap("progress")
         clock.lap(OTHER)
         current = appender.settle()
         clock.lap("records")
-        if written is not None:
-            kind.watcher.iteration(written[0], total, written[1])
-            clock.lap("progress")
+        _tell(kind, written, total)
+        clock.lap("progress")
         ending = execution.ending(clock)
         files = dict(current.files)
         if execution.store is not None:
@@ -132,6 +137,11 @@ def execute(
     notes = times.write(run_dir, times.Times(computed, clock.seconds))
     writer.finish(run_dir, current, ending.results, notes, files, ending.tables)
     clock.lap("records")
+
+
+def _tell(kind: RunKind[Config, Item], written: tuple[int, str] | None, total: int) -> None:
+    if written is not None:
+        kind.watcher.iteration(written[0], total, written[1])
 
 
 def _begun(run_dir: Path, recorded: Manifest, execution: Execution[Item]) -> Head:

@@ -10,6 +10,9 @@ class Watcher(Protocol):
 
     def warm_start(self, step: int, total: int, loss: float) -> None: ...
 
+    def begins(self) -> None:
+        """The preparation is done, and the first iteration begins."""
+
     def iteration(self, done: int, total: int, figures: str) -> None: ...
 
     def servers(self, waited: int, limit: int) -> None: ...
@@ -23,6 +26,9 @@ class Silent:
     """A watcher that shows nothing."""
 
     def warm_start(self, step: int, total: int, loss: float) -> None:
+        pass
+
+    def begins(self) -> None:
         pass
 
     def iteration(self, done: int, total: int, figures: str) -> None:

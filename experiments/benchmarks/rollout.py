@@ -25,14 +25,16 @@ PEER = "transformers generate"
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)
 
 
-def engine(model: LlamaForCausalLM, size: Size, mode: str, kind: str, threads: int) -> Callable[[], Cost]:
+def engine(
+    model: LlamaForCausalLM, size: Size, mode: str, kind: str, threads: int, sequences: int = SEQUENCES
+) -> Callable[[], Cost]:
     """One execution of the built-in engine; its backend is chosen before the clock starts."""
-    sampler = TorchEngine(make_policy(model, mode, CONTEXT), frozenset(), mode, CONTEXT, SEQUENCES, 0)
-    requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, SEQUENCES))]
+    sampler = TorchEngine(make_policy(model, mode, CONTEXT), frozenset(), mode, CONTEXT, sequences, 0)
+    requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, sequences))]
 
     def work() -> None:
         completions = sampler.generate(requests, SAMPLING)
-        assert sum(len(c.response_ids) for c in completions) == SEQUENCES * RESPONSE
+        assert sum(len(c.response_ids) for c in completions) == sequences * RESPONSE
 
     def run() -> Cost:
         backend.use(kind, threads)
@@ -41,9 +43,9 @@ def engine(model: LlamaForCausalLM, size: Size, mode: str, kind: str, threads: i
     return run
 
 
-def stock(model: LlamaForCausalLM, size: Size, threads: int) -> Callable[[], Cost]:
+def stock(model: LlamaForCausalLM, size: Size, threads: int, sequences: int = SEQUENCES) -> Callable[[], Cost]:
     """One execution of `generate`."""
-    ids = torch.tensor(prompt_ids(size, SEQUENCES))
+    ids = torch.tensor(prompt_ids(size, sequences))
     mask = torch.ones_like(ids)
 
     def work() -> None:
@@ -59,7 +61,7 @@ def stock(model: LlamaForCausalLM, size: Size, threads: int) -> Callable[[], Cos
             past_key_values=DynamicCache(config=model.config),
             pad_token_id=0,
         )
-        assert out.shape == (SEQUENCES, CONTEXT)
+        assert out.shape == (sequences, CONTEXT)
 
     def run() -> Cost:
         backend.use("eager", threads)

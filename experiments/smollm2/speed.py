@@ -1,8 +1,8 @@
 """The real model beside stock programs: `python -m experiments.smollm2.speed [--peers DIR]`.
 
 Sampling beside `generate` of transformers, log-probs of what was sampled beside one stock forward pass with all
-logits, and with `--peers` a small PPO step beside TRL's PPOTrainer, whose environment is made in DIR. Candidates take
-turns; prompts are 16 words, and nothing stops early.
+logits, log-probs of long answers packed beside padded ones, and with `--peers` a small PPO step beside TRL's
+PPOTrainer, whose environment is made in DIR. Candidates take turns; prompts are 16 words, and nothing stops early.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from experiments.benchmarks.peers import environment
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, Size, Work, prompt_ids
 from ppo_repro.errors import UserError
-from ppo_repro.models.batches import lay_out
+from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import hidden_states, make_policy
 from ppo_repro.numerics import backend
@@ -37,6 +37,8 @@ SIZE = Size(NAME, 30, 576, 1536, 3, 49_152)
 STOCK = "transformers, one forward"
 SMALL = Work(sequences=8, response=32, epochs=1)
 PROMPTS = 64
+FEW = 8  # responses that are sampled in one execution
+LONG = (256, 384, 512, 1024)  # tokens of the long answers
 
 
 def prompts_of(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
@@ -51,47 +53,73 @@ def prompts_of(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
     return texts
 
 
-def scoring(model: PreTrainedModel, policy: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost]]:
+@torch.no_grad()
+def score(policy: PreTrainedModel, batch: TokenBatch) -> None:
+    """Exact log-probs and entropies of what a batch holds."""
+    hidden, head = hidden_states(trunk_of(policy), batch), head_of(policy)
+
+    def of_rows(rows: slice) -> tuple[torch.Tensor, ...]:
+        return token_statistics(head(hidden[rows]), batch.targets[rows], 1.0, None, "exact")
+
+    assert len(in_pieces(of_rows, len(hidden), SIZE.vocabulary)[0]) == len(batch.targets)
+
+
+def scoring(model: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost]]:
     """Log-probs of SEQUENCES responses of RESPONSE tokens, by the stock model and by an exact copy."""
     prompts, responses = prompt_ids(SIZE, SEQUENCES), prompt_ids(SIZE, SEQUENCES * RESPONSE // PROMPT, 1)
     flat = [token for row in responses for token in row]
     answers = [flat[i * RESPONSE : (i + 1) * RESPONSE] for i in range(SEQUENCES)]
     ids = torch.tensor([[*p, *a] for p, a in zip(prompts, answers, strict=True)])
-    batch = lay_out(prompts, answers, "right")
+    batch, policy = lay_out(prompts, answers, "right"), make_policy(model, "exact", CONTEXT)
 
     @torch.no_grad()
     def stock() -> None:
         logits = model(ids[:, :-1]).logits[:, PROMPT - 1 :].log_softmax(-1)
         assert logits.gather(-1, ids[:, PROMPT:, None]).numel() == len(batch.targets)
 
-    @torch.no_grad()
-    def exact() -> None:
-        hidden, head = hidden_states(trunk_of(policy), batch), head_of(policy)
-
-        def of_rows(rows: slice) -> tuple[torch.Tensor, ...]:
-            return token_statistics(head(hidden[rows]), batch.targets[rows], 1.0, None, "exact")
-
-        assert len(in_pieces(of_rows, len(hidden), SIZE.vocabulary)[0]) == len(batch.targets)
-
     def run(kind: str, work: Callable[[], None]) -> Cost:
         backend.use(kind, threads)
         return timing.cost_of(work)
 
-    return {STOCK: lambda: run("eager", stock), "exact": lambda: run("auto", exact)}
+    return {STOCK: lambda: run("eager", stock), "exact": lambda: run("auto", lambda: score(policy, batch))}
 
 
-def alone(folder: Path, threads: Sequence[int], rounds: int) -> Iterator[Measured]:
-    """Sampling and scoring."""
+def sampling(model: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost]]:
+    """FEW responses of RESPONSE tokens, by `generate` and by the built-in engine."""
+    return {
+        rollout.PEER: rollout.stock(model, SIZE, threads, FEW),  # type: ignore[arg-type]
+        "exact": rollout.engine(model, SIZE, "exact", "auto", threads, FEW),  # type: ignore[arg-type]
+    }
+
+
+def long_answers(model: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost]]:
+    """Log-probs of responses of LONG tokens in one pass: rows padded on the right, and packed in one row."""
+    flat = [token for row in prompt_ids(SIZE, sum(LONG) // PROMPT, 1) for token in row]
+    ends = [sum(LONG[: i + 1]) for i in range(len(LONG))]
+    answers = [flat[end - length : end] for end, length in zip(ends, LONG, strict=True)]
+    batches = {padding: lay_out(prompt_ids(SIZE, len(LONG)), answers, padding) for padding in ("right", "none")}
+    policy = make_policy(model, "exact", PROMPT + max(LONG))
+
+    def run(batch: TokenBatch) -> Cost:
+        backend.use("auto", threads)
+        return timing.cost_of(lambda: score(policy, batch))
+
+    names = {"right": "exact, padded", "none": "exact, packed"}
+    return {names[padding]: lambda batch=batch: run(batch) for padding, batch in batches.items()}
+
+
+QUESTIONS = {rollout.QUESTION: sampling, "scoring": scoring, "scoring, long answers": long_answers}
+TOKENS = dict(zip(QUESTIONS, (FEW * RESPONSE, SEQUENCES * RESPONSE, sum(LONG)), strict=True))
+
+
+def alone(folder: Path, asked: Sequence[str], threads: Sequence[int], rounds: int) -> Iterator[Measured]:
+    """The questions that need no other program; the first candidate of each is the peer of the other."""
     model, _ = load_folder(folder)
-    policy = make_policy(model, "exact", CONTEXT)
-    for count in threads:
-        compared = {
-            rollout.PEER: rollout.stock(model, SIZE, count),  # type: ignore[arg-type]
-            "exact": rollout.engine(model, SIZE, "exact", "auto", count),  # type: ignore[arg-type]
-        }
-        for question, candidates in ((rollout.QUESTION, compared), ("scoring", scoring(model, policy, count))):
+    for question in asked:
+        for count in threads:
+            candidates = QUESTIONS[question](model, count)
             costs = timing.interleaved(candidates, rounds)
-            yield from timing.compared(question, NAME, count, SEQUENCES * RESPONSE, costs, next(iter(candidates)))
+            yield from timing.compared(question, NAME, count, TOKENS[question], costs, next(iter(candidates)))
 
 
 def beside_trl(python: Path, folder: Path, threads: Sequence[int], rounds: int) -> Iterator[Measured]:
@@ -99,7 +127,7 @@ def beside_trl(python: Path, folder: Path, threads: Sequence[int], rounds: int) 
     _, tokenizer = load_folder(folder)
     with tempfile.TemporaryDirectory() as text:
         copy = Path(text) / "model"
-        shutil.copytree(folder, copy)
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("SHA256SUMS"))  # a file is added
         lines = [json.dumps({"prompt": prompt, "answer": "none"}) for prompt in prompts_of(tokenizer, PROMPTS)]
         (copy / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         mine = ppo_step.own(copy, "exact", SMALL)
@@ -117,10 +145,11 @@ def beside_trl(python: Path, folder: Path, threads: Sequence[int], rounds: int) 
 def main(arguments: argparse.Namespace) -> int:
     """Prints the table; 2 and one line on a user error."""
     try:
-        rows: list[Measured] = []
-        if not arguments.only_trl:
-            rows += alone(arguments.model, arguments.threads, arguments.rounds)
-        if arguments.peers is not None:
+        asked = [name for name in QUESTIONS if arguments.only in (None, name)]
+        rows = list(alone(arguments.model, asked, arguments.threads, arguments.rounds))
+        if arguments.only == ppo_step.QUESTION and arguments.peers is None:
+            raise UserError(f"--only '{ppo_step.QUESTION}': needs --peers DIR, where the environment of TRL is made")
+        if arguments.peers is not None and arguments.only in (None, ppo_step.QUESTION):
             python = environment.make(arguments.peers / "trl")
             rows += beside_trl(python, arguments.model, arguments.threads, arguments.rounds)
     except UserError as error:
@@ -134,7 +163,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"), metavar="FOLDER")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="also beside TRL, whose environment is made in DIR")
-    parser.add_argument("--only-trl", action="store_true", help="leave out sampling and scoring; needs --peers")
+    parser.add_argument("--only", choices=[*QUESTIONS, ppo_step.QUESTION], help="one question, not all")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     timing.add_options(parser, rounds=2)
     sys.exit(main(parser.parse_args()))

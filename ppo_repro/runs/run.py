@@ -93,6 +93,7 @@ def execute(
         kept_if_unequal(run_dir, execution.store),
     ):
         clock.lap("preparation")
+        kind.watcher.begins()
         untold = deque[tuple[int, str]]()
         for item in execution.iterations():
             clock.divide(item.seconds)
@@ -115,6 +116,11 @@ def execute(
                 # while the run is not complete its fingerprint is the last link
                 execution.store.save(recorded.iterations[item.index].chain if is_recorded else current.fingerprint)
                 clock.lap("checkpoints")
+            if computed == 1:  # the first is waited for: from it comes how long the others may take
+                current = appender.settle()
+                clock.lap("records")
+                tell(kind.watcher, untold, current, total)
+                clock.lap("progress")
         clock.lap(OTHER)
         current = appender.finish()
         clock.lap("records")

@@ -1,4 +1,4 @@
-"""The user's code inside our process: what it changes there is put back, and only Ctrl-C and SIGTERM get out of it."""
+"""The user's code inside our process: what it changes is put back, and only Ctrl-C, SIGTERM, a time limit end it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ from ppo_repro.tasks.process_state import ProcessState
 
 T = TypeVar("T")
 
+_AGAIN_SECONDS = 1.0  # between two attempts to end a call that catches what ends it
+
+
+class TookTooLong(Exception):
+    """A call was ended by its time limit; the message says which."""
+
 
 @dataclass(frozen=True)
 class Contained:
@@ -26,17 +32,24 @@ class Contained:
 
     interruptions: list[BaseException]  # what Ctrl-C or SIGTERM has raised in here
 
-    def call(self, compute: Callable[[], T], describe: Callable[[BaseException], str]) -> T:
+    def call(
+        self, compute: Callable[[], T], describe: Callable[[BaseException], str], seconds: float | None = None
+    ) -> T:
         """compute(); UserError(describe(error)) for whatever it raises, SystemExit and KeyboardInterrupt included.
 
-        A Ctrl-C or SIGTERM of the user is raised again, also where `compute` caught it and went on.
+        A Ctrl-C or SIGTERM of the user is raised again, also where `compute` caught it and went on. A call that takes
+        longer than `seconds` of wall time is ended by a TookTooLong, also where it catches that.
         """
+        late: list[TookTooLong] = []
         try:
-            value = compute()
+            with _ended_after(seconds, late):
+                value = compute()
         except BaseException as error:
             self._interrupted()
-            raise UserError(describe(error)) from error
+            raise UserError(describe(late[0] if late else error)) from error
         self._interrupted()
+        if late:
+            raise UserError(describe(late[0])) from late[0]
         return value
 
     def _interrupted(self) -> None:
@@ -57,6 +70,40 @@ def contained(state: ProcessState | None = None) -> Iterator[Contained]:
         if not any(alarm):
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would end the process
         process_state.write(before)
+
+
+@contextmanager
+def _ended_after(seconds: float | None, late: list[TookTooLong]) -> Iterator[None]:
+    """Raise a TookTooLong in the block, and note it in `late`, after so many seconds; None: never.
+
+    It comes by a signal, which only the main thread handles: a block in another thread has no limit. SIGVTALRM, because
+    the user's code and test runners may have an alarm of their own.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    main, done = threading.main_thread().ident, threading.Event()
+    assert main is not None
+
+    def end(number: int, frame: FrameType | None) -> None:
+        late.append(TookTooLong(f"no answer within {seconds:g} s"))
+        raise late[-1]
+
+    def watch() -> None:
+        wait = seconds
+        while not done.wait(wait):
+            signal.pthread_kill(main, signal.SIGVTALRM)
+            wait = _AGAIN_SECONDS
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    watcher = threading.Thread(target=watch, name="time limit", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()  # no signal is sent after this
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextmanager

@@ -12,13 +12,14 @@ from ppo_repro.config.tasks import PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 from ppo_repro.tasks import process_state
-from ppo_repro.tasks.containment import contained
+from ppo_repro.tasks.containment import TookTooLong, contained
 from ppo_repro.tasks.problems import Problem, all_different, make_problem
 from ppo_repro.tasks.process_state import ProcessState
 from ppo_repro.tasks.transcripts import Transcript
 from ppo_repro.tasks.user_functions import ALLOWED, NotANumber, described, first_line, line_of, module_of, number
 
 FIELD = "task.path"
+STEP_SECONDS = 300.0  # of wall time for a call of `step`, far more than one that is taken for every turn can use
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,14 @@ def take_step(of: PythonFile, transcript: Transcript, seed: int | None = None) -
 
     def describe(error: BaseException) -> str:
         what = str(error) if isinstance(error, _WrongAnswer) else f"raised {described(error)}"
+        if isinstance(error, TookTooLong):
+            what = f"gave {error}; make it end"
         return f"{of.where(error, function)}: step {what}; prompt key '{shown(transcript.key)}'"
 
     with contained(of.state) as inside:
         if seed is not None:
             process_state.seed_generators(seed)
-        return inside.call(compute, describe)
+        return inside.call(compute, describe, STEP_SECONDS)
 
 
 def check_file(of: PythonFile, transcripts: Sequence[Transcript]) -> None:

@@ -203,6 +203,20 @@ def test_progress_says_how_long_the_rest_takes(
     assert "PPO 18/20: x  about 60 s left" in lines
 
 
+def test_a_long_run_says_so_after_its_first_iteration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with ConsoleProgress() as watcher:
+        watcher.begins()
+        for done in range(8, 25):  # as of a run that is resumed
+            clock[0] += 75.0
+            watcher.iteration(done, 24, "x")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["PPO 8/24: x  about 20 min left", "PPO 10/24: x  about 18 min left"]
+
+
 def test_the_headline_of_a_reward_of_ones_own_is_its_score(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def r(prompt, response, answer):\n    return -float(len(response))\n")
     own = f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]"

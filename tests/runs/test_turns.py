@@ -32,6 +32,7 @@ from ppo_repro.stages.agreement import UnequalBits, require_sampler_agrees
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.prompts import choose_prompts
 from ppo_repro.stages.rollout import roll_out
+from ppo_repro.tasks import python_task
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, resume
@@ -228,13 +229,19 @@ BAD = {
     "for ever": ("    return '1'", r"task\.max_turns = 3: .*task\.py:10: step wants another turn for prompt key '"),
     "too much": ("    return '1' * 50", r"no room in rollout\.max_response_tokens = 14; return less, or raise it"),
     "chance": ("    import random\n    return str(random.random())", r"step returned '0\.\d+' and then '0\.\d+' for"),
+    "hangs": (
+        "    while True:\n        pass",
+        r"task\.py:1[12]: step gave no answer within 0\.3 s; make it end; prompt key '",
+    ),
     "exits": ("    raise SystemExit(0)", r"step raised SystemExit: 0; prompt key '"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli) -> None:
+def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     body, message = BAD[name]
+    if name == "hangs":
+        monkeypatch.setattr(python_task, "STEP_SECONDS", 0.3)
     before, _, rest = TASK.partition("def step(transcript):\n")
     task = f"{before}def step(transcript):\n{body}\n\n\ndef score{rest.partition('def score')[2]}"
     config = turns_config(

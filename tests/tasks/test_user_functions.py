@@ -7,7 +7,10 @@ import random
 import re
 import signal
 import threading
+import time
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -20,9 +23,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.errors import Terminated, UserError
-from ppo_repro.tasks import process_state
+from ppo_repro.tasks import containment, process_state
 from ppo_repro.tasks.containment import contained
-from ppo_repro.tasks.user_functions import Texts, UserFunction, check_repeats, load, number, numbers, parse
+from ppo_repro.tasks.user_functions import (
+    Texts,
+    UserFunction,
+    check_repeats,
+    described,
+    load,
+    number,
+    numbers,
+    parse,
+)
 
 ROWS = [Texts("k1", "p1", "r1", "a1"), Texts("k2", "p2", "r2", "a2")]
 SIGNATURE = "def f(prompt, response, answer):\n    "
@@ -331,6 +343,37 @@ def test_an_alarm_that_a_call_leaves_behind_does_not_end_the_process() -> None:
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, *running)
+
+
+def _spin() -> float:
+    while True:
+        pass
+
+
+def _sleep() -> float:
+    time.sleep(1000)
+    return 0.0
+
+
+def _catch_it_twice() -> float:
+    for _ in range(2):
+        with suppress(BaseException):
+            _spin()
+    return 0.0
+
+
+@pytest.mark.parametrize("function", [_spin, _sleep, _catch_it_twice])
+def test_a_call_without_end_is_ended_by_its_time_limit(
+    function: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containment, "_AGAIN_SECONDS", 0.05)
+    before, threads = signal.getsignal(signal.SIGVTALRM), threading.active_count()
+    with contained() as inside, pytest.raises(UserError, match=r"^TookTooLong: no answer within 0\.05 s$"):
+        inside.call(function, described, 0.05)
+    assert signal.getsignal(signal.SIGVTALRM) is before and threading.active_count() == threads
+    with contained() as inside:
+        assert inside.call(lambda: 7, described, 1000) == 7, "a call within its limit is not disturbed"
+    assert threading.active_count() == threads
 
 
 def test_another_thread_can_call_a_function(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ CASES |= {
     "a mixture": ["model.experts={family: olmoe, count: 4, per_token: 2}", "records.level=deep"],
 }
 FAULTS = {"without_a_move": "on the same device, but found", "with_another_root": "warm_start"}
-OTHERS = ("resumed", "preferences", "probed", "bisected", "served")
+OTHERS = ("resumed", "bisected", "served")
 
 # what no test of runs shows: that the double refuses what CUDA refuses, and computes what the CPU computes
 DOUBLE = """
@@ -109,20 +109,6 @@ def test_a_run_on_a_second_device_has_the_records_of_one_on_the_cpu(said: dict[s
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_device(said: dict[str, Any]) -> None:
     assert said["resumed"] == {"cpu, then cuda": "from 1: equal", "cuda, then cpu": "from 1: equal"}
-
-
-@pytest.mark.slow
-def test_dpo_on_a_second_device_has_the_fingerprint_of_the_cpu(said: dict[str, Any]) -> None:
-    found = said["preferences"]
-    assert found["equal"] and found["warnings"] == [UNTRIED, UNTRIED]
-    assert "on the same device, but found" in found["fault"], "of log-probs that stay there"
-
-
-@pytest.mark.slow
-def test_a_probe_on_a_second_device_finds_nothing_and_compares_it_with_the_cpu(said: dict[str, Any]) -> None:
-    found = said["probed"]
-    assert found["unequal"] == [] and found["rows"] > 20
-    assert found["of the device"] == ["eager backend", "eager backend", "on the CPU"]
 
 
 @pytest.mark.slow

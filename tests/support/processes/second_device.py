@@ -1,4 +1,4 @@
-"""Whether what the CPU computes comes out on the double of a device: runs, resumed runs, DPO, probe, bisect.
+"""Whether what the CPU computes comes out on the double of a device: runs, resumed runs, bisect, a server's cache.
 
 `python -m tests.support.processes.second_device FOLDER JOB ...`, a process of its own: autograd counts devices once,
 at the first backward pass. A job is the overrides of a run as a JSON list, or the name of a function in JOBS; the
@@ -21,16 +21,13 @@ from transformers import PreTrainedModel
 
 from ppo_repro.checks.bisect import Op, bisect, compare_ops, make_subject
 from ppo_repro.checks.place import decided
-from ppo_repro.checks.probe import CONTROL, probe
-from ppo_repro.config.files import load_config, load_dpo_config
-from ppo_repro.dpo.run import train_dpo
+from ppo_repro.config.files import load_config
 from ppo_repro.models import networks
 from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.device import moved
 from ppo_repro.numerics.trunk.forward import TrunkForward
-from ppo_repro.preferences import training
 from ppo_repro.records.config_file import ENVIRONMENT_NAME
 from ppo_repro.runs import prepare
 from ppo_repro.runs.diff import first_difference
@@ -47,15 +44,6 @@ USUAL = (
     *("ppo.iterations=1", "ppo.epochs=1", "rollout.prompts_per_iteration=2", "task.num_eval_prompts=2"),
 )
 CUDA = "layout.device=cuda"
-DPO = """
-experiment: baseline
-seed: 2
-run: {run}
-num_eval_prompts: 1
-dpo: {{beta: 0.1, epochs: 2, minibatch_size: 4, learning_rate: 2e-3}}
-numerics: {{max_context: 12}}
-layout: {{backend: eager}}
-"""
 
 
 class Noting(Silent):
@@ -121,36 +109,6 @@ def resumed(folder: Path) -> dict[str, str]:
             start = resume(stopped, Silent(), [f"layout.device={second}"]).start
         said[f"{first}, then {second}"] = f"from {start}: {difference(whole, stopped)}"
     return said
-
-
-def preferences(folder: Path) -> dict[str, Any]:
-    """Fingerprints of DPO on the CPU and on the double; and what it says where log-probs stay on the device."""
-    pairs = (
-        *("rollout.prompts_per_iteration=6", "rollout.samples_per_prompt=4", "ppo.minibatch_size=8"),
-        *("model.warm_start_steps=30", "checkpoints.every=1"),
-    )
-    source, watcher = run(load_config(TINY, [*USUAL, *pairs]), folder / "source", Silent())[0], Noting()
-    path = folder / "dpo.yaml"
-    path.write_text(DPO.format(run=source))
-    found = [train_dpo(load_dpo_config(path), folder / "cpu", Silent()).fingerprint]
-    with cuda_is_the_double():
-        found.append(train_dpo(load_dpo_config(path, [CUDA]), folder / "device", watcher).fingerprint)
-        device, sums = prepare.device_of("cuda"), training.sequence_logprobs
-        with patch.object(training, "sequence_logprobs", lambda x, n: sums(x.to(device), n)):
-            fault = _error(lambda: train_dpo(load_dpo_config(path, [CUDA]), folder / "fault", watcher))
-    return {"equal": found[0] == found[1], "warnings": watcher.warnings, "fault": fault}
-
-
-def probed(folder: Path) -> dict[str, Any]:
-    """Rows of a probe on the double that are unequal in exact numerics, and what its control found."""
-    with cuda_is_the_double():
-        rows = probe(load_config(TINY, [*USUAL, CUDA]), lambda what, done, total: None).rows
-    conditions = [
-        f"{row.promise}, {row.condition}" for row in rows if "backend" in row.condition or "CPU" in row.condition
-    ]
-    unequal = [row.condition for row in rows if row.unequal_exact]
-    control = sum(row.unequal_native for row in rows if row.promise == CONTROL)
-    return {"rows": len(rows), "of the device": conditions, "unequal": unequal, "control": control > 0}
 
 
 def _modules(*overrides: str) -> list[Op]:
@@ -249,7 +207,7 @@ def with_another_root(folder: Path) -> dict[str, str]:
         return {"said": difference(on_cpu, on_double([], folder / "device")[0])}
 
 
-_JOBS = (resumed, preferences, probed, bisected, served, without_a_move, with_another_root)
+_JOBS = (resumed, bisected, served, without_a_move, with_another_root)
 JOBS = {job.__name__: job for job in _JOBS}
 
 

@@ -106,7 +106,7 @@ def execute(
             clock.lap("progress")
             is_recorded = item.index < recorded.num_iterations
             if is_recorded:
-                _require_same(run_dir, recorded, item.index, tables)
+                _require_none(iteration_difference(run_dir, recorded, item.index, tables))
             else:
                 appender.start(item.index, tables)
             clock.lap("records")
@@ -120,14 +120,12 @@ def execute(
                 current = appender.settle()
                 clock.lap("records")
                 tell(kind.watcher, untold, current, total)
-                clock.lap("progress")
         clock.lap(OTHER)
         current = appender.finish()
         clock.lap("records")
         tell(kind.watcher, untold, current, total)
         clock.lap("progress")
-        ending = execution.ending(clock)
-        files = dict(current.files)
+        ending, files = execution.ending(clock), dict(current.files)
         if execution.store is not None:
             clock.lap(OTHER)
             files |= execution.store.finish(current.fingerprint)  # of a run that is not complete: the last link
@@ -162,16 +160,6 @@ def _begun(run_dir: Path, recorded: Manifest, execution: Execution[Item]) -> Hea
 def _require_none(difference: Difference | None) -> None:
     if difference is not None:
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
-
-
-def _require_same(run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]) -> None:
-    """Raise PromiseBroken naming the first cell in which `tables` differ from a recorded iteration."""
-    _require_none(iteration_difference(run_dir, recorded, iteration, tables))
-
-
-def _digest(table: schema.Table, computed: pa.Table) -> str:
-    """The digest of a table that was computed, at whatever level."""
-    return digests.table_digest(schema.as_built(table, computed.column_names), computed)
 
 
 def _recorded_config(
@@ -298,5 +286,6 @@ def _compare(
     run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table], fingerprint: str
 ) -> tuple[str, Difference | None]:
     """The fingerprint with this iteration added, and the first difference from the recorded one."""
-    links = {t.name: _digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
+    known = [(t, tables[t.name]) for t in manifest.tables_of(recorded)]
+    links = {t.name: digests.table_digest(schema.as_built(t, of.column_names), of) for t, of in known}
     return digests.chain(fingerprint, links), iteration_difference(run_dir, recorded, iteration, tables)

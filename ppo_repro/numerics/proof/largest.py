@@ -31,7 +31,7 @@ def program_kernel() -> None:
 
 def decoding_kernel() -> None:
     """A trunk without layers for one new token."""
-    shape = decoder_trunk.Shape(_SPEC, 8, 8, *[1e-6] * 4, *[0] * 3, *[1] * 4)
+    shape = decoder_trunk.Shape(_SPEC, 8, 8, 1e-6, 1e-6, 1e-6, 1e-6, 0, 0, 0, 1, 1, 1, 1)
     one, fields = np.ones(1, np.int64), np.zeros((0, decoder_trunk.FIELDS), np.int64)
     tokens = decoder_trunk.NewTokens(one, np.zeros((1, 1), np.int64), np.ones((1, 1), np.bool_), one[None], one)
     table, x, new = np.ones(8, np.float32), np.ones((1, 8), np.float32), np.empty((1, 2, 8), np.float32)

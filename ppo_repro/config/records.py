@@ -60,7 +60,9 @@ class CheckpointConfig(Section):
     final_state: bool = Field(
         True, description="Keep the optimizers' moments at the end, 8 bytes for each trained weight."
     )
-    file_bytes: Count = Field(
+    file_bytes: int = Field(
         MODEL_FILE_BYTES,
+        ge=1,
+        le=2**50,
         description="Bytes of weights in a file of a model folder; more become several files.",
     )

@@ -110,11 +110,14 @@ def append_iterations(run_dir: Path, current: Head, first: int, batch: Sequence[
     for tables in batch:
         if tables.keys() - side_names != {table.name for table in expected}:
             raise ValueError(f"has tables {sorted(tables)}, expected {sorted(t.name for t in expected)}")
+    # all of them before the first is written
+    built = [[_as_built(t, tables[t.name], index) for index, tables in enumerate(batch, first)] for t in expected]
     written: list[dict[str, TableEntry]] = [{} for _ in batch]
-    for table in expected:
-        parts = [tables[table.name] for tables in batch]
-        for entries, entry in zip(written, _write_parts(run_dir, table, first, parts), strict=True):
-            entries[table.name] = entry
+    for each in built:
+        name = each[0].name
+        parts = [tables[name] for tables in batch]
+        for entries, entry in zip(written, _write_parts(run_dir, each, first, parts), strict=True):
+            entries[name] = entry
     link, found = current.fingerprint, []  # while a run is not complete its fingerprint is the last link
     for iteration, (tables, entries) in enumerate(zip(batch, written, strict=True), first):
         link = next_link(link, entries)
@@ -125,11 +128,12 @@ def append_iterations(run_dir: Path, current: Head, first: int, batch: Sequence[
     return commit(run_dir, current, found)
 
 
-def _write_parts(run_dir: Path, table: schema.Table, first: int, parts: Sequence[pa.Table]) -> list[TableEntry]:
+def _write_parts(
+    run_dir: Path, built: Sequence[schema.Table], first: int, parts: Sequence[pa.Table]
+) -> list[TableEntry]:
     """Write one table of neighbouring iterations as one file; an entry for each."""
-    built = [_as_built(table, data, iteration) for iteration, data in enumerate(parts, first)]
     content = arrow.to_parquet(built[0], *parts)
-    durable.atomic_write(manifest.table_path(run_dir, table.name, first), content)
+    durable.atomic_write(manifest.table_path(run_dir, built[0].name, first), content)
     of_bytes = manifest.content_digest(content)
     return [
         TableEntry(data.num_rows, digests.table_digest(each, data), of_bytes)

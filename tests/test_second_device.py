@@ -57,7 +57,7 @@ CASES |= {
     "a mixture": ["model.experts={family: olmoe, count: 4, per_token: 2}", "records.level=deep"],
 }
 FAULTS = {"without_a_move": "on the same device, but found", "with_another_root": "warm_start"}
-OTHERS = ("resumed", "bisected", "served")
+OTHERS = ("resumed", "preferences", "probed", "bisected", "served")
 
 # what no test of runs shows: that the double refuses what CUDA refuses, and computes what the CPU computes
 DOUBLE = """
@@ -92,6 +92,10 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
+# all slow tests wait for one process, which runs every job
+waits = pytest.mark.timeout(1500)
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the process says of every case and fault."""
@@ -100,34 +104,55 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return dict(zip([*CASES, *FAULTS, *OTHERS], map(json.loads, lines.splitlines()), strict=True))
 
 
+@waits
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_on_a_second_device_has_the_records_of_one_on_the_cpu(said: dict[str, Any], case: str) -> None:
     assert said[case] == {"said": "equal", "warnings": [UNTRIED], "device": "cuda: a double"}
 
 
+@waits
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_device(said: dict[str, Any]) -> None:
     assert said["resumed"] == {"cpu, then cuda": "from 1: equal", "cuda, then cpu": "from 1: equal"}
 
 
+@waits
+@pytest.mark.slow
+def test_dpo_on_a_second_device_has_the_fingerprint_of_the_cpu(said: dict[str, Any]) -> None:
+    assert said["preferences"] == {"equal": True, "warnings": [UNTRIED], "with another root": False}
+
+
+@waits
+@pytest.mark.slow
+def test_a_probe_on_a_second_device_finds_nothing_and_compares_it_with_the_cpu(said: dict[str, Any]) -> None:
+    of_the_device = ["forward, eager backend", "optimizer step, eager backend", "forward, on the CPU"]
+    assert said["probed"] == {
+        "rows": 24, "of the device": of_the_device, "unequal": [], "with another root": False
+    }  # fmt: skip
+
+
+@waits
 @pytest.mark.slow
 def test_a_bisection_on_a_second_device_finds_what_one_on_the_cpu_finds(said: dict[str, Any]) -> None:
     assert said["bisected"] == {"modules": 20, "equal": True, "first": "", "with another root": False}
 
 
+@waits
 @pytest.mark.slow
 def test_the_cache_of_a_server_lies_on_its_device(said: dict[str, Any]) -> None:
     found = said["served"]
     assert found["equal"] and found["any"] and "on the same device, but found" in found["fault"]
 
 
+@waits
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_second_device_is_found(said: dict[str, Any], fault: str) -> None:
     assert FAULTS[fault] in said[fault]["said"]
 
 
+@waits
 @pytest.mark.slow
 def test_tensors_of_the_double_meet_no_others_and_have_the_same_numbers() -> None:
     assert python("-c", DOUBLE) == "done\n"

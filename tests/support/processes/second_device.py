@@ -1,4 +1,4 @@
-"""Whether what the CPU computes comes out on the double of a device: runs, resumed runs, bisect, a server's cache.
+"""Whether what the CPU computes comes out on the double of a device: runs, resumed runs, DPO, probe, bisect.
 
 `python -m tests.support.processes.second_device FOLDER JOB ...`, a process of its own: autograd counts devices once,
 at the first backward pass. A job is the overrides of a run as a JSON list, or the name of a function in JOBS; the
@@ -19,9 +19,11 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
+from ppo_repro.checks import probe
 from ppo_repro.checks.bisect import Op, bisect, compare_ops, make_subject
 from ppo_repro.checks.place import decided
-from ppo_repro.config.files import load_config
+from ppo_repro.config.files import load_config, load_dpo_config
+from ppo_repro.dpo.run import train_dpo
 from ppo_repro.models import networks
 from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.networks import make_policy
@@ -31,6 +33,7 @@ from ppo_repro.numerics.trunk.forward import TrunkForward
 from ppo_repro.records.config_file import ENVIRONMENT_NAME
 from ppo_repro.runs import prepare
 from ppo_repro.runs.diff import first_difference
+from ppo_repro.runs.tables import unequal_bits
 from ppo_repro.sglang_plugin.pool import PoolCache
 from ppo_repro.testing.small_models import CONFIGS, CONTEXT, small_model
 from ppo_repro.watcher import Silent
@@ -44,6 +47,15 @@ USUAL = (
     *("ppo.iterations=1", "ppo.epochs=1", "rollout.prompts_per_iteration=2", "task.num_eval_prompts=2"),
 )
 CUDA = "layout.device=cuda"
+DPO = """
+experiment: baseline
+seed: 2
+run: {run}
+num_eval_prompts: 1
+dpo: {{beta: 0.1, epochs: 2, minibatch_size: 4, learning_rate: 2e-3}}
+numerics: {{max_context: 12}}
+layout: {{backend: eager}}
+"""
 
 
 class Noting(Silent):
@@ -109,6 +121,37 @@ def resumed(folder: Path) -> dict[str, str]:
             start = resume(stopped, Silent(), [f"layout.device={second}"]).start
         said[f"{first}, then {second}"] = f"from {start}: {difference(whole, stopped)}"
     return said
+
+
+def preferences(folder: Path) -> dict[str, Any]:
+    """Is the fingerprint of DPO on the double the CPU's; and with other square roots there?"""
+    pairs = (
+        *("rollout.prompts_per_iteration=12", "rollout.samples_per_prompt=4", "ppo.minibatch_size=12"),
+        *("model.warm_start_steps=40", "checkpoints.every=1"),
+    )
+    source, watcher = run(load_config(TINY, [*USUAL, *pairs]), folder / "source", Silent())[0], Noting()
+    path = folder / "dpo.yaml"
+    path.write_text(DPO.format(run=source))
+    expected = train_dpo(load_dpo_config(path), folder / "cpu", Silent()).fingerprint
+    with cuda_is_the_double():
+        found = train_dpo(load_dpo_config(path, [CUDA]), folder / "device", watcher).fingerprint
+        with another_root():
+            other = train_dpo(load_dpo_config(path, [CUDA]), folder / "other", Silent()).fingerprint
+    return {"equal": found == expected, "warnings": watcher.warnings, "with another root": other == expected}
+
+
+def probed(folder: Path) -> dict[str, Any]:
+    """Rows of a probe on the double, those that are unequal, and whether other square roots there would be."""
+    config = load_config(TINY, [*USUAL, CUDA])
+    with cuda_is_the_double():
+        rows = probe.probe(config, lambda what, done, total: None).rows
+        with another_root():
+            subject = probe._subject(config, "exact")
+            here, there = probe._forward(subject, "right", probe.SEQUENCES), probe._on_the_cpu(subject)
+    on_device = [f"{row.promise}, {row.condition}" for row in rows if row.condition in ("eager backend", "on the CPU")]
+    unequal = [row.condition for row in rows if row.unequal_exact]
+    other = unequal_bits(here, there) == 0
+    return {"rows": len(rows), "of the device": on_device, "unequal": unequal, "with another root": other}
 
 
 def _modules(*overrides: str) -> list[Op]:
@@ -207,7 +250,7 @@ def with_another_root(folder: Path) -> dict[str, str]:
         return {"said": difference(on_cpu, on_double([], folder / "device")[0])}
 
 
-_JOBS = (resumed, bisected, served, without_a_move, with_another_root)
+_JOBS = (resumed, preferences, probed, bisected, served, without_a_move, with_another_root)
 JOBS = {job.__name__: job for job in _JOBS}
 
 

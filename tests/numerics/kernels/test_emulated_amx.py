@@ -36,7 +36,7 @@ def test_kernels() -> None:
 
 
 @without_amx
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_whole_passes() -> None:
     assert "skipped" not in run_tests(*PASSES)

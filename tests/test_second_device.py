@@ -57,7 +57,7 @@ CASES |= {
     "a mixture": ["model.experts={family: olmoe, count: 4, per_token: 2}", "records.level=deep"],
 }
 FAULTS = {"without_a_move": "on the same device, but found", "with_another_root": "warm_start"}
-OTHERS = ("resumed", "preferences", "probed", "bisected", "served")
+OTHERS = ("resumed", "preferences", "probed", "served")
 
 # what no test of runs shows: that the double refuses what CUDA refuses, and computes what the CPU computes
 DOUBLE = """
@@ -130,12 +130,6 @@ def test_a_probe_on_a_second_device_finds_nothing_and_compares_it_with_the_cpu(s
     assert said["probed"] == {
         "rows": 24, "of the device": of_the_device, "unequal": [], "with another root": False
     }  # fmt: skip
-
-
-@waits
-@pytest.mark.slow
-def test_a_bisection_on_a_second_device_finds_what_one_on_the_cpu_finds(said: dict[str, Any]) -> None:
-    assert said["bisected"] == {"modules": 20, "equal": True, "first": "", "with another root": False}
 
 
 @waits

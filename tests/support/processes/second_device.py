@@ -1,4 +1,4 @@
-"""Whether what the CPU computes comes out on the double of a device: runs, resumed runs, DPO, probe, bisect.
+"""Whether what the CPU computes comes out on the double of a device: runs, resumed runs, DPO, probe.
 
 `python -m tests.support.processes.second_device FOLDER JOB ...`, a process of its own: autograd counts devices once,
 at the first backward pass. A job is the overrides of a run as a JSON list, or the name of a function in JOBS; the
@@ -8,7 +8,6 @@ process prints what each said, one JSON value a line.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ppo_repro.checks import probe
-from ppo_repro.checks.bisect import Op, bisect, compare_ops, make_subject
-from ppo_repro.checks.place import decided
 from ppo_repro.config.files import load_config, load_dpo_config
 from ppo_repro.dpo.run import train_dpo
 from ppo_repro.models import networks
@@ -154,26 +151,6 @@ def probed(folder: Path) -> dict[str, Any]:
     return {"rows": len(rows), "of the device": on_device, "unequal": unequal, "with another root": other}
 
 
-def _modules(*overrides: str) -> list[Op]:
-    """What a bisection compares in exact numerics."""
-    subject = make_subject(decided(load_config(TINY, [*USUAL, *overrides])), "exact", None)
-    return list(compare_ops(subject, subject.policy))
-
-
-def bisected(folder: Path) -> dict[str, Any]:
-    """Whether a bisection on the double finds module by module what one on the CPU finds, and its control's verdict."""
-    ours = _modules()
-    with cuda_is_the_double():
-        found = bisect(TINY, [*USUAL, CUDA], folder)
-        with another_root():
-            others = _modules(CUDA)
-    exact = [op for op in found.ops if op.mode == "exact"]
-    return {
-        "modules": len(ours), "equal": ours == exact, "first": found.first_divergent_op["exact"],
-        "with another root": ours == others,
-    }  # fmt: skip
-
-
 class Pool:
     """Memory for keys and values as SGLang's pool has it, a location for each token."""
 
@@ -237,9 +214,9 @@ def without_a_move(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def another_root() -> Iterator[None]:
-    """Square roots of the double are one bit larger; on the CPU they are NumPy's."""
+    """Square roots of the double are a thousandth larger; on the CPU they are NumPy's."""
     root = torch.sqrt
-    with patch.object(torch, "sqrt", lambda x: torch.nextafter(root(x), torch.full_like(x, math.inf))):
+    with patch.object(torch, "sqrt", lambda x: root(x) * 1.001):
         yield
 
 
@@ -250,7 +227,7 @@ def with_another_root(folder: Path) -> dict[str, str]:
         return {"said": difference(on_cpu, on_double([], folder / "device")[0])}
 
 
-_JOBS = (resumed, preferences, probed, bisected, served, without_a_move, with_another_root)
+_JOBS = (resumed, preferences, probed, served, without_a_move, with_another_root)
 JOBS = {job.__name__: job for job in _JOBS}
 
 

@@ -58,7 +58,7 @@ def test_the_bits_are_those_of_the_reference(case: Case) -> None:
     assert differences(case) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_bits_are_those_of_the_reference_in_many_cases() -> None:
     finite = 0

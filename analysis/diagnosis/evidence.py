@@ -1,4 +1,4 @@
-"""The evidence of a diagnosis: sums over the tokens of one iteration, which can be added over iterations.
+"""The evidence of a diagnosis: sums over the tokens of one iteration.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
 """
@@ -6,107 +6,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from analysis.diagnosis.measured import Measured
 from ppo_repro.errors import UserError
 
 KEY = ("iteration", "sequence", "position")
 NEEDED = (*KEY, "token_id", "logprobs_a", "logprobs_b")
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Sums over tokens; `largest_*` are maxima. `has_*` is 0 where an optional column is missing."""
-
-    sequences: float = 0.0
-    tokens: float = 0.0  # pairs of finite log-probs
-    nonfinite: float = 0.0
-    unequal: float = 0.0  # in any bit
-    other_ids: float = 0.0
-    largest_ulp: float = 0.0
-    largest_delta: float = 0.0
-    delta: float = 0.0
-    delta_abs: float = 0.0
-    delta_sq: float = 0.0
-    k3: float = 0.0  # expm1(delta) - delta
-    a: float = 0.0
-    b: float = 0.0
-    a_sq: float = 0.0
-    b_sq: float = 0.0
-    ab: float = 0.0
-    # clusters: S is a sequence's sum of delta or |delta|, n its tokens, u its sum of 1 - exp(b)
-    ss: float = 0.0
-    sn: float = 0.0
-    nn: float = 0.0
-    uncertainty: float = 0.0
-    abs_abs: float = 0.0
-    abs_u: float = 0.0
-    u_u: float = 0.0
-    clean_sequences: float = 0.0  # below and above a gap of a factor 10 in |delta|, in iterations that have one
-    dirty_sequences: float = 0.0
-    # the part of delta_sq at some tokens, or what remains of it after a correction
-    at_zeros: float = 0.0
-    zeros: float = 0.0
-    at_last: float = 0.0
-    at_last_4: float = 0.0
-    last: float = 0.0
-    positive: float = 0.0  # tokens with delta above a tenth of its root mean square
-    negative: float = 0.0
-    sorted_sq: float = 0.0
-    neighbours: float = 0.0
-    next_sq: float = 0.0
-    previous_sq: float = 0.0
-    # delta on x = b + H and k = H + log sum p^2
-    has_entropies: float = 0.0
-    dx: float = 0.0
-    xx: float = 0.0
-    dk: float = 0.0
-    xk: float = 0.0
-    kk: float = 0.0
-    has_mass: float = 0.0
-    mass_sq: float = 0.0
-    has_again: float = 0.0
-    again_sq: float = 0.0  # over the tokens that the trainer scored twice, and of their delta
-    again_delta_sq: float = 0.0
-    other_prompts: float = 0.0
-    has_ids: float = 0.0
-    has_padding: float = 0.0
-    unpadded: float = 0.0
-    unpadded_abs: float = 0.0
-    unpadded_abs_sq: float = 0.0
-    unpadded_equal: float = 0.0  # sequences without any difference
-    padded: float = 0.0
-    padded_abs: float = 0.0
-    padded_abs_sq: float = 0.0
-    padded_equal: float = 0.0
-    has_steps: float = 0.0
-    fresh: float = 0.0
-    fresh_abs: float = 0.0
-    fresh_abs_sq: float = 0.0
-    fresh_equal: float = 0.0
-    behind: float = 0.0
-    behind_abs: float = 0.0
-    behind_abs_sq: float = 0.0
-    behind_equal: float = 0.0
-    # nonzero log-probs that are numbers of a 16-bit format, on the side that has more of them
-    as_bfloat16: float = 0.0
-    as_float16: float = 0.0
-
-
-def added(measured: Sequence[Measured]) -> Measured:
-    """The sums of several iterations together."""
-    columns = {f.name: [getattr(one, f.name) for one in measured] for f in fields(Measured)}
-    # a column that only some iterations have counts as missing
-    combine = {"largest": max, "has": min}
-    return Measured(**{name: float(combine.get(name.partition("_")[0], sum)(v)) for name, v in columns.items()})
 
 
 def measure(pairs: pd.DataFrame) -> Measured:
@@ -127,6 +39,7 @@ def measure(pairs: pd.DataFrame) -> Measured:
         **_plain(a32, b32, delta),
         **_clusters(delta, b, owner),
         **_places(tokens, a, b, delta, owner),
+        **_by_token(tokens["token_id"].to_numpy(), b, delta),
         **_optional(tokens, b, delta),
         **_groups(tokens, delta, owner),
         **_formats(a32, b32),
@@ -230,6 +143,28 @@ def _places(
         "neighbours": _total(same),
         "next_sq": _total((b[:-1] - a[1:])[same] ** 2),
         "previous_sq": _total((b[1:] - a[:-1])[same] ** 2),
+    }
+
+
+def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> dict[str, float]:
+    """Squares left where delta is predicted as slope * (1 - p), as an error of a token's logit moves its log-prob.
+
+    Each prediction leaves out the token that it is made for, so that noise is not explained by itself.
+    """
+    u, ids = -np.expm1(b), np.unique(token_id, return_inverse=True)[1]
+
+    def left(group: npt.NDArray[np.int64]) -> Floats:
+        squares, products = np.bincount(group, u * u)[group], np.bincount(group, u * delta)[group]
+        others = squares - u * u
+        usable = others > 0
+        slope = np.divide(products - u * delta, others, out=np.zeros_like(delta), where=usable)
+        return np.where(usable, (delta - slope * u) ** 2, 0.0)
+
+    again = np.bincount(ids)[ids] > 1
+    return {
+        "again": _total(again),
+        "by_token_sq": _total(left(ids)[again]),
+        "by_one_slope_sq": _total(left(np.zeros_like(ids))[again]),
     }
 
 

@@ -8,8 +8,6 @@ prompts: 32 prompts of 16 tokens, 64 response tokens, 4 epochs of 4 minibatches,
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.benchmarks import timing, workload
-from experiments.benchmarks.peers import environment
+from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, USUAL, Work
 from ppo_repro.buffers import Iteration
@@ -107,28 +105,8 @@ def own(folder: Path, mode: str, work: Work = USUAL) -> Own:
 def trl(python: Path, folder: Path, work: Work = USUAL) -> Iterator[Callable[[int], Cost]]:
     """A TRL process; the function requests one step on this many threads."""
     numbers = (work.prompt, work.response, work.sequences, work.epochs, work.minibatches)
-    log = (folder / "trl.log").open("w")
-    process = subprocess.Popen(
-        [str(python), str(SCRIPT), str(folder), *map(str, numbers)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    requests, answers = process.stdin, process.stdout
-
-    def step(threads: int) -> Cost:
-        requests.write(f"step {threads}\n")
-        requests.flush()
-        answer = answers.readline()
-        if not answer:
-            raise RuntimeError("the TRL process ended: " + (folder / "trl.log").read_text()[-2000:])
-        return Cost(**json.loads(answer))
-
-    try:
-        yield step
-    finally:
-        requests.close()
-        process.wait(60)
-        log.close()
+    with process.started([str(python), str(SCRIPT), str(folder), *map(str, numbers)], folder / "trl.log") as peer:
+        yield peer.step
 
 
 def measure(

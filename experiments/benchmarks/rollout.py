@@ -2,17 +2,23 @@
 
 `python -m experiments.benchmarks.rollout`: the exact and the native engine and stock `generate` (float32, dynamic
 cache), interleaved in one process. The engines also return the log-prob of every token; `generate` only tokens.
+With `--peers DIR` llama.cpp too (weights, keys and values in float32), in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from experiments.benchmarks import timing
+from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, RESPONSE, SEQUENCES, SIZES, Size, make_model, prompt_ids
 from ppo_repro.models.networks import make_policy
@@ -22,6 +28,9 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 
 QUESTION = "rollout"
 PEER = "transformers generate"
+LLAMA_CPP = Path(__file__).parent / "peers" / "llama_sampling.py"
+# of the largest logit, between llama.cpp and transformers: float32 sums of a few thousand terms in another order
+SAME_LOGITS = 1e-4
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)
 
 
@@ -70,23 +79,48 @@ def stock(model: LlamaForCausalLM, size: Size, threads: int, sequences: int = SE
     return run
 
 
-def candidates(size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
-    """All candidates, on the same weights and prompts."""
-    model = make_model(size)
+@contextmanager
+def llama_cpp(python: Path, model: LlamaForCausalLM, size: Size) -> Iterator[Callable[[int], Cost]]:
+    """A process with llama.cpp; the function samples all responses on this many threads.
+
+    RuntimeError where its logits are not those of transformers: it would compute another model.
+    """
+    prompts = prompt_ids(size, SEQUENCES)
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        model.save_pretrained(folder)
+        (folder / "prompt_ids.json").write_text(json.dumps(prompts))
+        with process.started([str(python), str(LLAMA_CPP), text, str(RESPONSE)], folder / "log") as peer:
+            with torch.no_grad():
+                expected = model(torch.tensor(prompts[:1])).logits[0, -1]
+            error = float((torch.tensor(peer.answer()) - expected).abs().max() / expected.abs().max())
+            if not error < SAME_LOGITS:
+                raise RuntimeError(
+                    f"logits of llama.cpp differ from those of transformers by {error:.1e} of the largest"
+                )
+            yield peer.step
+
+
+def candidates(model: LlamaForCausalLM, size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
+    """All candidates of this process, on the same weights and prompts."""
     compared = {PEER: stock(model, size, threads), "exact": engine(model, size, "exact", "auto", threads)}
     if backend.has_amx():
         compared["exact, float64"] = engine(model, size, "exact", "float64", threads)
     return {**compared, "native": engine(model, size, "native", "eager", threads)}
 
 
-def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int) -> list[Measured]:
-    """Every size on every number of threads."""
-    rows = []
+def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int, python: Path | None = None) -> list[Measured]:
+    """Every size on every number of threads; beside llama.cpp where `python` is that of its environment."""
+    rows, tokens = [], SEQUENCES * RESPONSE
     for name in sizes:
-        for count in threads:
-            costs = timing.interleaved(candidates(SIZES[name], count), rounds)
-            tokens = SEQUENCES * RESPONSE
-            rows += timing.compared(QUESTION, SIZES[name].name, count, tokens, costs, PEER)
+        size, model = SIZES[name], make_model(SIZES[name])
+        with ExitStack() as stack:
+            peer = stack.enter_context(llama_cpp(python, model, size)) if python else None
+            for count in threads:
+                compared = candidates(model, size, count)
+                if peer:
+                    compared["llama.cpp"] = lambda peer=peer, count=count: peer(count)
+                rows += timing.compared(QUESTION, size.name, count, tokens, timing.interleaved(compared, rounds), PEER)
     return rows
 
 
@@ -95,9 +129,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Sampling with the built-in engine and with transformers generate.")
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES, reverse=True))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="also llama.cpp, whose environment is made in DIR")
     timing.add_options(parser, rounds=5)
     arguments = parser.parse_args()
-    rows = measure(arguments.sizes, arguments.threads, arguments.rounds)
+    python = environment.make_llama_cpp(arguments.peers / "llama_cpp") if arguments.peers else None
+    rows = measure(arguments.sizes, arguments.threads, arguments.rounds, python)
     timing.report(rows, arguments.json)
 
 

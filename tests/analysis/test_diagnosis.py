@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from analysis.diagnosis.causes import ADVICE
 from analysis.diagnosis.diagnose import diagnose, diagnose_chunks
-from analysis.diagnosis.evidence import NEEDED, added, measure
+from analysis.diagnosis.evidence import NEEDED, measure
+from analysis.diagnosis.measured import added
 from ppo_repro.errors import UserError
 from tests.support.cases import mismatch_faults as faults
 from tests.support.cases.mismatch_faults import Setting
@@ -43,6 +44,8 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
     "stale, lr 1e-3": (faults.stale, "stale_weights", "stale_weights"),
     "stale, lr 1e-2": (partial(faults.stale, learning_rate=1e-2), "stale_weights", "stale_weights"),
     "stale, lr 1e-5, sync 2": (partial(faults.stale, every=2, learning_rate=1e-5), "stale_weights", "stale_weights"),
+    "token bias 0.1": (faults.token_bias, "token_bias", "token_bias or stale_weights"),
+    "token bias 2": (partial(faults.token_bias, size=2.0), "token_bias", "token_bias or stale_weights"),
     "dropout 0.1": (faults.with_dropout, "dropout", UNSHAPED),
     "dropout 0.01": (partial(faults.with_dropout, rate=0.01), "dropout", UNSHAPED),
     "padding leak": (faults.padding_leak, "padding_leak", SOME_ROWS),

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import ppo_repro.assets
 from experiments.smollm2.parity import Size, on_texts
@@ -16,13 +17,19 @@ from experiments.smollm2.speed import prompts_of
 from ppo_repro.accuracy.distances import compare
 from ppo_repro.accuracy.scores import Text
 from ppo_repro.assets import smollm2
+from ppo_repro.config.files import load_config
 from ppo_repro.disk.folder import check_sums
 from ppo_repro.models.load import load_folder
 from ppo_repro.numerics import backend
 from ppo_repro.records import reader
+from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
+from tests.support.language import resume, run
 from tests.support.paths import ROOT
+from tests.support.resume import record
 from tests.support.row_dependent import NOISE, row_dependent_linear
+
+EXPERIMENT = ROOT / "experiments" / "smollm2" / "sums.yaml"
 
 
 def write_wheel(path: Path, name: str, content: bytes) -> Path:
@@ -131,14 +138,65 @@ def test_the_experiment_keeps_the_promise_on_the_real_model(
     folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    config = ROOT / "experiments" / "smollm2" / "sums.yaml"
     sets = [part for name, value in {**SMALLER, "model.path": folder}.items() for part in ("--set", f"{name}={value}")]
-    code, out, err = cli("run", config, "--out", tmp_path / "runs", "--json", *sets)
+    code, out, err = cli("run", EXPERIMENT, "--out", tmp_path / "runs", "--json", *sets)
     assert code == 0, err
     result = json.loads(out)
     assert result["unequal_old_rollout_logprobs"] == result["unequal_first_ratios"] == 0
     tokens = reader.read_tokens(result["run_dir"])
     assert len(tokens) >= 8 and (tokens.rollout_logprobs == tokens.old_logprobs).all()
+
+
+TINY_WORK = (
+    "task.num_eval_prompts=1",
+    "rollout.prompts_per_iteration=2",
+    "ppo.minibatch_size=4",
+    "ppo.iterations=1",
+    "numerics.accuracy_sequences=0",
+    "layout.rollout_slots=4",
+    "layout.threads=1",
+)
+FORMS = {
+    "GRPO, all weights": (
+        "lora=null",
+        "value={kind: none}",
+        "advantages={kind: group}",
+        "kl={placement: loss, kl_coef: 0.04, estimator: k3}",
+    ),
+    "a value head, all weights": ("lora=null", "value={kind: head}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_of_training_keep_the_promise(
+    form: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(EXPERIMENT, [*TINY_WORK, f"model.path={folder}", *FORMS[form]])
+    run_dir, _ = run(config, tmp_path, Silent())
+    tokens, iterations = reader.read_tokens(run_dir), reader.read_iterations(run_dir)
+    assert len(tokens) >= 8 and (tokens.rollout_logprobs == tokens.old_logprobs).all()
+    assert (iterations.unequal_first_ratios == 0).all() and (iterations.unequal_values.fillna(0) == 0).all()
+    before, after = (dict(load_folder(f)[0].named_parameters()) for f in (folder, run_dir / "checkpoints" / "final"))
+    moved = [name for name, weights in before.items() if not torch.equal(weights, after[name])]
+    assert len(moved) == len(before), "every matrix is trained"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_of_the_real_model_goes_on_in_another_layout(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA for policy and value model, from the checkpoint after one of two iterations."""
+    monkeypatch.chdir(ROOT)
+    two = ("ppo.iterations=2", "checkpoints.every=1", f"model.path={folder}")
+    recorded = record(load_config(EXPERIMENT, [*TINY_WORK, *two]), tmp_path)
+    part = recorded.copy(1, tmp_path)
+    assert len(list((part / "checkpoints").glob("iteration-*"))) == 1
+    resume(part, Silent(), ["layout.padding=none", "layout.threads=2", "layout.update_micro_batch=1"])
+    recorded.require_same(part)
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ CAUSES = {
     "half": "retokenization",
     "dropout": "dropout",
     "end": "none",
+    "token bias": "token_bias",
 }
 
 

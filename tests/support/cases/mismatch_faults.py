@@ -147,6 +147,11 @@ def truncated(setting: Setting, top_p: float = 0.9, top_k: int = 0) -> pd.DataFr
     return pairs(setting, replace(PLAIN, top_p=top_p, top_k=top_k))
 
 
+def token_bias(setting: Setting, size: float = 0.1) -> pd.DataFrame:
+    """The sampler's logits have an error of each token, the same everywhere."""
+    return pairs(setting, replace(PLAIN, token_bias=size, bias_seed=setting.seed))
+
+
 def rolled(setting: Setting, by: int = 1) -> pd.DataFrame:
     """The sampler's log-probs of a batch are written one place on."""
     return pairs(setting, sampler=lambda items: torch.roll(items.logprobs, by))

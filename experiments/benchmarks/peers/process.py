@@ -1,0 +1,49 @@
+"""A peer in a process of its own: it gets `step THREADS`, and answers with the wall and CPU seconds of that step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks.timing import Cost
+
+
+class Peer:
+    """A running peer. RuntimeError with the end of its log where it has ended."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process, self._log = process, log
+
+    def answer(self) -> Any:
+        """The next line of JSON."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the peer's process ended: " + self._log.read_text(errors="replace")[-2000:])
+        return json.loads(line)
+
+    def step(self, threads: int) -> Cost:
+        """One step on this many threads."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"step {threads}\n")
+        self._process.stdin.flush()
+        return Cost(**self.answer())
+
+
+@contextmanager
+def started(command: Sequence[str], log: Path) -> Iterator[Peer]:
+    """A peer while the block runs; it ends when its standard input does."""
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        try:
+            yield Peer(process, log)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)

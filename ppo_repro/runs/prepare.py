@@ -44,7 +44,9 @@ from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_op
 from ppo_repro.numerics.optim.stock import StockOptimizer
 from ppo_repro.numerics.pieces import Division
 from ppo_repro.numerics.proof import proof
+from ppo_repro.numerics.sharding.layers import check_divisible
 from ppo_repro.numerics.sharding.parts import hold
+from ppo_repro.numerics.sharding.stages import check_layers
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
@@ -55,8 +57,7 @@ from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.faults import check_training_prompts
 from ppo_repro.stages.prompts import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
-from ppo_repro.tasks.python_task import PythonFile
-from ppo_repro.tasks.rewards import Judge, check_functions, for_source, load_judge
+from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
 from ppo_repro.tasks.sources import check_source, load_source
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
@@ -77,35 +78,33 @@ class Prepared:
 
 
 def _source(
-    config: RunConfig, problems: Split, device: torch.device, progress: WarmStartProgress
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[WarmStartStep, ...]]:
-    """The model that policy, value model and reference are copies of at the start, its tokenizer, its warm start."""
+    config: RunConfig, problems: Split, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that policy, value model and reference are copies of at the start, before any warm start."""
     if isinstance(config.model, ModelFolder):
         source, tokenizer = load_folder(Path(config.model.path))
-        return moved(source, device), tokenizer, ()
+        return moved(source, device), tokenizer
     assert isinstance(config.model, TinyModel)
     tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
     model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
-    moved(model, device)
-    steps = warm_start(model, tokenizer, problems.train, config.model, config.numerics, config.seed, progress)
-    return model, tokenizer, steps
+    return moved(model, device), tokenizer
 
 
-def prepare_task(
-    config: RunConfig,
-    problems: Split,
-    tokenizer: PreTrainedTokenizerBase,
-    source: PreTrainedModel,
-    judge: Judge,
-    progress: WarmStartProgress,
-    environment: PythonFile | None = None,
-) -> tuple[Task, RewardTraining | None]:
-    """Encode and check every prompt; load the reward model, or train it and return how that went."""
+def _checked_prompts(
+    config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, source: PreTrainedModel
+) -> dict[str, tuple[int, ...]]:
+    """Token ids of every prompt by key; UserError where a prompt or a setting does not go with the model."""
     encode = encoder(tokenizer, config.task.chat_template, config.task.system_prompt)
-    ids = encode_all([*problems.train, *problems.held_out], encode, config, source.config.vocab_size)
-    reward_model, training = _reward_model(config, problems, ids, tokenizer, source, progress)
-    return Task(problems, ids, judge, reward_model, tokenizer, environment), training
+    model, mesh = source.config, config.layout.mesh
+    ids = encode_all([*problems.train, *problems.held_out], encode, config, model.vocab_size)
+    check_training_prompts(config, tokenizer, ids)
+    check_routes(config, source)
+    check_divisible(model, mesh.tensor, "the model")
+    check_layers(model, mesh.pipeline, "the model")
+    if config.rollout.top_k > model.vocab_size:
+        raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {model.vocab_size} tokens")
+    return ids
 
 
 def _reward_model(
@@ -269,29 +268,29 @@ def prepare(
     left it; it replaces the model of the configuration and its warm start. `ranks`: the processes that divide networks
     and optimizers' state. `measured`: where they divide the networks, measure the policy's accuracy before.
     """
-    device = device_of(config.layout.device)
-    kernels = config.layout.backend if config.numerics.mode == "exact" else "eager"
+    device, numerics = device_of(config.layout.device), config.numerics
+    kernels = config.layout.backend if numerics.mode == "exact" else "eager"
     proof.use(kernels, config.layout.threads, config.layout.device)
     disable_progress_bar()  # the run shows its own
-    judge = load_judge(config.reward)  # before the minutes that a warm start takes
+    judge = load_judge(config.reward)
     brought = load_source(config.task, config.seed)
     problems = brought.problems
     judge = for_source(judge, brought, config.task.answer_extraction)
     check_functions(judge, problems.train)
     check_source(brought, problems.train)
     if start_folder is None:
-        source, tokenizer, steps = _source(config, problems, device, progress)
+        source, tokenizer = _source(config, problems, device)
     else:
-        source, tokenizer, steps = *load_folder(start_folder), ()
+        source, tokenizer = load_folder(start_folder)
         moved(source, device)
-    task, reward_training = prepare_task(config, problems, tokenizer, source, judge, progress, brought.environment)
-    check_training_prompts(config, task)
-    check_routes(config, source)
-    if config.rollout.top_k > source.config.vocab_size:
-        raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {source.config.vocab_size} tokens")
+    ids = _checked_prompts(config, problems, tokenizer, source)  # before the minutes that a warm start takes
+    steps: tuple[WarmStartStep, ...] = ()
+    if start_folder is None and isinstance(config.model, TinyModel):
+        steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
+    reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
+    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment)
     accuracy = None
     if measured and ranks.divides_weights:
-        numerics = config.numerics
         accuracy = policy_accuracy(config, task.prompt_ids, make_policy(source, numerics.mode, numerics.max_context))
     networks = _networks(config, source, task, share, Division(ranks, config.layout.mesh.zero))
     engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))

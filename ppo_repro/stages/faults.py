@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.buffers import Rollout
 from ppo_repro.config.run import RunConfig
@@ -30,9 +31,9 @@ def training_eligible(config: RunConfig, kept_tokens: Tensor, vocab_size: int, d
     return expand_kept(kept_tokens, vocab_size, device) if config.mismatch.trainer.top_p_scored else None
 
 
-def training_prompt(config: RunConfig, task: Task, ids: Sequence[int]) -> tuple[int, ...]:
+def training_prompt(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, ...]:
     """The tokens before a response as the trainer has them."""
-    faults, tokenizer = config.mismatch.trainer, task.tokenizer
+    faults = config.mismatch.trainer
     before, after = (
         tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         for text in (faults.prompt_before, faults.prompt_after)
@@ -41,17 +42,19 @@ def training_prompt(config: RunConfig, task: Task, ids: Sequence[int]) -> tuple[
     return (*[padding] * (faults.padding_leak - len(ids)), *before, *ids, *after)
 
 
-def check_training_prompts(config: RunConfig, task: Task) -> None:
+def check_training_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompt_ids: Mapping[str, tuple[int, ...]]
+) -> None:
     """Raise UserError where the trainer's prompts are those of the sampler all the same, or have no room."""
     faults = config.mismatch.trainer
     if not faults.prompts_differ:
         return
-    by_key = {key: training_prompt(config, task, ids) for key, ids in task.prompt_ids.items()}
+    by_key = {key: training_prompt(config, tokenizer, ids) for key, ids in prompt_ids.items()}
     for field in ("prompt_before", "prompt_after"):
         text = getattr(faults, field)
-        if text and not task.tokenizer(text, add_special_tokens=False)["input_ids"]:
+        if text and not tokenizer(text, add_special_tokens=False)["input_ids"]:
             raise UserError(f"mismatch.trainer.{field} = {text!r}: has no token in this tokenizer; write another text")
-    shortest = min(map(len, task.prompt_ids.values()))
+    shortest = min(map(len, prompt_ids.values()))
     if 0 < faults.padding_leak <= shortest:
         raise UserError(
             f"mismatch.trainer.padding_leak = {faults.padding_leak}: the shortest prompt has {shortest} tokens, so "
@@ -71,7 +74,7 @@ def as_trained(config: RunConfig, task: Task, rollout: Rollout) -> Rollout:
     if not config.mismatch.trainer.prompts_differ:
         return rollout
     prompts = rollout.prompts
-    ids = tuple(training_prompt(config, task, prompt) for prompt in prompts.prompt_ids)
+    ids = tuple(training_prompt(config, task.tokenizer, prompt) for prompt in prompts.prompt_ids)
     return replace(rollout, prompts=replace(prompts, prompt_ids=ids))
 
 

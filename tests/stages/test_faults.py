@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.versions import Versions
 from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.rollout.sampler import biased
+from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import words
 from ppo_repro.stages.faults import dropped, training_weights
 from ppo_repro.stages.lagging import first_versions, version_of_tokens
@@ -173,3 +175,18 @@ def test_nothing_set_is_written_nowhere() -> None:
     )
     assert small_config("mismatch.trainer.dropout=0.0").digest() == small_config().digest()
     assert small_config("mismatch.trainer.dropout=0.1").digest() != small_config().digest()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("mismatch.trainer.padding_leak=1000", "has 1000 tokens in training"),
+        ("rollout.top_k=9999", "rollout.top_k = 9999: the vocabulary has"),
+        ("ppo.replay_routes=true", "needs a mixture of experts"),
+        ("layout.mesh.tensor=3", "layout.mesh.tensor = 3: the model has num_"),
+        ("layout.mesh.pipeline=9", "layout.mesh.pipeline = 9: the model has num_hidden_layers"),
+    ],
+)
+def test_what_does_not_go_with_the_model_is_said_before_the_warm_start(option: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        prepare(small_config(option), lambda step, total, loss: pytest.fail("the warm start has begun"))

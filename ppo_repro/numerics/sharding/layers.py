@@ -57,7 +57,7 @@ def check_divisible(config: PretrainedConfig, count: int, of: str) -> None:
             allowed = [n for n in range(1, size + 1) if all(s % n == 0 for s in sizes.values())]
             raise UserError(
                 f"layout.mesh.tensor = {count}: {of} has {name} = {size}, which it does not divide; "
-                f"must be one of {', '.join(map(str, allowed))}"
+                f"must be {'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}"
             )
 
 

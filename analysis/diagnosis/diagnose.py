@@ -51,7 +51,7 @@ GROWTH = 10.0
 # what a slope for each token id leaves of what one slope leaves, where so many tokens have others of their id: an error
 # of each token 0.13 on average and 0.38 at most, of the other causes without a prediction only old weights below 0.9
 LEFT_BY_TOKEN = 0.5
-ENOUGH_TOKENS = 100
+ENOUGH_TOKENS = 50
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from ppo_repro.numerics import backend
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent
 from tests.support.language import run
-from tests.support.paths import TINY
+from tests.support.paths import ROOT, TINY
 
 COMMON = (
     *("ppo.iterations=3", "ppo.minibatch_size=5", "ppo.ratio_anchor=old", "numerics.max_context=24"),
@@ -55,6 +59,19 @@ def test_all_causes_together_have_one_fingerprint_under_layouts_threads_and_back
     assert [fingerprint(tmp_path / str(i), *CAUSES, *layout) for i, layout in enumerate(LAYOUTS)] == [expected] * len(
         LAYOUTS
     )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(backend.has_amx(), reason="backend amx is among the layouts where a CPU has it")
+def test_the_kernels_for_amx_have_it_where_their_instructions_are_emulated(tmp_path: Path) -> None:
+    expected = fingerprint(tmp_path / "here", *CAUSES)
+    sets = [part for o in (*COMMON, *CAUSES, "layout.backend=amx") for part in ("--set", o)]
+    command = [sys.executable, "-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path / "amx"), "--json", *sets]
+    emulated = {**os.environ, "PPO_REPRO_AMX": "emulated"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=emulated, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["fingerprint"] == expected
 
 
 @pytest.mark.slow

@@ -167,9 +167,14 @@ FORMS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("GRPO, all weights", marks=pytest.mark.slow),
+        pytest.param("a value head, all weights", marks=pytest.mark.long),
+    ],
+)
 def test_other_forms_of_training_keep_the_promise(
     form: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +189,7 @@ def test_other_forms_of_training_keep_the_promise(
     assert len(moved) == len(before), "every matrix is trained"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_run_of_the_real_model_goes_on_in_another_layout(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -77,7 +77,10 @@ def test_the_real_model_is_taken_where_it_was_fetched(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_it_writes_trains_and_its_own_test_passes(cli: Cli, tmp_path: Path) -> None:
+def test_what_it_writes_trains_and_its_own_test_passes(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # away from a real model that was fetched
     assert cli("init", tmp_path / "new")[0] == 0
     done = pytest_in(tmp_path / "new")
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout

@@ -231,7 +231,7 @@ def test_filled_caches_do_not_grow_again() -> None:
     assert abs(memory.allocated_kib() - before) < 200
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_ways_to_run_cells_have_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "cells.json"
     grid_cells.main(["--cells", "3", "--workers", "2", "--compared", "2", "--json", str(table)])

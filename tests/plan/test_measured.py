@@ -21,9 +21,14 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["lora, lora value model", "value head", "trainer in bfloat16", "trainer of torch in bfloat16"]
+    "case",
+    [
+        pytest.param("lora, lora value model", marks=pytest.mark.slow),
+        pytest.param("value head", marks=pytest.mark.slow),
+        pytest.param("trainer in bfloat16", marks=pytest.mark.long),
+        pytest.param("trainer of torch in bfloat16", marks=pytest.mark.long),
+    ],
 )
 def test_a_real_run_needs_what_was_planned(case: str, large_model: Path) -> None:
     """Value losses always have gradients; scores of two short responses may be equal, and then there are no sums."""

@@ -70,10 +70,13 @@ def test_the_bits_are_those_of_the_reference_in_many_cases() -> None:
 
 
 # several tiles of queries and of keys, several parts of a head, heads that share keys
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "groups", "dim", "reach", "kind"),
-    [(70, 2, 80, "window", "normal"), (130, 1, 16, "packed", "exponents"), (40, 3, 256, "causal", "ties")],
+    [
+        pytest.param(130, 1, 16, "packed", "exponents", marks=pytest.mark.slow),
+        pytest.param(70, 2, 80, "window", "normal", marks=pytest.mark.long),
+        pytest.param(40, 3, 256, "causal", "ties", marks=pytest.mark.long),
+    ],
 )
 def test_the_bits_are_those_of_the_reference_over_several_tiles(
     length: int, groups: int, dim: int, reach: str, kind: str

@@ -54,7 +54,7 @@ def test_another_grid_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         assert unequal(trained()[0], expected[0]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_backend_proves_itself() -> None:
     with as_on_a_card():

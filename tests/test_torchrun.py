@@ -53,7 +53,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @slow
 @pytest.mark.parametrize(
     ("processes", "shares"),
-    [(1, "[]"), (2, "[]"), (2, "[1,0]"), (3, "[3,1,1]"), (4, "[1,0,2,0]")],
+    [(1, "[]"), (2, "[]"), (2, "[1,0]"), (3, "[3,1,1]"), (4, "[]"), (4, "[1,0,2,0]")],
 )
 def test_no_number_of_processes_and_no_shares_change_the_fingerprint(
     tiny_run: Path, tmp_path: Path, processes: int, shares: str

@@ -276,7 +276,7 @@ def _unstructured(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, .
         return ("reduced_precision",)
     if can_be_stale and e["growth"] >= GROWTH and e["growth_z"] >= CLEAR:
         return ("stale_weights",)
-    if m.again >= ENOUGH_TOKENS and e["left_by_token"] <= LEFT_BY_TOKEN:
+    if m.repeated >= ENOUGH_TOKENS and e["left_by_token"] <= LEFT_BY_TOKEN:
         # steps may favour some tokens everywhere too
         return ("token_bias", "stale_weights") if can_be_stale else ("token_bias",)
     causes: tuple[Cause, ...] = (

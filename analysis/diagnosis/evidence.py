@@ -160,11 +160,11 @@ def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> dict[str,
         slope = np.divide(products - u * delta, others, out=np.zeros_like(delta), where=usable)
         return np.where(usable, (delta - slope * u) ** 2, 0.0)
 
-    again = np.bincount(ids)[ids] > 1
+    repeated = np.bincount(ids)[ids] > 1
     return {
-        "again": _total(again),
-        "by_token_sq": _total(left(ids)[again]),
-        "by_one_slope_sq": _total(left(np.zeros_like(ids))[again]),
+        "repeated": _total(repeated),
+        "by_token_sq": _total(left(ids)[repeated]),
+        "by_one_slope_sq": _total(left(np.zeros_like(ids))[repeated]),
     }
 
 

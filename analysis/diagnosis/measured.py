@@ -46,7 +46,7 @@ class Measured:
     negative: float = 0.0
     sorted_sq: float = 0.0
     # tokens whose id occurs again; delta^2 left there by a slope on u for each id, or by one for all, of the others
-    again: float = 0.0
+    repeated: float = 0.0
     by_token_sq: float = 0.0
     by_one_slope_sq: float = 0.0
     neighbours: float = 0.0

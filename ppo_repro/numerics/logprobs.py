@@ -246,9 +246,9 @@ def top_logits(logits: Tensor, temperature: float, count: int, share: Share | No
 
     logits float32 [n, V]; K = min(count, V). 0.0 comes before -0.0.
     """
-    scaled = elementwise.divided(logits, temperature)
     if count == 0:
         return torch.empty(len(logits), 0, dtype=torch.int32), torch.empty(len(logits), 0)
+    scaled = elementwise.divided(logits, temperature)
     # integers in the order of the floats; with the id below them no two are equal, so that topk has one answer
     bits = scaled.view(torch.int32).to(torch.int64)
     order = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)

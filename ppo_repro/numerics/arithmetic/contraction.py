@@ -12,6 +12,7 @@ integer sums, and where there are outliers the columns that have some.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class Operand:
     has_outliers: bool  # also where only another process holds them
 
 
+@cache  # a step of a small model asks twenty thousand times
 def most_outliers(terms: int) -> int:
     """How many outliers a row of `terms` numbers may have, fewer than it has numbers."""
     return min(max(LEAST_OUTLIERS, terms // OUTLIER_SHARE), terms - 1)

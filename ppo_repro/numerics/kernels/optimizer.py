@@ -37,6 +37,10 @@ class StepConstants(NamedTuple):
     decay: float  # 1 - learning rate x weight decay
     step_size: float  # learning rate over the first moment's bias correction
 
+    def as_float32(self) -> StepConstants:
+        """As kernels take them."""
+        return StepConstants._make(np.float32(factor) for factor in self)
+
 
 @kernel
 def _adamw(parameter, gradient, mean, square, c):  # type: ignore[no-untyped-def]
@@ -84,11 +88,10 @@ def _convert_limbs(high, low, unit, out):  # type: ignore[no-untyped-def]
 
 
 def adamw(parameter: Array, gradient: Array, mean: Array, square: Array, constants: StepConstants) -> None:
-    """One AdamW step in place on flat float32 arrays, each operation rounded to float32."""
-    c = StepConstants._make(np.float32(factor) for factor in constants)
+    """One AdamW step in place on flat float32 arrays, each operation rounded to float32; `constants` `as_float32`."""
 
     def run(first: int, last: int) -> None:
-        _adamw(parameter[first:last], gradient[first:last], mean[first:last], square[first:last], c)
+        _adamw(parameter[first:last], gradient[first:last], mean[first:last], square[first:last], constants)
 
     in_parts(run, len(parameter), NS_ADAMW)
 
@@ -96,7 +99,7 @@ def adamw(parameter: Array, gradient: Array, mean: Array, square: Array, constan
 def largest(x: Array) -> float:
     """max |x| of a flat float32 array; infinite or NaN if any element is. 0 elements give 0."""
     maxima = results_of_parts(lambda first, last: _largest(x[first:last]), len(x), NS_LARGEST)
-    return float(np.max(maxima)) if maxima else 0.0
+    return float(maxima[0] if len(maxima) == 1 else np.max(maxima)) if maxima else 0.0
 
 
 def sum_of_squares(x: Array, shift: int) -> int:

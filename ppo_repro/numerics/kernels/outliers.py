@@ -56,7 +56,7 @@ def find(x: np.ndarray, along_rows: bool, rows: np.ndarray, room: float, gap: in
 
     `most` bounds the outliers of a row; see `rows.grid_exponent` for the law.
     """
-    if not rows.any():
+    if not np.count_nonzero(rows):
         return NONE
     row_step, step, terms = (x.shape[1], 1, x.shape[1]) if along_rows else (1, x.shape[1], x.shape[0])
     starts, columns = np.zeros(rows.size + 1, np.int64), np.empty(int(rows.sum()) * most, np.int64)

@@ -239,6 +239,8 @@ def run(steps: Sequence[Step], first: int, last: int, nanoseconds: float, sums: 
     found = [done for done in parts if done is not None]
     if len(found) < len(parts):
         return None
+    if len(found) == 1:
+        return found[0]
     nothing = Done(np.full(len(steps), NO_GRID), np.zeros(sums, np.int64))  # where there are no rows
     tops, totals = zip(nothing, *found, strict=True)
     return Done(np.maximum.reduce(tops), np.add.reduce(totals))

@@ -195,12 +195,13 @@ class ExactAdamW:
             decay=1.0 - s.learning_rate * s.weight_decay,
             step_size=s.learning_rate / (1.0 - self.beta1_power),
         )
+        of_kernels = constants.as_float32()
         for name, parameter in self.parameters.items():
             own = self._own(name, parameter.detach())
             tensors = (own, gradients[name], self.first[name], self.second[name])
             if backend.has_kernels(parameter):
                 values, gradient, first, second = (_flat(t) for t in tensors)
-                kernels.adamw(values, gradient, first, second, constants)
+                kernels.adamw(values, gradient, first, second, of_kernels)
                 # prepared weights are outdated when this counter changes
                 torch.autograd.graph.increment_version(parameter)
             elif backend.has_triton(parameter):

@@ -107,7 +107,6 @@ def hidden_states(decoder: Decoder, ids: Tensor, cache: GridCache, rows: Tensor 
     positions = cache.target.arrays[1]
     rotary = rotary_at(trunk, positions.reshape(-1))
     wanted = None if rows is None else rows.numpy()
-    visible = {window: _visible(window, positions) for window in {layer.window for layer in trunk.layers}}
     x = array(trunk.embedding)[ids.reshape(-1).numpy()]
     single = positions.shape[1] == 1
     whole = decoder.whole() if single else None
@@ -115,7 +114,9 @@ def hidden_states(decoder: Decoder, ids: Tensor, cache: GridCache, rows: Tensor 
     if whole is not None:
         _through_whole_trunk(trunk, whole, x, cache)
         x = x if wanted is None else x[wanted]
-    elif layers:
+        return torch.from_numpy(normalise(trunk.final_norm, x).y)
+    visible = {window: _visible(window, positions) for window in {layer.window for layer in trunk.layers}}
+    if layers:
         _through_whole_layers(trunk, layers, x, cache, visible)
         x = x if wanted is None else x[wanted]
     else:

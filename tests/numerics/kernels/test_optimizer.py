@@ -90,7 +90,7 @@ def test_kernels_are_as_accurate_as_float64() -> None:
     w, g, m, s = (rng.standard_normal(10_000).astype(np.float32) for _ in range(4))
     s = np.abs(s)
     w64, g64, m64, s64 = (x.astype(np.float64) for x in (w, g * np.float32(1), m, s))
-    kernels.adamw(w, g, m, s, c)
+    kernels.adamw(w, g, m, s, c.as_float32())
     g64 = g64 * 0.3
     m64 = m64 * 0.9 + g64 * 0.1
     s64 = s64 * 0.95 + g64**2 * 0.05

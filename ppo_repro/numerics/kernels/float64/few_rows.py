@@ -44,19 +44,19 @@ _ONE = np.float32(1.0)
 
 def _add_terms(b: Builder, rows: int, left: Value, left_row: Value, right: Value, count: Value, sums: Any) -> None:
     """sums[i, v] += left[i, k] right[k, v] over `count` terms."""
-    starts = [left]
+    starts, vectors = [left], len(sums) // rows
     for _ in range(rows - 1):
         starts.append(b.add(starts[-1], left_row))
     with cgutils.for_range(b, count) as term:
         at = b.add(right, b.mul(term.index, number(4 * COLUMNS)))
         columns = []
-        for v in range(VECTORS):
+        for v in range(vectors):
             integers = b.load(pointer(b, vector(I32), at, 4 * LANES * v), align=4)
             columns.append(b.sitofp(integers, vector(DOUBLE)))
         for i in range(rows):
             x = spread(b, b.load(pointer(b, DOUBLE, b.add(starts[i], b.mul(term.index, number(8)))), align=8))
             for v, column in enumerate(columns):
-                total = sums[i * VECTORS + v]
+                total = sums[i * vectors + v]
                 product = b.fmul(x, column, flags=("contract",))
                 b.store(b.fadd(b.load(total), product, flags=("contract",)), total)
 
@@ -71,8 +71,8 @@ def _carry(b: Builder, sums: list[Value], scratch: Value) -> None:
         b.store(after, at, align=8)
 
 
-def _tile(rows: int) -> Callable[..., None]:
-    """An intrinsic: y = fl32(sum_k left right scale column_scale) + 0 + bias of `rows` rows, TILE_COLUMNS columns.
+def _tile(rows: int, vectors: int = VECTORS) -> Callable[..., None]:
+    """An intrinsic: y = fl32(sum_k left right scale column_scale) + 0 + bias of `rows` rows, `vectors` x LANES columns.
 
     (left, left_row, right, terms, scratch, scales, column_scales, bias, y, y_row), all but `terms` addresses or bytes
     from row to row. left float64, right int32 [terms, COLUMNS], y float32.
@@ -81,7 +81,7 @@ def _tile(rows: int) -> Callable[..., None]:
     def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
         left, left_row, right, terms, scratch, scales, column_scales, bias, y, y_row = args
         start = ir.Constant(vector(DOUBLE), [HIGH_START] * LANES)
-        sums = [cgutils.alloca_once_value(b, ir.Constant(vector(DOUBLE), None)) for _ in range(rows * VECTORS)]
+        sums = [cgutils.alloca_once_value(b, ir.Constant(vector(DOUBLE), None)) for _ in range(rows * vectors)]
         for index in range(len(sums)):
             b.store(start, pointer(b, vector(DOUBLE), scratch, 8 * LANES * index), align=8)
         groups = b.udiv(b.add(terms, number(EXACT_TERMS - 1)), number(EXACT_TERMS))
@@ -96,8 +96,8 @@ def _tile(rows: int) -> Callable[..., None]:
         for i in range(rows):
             scale = spread(b, b.load(pointer(b, DOUBLE, scales, 8 * i), align=8))
             target = b.add(y, b.mul(number(i), y_row))
-            for v in range(VECTORS):
-                index = i * VECTORS + v
+            for v in range(vectors):
+                index = i * vectors + v
                 high = b.load(pointer(b, vector(DOUBLE), scratch, 8 * LANES * index), align=8)
                 total = b.fmul(b.fadd(b.fsub(high, start), b.load(sums[index])), scale)
                 column_scale = b.load(pointer(b, vector(DOUBLE), column_scales, 8 * LANES * v), align=8)
@@ -115,11 +115,16 @@ def _tile(rows: int) -> Callable[..., None]:
 
 
 _tile_of_1, _tile_of_2, _tile_of_4, _tile_of_8 = (_tile(rows) for rows in (1, 2, 4, 8))
+_tile_of_1_vector, _tile_of_2_vectors = (_tile(TILE_ROWS, vectors) for vectors in (1, 2))
 
 
 @inline
-def _tile_of(count, a, a_row, b, terms, scratch, scales, column_scales, bias, y, y_row):  # type: ignore[no-untyped-def]
-    if count > 4:
+def _tile_of(count, wanted, a, a_row, b, terms, scratch, scales, column_scales, bias, y, y_row):  # type: ignore[no-untyped-def]
+    if count > TILE_ROWS // 2 and wanted <= LANES:
+        _tile_of_1_vector(a, a_row, b, terms, scratch, scales, column_scales, bias, y, y_row)
+    elif count > TILE_ROWS // 2 and wanted <= 2 * LANES:
+        _tile_of_2_vectors(a, a_row, b, terms, scratch, scales, column_scales, bias, y, y_row)
+    elif count > 4:
         _tile_of_8(a, a_row, b, terms, scratch, scales, column_scales, bias, y, y_row)
     elif count > 2:
         _tile_of_4(a, a_row, b, terms, scratch, scales, column_scales, bias, y, y_row)
@@ -146,15 +151,14 @@ def multiply_rows(inputs, scales, rows, terms, panels, column_scales, bias, colu
             target, target_row = out + 4 * (row * columns + start), 4 * columns
             if width < COLUMNS or height & (height - 1) != 0:  # whole tiles would reach beyond y
                 target, target_row = block.ctypes.data, 4 * COLUMNS
-            for c in range(0, COLUMNS, TILE_COLUMNS):
+            for c in range(0, width, TILE_COLUMNS):
                 b = panels + 4 * (panel * terms * COLUMNS + c)
                 s, w = column_scales + 8 * (start + c), bias + 4 * (start + c)
                 for r in range(0, height, TILE_ROWS):
                     a, d = x + (row + r) * stride, scales.ctypes.data + 8 * (row + r)
-                    count = min(height - r, TILE_ROWS)
+                    count, place = min(height - r, TILE_ROWS), target + r * target_row + 4 * c
                     _tile_of(
-                        count, a, stride, b, terms, scratch.ctypes.data, d, s, w, target + r * target_row + 4 * c,
-                        target_row,
+                        count, width - c, a, stride, b, terms, scratch.ctypes.data, d, s, w, place, target_row
                     )  # fmt: skip
             if target == block.ctypes.data:
                 for i in range(height):

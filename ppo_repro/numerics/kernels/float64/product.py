@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,13 @@ from ppo_repro.numerics.kernels.float64.operands import (
     Inputs,
     Weight,
     pack_columns,
+    pack_transposed,
     squares_of_panel,
 )
 from ppo_repro.numerics.kernels.float64.tiles import (
     BLOCK,
     COLUMNS,
+    LANES,
     ROWS,
     exact_terms,
     multiply,
@@ -30,9 +33,13 @@ from ppo_repro.numerics.kernels.float64.vectors import rounded_sums
 
 # terms multiplied at a time: a panel of so many stays in the second-level cache
 _DEPTH = 4096
+# Every panel meets all rows of the left operand; what the caches cannot hold of them comes from memory each time.
+_CACHED = 1 << 19  # numbers of a left operand in one pass, float64
+_PACKED = 1 << 24  # weights that are packed for several passes: 64 MiB
 _ZERO = np.float32(0.0)
 _NANOSECONDS = 0.025  # of a product; only to decide how many threads are worth waking
 
+Arrays = tuple[np.ndarray, ...]
 
 _rounded_sums = rounded_sums(COLUMNS, HIGH_START)
 
@@ -61,7 +68,6 @@ def contract_panels(x, weight, bits, bias, terms, columns, first, last, y):  # t
     factors, offsets = column_scales.ctypes.data, own_bias.ctypes.data
     for panel in range(first, last):
         width = min(COLUMNS, columns - panel * COLUMNS)
-        whole = width == COLUMNS
         for c in range(width):
             column_scales[c] = pow2_64(exponents[panel * COLUMNS + c] - bits)
             own_bias[c] = bias[panel * COLUMNS + c] if bias.size else _ZERO
@@ -75,23 +81,25 @@ def contract_panels(x, weight, bits, bias, terms, columns, first, last, y):  # t
             for block in range(count):
                 height, at = min(ROWS, rows - block * ROWS), block * apart
                 place = block * ROWS * columns + panel * COLUMNS
-                target, stride = y.ctypes.data + 4 * place, 4 * columns
-                if not whole:
-                    target, stride = rounded.ctypes.data, 4 * COLUMNS
                 left = blocks.ctypes.data + 8 * ROWS * (block * terms + start)
                 scale = scales.ctypes.data + 8 * ROWS * block
                 group = exact_terms(left_squares[block], square)
-                if group >= terms and height == ROWS and apart == 0:
-                    multiply_and_round(left, right, depth, scale, factors, offsets, target, stride)
+                is_exact = group >= terms and height == ROWS and apart == 0
+                written = LANES if is_exact else COLUMNS  # columns at a time
+                target, stride = y.ctypes.data + 4 * place, 4 * columns
+                if width % written:
+                    target, stride = rounded.ctypes.data, 4 * COLUMNS
+                if is_exact:
+                    multiply_and_round(left, right, depth, width, scale, factors, offsets, target, stride)
                 else:
                     h, lo = high[at : at + BLOCK], low[at : at + BLOCK]
                     if start == 0:
                         h[:], lo[:] = HIGH_START, 0.0
                     sums = h.ctypes.data, lo.ctypes.data
-                    multiply(left, right, sums[0], sums[1], depth, height, group)
+                    multiply(left, right, sums[0], sums[1], depth, height, width, group)
                     if start + depth == terms:
                         _rounded_sums(sums[0], sums[1], scale, factors, offsets, target, stride, height)
-                if not whole and start + depth == terms:
+                if width % written and start + depth == terms:
                     _copy(rounded, height, width, place, y, columns)
 
 
@@ -105,12 +113,24 @@ def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.n
         return False
     rows, columns = y.shape
     terms = x.blocks.size // (-(-rows // ROWS) * ROWS) if rows else 0
-    left, right = (x.blocks, x.squares, x.scales), (weight.panels, weight.squares, w.reshape(-1), weight.exponents)
-    arguments = left, right, WEIGHT_BITS, bias, terms, columns
-    flat = y.reshape(-1)
-    work = lambda i, j: contract_panels(*arguments, i, j, flat)  # noqa: E731
-    in_parts(work, -(-columns // COLUMNS), _NANOSECONDS * rows * terms * COLUMNS)
+    blocks, together = -(-rows // ROWS), max(_CACHED // (ROWS * max(terms, 1)), 1)
+    if together < blocks and not weight.panels.size:
+        if w.size <= _PACKED:
+            weight = pack_transposed(w, weight)
+        else:  # packed as it is read, once
+            together = blocks
+    right, work = (weight.panels, weight.squares, w.reshape(-1), weight.exponents), _NANOSECONDS * terms
+    for block in range(0, blocks, together):
+        first, last = block * ROWS, min((block + together) * ROWS, rows)
+        left = x.blocks[first * terms :], x.squares[block:], x.scales[first:last]
+        part = _on_panels(left, right, bias, terms, y[first:last])
+        in_parts(part, -(-columns // COLUMNS), work * (last - first) * COLUMNS)
     return True
+
+
+def _on_panels(x: Arrays, weight: Arrays, bias: np.ndarray, terms: int, y: np.ndarray) -> Callable[[int, int], None]:
+    columns, flat = y.shape[1], y.reshape(-1)
+    return lambda i, j: contract_panels(x, weight, WEIGHT_BITS, bias, terms, columns, i, j, flat)
 
 
 @dataclass(frozen=True)
@@ -140,13 +160,13 @@ def _accumulate(grad, up, rows, panels, squares, tokens, columns, first, last, f
             right, place = panels.ctypes.data + 4 * COLUMNS * panel * tokens, block * ROWS * columns + panel * COLUMNS
             group = exact_terms(square, squares[panel])
             if group >= tokens:
-                if fresh and width == COLUMNS and height == ROWS:
-                    multiply_exactly(left.ctypes.data, right, tokens, sums.ctypes.data + 8 * place, 8 * columns)
+                if fresh and width % LANES == 0 and height == ROWS:
+                    multiply_exactly(left.ctypes.data, right, tokens, width, sums.ctypes.data + 8 * place, 8 * columns)
                     continue
-                multiply_exactly(left.ctypes.data, right, tokens, integers.ctypes.data, 8 * COLUMNS)
+                multiply_exactly(left.ctypes.data, right, tokens, width, integers.ctypes.data, 8 * COLUMNS)
             else:
                 high[:], low[:] = HIGH_START, 0.0
-                multiply(left.ctypes.data, right, high.ctypes.data, low.ctypes.data, tokens, height, group)
+                multiply(left.ctypes.data, right, high.ctypes.data, low.ctypes.data, tokens, height, width, group)
                 for c in range(BLOCK):
                     integers[c] = np.int64(high[c] - HIGH_START) + np.int64(low[c])
             for i in range(height):

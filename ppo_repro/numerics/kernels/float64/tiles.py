@@ -66,25 +66,25 @@ def _pointer(b: Builder, kind: ir.Type, address: Value, offset: int = 0) -> Valu
     return b.inttoptr(b.add(address, _number(offset)), kind.as_pointer())
 
 
-def _add_term(b: Builder, rows: int, left: Value, right: Value, sums: list[Value]) -> None:
+def _add_term(b: Builder, rows: int, vectors: int, left: Value, right: Value, sums: list[Value]) -> None:
     """sums[i, v] += left[i] right[v] for one term; left float64, right int32."""
     columns = []
-    for v in range(VECTORS):
+    for v in range(vectors):
         integers = b.load(_pointer(b, _vector(I32), right, 4 * LANES * v), align=4)
         columns.append(b.sitofp(integers, _vector(DOUBLE)))
     for i in range(rows):
         x = _spread(b, b.load(_pointer(b, DOUBLE, left, 8 * i), align=8))
         for v, column in enumerate(columns):
-            total = sums[i * VECTORS + v]
+            total = sums[i * vectors + v]
             product = b.fmul(x, column, flags=("contract",))
             b.store(b.fadd(b.load(total), product, flags=("contract",)), total)
 
 
-def _empty(b: Builder, rows: int, sums: list[Value], high: Value, low: Value) -> None:
+def _empty(b: Builder, rows: int, vectors: int, sums: list[Value], high: Value, low: Value) -> None:
     """Move the sums to `high` and `low`, without a rounding error."""
     for i in range(rows):
-        for v in range(VECTORS):
-            offset, c = 8 * (i * COLUMNS + v * LANES), b.load(sums[i * VECTORS + v])
+        for v in range(vectors):
+            offset, c = 8 * (i * COLUMNS + v * LANES), b.load(sums[i * vectors + v])
             h, w = (_pointer(b, _vector(DOUBLE), at, offset) for at in (high, low))
             before = b.load(h, align=8)
             after = b.fadd(before, c)
@@ -93,24 +93,26 @@ def _empty(b: Builder, rows: int, sums: list[Value], high: Value, low: Value) ->
             b.store(b.fadd(b.load(w, align=8), lost), w, align=8)
 
 
-def _add_terms(b: Builder, rows: int, left: Value, right: Value, first: Value, count: Value) -> list[Value]:
-    """Places of the sums of `count` terms from `first` on, a vector for each row and VECTORS columns."""
-    sums = [cgutils.alloca_once(b, _vector(DOUBLE)) for _ in range(rows * VECTORS)]
+def _add_terms(
+    b: Builder, rows: int, vectors: int, left: Value, right: Value, first: Value, count: Value
+) -> list[Value]:
+    """Places of the sums of `count` terms from `first` on, `vectors` for each row."""
+    sums = [cgutils.alloca_once(b, _vector(DOUBLE)) for _ in range(rows * vectors)]
     for total in sums:
         b.store(ir.Constant(_vector(DOUBLE), None), total)
     with cgutils.for_range(b, count) as term:
         k = b.add(first, term.index)
         at_left = b.add(left, b.mul(k, _number(8 * ROWS)))
-        _add_term(b, rows, at_left, b.add(right, b.mul(k, _number(4 * COLUMNS))), sums)
+        _add_term(b, rows, vectors, at_left, b.add(right, b.mul(k, _number(4 * COLUMNS))), sums)
     return sums
 
 
-def _tile(rows: int) -> Callable[..., None]:
+def _tile(rows: int, vectors: int = VECTORS) -> Callable[..., None]:
     """An intrinsic (left, right, high, low, terms, group): high + low += left right.
 
-    It has `rows` rows and TILE_COLUMNS columns. All but the last two are addresses; the sum of any `group` products,
-    counted from the first, is exact. left float64 [terms, ROWS], right int32 [terms, COLUMNS], high and low float64
-    [ROWS, COLUMNS].
+    It has `rows` rows and `vectors` x LANES columns. All but the last two are addresses; the sum of any `group`
+    products, counted from the first, is exact. left float64 [terms, ROWS], right int32 [terms, COLUMNS], high and low
+    float64 [ROWS, COLUMNS].
     """
 
     def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
@@ -120,7 +122,7 @@ def _tile(rows: int) -> Callable[..., None]:
             first = b.mul(group.index, group_size)
             rest = b.sub(terms, first)
             count = b.select(b.icmp_signed("<", rest, group_size), rest, group_size)
-            _empty(b, rows, _add_terms(b, rows, left, right, first, count), high, low)
+            _empty(b, rows, vectors, _add_terms(b, rows, vectors, left, right, first, count), high, low)
         return context.get_dummy_value()
 
     @intrinsic
@@ -130,23 +132,24 @@ def _tile(rows: int) -> Callable[..., None]:
     return tile
 
 
-def _rounded_tile(rows: int) -> Callable[..., None]:
+def _rounded_tile(vectors: int) -> Callable[..., None]:
     """An intrinsic (left, right, terms, scales, column_scales, bias, target, stride): products whose sums are exact.
 
-    target[i, c] = (fl32(sum_k left[k, i] right[k, c] scales[i] column_scales[c]) + 0) + bias[c], with `stride` bytes
-    between its rows. All but `terms` and `stride` are addresses; scales and column_scales float64, the rest float32.
+    It has TILE_ROWS rows and `vectors` x LANES columns, and `stride` bytes between rows of the target:
+    target[i, c] = (fl32(sum_k left[k, i] right[k, c] scales[i] column_scales[c]) + 0) + bias[c]. All but `terms` and
+    `stride` are addresses; scales and column_scales float64, the rest float32.
     """
 
     def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
         left, right, terms, scales, column_scales, bias, target, stride = args
-        sums = _add_terms(b, rows, left, right, _number(0), terms)
+        sums = _add_terms(b, TILE_ROWS, vectors, left, right, _number(0), terms)
         zeros = ir.Constant(_vector(FLOAT), [0.0] * LANES)
-        factors = [b.load(_pointer(b, _vector(DOUBLE), column_scales, 8 * LANES * v), align=8) for v in range(VECTORS)]
-        biases = [b.load(_pointer(b, _vector(FLOAT), bias, 4 * LANES * v), align=4) for v in range(VECTORS)]
-        for i in range(rows):
+        factors = [b.load(_pointer(b, _vector(DOUBLE), column_scales, 8 * LANES * v), align=8) for v in range(vectors)]
+        biases = [b.load(_pointer(b, _vector(FLOAT), bias, 4 * LANES * v), align=4) for v in range(vectors)]
+        for i in range(TILE_ROWS):
             scale = _spread(b, b.load(_pointer(b, DOUBLE, scales, 8 * i), align=8))
-            for v in range(VECTORS):
-                total = b.fmul(b.fmul(b.load(sums[i * VECTORS + v]), scale), factors[v])
+            for v in range(vectors):
+                total = b.fmul(b.fmul(b.load(sums[i * vectors + v]), scale), factors[v])
                 y = b.fadd(b.fadd(b.fptrunc(total, _vector(FLOAT)), zeros), biases[v])
                 b.store(y, _pointer(b, _vector(FLOAT), target, 4 * LANES * v), align=4)
             target = b.add(target, stride)
@@ -159,18 +162,19 @@ def _rounded_tile(rows: int) -> Callable[..., None]:
     return tile
 
 
-def _integer_tile(rows: int) -> Callable[..., None]:
+def _integer_tile(vectors: int) -> Callable[..., None]:
     """An intrinsic (left, right, terms, target, stride): target = left right, int64, of products whose sums are exact.
 
-    All but `terms` and `stride`, the bytes between rows of the target, are addresses.
+    It has TILE_ROWS rows and `vectors` x LANES columns. All but `terms` and `stride`, the bytes between rows of the
+    target, are addresses.
     """
 
     def generate(context: Any, b: Builder, _: Any, args: Any) -> Value:
         left, right, terms, target, stride = args
-        sums = _add_terms(b, rows, left, right, _number(0), terms)
-        for i in range(rows):
-            for v in range(VECTORS):
-                integers = b.fptosi(b.load(sums[i * VECTORS + v]), _vector(I64))
+        sums = _add_terms(b, TILE_ROWS, vectors, left, right, _number(0), terms)
+        for i in range(TILE_ROWS):
+            for v in range(vectors):
+                integers = b.fptosi(b.load(sums[i * vectors + v]), _vector(I64))
                 b.store(integers, _pointer(b, _vector(I64), target, 8 * LANES * v), align=8)
             target = b.add(target, stride)
         return context.get_dummy_value()
@@ -182,9 +186,11 @@ def _integer_tile(rows: int) -> Callable[..., None]:
     return tile
 
 
+# The last panel of a matrix is seldom full, and in small matrices it is a sixth of all: 128 columns are 5.3 panels.
 _tile_of_1, _tile_of_2, _tile_of_4, _tile_of_8 = (_tile(rows) for rows in (1, 2, 4, 8))
-
-_rounded_tile_of_rows, _integer_tile_of_rows = _rounded_tile(TILE_ROWS), _integer_tile(TILE_ROWS)
+_tile_of_1_vector, _tile_of_2_vectors = (_tile(TILE_ROWS, vectors) for vectors in (1, 2))
+_rounded_tile_of_1, _rounded_tile_of_2, _rounded_tile_of_3 = (_rounded_tile(vectors) for vectors in (1, 2, VECTORS))
+_integer_tile_of_1, _integer_tile_of_2, _integer_tile_of_3 = (_integer_tile(vectors) for vectors in (1, 2, VECTORS))
 
 
 @inline
@@ -197,14 +203,18 @@ def exact_terms(left, right):  # type: ignore[no-untyped-def]
 
 
 @inline
-def multiply(left, right, high, low, terms, rows, group):  # type: ignore[no-untyped-def]
-    """high + low += left right for the first `rows` rows of a block; see `_tile`."""
-    for column in range(0, COLUMNS, TILE_COLUMNS):
-        b = right + 4 * column
+def multiply(left, right, high, low, terms, rows, width, group):  # type: ignore[no-untyped-def]
+    """high + low += left right for the first `rows` rows and `width` columns of a block; see `_tile`."""
+    for column in range(0, width, TILE_COLUMNS):
+        b, wanted = right + 4 * column, width - column
         for row in range(0, rows, TILE_ROWS):
             at, count = 8 * (row * COLUMNS + column), min(rows - row, TILE_ROWS)
             a, h, w = left + 8 * row, high + at, low + at
-            if count > 4:
+            if count == TILE_ROWS and wanted <= LANES:
+                _tile_of_1_vector(a, b, h, w, terms, group)
+            elif count == TILE_ROWS and wanted <= 2 * LANES:
+                _tile_of_2_vectors(a, b, h, w, terms, group)
+            elif count > 4:
                 _tile_of_8(a, b, h, w, terms, group)
             elif count > 2:
                 _tile_of_4(a, b, h, w, terms, group)
@@ -215,19 +225,30 @@ def multiply(left, right, high, low, terms, rows, group):  # type: ignore[no-unt
 
 
 @inline
-def multiply_and_round(left, right, terms, scales, column_scales, bias, target, stride):  # type: ignore[no-untyped-def]
-    """A whole block of the result, where all terms add up exactly; see `_rounded_tile`."""
-    for column in range(0, COLUMNS, TILE_COLUMNS):
+def multiply_and_round(left, right, terms, width, scales, column_scales, bias, target, stride):  # type: ignore[no-untyped-def]
+    """All rows of a block of the result, where all terms add up exactly, `width` columns and what pads their vector."""
+    for column in range(0, width, TILE_COLUMNS):
+        factors, offsets, wanted = column_scales + 8 * column, bias + 4 * column, width - column
         for row in range(0, ROWS, TILE_ROWS):
-            a, b, out = left + 8 * row, right + 4 * column, target + row * stride + 4 * column
-            factors, offsets = column_scales + 8 * column, bias + 4 * column
-            _rounded_tile_of_rows(a, b, terms, scales + 8 * row, factors, offsets, out, stride)
+            a, b, out, scale = left + 8 * row, right + 4 * column, target + row * stride + 4 * column, scales + 8 * row
+            if wanted <= LANES:
+                _rounded_tile_of_1(a, b, terms, scale, factors, offsets, out, stride)
+            elif wanted <= 2 * LANES:
+                _rounded_tile_of_2(a, b, terms, scale, factors, offsets, out, stride)
+            else:
+                _rounded_tile_of_3(a, b, terms, scale, factors, offsets, out, stride)
 
 
 @inline
-def multiply_exactly(left, right, terms, target, stride):  # type: ignore[no-untyped-def]
-    """A whole block of integer sums, where all terms add up exactly; see `_integer_tile`."""
-    for column in range(0, COLUMNS, TILE_COLUMNS):
+def multiply_exactly(left, right, terms, width, target, stride):  # type: ignore[no-untyped-def]
+    """All rows of a block of integer sums, as `multiply_and_round`."""
+    for column in range(0, width, TILE_COLUMNS):
+        wanted = width - column
         for row in range(0, ROWS, TILE_ROWS):
-            out = target + row * stride + 8 * column
-            _integer_tile_of_rows(left + 8 * row, right + 4 * column, terms, out, stride)
+            a, b, out = left + 8 * row, right + 4 * column, target + row * stride + 8 * column
+            if wanted <= LANES:
+                _integer_tile_of_1(a, b, terms, out, stride)
+            elif wanted <= 2 * LANES:
+                _integer_tile_of_2(a, b, terms, out, stride)
+            else:
+                _integer_tile_of_3(a, b, terms, out, stride)

@@ -24,6 +24,7 @@ from ppo_repro.numerics.kernels.amx import gradient as amx_gradient
 from ppo_repro.numerics.kernels.amx import operands as amx
 from ppo_repro.numerics.kernels.amx import product as amx_product
 from ppo_repro.numerics.kernels.core import rows
+from ppo_repro.numerics.kernels.float64 import inputs as float64_inputs
 from ppo_repro.numerics.kernels.float64 import operands as float64
 from ppo_repro.numerics.kernels.float64 import product as float64_product
 from ppo_repro.numerics.kernels.outliers import Outliers
@@ -66,7 +67,7 @@ class Operand:
     """Inputs of linear layers, prepared for one kind of kernels."""
 
     values: np.ndarray  # float32 [M, K], as they came
-    prepared: float64.Inputs | amx.PackedRows
+    prepared: float64_inputs.Inputs | amx.PackedRows
     outliers: Outliers
 
     @property
@@ -76,7 +77,7 @@ class Operand:
 
 
 def _operand(x: np.ndarray, kind: str) -> Operand:
-    prepared = amx.quantise_rows(x) if kind == "amx" else float64.quantise_inputs(x)
+    prepared = amx.quantise_rows(x) if kind == "amx" else float64_inputs.quantise_inputs(x)
     found = outliers.find(x, True, prepared.outliers, 1.0, INPUT_GAP, most_outliers(x.shape[1]))
     return Operand(x, prepared, found)
 
@@ -178,10 +179,10 @@ class PreparedWeight:
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
         """`contract` with an input already on its grids, a result of `operand`; the bias may be empty."""
         x = operand.prepared
-        kind = "float64" if isinstance(x, float64.Inputs) else "amx"
+        kind = "float64" if isinstance(x, float64_inputs.Inputs) else "amx"
         (prepared, w_outliers), w = self._get(weight, dim, kind), array(weight)
         y = np.empty((len(operand.values), weight.shape[1 - dim]), np.float32)
-        if isinstance(x, float64.Inputs):
+        if isinstance(x, float64_inputs.Inputs):
             finite = float64_product.contract(x, prepared, w, bias, y)
         else:
             finite = amx_product.contract(x, prepared, amx_product.padded_bias(bias), y)

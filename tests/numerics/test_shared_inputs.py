@@ -31,7 +31,7 @@ def fresh(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
 
 def test_the_second_layer_takes_what_the_first_one_prepared(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    for module, name in ((products.amx, "quantise_rows"), (products.float64, "quantise_inputs")):
+    for module, name in ((products.amx, "quantise_rows"), (products.float64_inputs, "quantise_inputs")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda x, original=original: rows.append(len(x)) or original(x))
     x, first, second = numbers(5, 70, 0), numbers(6, 70, 1), numbers(33, 70, 2)

@@ -17,7 +17,9 @@ from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, WEIGHT_BIT
 from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.memory import doubles, floats, integers, small_integers
 from ppo_repro.numerics.kernels.core.pool import results_of_parts
-from ppo_repro.numerics.kernels.float64.operands import fill_inputs
+from ppo_repro.numerics.kernels.float64 import digits
+from ppo_repro.numerics.kernels.float64.digit_product import contract_digits
+from ppo_repro.numerics.kernels.float64.inputs import digits_size, fill_digits, fill_inputs
 from ppo_repro.numerics.kernels.float64.product import contract_panels
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS, ROWS
 from ppo_repro.numerics.kernels.layer_parts import (
@@ -46,6 +48,8 @@ from ppo_repro.numerics.kernels.row_steps import (
 _CACHED = 1 << 16  # numbers of the operand of a group of rows, in float64: half of a second-level cache of 1 MiB
 _MOST_ROWS = 128  # of a group
 _ONE = np.float32(1.0)
+_fill, _contract = (fill_digits, contract_digits) if digits.IN_USE else (fill_inputs, contract_panels)
+_COLUMNS = digits.COLUMNS if digits.IN_USE else COLUMNS  # that a product takes at a time
 
 
 class _Operand(NamedTuple):
@@ -95,9 +99,7 @@ def _grid(step, group, operand):  # type: ignore[no-untyped-def]
     x, exponents = _at(step[1], group, terms), numba.carray(integers(step[2] + 8 * group.first), rows)
     marks, scales, blocks = operand.has_outliers[:rows], operand.scales[:rows], (rows + ROWS - 1) // ROWS
     marks[:] = False
-    finite = fill_inputs(
-        x, terms, gap, most, bits, begin, blocks, operand.blocks, operand.squares, scales, exponents, marks
-    )
+    finite = _fill(x, terms, gap, most, bits, begin, blocks, operand.blocks, operand.squares, scales, exponents, marks)
     operand.filled[0] = 0
     if finite and np.any(marks):
         step_of_columns = np.int64(1)
@@ -135,7 +137,8 @@ def _product(step, group, operand):  # type: ignore[no-untyped-def]
         numba.carray(floats(step[4]), columns * terms),
         numba.carray(integers(step[5]), columns),
     )
-    contract_panels(left, right, bits, bias, terms, columns, begin, panels, y)
+    end = (columns + _COLUMNS - 1) // _COLUMNS
+    _contract(left, right, bits, bias, terms, columns, begin, end, y)
     if operand.filled[0] > 0 or step[13] > 0:
         _add_outliers(step, _at(step[1], group, terms), terms, y, columns, group, operand)
 
@@ -215,6 +218,11 @@ class Done(NamedTuple):
     sums: np.ndarray  # int64
 
 
+def _memory(rows: int, terms: int) -> np.ndarray:
+    """That of the operand of a group of rows."""
+    return np.empty(digits_size(rows // ROWS, terms), np.int32) if digits.IN_USE else np.empty(rows * terms)
+
+
 def run(steps: Sequence[Step], first: int, last: int, nanoseconds: float, sums: int = 0) -> Done | None:
     """Apply a program to rows first..last-1, on all threads; None where a number is not finite.
 
@@ -228,7 +236,7 @@ def run(steps: Sequence[Step], first: int, last: int, nanoseconds: float, sums: 
     def part(begin: int, end: int) -> Done | None:
         done = Done(np.full(len(steps), NO_GRID), np.zeros(sums, np.int64))
         operand = _Operand(
-            np.empty(rows * terms), np.empty(rows // ROWS), np.empty(rows), np.empty(rows, np.bool_),
+            _memory(rows, terms), np.empty(rows // ROWS), np.empty(rows), np.empty(rows, np.bool_),
             np.empty(rows + 1, np.int64), np.empty(rows * most, np.int64), np.zeros(1, np.int64),
         )  # fmt: skip
         scratch = np.empty(SCRATCH * rows * width, np.float32)

@@ -66,7 +66,7 @@ def norm(x: np.ndarray, y: np.ndarray, inverse: np.ndarray, weight: np.ndarray, 
 
 
 def grid(x: np.ndarray, exponents: np.ndarray) -> Step:
-    """Put x [T, K] float32 on its grids, for the products that follow; exponents as of `float64.operands.Inputs`."""
+    """Put x [T, K] float32 on its grids, for the products that follow; exponents as of `float64.inputs.Inputs`."""
     terms, places = x.shape[1], (x, exponents)
     most = most_outliers(terms)
     return Step(_fields(GRID, places, terms, most), places, terms=terms, most=most)

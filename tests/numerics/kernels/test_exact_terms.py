@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ppo_repro.numerics.arithmetic.grid import EXACT_TERMS, INPUT_BITS, WEIGHT_BITS
 from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.kernels.float64 import operands, product, token_operands
+from ppo_repro.numerics.kernels.float64.inputs import Inputs, quantised
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS, ROWS, SQUARED, exact_terms
 from ppo_repro.numerics.products import NO_BIAS
 
@@ -38,7 +39,7 @@ def test_no_sum_of_so_many_products_can_lose_a_bit(left: float, right: float) ->
 
 def test_ordinary_rows_are_added_in_long_groups() -> None:
     x = np.random.default_rng(0).standard_normal((ROWS, 256)).astype(np.float32)
-    squares = operands.quantise_inputs(x).squares[0], operands.pack_weight(x).squares[0]
+    squares = quantised(x, False).squares[0], operands.pack_weight(x).squares[0]
     assert _terms(*squares) >= SQUARED
 
 
@@ -51,11 +52,11 @@ def _largest_square(integers: np.ndarray) -> int:
 def test_squares_are_those_of_the_integers() -> None:
     for terms in (1, 7, 64, 65, 200):
         x = np.exp(np.random.default_rng(terms).standard_normal((2 * COLUMNS + 3, terms)) * 3).astype(np.float32)
-        inputs, weight = operands.quantise_inputs(x), operands.pack_weight(x)
+        inputs, weight = quantised(x, False), operands.pack_weight(x)
         blocks = inputs.blocks.reshape(-1, terms, ROWS)
         panels = weight.panels.reshape(-1, terms, COLUMNS)
         up = np.full(len(x), 2.0**10)
-        tokens, bound = token_operands.scaled_panels(x, up)
+        tokens, bound = token_operands.scaled_panels(x, up, False)
         for integers, squares in (
             (blocks, inputs.squares),
             (panels, weight.squares),
@@ -74,7 +75,7 @@ def _cancelling(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
     return np.tile(x, (rows, 1)).astype(np.float32), np.tile(w, (columns, 1)).astype(np.float32)
 
 
-def _contracted(x: operands.Inputs, weight: operands.Weight, w: np.ndarray, columns: int) -> np.ndarray:
+def _contracted(x: Inputs, weight: operands.Weight, w: np.ndarray, columns: int) -> np.ndarray:
     y = np.empty((len(x.scales), columns), np.float32)
     assert product.contract(x, weight, w, NO_BIAS, y)
     return y
@@ -83,9 +84,10 @@ def _contracted(x: operands.Inputs, weight: operands.Weight, w: np.ndarray, colu
 def test_large_products_that_cancel_lose_nothing_and_would_in_longer_groups() -> None:
     for rows, columns in ((ROWS, COLUMNS), (ROWS + 3, COLUMNS + 5)):
         x, w = _cancelling(rows, columns)
-        inputs, weight = operands.quantise_inputs(x), operands.pack_weight(w)
+        inputs, weight = quantised(x, False), operands.pack_weight(w)
         assert not (inputs.outliers.any() or weight.outliers.any())
         assert (_contracted(inputs, weight, w, columns) == _LEAST).all()
+        assert (_contracted(quantised(x, True), weight, w, columns) == _LEAST).all()
         across = np.ascontiguousarray(w.T)
         assert (_contracted(inputs, operands.column_grids(across), across, columns) == _LEAST).all()
         too_small = replace(inputs, squares=np.zeros_like(inputs.squares))
@@ -97,12 +99,13 @@ def test_gradients_that_cancel_lose_nothing_and_would_in_longer_groups() -> None
     grad = _cancelling(rows, columns)[0].T.copy()
     x = np.full((len(grad), columns), 4_000_001, np.float32)  # inputs of gradients have 22 bits
     x[-1] = 1
-    packed = product.pack_inputs(x, np.ones(len(x)))
-    up = np.full(len(grad), 2.0**INPUT_BITS)
-    for fresh in (True, False):
-        sums = np.full((rows, columns), 7, np.int64)
-        product.accumulate(grad, up, packed, sums, fresh)
-        assert (sums == (1 if fresh else 8)).all()
+    up, sums = np.full(len(grad), 2.0**INPUT_BITS), np.empty((rows, columns), np.int64)
+    for in_digits in (True, False):
+        packed = product.packed_inputs(x, np.ones(len(x)), in_digits)
+        for fresh in (True, False):
+            sums[:] = 7
+            product.accumulate(grad, up, packed, sums, fresh)
+            assert (sums == (1 if fresh else 8)).all()
     too_small = replace(packed, squares=np.zeros_like(packed.squares))
     product.accumulate(grad, up, too_small, sums, True)
     assert (sums != 1).any()

@@ -13,12 +13,11 @@ from itertools import pairwise
 import numpy as np
 
 from ppo_repro.numerics.arithmetic.contraction import most_outliers
-from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP, MIN_EXPONENT, ROOM, WEIGHT_BITS, WEIGHT_GAP
+from ppo_repro.numerics.arithmetic.grid import MIN_EXPONENT, ROOM, WEIGHT_BITS, WEIGHT_GAP
 from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
 from ppo_repro.numerics.kernels.core.pool import in_parts, results_of_parts
-from ppo_repro.numerics.kernels.core.rows import NOTHING, fits, grid_exponent
+from ppo_repro.numerics.kernels.core.rows import fits, grid_exponent
 from ppo_repro.numerics.kernels.core.scalar import (
-    INFINITY_BITS,
     MAGNITUDE32,
     exponent32,
     magnitude_bits,
@@ -37,21 +36,9 @@ from ppo_repro.numerics.kernels.float64.vectors import (
 
 _ROOM, _ONE = np.float32(ROOM), np.float32(1.0)
 _LOOKED_AT = 16  # groups of LANES numbers in which the large ones are counted first
-_block_of_rows, _panel_of_rows = rows_on_grids(False, ROWS), rows_on_grids(True, COLUMNS)
+_panel_of_rows = rows_on_grids(True, COLUMNS)
 _panel_of_columns = columns_on_grids(COLUMNS)
 _square_of_block, _square_of_panel = largest_square(False, ROWS), largest_square(True, COLUMNS)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Inputs [M, K] on grids of 26 bits, without their outliers."""
-
-    blocks: np.ndarray  # float64 [M / ROWS, K, ROWS]
-    squares: np.ndarray  # float64 [M / ROWS]
-    scales: np.ndarray  # float64 [M]
-    exponents: np.ndarray  # int64 [M] of the largest number of each row, see `rows.row_exponents`
-    outliers: np.ndarray  # bool [M], rows that have some
-    finite: bool
 
 
 @dataclass(frozen=True)
@@ -70,7 +57,7 @@ def _count(size: int, of: int) -> int:
 
 
 @inline
-def _on_grid(x, room, limit, up):  # type: ignore[no-untyped-def]
+def on_grid(x, room, limit, up):  # type: ignore[no-untyped-def]
     """rne(x up), but 0 for an outlier."""
     return np.rint(np.float64(x) * up) if np.abs(x * room) < limit else 0.0
 
@@ -96,7 +83,7 @@ def squares_of_panel(panel, terms):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _grid_without_outliers(row, terms, largest, room, gap, most):  # type: ignore[no-untyped-def]
+def grid_without_outliers(row, terms, largest, room, gap, most):  # type: ignore[no-untyped-def]
     """The exponent of the grid of the row at an address as far as a few numbers tell, and whether they do.
 
     They do where so many of them are large that the row has no outliers, which is usual.
@@ -105,57 +92,6 @@ def _grid_without_outliers(row, terms, largest, room, gap, most):  # type: ignor
     if e - gap < MIN_EXPONENT:
         return e, True
     return e, large_numbers_at(row, min(terms // LANES, _LOOKED_AT), room, pow2_32(e - gap)) > most
-
-
-@kernel
-def fill_inputs(x, terms, gap, most, bits, first, last, blocks, squares, scales, exponents, outliers):  # type: ignore[no-untyped-def]
-    finite, one = True, _ONE
-    ups, limits = np.zeros(ROWS), np.zeros(ROWS, np.float32)
-    rows = scales.size
-    for block in range(first, last):
-        height = min(ROWS, rows - block * ROWS)
-        ups[:], limits[:] = 0.0, _ONE
-        for i in range(height):
-            r = block * ROWS + i
-            largest = largest_bits_at(x.ctypes.data + 4 * r * terms, terms)
-            if largest >= INFINITY_BITS:
-                finite = False
-                continue
-            e, has_none = _grid_without_outliers(x.ctypes.data + 4 * r * terms, terms, largest, one, gap, most)
-            if not has_none:
-                e, outliers[r] = grid_exponent(x[r * terms : r * terms + terms], one, gap, most)
-            exponents[r] = NOTHING if largest == 0 else exponent32(largest)
-            scales[r], ups[i] = pow2_64(e - bits), pow2_64(bits - e)
-            limits[i] = pow2_32(e) if e < 128 else np.float32(np.inf)
-        out = blocks[block * terms * ROWS : (block + 1) * terms * ROWS]
-        done = 0
-        if height == ROWS:
-            done = terms // LANES * LANES
-            source = x.ctypes.data + 4 * block * ROWS * terms
-            _block_of_rows(source, 4 * terms, one, limits.ctypes.data, ups.ctypes.data, out.ctypes.data, done)
-        for i in range(ROWS):
-            up, limit = ups[i], limits[i]
-            at = (block * ROWS + min(i, height - 1)) * terms
-            for k in range(done, terms):
-                out[k * ROWS + i] = _on_grid(x[at + k], one, limit, up)
-        squares[block] = squares_of_block(out, terms)
-    return finite
-
-
-def quantise_inputs(x: np.ndarray) -> Inputs:
-    """Inputs x [M, K] float32, C-contiguous, on their grids."""
-    rows, terms = x.shape
-    count = _count(rows, ROWS)
-    blocks, squares = np.empty(count * terms * ROWS), np.empty(count)
-    scales, exponents = np.empty(rows), np.empty(rows, np.int64)
-    outliers, flat = np.zeros(rows, np.bool_), x.reshape(-1)
-
-    def run(first: int, last: int) -> bool:
-        law = INPUT_GAP, most_outliers(terms), INPUT_BITS
-        return bool(fill_inputs(flat, terms, *law, first, last, blocks, squares, scales, exponents, outliers))
-
-    finite = results_of_parts(run, count, 0.5 * ROWS * terms)
-    return Inputs(blocks, squares, scales, exponents, outliers, all(finite))
 
 
 @kernel
@@ -171,7 +107,7 @@ def _fill_weight(w, terms, gap, most, bits, first, last, panels, squares, expone
             if not fits(largest, room):
                 finite = False
                 continue
-            e, has_none = _grid_without_outliers(w.ctypes.data + 4 * r * terms, terms, largest, room, gap, most)
+            e, has_none = grid_without_outliers(w.ctypes.data + 4 * r * terms, terms, largest, room, gap, most)
             if not has_none:
                 e, outliers[r] = grid_exponent(w[r * terms : r * terms + terms], room, gap, most)
             exponents[r], ups[i] = e, pow2_64(bits - e)
@@ -188,7 +124,7 @@ def _fill_weight(w, terms, gap, most, bits, first, last, panels, squares, expone
                 up, limit = ups[i], limits[i]
                 at = (panel * COLUMNS + min(i, width - 1)) * terms
                 for k in range(done, terms):
-                    out[k * COLUMNS + i] = np.int32(_on_grid(w[at + k], room, limit, up))
+                    out[k * COLUMNS + i] = np.int32(on_grid(w[at + k], room, limit, up))
         squares[panel] = squares_of_panel(out, terms)
     return finite
 
@@ -272,7 +208,7 @@ def pack_columns(w, columns, panel, first, last, exponents, bits, out):  # type:
         row = w[(first + t) * columns + start : (first + t) * columns + start + width]
         target = out[t * COLUMNS : t * COLUMNS + COLUMNS]
         for c in range(width):
-            target[c] = np.int32(_on_grid(row[c], room, limits[c], ups[c]))
+            target[c] = np.int32(on_grid(row[c], room, limits[c], ups[c]))
         for c in range(width, COLUMNS):
             target[c] = 0
 

@@ -1,4 +1,4 @@
-"""Contractions and integer gradients by exact products in float64."""
+"""Contractions and integer gradients by exact products: in float64, or of digits (`digit_product`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from ppo_repro.numerics.arithmetic.grid import HIGH_START, WEIGHT_BITS
 from ppo_repro.numerics.kernels.core.compile import inline, kernel
 from ppo_repro.numerics.kernels.core.pool import in_parts
 from ppo_repro.numerics.kernels.core.scalar import pow2_64
+from ppo_repro.numerics.kernels.float64 import digits
+from ppo_repro.numerics.kernels.float64.digit_product import accumulate_digits, contract_digits
+from ppo_repro.numerics.kernels.float64.inputs import Inputs, digits_size
 from ppo_repro.numerics.kernels.float64.operands import (
-    Inputs,
     Weight,
     pack_columns,
     pack_transposed,
@@ -112,7 +114,8 @@ def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.n
     if not (x.finite and weight.finite):
         return False
     rows, columns = y.shape
-    terms = x.blocks.size // (-(-rows // ROWS) * ROWS) if rows else 0
+    terms, wide = x.terms, digits.COLUMNS if x.in_digits else COLUMNS
+    block_size = digits_size(1, terms) if x.in_digits else terms * ROWS
     blocks, together = -(-rows // ROWS), max(_CACHED // (ROWS * max(terms, 1)), 1)
     if together < blocks and not weight.panels.size:
         if w.size <= _PACKED:
@@ -122,30 +125,38 @@ def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.n
     right, work = (weight.panels, weight.squares, w.reshape(-1), weight.exponents), _NANOSECONDS * terms
     for block in range(0, blocks, together):
         first, last = block * ROWS, min((block + together) * ROWS, rows)
-        left = x.blocks[first * terms :], x.squares[block:], x.scales[first:last]
+        left = x.blocks[block * block_size :], x.squares[block:], x.scales[first:last]
         part = _on_panels(left, right, bias, terms, y[first:last])
-        in_parts(part, -(-columns // COLUMNS), work * (last - first) * COLUMNS)
+        in_parts(part, -(-columns // wide), work * (last - first) * wide)
     return True
 
 
 def _on_panels(x: Arrays, weight: Arrays, bias: np.ndarray, terms: int, y: np.ndarray) -> Callable[[int, int], None]:
     columns, flat = y.shape[1], y.reshape(-1)
-    return lambda i, j: contract_panels(x, weight, WEIGHT_BITS, bias, terms, columns, i, j, flat)
+    kernel = contract_digits if x[0].dtype == np.int32 else contract_panels
+    return lambda i, j: kernel(x, weight, WEIGHT_BITS, bias, terms, columns, i, j, flat)
 
 
 @dataclass(frozen=True)
 class GradientInputs:
     """The inputs of a layer as a right operand whose terms are tokens."""
 
-    panels: np.ndarray  # int32 [K / COLUMNS, T, COLUMNS]
+    panels: np.ndarray  # see `scaled_panels`
     squares: np.ndarray  # float64 [K / COLUMNS]
     tokens: int
     columns: int
+    in_digits: bool
 
 
 def pack_inputs(x: np.ndarray, x_up: np.ndarray) -> GradientInputs:
     """rne(x[t, k] x_up[t]), at most 2^22; x [T, K] float32, x_up [T] float64, C-contiguous."""
-    return GradientInputs(*scaled_panels(x, x_up), *x.shape)
+    return packed_inputs(x, x_up, digits.IN_USE)
+
+
+def packed_inputs(x: np.ndarray, x_up: np.ndarray, in_digits: bool) -> GradientInputs:
+    """`pack_inputs` in one of both forms."""
+    (panels, squares), (tokens, columns) = scaled_panels(x, x_up, in_digits), x.shape
+    return GradientInputs(panels, squares, tokens, columns, in_digits)
 
 
 @kernel
@@ -183,6 +194,12 @@ def accumulate(grad: np.ndarray, up: np.ndarray, x: GradientInputs, sums: np.nda
     the sum of all products fits into int64.
     """
     rows, columns = sums.shape
-    arguments, flat = (grad.reshape(-1), up, rows, x.panels, x.squares, x.tokens, columns), sums.reshape(-1)
-    work = lambda i, j: _accumulate(*arguments, i, j, fresh, flat)  # noqa: E731
+    flat_grad, flat = grad.reshape(-1), sums.reshape(-1)
+
+    def work(first: int, last: int) -> None:
+        if x.in_digits:
+            accumulate_digits(flat_grad, up, rows, x.panels, x.squares, x.tokens, columns, first, last, fresh, flat)
+        else:
+            _accumulate(flat_grad, up, rows, x.panels, x.squares, x.tokens, columns, first, last, fresh, flat)
+
     in_parts(work, -(-rows // ROWS), _NANOSECONDS * ROWS * x.tokens * columns)

@@ -25,6 +25,7 @@ from ppo_repro.numerics.trunk.whole import WholeTrunk
 # every thread reads all weights of a layer for its rows; larger products are better shared out by their columns
 # (two threads, 16 rows: 0.7 of the time by rows with layers of 3 MiB, 1.4 times the time with layers of 42)
 MOST_BYTES = 4 << 20
+MANY_ROWS = 8  # from which on the kernels one by one are faster with such layers on one thread too (a tenth, 4x896)
 PRODUCT_NANOSECONDS = 0.004  # of a multiplication; only to decide how many threads are worth waking
 _NO_NORM = decoder_layer.Norm(np.empty(0, np.float32), 0.0)
 
@@ -42,14 +43,14 @@ class Decoder:
         self._layers: list[decoder_layer.Weights] = []
         self._whole: WholeTrunk | None = None
 
-    def whole(self) -> WholeTrunk | None:
-        """The trunk as one call on `float64`; None where its kernels have to be called one by one.
+    def whole(self, rows: int) -> WholeTrunk | None:
+        """The trunk as one call for `rows` on `float64`; None where its kernels have to be called one by one.
 
         NumericsError where a weight is not finite.
         """
         threads = pool.threads()
         made_from = ("whole", *[(p.data_ptr(), p._version) for p in self._parameters])
-        if backend.active() != "float64" or (threads > 1 and self._largest > MOST_BYTES):
+        if backend.active() != "float64" or (self._largest > MOST_BYTES and (threads > 1 or rows >= MANY_ROWS)):
             return None
         if self._whole is None or made_from != self._made_from:
             self._whole, self._made_from = WholeTrunk(self.trunk), made_from
@@ -109,7 +110,7 @@ def hidden_states(decoder: Decoder, ids: Tensor, cache: GridCache, rows: Tensor 
     wanted = None if rows is None else rows.numpy()
     x = array(trunk.embedding)[ids.reshape(-1).numpy()]
     single = positions.shape[1] == 1
-    whole = decoder.whole() if single else None
+    whole = decoder.whole(len(positions)) if single else None
     layers = decoder.layers() if single and whole is None else []
     if whole is not None:
         _through_whole_trunk(trunk, whole, x, cache)

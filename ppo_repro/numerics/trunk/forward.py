@@ -37,7 +37,8 @@ class TrunkForward:
     | exact    | few weights in a layer      | float64    | of a batch             | `training`, by `programs`        |
     | exact    | any                         | any        | of a batch             | `training`, by `layer_forward`   |
     | exact    | small enough, see `Decoder` | AMX        | one a row, over cache  | `decoding`, by `decoder_layer`   |
-    | exact    | the same, or one thread     | float64    | one a row, over cache  | `decoding`, by `decoder_trunk`   |
+    | exact    | the same, or few rows and   | float64    | one a row, over cache  | `decoding`, by `decoder_trunk`   |
+    |          | one thread                  |            |                        |                                  |
     | exact    | any                         | any        | over a cache           | `decoding`, by `layer_forward`   |
 
     In exact numerics every path gives the same bits. The numerics, the model's structure, its hooks and the backend

@@ -102,7 +102,7 @@ def test_rows_in_several_passes_have_the_bits_of_one(
     for name in ("contract_panels", "contract_digits"):
         monkeypatch.setattr(product, name, _counting(getattr(product, name), passes))
     for cached, count in ((1 << 24, 1), (2 * ROWS * terms, 3), (1, 6)):
-        monkeypatch.setattr(product, "_CACHED", cached)
+        monkeypatch.setattr(product, "_CACHED_DIGITS" if in_digits else "_CACHED", cached)
         passes.clear()
         assert _contracted(inputs, operands.pack_weight(w), w, rows, columns).tobytes() == expected.tobytes()
         assert len(passes) == count

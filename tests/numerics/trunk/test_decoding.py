@@ -109,22 +109,28 @@ def test_a_whole_trunk_sees_that_a_weight_or_the_backend_has_changed(monkeypatch
     assert weights is not None
     decoder = Decoder(weights)
     backend.use("float64", 1)
-    first = decoder.whole()
-    assert first is not None and decoder.whole() is first
+    first = decoder.whole(1)
+    assert first is not None and decoder.whole(1) is first
     weight = trunk.layers[1].mlp.down_proj.weight
     kept = weight.detach().clone()
     before = sampled("llama")
     try:
         with torch.no_grad():
             weight.mul_(0.5)
-        assert decoder.whole() is not first
+        assert decoder.whole(1) is not first
         halved = sampled("llama")
         assert not same(before, halved)
-        monkeypatch.setattr(Decoder, "whole", lambda self: None)
+        monkeypatch.setattr(Decoder, "whole", lambda self, rows: None)
         assert same(halved, sampled("llama"))
         monkeypatch.undo()
         backend.use("eager", 1)
-        assert decoder.whole() is None
+        assert decoder.whole(1) is None
+        backend.use("float64", 1)
+        monkeypatch.setattr(decoding, "MOST_BYTES", 0)
+        # layers that are large, and many rows or threads
+        assert decoder.whole(decoding.MANY_ROWS - 1) is not None and decoder.whole(decoding.MANY_ROWS) is None
+        backend.use("float64", 2)
+        assert decoder.whole(1) is None
     finally:
         with torch.no_grad():
             weight.copy_(kept)
@@ -207,7 +213,7 @@ def test_a_whole_trunk_adds_products_with_outliers(place: str, monkeypatch: pyte
         whole = sampled(architecture)
         assert called.trunks > 0 and called.kernels == 0
         with monkeypatch.context() as changed:
-            changed.setattr(Decoder, "whole", lambda self: None)
+            changed.setattr(Decoder, "whole", lambda self, rows: None)
             assert same(whole, sampled(architecture)) and called.kernels > 0
     finally:
         with torch.no_grad():
@@ -269,7 +275,7 @@ def test_what_is_not_finite_is_named_as_kernel_by_kernel(
         for path in ("whole", "kernels"):
             if path == "kernels":
                 monkeypatch.setattr(Decoder, "layers", lambda self: [])
-                monkeypatch.setattr(Decoder, "whole", lambda self: None)
+                monkeypatch.setattr(Decoder, "whole", lambda self, rows: None)
             cache, slots = GridCache(model.config, 20, CONTEXT, torch.device("cpu")), torch.arange(20)
             cache.aim(slots, torch.zeros(20, 1, dtype=torch.int64), torch.ones(20, 1, dtype=torch.bool))
             with pytest.raises(NumericsError) as error:

@@ -36,7 +36,7 @@ from ppo_repro.numerics.kernels.float64.vectors import rounded_sums
 # terms multiplied at a time: a panel of so many stays in the second-level cache
 _DEPTH = 4096
 # Every panel meets all rows of the left operand; what the caches cannot hold of them comes from memory each time.
-_CACHED = 1 << 19  # numbers of a left operand in one pass, float64
+_CACHED, _CACHED_DIGITS = 1 << 19, 1 << 21  # numbers of a left operand in one pass; of digits, 2,048 terms at a time
 _PACKED = 1 << 24  # weights that are packed for several passes: 64 MiB
 _ZERO = np.float32(0.0)
 _NANOSECONDS = 0.025  # of a product; only to decide how many threads are worth waking
@@ -116,7 +116,8 @@ def contract(x: Inputs, weight: Weight, w: np.ndarray, bias: np.ndarray, y: np.n
     rows, columns = y.shape
     terms, wide = x.terms, digits.COLUMNS if x.in_digits else COLUMNS
     block_size = digits_size(1, terms) if x.in_digits else terms * ROWS
-    blocks, together = -(-rows // ROWS), max(_CACHED // (ROWS * max(terms, 1)), 1)
+    cached = _CACHED_DIGITS if x.in_digits else _CACHED
+    blocks, together = -(-rows // ROWS), max(cached // (ROWS * max(terms, 1)), 1)
     if together < blocks and not weight.panels.size:
         if w.size <= _PACKED:
             weight = pack_transposed(w, weight)

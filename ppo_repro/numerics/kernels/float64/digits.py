@@ -28,6 +28,7 @@ LANES, VECTORS = 16, 3
 COLUMNS = LANES * VECTORS  # of a tile: two panels
 BLOCK = ROWS * COLUMNS
 DIGITS, BASE = 3, 13  # the third digit is the sum of the two
+_KNOWN_LLVM = 20  # from some later version on the instruction takes vectors of int16
 PAIR = 4  # bytes of a digit of two terms, which lie side by side
 _HALF, _MASK = 1 << (BASE - 1), (1 << BASE) - 1
 _EIGHT = 8  # numbers that are taken apart at a time
@@ -36,7 +37,9 @@ _DOUBLE, _FLOAT = ir.DoubleType(), ir.FloatType()
 
 
 def _has_dot_products() -> bool:
-    """Whether kernels are compiled for a CPU with VNNI instructions of 512 bits."""
+    """Whether kernels are compiled for a CPU with VNNI instructions of 512 bits, by an LLVM whose name for them we know."""
+    if llvm.llvm_version_info[0] > _KNOWN_LLVM:
+        return False
     if numba_config.CPU_NAME or numba_config.CPU_FEATURES is not None:
         return "+avx512vnni" in (numba_config.CPU_FEATURES or "")
     return bool(llvm.get_host_cpu_features().get("avx512vnni", False))

@@ -37,7 +37,7 @@ _DOUBLE, _FLOAT = ir.DoubleType(), ir.FloatType()
 
 
 def _has_dot_products() -> bool:
-    """Whether kernels are compiled for a CPU with VNNI instructions of 512 bits, by an LLVM whose name for them we know."""
+    """Whether kernels are compiled for a CPU with VNNI instructions of 512 bits, by an LLVM known to take them."""
     if llvm.llvm_version_info[0] > _KNOWN_LLVM:
         return False
     if numba_config.CPU_NAME or numba_config.CPU_FEATURES is not None:

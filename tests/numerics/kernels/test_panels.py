@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ppo_repro.numerics.arithmetic.grid import GRADIENT_INPUT_BITS
 from ppo_repro.numerics.kernels.core.compile import kernel
-from ppo_repro.numerics.kernels.float64 import digit_product, operands, product
+from ppo_repro.numerics.kernels.float64 import digit_product, digits, operands, product
 from ppo_repro.numerics.kernels.float64.digits import BLOCK, DIGITS, PAIR, add_tile_of_2, block_digits, panel_digits
 from ppo_repro.numerics.kernels.float64.digits import COLUMNS as DIGIT_COLUMNS
-from ppo_repro.numerics.kernels.float64.inputs import Inputs, quantised
+from ppo_repro.numerics.kernels.float64.inputs import FEWEST_ROWS, Inputs, quantise_inputs, quantised
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS, ROWS
 from ppo_repro.numerics.products import NO_BIAS
 
@@ -158,9 +158,9 @@ def test_no_sum_of_digit_products_passes_int32(left: int, right: int) -> None:
 
 
 @kernel
-def _summed(left, right, pairs, group, digits, sums):  # type: ignore[no-untyped-def]
+def _summed(left, right, pairs, group, memory, sums):  # type: ignore[no-untyped-def]
     """Products of a block [2 pairs, ROWS] and a panel [2 pairs, COLUMNS], with sums of `group` pairs in int32."""
-    (a, b), scratch = digits, np.empty(DIGITS * BLOCK, np.int32)
+    (a, b), scratch = memory, np.empty(DIGITS * BLOCK, np.int32)
     block_digits(left.ctypes.data, 2 * pairs, a.ctypes.data, PAIR * ROWS * pairs)
     panel_digits(right.ctypes.data, 2 * pairs, b.ctypes.data, PAIR * DIGIT_COLUMNS * pairs)
     apart = PAIR * ROWS * pairs, PAIR * DIGIT_COLUMNS * pairs
@@ -175,10 +175,27 @@ def test_groups_of_one_pair_more_would_pass_int32() -> None:
     left, right = np.full(2 * pairs * ROWS, float(a)), np.full(2 * pairs * COLUMNS, b, np.int32)
     results = []
     for used in (group, group + 1):
-        digits = np.zeros(DIGITS * pairs * ROWS, np.int32), np.zeros(DIGITS * pairs * DIGIT_COLUMNS, np.int32)
+        memory = np.zeros(DIGITS * pairs * ROWS, np.int32), np.zeros(DIGITS * pairs * DIGIT_COLUMNS, np.int32)
         sums = np.zeros(BLOCK, np.int64)
-        _summed(left, right, pairs, used, digits, sums)
+        _summed(left, right, pairs, used, memory, sums)
         results.append(sums.reshape(ROWS, DIGIT_COLUMNS)[:, :COLUMNS])
     assert (results[0] == 2 * pairs * a * b).all()
     lost = results[1] - results[0]
     assert (lost != 0).all() and (lost % (1 << 45) == 0).all()
+
+
+def test_digits_are_used_where_kernels_are_compiled_for_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits.numba_config, "CPU_NAME", "some")
+    for features, expected in ((None, False), ("+avx512f", False), ("+avx512f,+avx512vnni", True)):
+        monkeypatch.setattr(digits.numba_config, "CPU_FEATURES", features)
+        assert digits._has_dot_products() is expected
+    monkeypatch.setattr(digits.llvm, "llvm_version_info", (digits._KNOWN_LLVM + 1, 0, 0))
+    assert not digits._has_dot_products()
+
+
+def test_few_rows_stay_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    for in_use in (False, True):
+        monkeypatch.setattr(digits, "IN_USE", in_use)
+        found = [quantise_inputs(_numbers(rows, 40, 1)).in_digits for rows in (FEWEST_ROWS - 1, FEWEST_ROWS)]
+        assert found == [False, in_use]
+        assert product.pack_inputs(_numbers(8, 40, 1), np.ones(8)).in_digits is in_use

@@ -22,7 +22,7 @@ from numba.core import config as numba_config
 from numba.extending import intrinsic
 
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS as PANEL
-from ppo_repro.numerics.kernels.float64.tiles import ROWS
+from ppo_repro.numerics.kernels.float64.tiles import DOUBLE, FLOAT, I32, I64, ROWS, _number, _pointer
 
 LANES, VECTORS = 16, 3
 COLUMNS = LANES * VECTORS  # of a tile: two panels
@@ -32,8 +32,6 @@ _KNOWN_LLVM = 20  # from some later version on the instruction takes vectors of 
 PAIR = 4  # bytes of a digit of two terms, which lie side by side
 _HALF, _MASK = 1 << (BASE - 1), (1 << BASE) - 1
 _EIGHT = 8  # numbers that are taken apart at a time
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_DOUBLE, _FLOAT = ir.DoubleType(), ir.FloatType()
 
 
 def _has_dot_products() -> bool:
@@ -49,10 +47,6 @@ def _has_dot_products() -> bool:
 IN_USE = _has_dot_products()
 
 
-def _number(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
-
-
 def _vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
     return ir.VectorType(element, lanes)
 
@@ -61,19 +55,15 @@ def _all(element: ir.Type, value: int, lanes: int) -> ir.Constant:
     return ir.Constant(_vector(element, lanes), [value] * lanes)
 
 
-def _pointer(b: Builder, kind: ir.Type, address: Value, offset: int = 0) -> Value:
-    return b.inttoptr(b.add(address, _number(offset)), kind.as_pointer())
-
-
 def _spread(b: Builder, element: ir.Type, scalar: Value, lanes: int = LANES) -> Value:
     undefined = ir.Constant(_vector(element, lanes), ir.Undefined)
-    first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return b.shuffle_vector(first, undefined, ir.Constant(_vector(_I32, lanes), [0] * lanes))
+    first = b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(_vector(I32, lanes), [0] * lanes))
 
 
 def _digits_of(b: Builder, x: Value) -> list[Value]:
     """The three digits of eight int32."""
-    half, mask, base = (_all(_I32, n, _EIGHT) for n in (_HALF, _MASK, BASE))
+    half, mask, base = (_all(I32, n, _EIGHT) for n in (_HALF, _MASK, BASE))
     low = b.sub(b.and_(b.add(x, half), mask), half)
     high = b.ashr(b.sub(x, low), base)
     return [high, low, b.add(high, low)]
@@ -81,7 +71,7 @@ def _digits_of(b: Builder, x: Value) -> list[Value]:
 
 def _store_pair(b: Builder, first: Value, second: Value, target: Value, apart: Value) -> None:
     """The digits of two terms, eight columns or rows of each, `apart` bytes from digit to digit."""
-    below, shift = _all(_I32, 0xFFFF, _EIGHT), _all(_I32, 16, _EIGHT)
+    below, shift = _all(I32, 0xFFFF, _EIGHT), _all(I32, 16, _EIGHT)
     for one, other in zip(_digits_of(b, first), _digits_of(b, second), strict=True):
         b.store(b.or_(b.and_(one, below), b.shl(other, shift)), _pointer(b, one.type, target), align=4)
         target = b.add(target, apart)
@@ -114,13 +104,13 @@ def block_digits(_: Any, source: Any, terms: Any, target: Any, apart: Any) -> An
 
     def generate(context: Any, b: Builder, __: Any, args: Any) -> Value:
         source, terms, target, apart = args
-        doubles, row = _vector(_DOUBLE, _EIGHT), 8 * ROWS
+        doubles, row = _vector(DOUBLE, _EIGHT), 8 * ROWS
         with _each_pair(b, terms) as (term, has_second):
             at = b.add(source, b.mul(term, _number(row)))
             first = b.load(_pointer(b, doubles, at), align=8)
             second = _load_or_zero(b, doubles, b.add(at, _number(row)), has_second)
             place = b.add(target, b.mul(term, _number(PAIR * ROWS // 2)))
-            first, second = (b.fptosi(x, _vector(_I32, _EIGHT)) for x in (first, second))
+            first, second = (b.fptosi(x, _vector(I32, _EIGHT)) for x in (first, second))
             _store_pair(b, first, second, place, apart)
         return context.get_dummy_value()
 
@@ -136,7 +126,7 @@ def panel_digits(_: Any, source: Any, terms: Any, target: Any, apart: Any) -> An
 
     def generate(context: Any, b: Builder, __: Any, args: Any) -> Value:
         source, terms, target, apart = args
-        integers = _vector(_I32, _EIGHT)
+        integers = _vector(I32, _EIGHT)
         with _each_pair(b, terms) as (term, has_second):
             at = b.add(source, b.mul(term, _number(4 * PANEL)))
             place = b.add(target, b.mul(term, _number(PAIR * COLUMNS // 2)))
@@ -152,18 +142,18 @@ def panel_digits(_: Any, source: Any, terms: Any, target: Any, apart: Any) -> An
 def _dot(b: Builder, total: Value, left: Value, right: Value) -> Value:
     """total + the sums of the two products of 16-bit numbers in each lane."""
     if IN_USE:
-        kind = _vector(_I32)
+        kind = _vector(I32)
         function = ir.FunctionType(kind, [kind] * 3)
         name = "llvm.x86.avx512.vpdpwssd.512"
         return b.call(cgutils.get_or_insert_function(b.module, function, name), [total, left, right])
-    shift = _all(_I32, 16, LANES)
+    shift = _all(I32, 16, LANES)
     low = [b.ashr(b.shl(x, shift), shift) for x in (left, right)]
     return b.add(total, b.add(b.mul(*low), b.mul(b.ashr(left, shift), b.ashr(right, shift))))
 
 
 def _add_pairs(b: Builder, vectors: int, left: Value, right: Value, pairs: Value, out: Value) -> None:
     """Int32 sums over `pairs` of one digit to out [ROWS, vectors, LANES]."""
-    kind = _vector(_I32)
+    kind = _vector(I32)
     sums = [cgutils.alloca_once_value(b, ir.Constant(kind, None)) for _ in range(ROWS * vectors)]
     for total in sums:
         b.store(ir.Constant(kind, None), total)
@@ -172,7 +162,7 @@ def _add_pairs(b: Builder, vectors: int, left: Value, right: Value, pairs: Value
         at_right = b.add(right, b.mul(pair.index, _number(PAIR * COLUMNS)))
         columns = [b.load(_pointer(b, kind, at_right, PAIR * LANES * v), align=4) for v in range(vectors)]
         for i in range(ROWS):
-            x = _spread(b, _I32, b.load(_pointer(b, _I32, at_left, PAIR * i), align=4))
+            x = _spread(b, I32, b.load(_pointer(b, I32, at_left, PAIR * i), align=4))
             for v, column in enumerate(columns):
                 total = sums[i * vectors + v]
                 b.store(_dot(b, b.load(total), x, column), total)
@@ -182,12 +172,12 @@ def _add_pairs(b: Builder, vectors: int, left: Value, right: Value, pairs: Value
 
 def _combine(b: Builder, vectors: int, scratch: Value, sums: Value) -> None:
     """sums [ROWS, COLUMNS] int64 += the digit sums in scratch memory, by their weights."""
-    wide, base = _vector(_I64), _all(_I64, BASE, LANES)
+    wide, base = _vector(I64), _all(I64, BASE, LANES)
     apart = 4 * LANES * vectors * ROWS
     for index in range(ROWS * vectors):
         at, row, v = 4 * LANES * index, index // vectors, index % vectors
         high, low, both = (
-            b.load(_pointer(b, _vector(_I32), scratch, digit * apart + at), align=4) for digit in range(DIGITS)
+            b.load(_pointer(b, _vector(I32), scratch, digit * apart + at), align=4) for digit in range(DIGITS)
         )
         middle = b.sub(b.sub(both, high), low)
         high, middle, low = (b.sext(x, wide) for x in (high, middle, low))
@@ -239,16 +229,16 @@ def rounded_integers(_, sums, scales, column_scales, bias, target, stride, rows,
 
     def generate(context: Any, b: Builder, __: Any, args: Any) -> Value:
         sums, scales, column_scales, bias, target, stride, rows, width = args
-        doubles, floats = _vector(_DOUBLE, _EIGHT), _vector(_FLOAT, _EIGHT)
+        doubles, floats = _vector(DOUBLE, _EIGHT), _vector(FLOAT, _EIGHT)
         zeros = ir.Constant(floats, [0.0] * _EIGHT)
         parts = b.lshr(b.add(width, _number(_EIGHT - 1)), _number(3))
         with cgutils.for_range(b, rows) as row:
-            scale = b.load(_pointer(b, _DOUBLE, b.add(scales, b.mul(row.index, _number(8)))), align=8)
-            scale = _spread(b, _DOUBLE, scale, _EIGHT)
+            scale = b.load(_pointer(b, DOUBLE, b.add(scales, b.mul(row.index, _number(8)))), align=8)
+            scale = _spread(b, DOUBLE, scale, _EIGHT)
             at, out = b.add(sums, b.mul(row.index, _number(8 * COLUMNS))), b.add(target, b.mul(row.index, stride))
             with cgutils.for_range(b, parts) as part:
                 wide, narrow = (b.mul(part.index, _number(size * _EIGHT)) for size in (8, 4))
-                integers = b.load(_pointer(b, _vector(_I64, _EIGHT), b.add(at, wide)), align=8)
+                integers = b.load(_pointer(b, _vector(I64, _EIGHT), b.add(at, wide)), align=8)
                 factors = b.load(_pointer(b, doubles, b.add(column_scales, wide)), align=8)
                 total = b.fmul(b.fmul(b.sitofp(integers, doubles), scale), factors)
                 y = b.fadd(b.fptrunc(total, floats), zeros)

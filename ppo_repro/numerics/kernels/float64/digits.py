@@ -36,11 +36,11 @@ _EIGHT = 8  # numbers that are taken apart at a time
 
 def _has_dot_products() -> bool:
     """Whether kernels are compiled for a CPU with VNNI instructions of 512 bits, by an LLVM known to take them."""
-    if llvm.llvm_version_info[0] > _KNOWN_LLVM:
-        return False
     if numba_config.CPU_NAME or numba_config.CPU_FEATURES is not None:
-        return "+avx512vnni" in (numba_config.CPU_FEATURES or "")
-    return bool(llvm.get_host_cpu_features().get("avx512vnni", False))
+        has = "+avx512vnni" in (numba_config.CPU_FEATURES or "")
+    else:
+        has = bool(llvm.get_host_cpu_features().get("avx512vnni", False))
+    return has and llvm.llvm_version_info[0] <= _KNOWN_LLVM
 
 
 # whether products of many rows are computed so; the kernels themselves run anywhere, then slowly

@@ -19,7 +19,8 @@ from ppo_repro.numerics.kernels.float64.tiles import ROWS
 from ppo_repro.numerics.kernels.float64.vectors import LANES, largest_bits_at, rows_on_grids
 
 _ONE = np.float32(1.0)
-# fewer rows are multiplied in float64: the digits of the weights are made for each product, a twelfth of it here
+# fewer rows are multiplied in float64: the digits of the weights are made anew for each product, which takes longer
+# than digits save with few rows
 FEWEST_ROWS = 48
 _block_of_rows = rows_on_grids(False, ROWS)
 

@@ -85,6 +85,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     import torch
 
     from ppo_repro.numerics import backend
+    from ppo_repro.numerics.kernels.core import claims
     from ppo_repro.numerics.kernels.core.cache import cache_folder
     from ppo_repro.numerics.proof import proof
     from ppo_repro.rollout.engine import Sampling
@@ -100,7 +101,8 @@ def compile_command(arguments: argparse.Namespace) -> int:
     for top_k in (0, 3):  # the sampler's kernels, which are no part of a backend
         sample(torch.zeros(8, 16), numbers, numbers, Sampling(1.0, top_k, 1.0, 1), "exact")
     folder, seconds = cache_folder(), time.perf_counter() - start
-    entries = [entry for entry in folder.iterdir() if entry.suffix != ".tmp"] if folder.exists() else []
+    unfinished = (".tmp", claims.SUFFIX)
+    entries = [entry for entry in folder.iterdir() if entry.suffix not in unfinished] if folder.exists() else []
     size = sum(entry.stat().st_size for entry in entries)
     value = {"backend": name, "folder": str(folder), "entries": len(entries), "bytes": size, "seconds": seconds}
     about = f"backend {name} gives the bits of the specification"

@@ -102,12 +102,15 @@ def first_difference(name: str, first_use: bool = False) -> str:
     At the first use kernels are compiled, which takes so long that stderr says how far it is.
     """
     from ppo_repro.numerics.proof.cases import CASES, CPU
+    from ppo_repro.numerics.proof.largest import compile_largest
 
     before, threads = backend.active(), torch.get_num_threads()
     try:
         for index, (case, compute) in enumerate(CASES.items()):
             if first_use:
                 say(f"numerics: first use here, compiling kernels of {name}: {case} ({index + 1} of {len(CASES)})")
+                if case == ahead.CASE and name != backend.TRITON:
+                    compile_largest(name, last_first=True)  # what the other process has not come to
             backend.use("eager", 1)
             expected = _bytes(compute(CPU))
             for count in (1, 2):

@@ -11,7 +11,7 @@ import torch
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.kernels import decoder_trunk, layer_norm, optimizer, outliers, row_program
+from ppo_repro.numerics.kernels import decoder_trunk, gumbel, layer_norm, optimizer, outliers, row_program
 from ppo_repro.numerics.kernels.attention import backward as attention_backward
 from ppo_repro.numerics.kernels.attention import forward as attention
 from ppo_repro.numerics.kernels.float64 import product
@@ -19,6 +19,8 @@ from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.proof import ahead, proof
 from ppo_repro.numerics.proof.cases import CASES, CPU
 from ppo_repro.numerics.proof.largest import compile_largest
+from ppo_repro.rollout.engine import Sampling
+from ppo_repro.rollout.sampler import sample
 
 KERNELS = [name for name in backend.BACKENDS if name != "eager" and (name != "amx" or backend.has_amx())]
 
@@ -180,11 +182,13 @@ def test_what_is_compiled_ahead_is_the_last_case() -> None:
 
 def test_the_largest_kernels_are_compiled_ahead_for_the_types_that_the_cases_have() -> None:
     before = backend.active()
-    kernels = attention_backward.backward, attention.forward, row_program._run, decoder_trunk._trunk
+    kernels = attention_backward.backward, attention.forward, row_program._run, decoder_trunk._trunk, gumbel._sample
     try:
         backend.use("float64", 1)
         for case in ("decoding", "training"):
             CASES[case](CPU)
+        numbers = torch.arange(3)
+        sample(torch.zeros(3, 4), numbers, numbers, Sampling(1.0, 0, 1.0, 1), "exact")
         signatures = [list(kernel.signatures) for kernel in kernels]
         compile_largest("float64")
         assert [list(kernel.signatures) for kernel in kernels] == signatures

@@ -25,7 +25,7 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.kernels.core import entries
+from ppo_repro.numerics.kernels.core import claims, entries
 from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
 
 NUMERICS = Path(__file__).resolve().parents[2]
@@ -85,15 +85,23 @@ class KernelCache(_Cache):
         return str(cache_folder())
 
     def load_overload(self, sig: object, target_context: Any) -> CompileResult | None:
-        """The compiled function of a signature, or None."""
+        """The compiled function of a signature, or None; then this process has its claim."""
         target_context.refresh()
-        content = entries.read(cache_folder(), self._name(sig))
+        folder, name = cache_folder(), self._name(sig)
+        content = entries.read(folder, name)
+        if content is None:
+            if claims.take(folder, name):
+                content = entries.read(folder, name)
+            if content is not None:
+                claims.release(folder, name)
         return None if content is None else CompileResult._rebuild(target_context, *pickle.loads(content))
 
     def save_overload(self, sig: object, data: CompileResult) -> None:
         """Keep a compiled function."""
         assert not data.lifted and not data.library.has_dynamic_globals, "it would hold addresses of this process"
-        entries.write(cache_folder(), self._name(sig), serialize.dumps(data._reduce()))
+        folder, name = cache_folder(), self._name(sig)
+        entries.write(folder, name, serialize.dumps(data._reduce()))
+        claims.release(folder, name)
 
     def _name(self, sig: object) -> str:
         """A file's name: legible, then a digest of what tells this function and signature from others."""

@@ -72,6 +72,10 @@ class _PartCompiler(Compiler):
 class _PartLibrary(JITCodeLibrary):
     """Code that waits to be linked into that of a kernel, where all of it is optimised together."""
 
+    def _optimize_functions(self, ll_module: Any) -> None:
+        """Left to the kernel, as `_optimize_final_module`: what is compiled once need not be optimised twice."""
+        ll_module.data_layout = self._codegen._data_layout
+
     def _optimize_final_module(self) -> None:
         """Left to the kernel."""
 

@@ -60,15 +60,7 @@ def write(folder: Path, name: str, content: bytes) -> None:
     # the process of a killed one may have the same number, and other machines may share the folder
     temporary = folder / f"{name}.{secrets.token_hex(8)}.tmp"
     try:
-        os.makedirs(folder.parent.parent, exist_ok=True)
-        is_new = False
-        for path in (folder.parent, folder):
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o755)
-                is_new = path == folder
-        _require_private(folder)
-        if is_new:
-            remove_unused(folder)
+        make_folder(folder)
         with open(temporary, "xb", opener=_for_us) as file:
             file.write(_sum(name, content) + content)
         os.replace(temporary, folder / name)
@@ -76,6 +68,22 @@ def write(folder: Path, name: str, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         _say_not_kept(folder, error.strerror or str(error))
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder where there is none, and then remove those beside it that are unused.
+
+    Raises UserError as `read`, and OSError where it cannot be made.
+    """
+    os.makedirs(folder.parent.parent, exist_ok=True)
+    is_new = False
+    for path in (folder.parent, folder):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o755)
+            is_new = path == folder
+    _require_private(folder)
+    if is_new:
+        remove_unused(folder)
 
 
 def remove_unused(folder: Path) -> None:

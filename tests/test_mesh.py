@@ -84,6 +84,7 @@ def test_the_plan_is_of_one_process_of_the_mesh(cli: Cli) -> None:
     ("overrides", "message"),
     [
         (["numerics.mode=native"], "layout.mesh.zero = 2 needs numerics.mode = exact; take 0"),
+        (["layout.mesh.data=1"], "layout.mesh.zero = 2 divides among processes, and layout.mesh.data = 1; take 0, or"),
         (["lora={rank: 2, alpha: 4.0}"], "layout.mesh.zero = 2 needs all weights to be trained, and lora is set"),
         (
             ["value={kind: separate, learning_rate: 1e-3, lora: {rank: 2, alpha: 4.0}}"],

@@ -97,6 +97,8 @@ def not_divided(mesh: MeshConfig, mode: str, adapted: Sequence[str], whole: Sequ
             yield f"{group} needs numerics.mode = exact; take 1"
         elif refused:
             yield f"{group} does not go with this: {refused[0]}; remove one of them"
+    if mesh.zero and mesh.data == 1 and mesh.group == 1:
+        yield f"layout.mesh.zero = {mesh.zero} divides among processes, and layout.mesh.data = 1; take 0, or more data"
     if mesh.zero and mode == "native":
         yield f"layout.mesh.zero = {mesh.zero} needs numerics.mode = exact; take 0"
     if mesh.zero > 1 and adapted:

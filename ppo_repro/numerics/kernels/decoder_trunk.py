@@ -17,8 +17,17 @@ from ppo_repro.numerics.kernels.attention.decoding import forward_single
 from ppo_repro.numerics.kernels.attention.forward import store
 from ppo_repro.numerics.kernels.attention.tiles import COLUMNS as KEYS_IN_PANEL
 from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
-from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line, floats, integers
+from ppo_repro.numerics.kernels.core.memory import LINE, align_to_line, doubles, floats, integers
 from ppo_repro.numerics.kernels.core.scalar import INFINITY_BITS
+from ppo_repro.numerics.kernels.float64 import digits
+from ppo_repro.numerics.kernels.float64.digit_rows import (
+    DigitRows,
+    make_digit_rows,
+    multiply_by_digits,
+    put_in_digits,
+    worth_digits,
+)
+from ppo_repro.numerics.kernels.float64.digits import COLUMNS as DIGIT_COLUMNS
 from ppo_repro.numerics.kernels.float64.few_rows import PADDING, add_outliers, multiply_rows, put_on_grid
 from ppo_repro.numerics.kernels.float64.tiles import ROWS
 from ppo_repro.numerics.kernels.layer_parts import (
@@ -45,7 +54,10 @@ QUERY_AT, KEY_AT, VALUE_AT, OUT_AT, GATE_AT, UP_AT, DOWN_AT = np.arange(0, 42, 6
 # factors of norms float32, and keys, values and scales of the cache float32
 ATTENTION_NORM_AT, QUERY_NORM_AT, KEY_NORM_AT, MLP_NORM_AT, KEYS_AT, VALUES_AT, VALUE_SCALES_AT = np.arange(42, 49)
 OUTLIERS_AT = 49  # of the seven matrices, in the order above: how many outliers
-FIELDS = OUTLIERS_AT + 7
+# digits and squares of `digit_rows.weight_digits` of each matrix; 0 where there are none
+DIGITS_AT = OUTLIERS_AT + 7
+FIELDS = DIGITS_AT + 14
+_IN_DIGITS = digits.IN_USE
 
 
 class Shape(NamedTuple):
@@ -83,6 +95,7 @@ class Scratch(NamedTuple):
     inputs: np.ndarray  # float64, rows on their grids
     scales: np.ndarray
     limits: np.ndarray  # float32 [R]
+    own: DigitRows  # rows as digits, where they are faster
     normed: np.ndarray
     query: np.ndarray
     attended: np.ndarray
@@ -97,11 +110,13 @@ def _make_scratch(rows, shape):  # type: ignore[no-untyped-def]
     spec = shape.spec
     wide, attended = shape.wide, spec.heads * spec.dim
     padded = (rows + ROWS - 1) // ROWS * ROWS
-    inputs = np.zeros(padded * (max(wide, attended, shape.hidden) + PADDING) + LINE)
+    terms = max(wide, attended, shape.hidden)
+    inputs = np.zeros(padded * (terms + PADDING) + LINE)
     return Scratch(
         align_to_line(inputs),
         np.ones(padded),
         np.empty(rows, np.float32),
+        make_digit_rows(rows if _IN_DIGITS else 0, terms),
         np.empty(rows * shape.hidden, np.float32),
         np.empty(rows * attended, np.float32),
         np.empty(rows * attended, np.float32),
@@ -110,16 +125,40 @@ def _make_scratch(rows, shape):  # type: ignore[no-untyped-def]
         np.empty(rows * wide, np.float32),
         np.empty(rows * shape.hidden, np.float32),
     )
+
+
+@inline
+def _by_digits(row, rows):  # type: ignore[no-untyped-def]
+    return row[DIGITS_AT] != 0 and worth_digits(rows)
+
+
+@kernel_part
+def _on_grid(row, x, terms, most, scratch):  # type: ignore[no-untyped-def]
+    """Rows of x on their grids, for `_product`; the result of `put_on_grid`."""
+    ended, limits = -1, scratch.limits
+    if _IN_DIGITS:  # alone, so that nothing below is compiled where it is False
+        ended = put_in_digits(x, terms, most, scratch.own, limits) if _by_digits(row, limits.size) else -1
+    return put_on_grid(x, terms, most, scratch.inputs, scratch.scales, limits) if ended < 0 else ended
+
+
+@inline
+def _digit_product(row, number, terms, scratch, factors, columns, y):  # type: ignore[no-untyped-def]
+    tiles = (columns + DIGIT_COLUMNS - 1) // DIGIT_COLUMNS
+    weights, squares = row[DIGITS_AT + 2 * number], numba.carray(doubles(row[DIGITS_AT + 2 * number + 1]), tiles)
+    multiply_by_digits(scratch.own, terms, weights, squares, factors[0], factors[1], columns, y)
+    return True
 
 
 @kernel_part
 def _product(row, at, x, terms, ended, scratch, columns, y):  # type: ignore[no-untyped-def]
-    """y = x W^T + b of the matrix at field `at`, with its outliers; flat x [R, terms] is in `scratch.inputs` too."""
-    rows = scratch.limits.size
-    multiply_rows(
-        scratch.inputs, scratch.scales, rows, terms, row[at + PANELS], row[at + SCALES], row[at + BIAS], columns, y
-    )
-    count = row[OUTLIERS_AT + at // 6]
+    """y = x W^T + b of the matrix at field `at`, with its outliers; flat x [R, terms] is on its grids too."""
+    rows, number, factors, done = scratch.limits.size, at // 6, (row[at + SCALES], row[at + BIAS]), False
+    if _IN_DIGITS:
+        done = _digit_product(row, number, terms, scratch, factors, columns, y) if _by_digits(row, rows) else False
+    if not done:
+        panels = row[at + PANELS]
+        multiply_rows(scratch.inputs, scratch.scales, rows, terms, panels, factors[0], factors[1], columns, y)
+    count = row[OUTLIERS_AT + number]
     if ended > 1 or count > 0:
         weights = numba.carray(floats(row[at + WEIGHTS]), columns * terms)
         starts = numba.carray(integers(row[at + STARTS]), columns + 1)
@@ -159,7 +198,7 @@ def _attention(row, window, shape, cosine, sine, tokens, scratch, x, key, value)
     normed, query, attended = scratch.normed, scratch.query, scratch.attended
     if not _normed(row, ATTENTION_NORM_AT, hidden, shape.attention_eps, x, normed):
         return BEFORE_ATTENTION
-    ended = put_on_grid(normed, hidden, shape.most_hidden, scratch.inputs, scratch.scales, scratch.limits)
+    ended = _on_grid(row, normed, hidden, shape.most_hidden, scratch)
     if ended == 0:
         return QUERY
     _product(row, QUERY_AT, normed, hidden, ended, scratch, own, query)
@@ -183,7 +222,7 @@ def _attention(row, window, shape, cosine, sine, tokens, scratch, x, key, value)
     )
     if worst >= INFINITY_BITS:
         return ATTENTION
-    ended = put_on_grid(attended, own, shape.most_attended, scratch.inputs, scratch.scales, scratch.limits)
+    ended = _on_grid(row, attended, own, shape.most_attended, scratch)
     if ended == 0:
         return OUT
     _product(row, OUT_AT, attended, own, ended, scratch, hidden, scratch.out)
@@ -197,13 +236,13 @@ def _mlp(row, shape, scratch, x):  # type: ignore[no-untyped-def]
     hidden, wide, normed = shape.hidden, shape.wide, scratch.normed
     if not _normed(row, MLP_NORM_AT, hidden, shape.mlp_eps, x, normed):
         return BEFORE_MLP
-    ended = put_on_grid(normed, hidden, shape.most_hidden, scratch.inputs, scratch.scales, scratch.limits)
+    ended = _on_grid(row, normed, hidden, shape.most_hidden, scratch)
     if ended == 0:
         return GATE
     _product(row, GATE_AT, normed, hidden, ended, scratch, wide, scratch.gate)
     _product(row, UP_AT, normed, hidden, ended, scratch, wide, scratch.up)
     silu_times_flat(scratch.gate, scratch.up, scratch.inner)
-    ended = put_on_grid(scratch.inner, wide, shape.most_wide, scratch.inputs, scratch.scales, scratch.limits)
+    ended = _on_grid(row, scratch.inner, wide, shape.most_wide, scratch)
     if ended == 0:
         return DOWN
     _product(row, DOWN_AT, scratch.inner, wide, ended, scratch, hidden, scratch.out)

@@ -25,6 +25,8 @@ from ppo_repro.numerics.trunk.whole import WholeTrunk
 # every thread reads all weights of a layer for its rows; larger products are better shared out by their columns
 # (two threads, 16 rows: 0.7 of the time by rows with layers of 3 MiB, 1.4 times the time with layers of 42)
 MOST_BYTES = 4 << 20
+# 16-bit digits of the weights, six bytes each, are kept beside them where that is little: it is in no plan
+MOST_DIGIT_BYTES, DIGIT_BYTES = 64 << 20, 6
 MANY_ROWS = 8  # from which on the kernels one by one are faster with such layers on one thread too (a tenth, 4x896)
 PRODUCT_NANOSECONDS = 0.004  # of a multiplication; only to decide how many threads are worth waking
 _NO_NORM = decoder_layer.Norm(np.empty(0, np.float32), 0.0)
@@ -38,6 +40,8 @@ class Decoder:
         linears = [linear for layer in trunk.layers for linear in layer.linears]
         self._parameters = [p for linear in linears for p in (linear.weight, linear.bias) if p is not None]
         self._largest = max(4 * sum(linear.weight.numel() for linear in layer.linears) for layer in trunk.layers)
+        size = sum(linear.weight.numel() for linear in linears)
+        self._in_digits = self._largest <= MOST_BYTES and DIGIT_BYTES * size <= MOST_DIGIT_BYTES
         self._fits = all(linear.weight.shape[1] <= MAX_TERMS for linear in linears)
         self._made_from: tuple[object, ...] = ()
         self._layers: list[decoder_layer.Weights] = []
@@ -53,7 +57,7 @@ class Decoder:
         if backend.active() != "float64" or (self._largest > MOST_BYTES and (threads > 1 or rows >= MANY_ROWS)):
             return None
         if self._whole is None or made_from != self._made_from:
-            self._whole, self._made_from = WholeTrunk(self.trunk), made_from
+            self._whole, self._made_from = WholeTrunk(self.trunk, self._in_digits), made_from
         return self._whole
 
     def layers(self) -> list[decoder_layer.Weights]:

@@ -11,6 +11,8 @@ from ppo_repro.numerics.arithmetic.grid import WEIGHT_BITS
 from ppo_repro.numerics.kernels import decoder_trunk as decoder
 from ppo_repro.numerics.kernels import layer_parts
 from ppo_repro.numerics.kernels.core import pool
+from ppo_repro.numerics.kernels.float64 import digits
+from ppo_repro.numerics.kernels.float64.digit_rows import MOST_TERMS, weight_digits
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS
 from ppo_repro.numerics.layers.fused_attention import cost
 from ppo_repro.numerics.layers.kv_cache import GridCache
@@ -24,7 +26,10 @@ PRODUCT_NANOSECONDS = 0.02  # of a multiplication; only to decide how many threa
 class WholeTrunk:
     """Addresses of the weights of a trunk, and of a cache, as the kernel takes them; for unchanged weights."""
 
-    def __init__(self, trunk: Trunk) -> None:
+    def __init__(self, trunk: Trunk, in_digits: bool) -> None:
+        """`in_digits`: weights as 16-bit digits too, half as large again, which are faster for some rows."""
+        fits = all(linear.weight.shape[1] <= MOST_TERMS for layer in trunk.layers for linear in layer.linears)
+        self._in_digits = in_digits and digits.IN_USE and fits
         self._trunk, self._kept = trunk, list[np.ndarray]()  # what addresses belong to
         self._fields = np.zeros((len(trunk.layers), decoder.FIELDS), np.int64)
         for layer in trunk.layers:
@@ -41,6 +46,10 @@ class WholeTrunk:
             at = decoder.QUERY_AT + index * (decoder.KEY_AT - decoder.QUERY_AT)
             fields[at : at + 6] = [self._address(part) for part in _matrix(linear)]
             fields[decoder.OUTLIERS_AT + index] = linear.prepared.panels(linear.weight)[1].columns.size
+            if self._in_digits:
+                packed = weight_digits(linear.prepared.panels(linear.weight)[0], linear.weight.shape[1])
+                at = decoder.DIGITS_AT + 2 * index
+                fields[at : at + 2] = [self._address(part) for part in packed]
         norms = {
             decoder.ATTENTION_NORM_AT: layer.attention_norm,
             decoder.QUERY_NORM_AT: layer.query_norm,

@@ -7,10 +7,12 @@ import torch
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
+from ppo_repro.numerics.kernels import decoder_trunk
 from ppo_repro.numerics.kernels.core import pool
+from ppo_repro.numerics.kernels.float64 import digits
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache
-from ppo_repro.numerics.trunk import decoding, forward
+from ppo_repro.numerics.trunk import decoding, forward, whole
 from ppo_repro.numerics.trunk.decoding import Decoder
 from ppo_repro.numerics.trunk.weights import unpack
 from ppo_repro.rollout.engine import Completion, Request, Sampling
@@ -22,9 +24,9 @@ CALLED = ("gemma", "gpt2", "gpt_neox", "llama tied, biases, gelu")
 SAMPLING = Sampling(temperature=0.9, top_k=0, top_p=1.0, max_response_tokens=8)
 
 
-def sampled(architecture: str) -> list[Completion]:
-    prompts, _ = ragged(5, seed=1)
-    engine = TorchEngine(policy(architecture, "exact"), frozenset({3}), "exact", CONTEXT, slots=3, prefill_chunk=4)
+def sampled(architecture: str, count: int = 5, slots: int = 3) -> list[Completion]:
+    prompts, _ = ragged(count, seed=1)
+    engine = TorchEngine(policy(architecture, "exact"), frozenset({3}), "exact", CONTEXT, slots=slots, prefill_chunk=4)
     return engine.generate([Request(tuple(ids), seed) for seed, ids in enumerate(prompts)], SAMPLING)
 
 
@@ -95,6 +97,27 @@ def test_rows_on_several_threads_and_kernel_by_kernel(
     monkeypatch.setattr(decoding, "MOST_BYTES", 0)
     before = called.layers + called.trunks
     assert same(whole, sampled(architecture)) and called.layers + called.trunks == before and called.kernels > 0
+
+
+@pytest.mark.parametrize("architecture", DECODED)
+def test_rows_enough_for_digits_have_the_bits_of_float64_and_of_the_modules(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.use("float64", 1)
+    made: list[bool] = []
+    trunk = whole.WholeTrunk.__init__
+
+    def remember(self: whole.WholeTrunk, weights: object, in_digits: bool) -> None:
+        trunk(self, weights, in_digits)  # type: ignore[arg-type]
+        made.append(bool(self._fields[:, decoder_trunk.DIGITS_AT :].all()))
+
+    monkeypatch.setattr(whole.WholeTrunk, "__init__", remember)
+    by_digits = sampled(architecture, count=17, slots=16)
+    monkeypatch.setattr(decoding, "MOST_DIGIT_BYTES", 0)
+    by_float64 = sampled(architecture, count=17, slots=16)
+    assert made == [digits.IN_USE, False]
+    monkeypatch.setattr(forward, "unpack", lambda trunk: None)
+    assert same(by_digits, by_float64) and same(by_float64, sampled(architecture, count=17, slots=16))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from ppo_repro.numerics.kernels.float64.tiles import ROWS, SQUARED
 from ppo_repro.numerics.kernels.float64.token_operands import scaled_block
 from ppo_repro.numerics.kernels.float64.vectors import rounded_sums
 
-_DEPTH = 2048  # terms multiplied at a time: the digits of a right operand of so many stay in the second-level cache
+DEPTH = 2048  # terms multiplied at a time: the digits of a right operand of so many stay in the second-level cache
 _LOW = 1 << (BASE - 1)  # largest low digit
 _INT32 = (1 << 31) - 1
 _ZERO = np.float32(0.0)
@@ -70,7 +70,13 @@ def long_group(left, right):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _add_tile(left, right, left_apart, right_apart, pairs, width, group, scratch, sums):  # type: ignore[no-untyped-def]
+def group_of(left, right):  # type: ignore[no-untyped-def]
+    """Pairs of terms whose digit sums int32 holds, of inputs and weights with these `squares`."""
+    return _PAIRS if long_group(left, right) else _LEAST
+
+
+@inline
+def add_tile(left, right, left_apart, right_apart, pairs, width, group, scratch, sums):  # type: ignore[no-untyped-def]
     """sums += left right of `width` columns; see `digits._tile`."""
     if width <= LANES:
         add_tile_of_1(left, right, left_apart, right_apart, pairs, group, scratch, sums)
@@ -95,11 +101,11 @@ def contract_digits(x, weight, bits, bias, terms, columns, first, last, y):  # t
     (blocks, left_squares, scales), (panels, right_squares, w, exponents) = x, weight
     rows, whole_pairs = scales.size, (terms + 1) // 2
     count = (rows + ROWS - 1) // ROWS
-    apart = BLOCK if terms > _DEPTH else 0
+    apart = BLOCK if terms > DEPTH else 0
     size = BLOCK + max(count - 1, 0) * apart
     high, low, column_scales = np.empty(size), np.empty(size), np.zeros(COLUMNS)
     own_bias, rounded, sums = np.zeros(COLUMNS, np.float32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int64)
-    depth = min(_DEPTH, terms)
+    depth = min(DEPTH, terms)
     scratch, digits = np.empty(DIGITS * BLOCK, np.int32), np.zeros(DIGITS * ((depth + 1) // 2) * COLUMNS, np.int32)
     packed = np.empty(0 if panels.size else depth * PANEL, np.int32)
     factors, offsets, places = column_scales.ctypes.data, own_bias.ctypes.data, sums.ctypes.data
@@ -108,8 +114,8 @@ def contract_digits(x, weight, bits, bias, terms, columns, first, last, y):  # t
         for c in range(width):
             column_scales[c] = pow2_64(exponents[tile * COLUMNS + c] - bits)
             own_bias[c] = bias[tile * COLUMNS + c] if bias.size else _ZERO
-        for start in range(0, terms, _DEPTH):
-            depth = min(_DEPTH, terms - start)
+        for start in range(0, terms, DEPTH):
+            depth = min(DEPTH, terms - start)
             pairs = (depth + 1) // 2
             right_apart, left_apart = PAIR * COLUMNS * pairs, PAIR * ROWS * whole_pairs
             square = 0.0
@@ -130,9 +136,9 @@ def contract_digits(x, weight, bits, bias, terms, columns, first, last, y):  # t
                     target, stride = rounded.ctypes.data, 4 * COLUMNS
                 left = blocks.ctypes.data + PAIR * ROWS * (block * DIGITS * whole_pairs + start // 2)
                 scale = scales.ctypes.data + 8 * ROWS * block
-                group = _PAIRS if long_group(left_squares[block], square) else _LEAST
+                group = group_of(left_squares[block], square)
                 sums[:] = 0
-                _add_tile(
+                add_tile(
                     left, digits.ctypes.data, left_apart, right_apart, pairs, width, group, scratch.ctypes.data, places
                 )  # fmt: skip
                 if apart == 0:
@@ -170,7 +176,7 @@ def accumulate_digits(grad, up, rows, digits, squares, tokens, columns, first, l
                 square = max(square, squares[2 * tile + 1])
             group = _PAIRS if long_group(own_square, square) else _LEAST_OF_GRADIENT
             integers[:] = 0
-            _add_tile(
+            add_tile(
                 halves.ctypes.data, right, left_apart, right_apart, pairs, width, group, scratch.ctypes.data,
                 integers.ctypes.data,
             )  # fmt: skip

@@ -49,7 +49,7 @@ def digits_size(blocks: int, terms: int) -> int:
 
 
 @kernel_part
-def _fill_block(x, terms, gap, most, bits, block, out, scales, exponents, outliers):  # type: ignore[no-untyped-def]
+def fill_block(x, terms, gap, most, bits, block, out, scales, exponents, outliers):  # type: ignore[no-untyped-def]
     """A block as float64; whether it is finite."""
     finite, one, rows = True, _ONE, scales.size
     ups, limits = np.zeros(ROWS), np.full(ROWS, _ONE)
@@ -84,7 +84,7 @@ def fill_inputs(x, terms, gap, most, bits, first, last, blocks, squares, scales,
     finite = True
     for block in range(first, last):
         out = blocks[block * terms * ROWS : (block + 1) * terms * ROWS]
-        finite &= _fill_block(x, terms, gap, most, bits, block, out, scales, exponents, outliers)
+        finite &= fill_block(x, terms, gap, most, bits, block, out, scales, exponents, outliers)
         squares[block] = squares_of_block(out, terms)
     return finite
 
@@ -94,7 +94,7 @@ def fill_digits(x, terms, gap, most, bits, first, last, blocks, squares, scales,
     """`fill_inputs` with blocks of digits."""
     finite, out, pairs = True, np.empty(terms * ROWS), (terms + 1) // 2
     for block in range(first, last):
-        finite &= _fill_block(x, terms, gap, most, bits, block, out, scales, exponents, outliers)
+        finite &= fill_block(x, terms, gap, most, bits, block, out, scales, exponents, outliers)
         target = blocks.ctypes.data + PAIR * block * DIGITS * pairs * ROWS
         block_digits(out.ctypes.data, terms, target, PAIR * pairs * ROWS)
         squares[block] = squares_of_block(out, terms)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, INPUT_GAP
 from ppo_repro.numerics.kernels.core.compile import inline, kernel, kernel_part
+from ppo_repro.numerics.kernels.core.memory import zero_bytes
 from ppo_repro.numerics.kernels.float64.digit_product import DEPTH, add_tile, group_of
 from ppo_repro.numerics.kernels.float64.digits import (
     BLOCK,
@@ -132,7 +133,7 @@ def weight_digits(weight: Weight, terms: int) -> tuple[np.ndarray, np.ndarray]:
     """Digits int32 [N / COLUMNS, DIGITS, terms / 2, COLUMNS] of a weight with panels, and `squares` of its tiles."""
     count = weight.squares.size
     tiles = -(-count // 2)
-    out = np.zeros(tiles * DIGITS * ((terms + 1) // 2) * COLUMNS, np.int32)
+    out = zero_bytes(PAIR * tiles * DIGITS * ((terms + 1) // 2) * COLUMNS).view(np.int32)
     _fill_weight_digits(weight.panels, terms, count, out)
     squares = np.zeros(2 * tiles)
     squares[:count] = weight.squares

@@ -11,7 +11,7 @@ from ppo_repro.numerics.arithmetic.contraction import most_outliers
 from ppo_repro.numerics.arithmetic.grid import INPUT_BITS, ROOM, WEIGHT_BITS
 from ppo_repro.numerics.kernels.core.compile import kernel
 from ppo_repro.numerics.kernels.float64 import digit_product, digit_rows, few_rows
-from ppo_repro.numerics.kernels.float64.digits import BLOCK, COLUMNS, DIGITS
+from ppo_repro.numerics.kernels.float64.digits import COLUMNS
 from ppo_repro.numerics.kernels.float64.operands import pack_weight
 from ppo_repro.numerics.kernels.float64.tiles import COLUMNS as PANEL
 from ppo_repro.numerics.kernels.float64.tiles import ROWS
@@ -19,22 +19,14 @@ from ppo_repro.numerics.kernels.float64.tiles import ROWS
 # parts of kernels, which Python cannot call, as kernels
 PARTS = digit_rows.put_in_digits, digit_rows.multiply_by_digits, few_rows.put_on_grid
 put_in_digits, multiply_by_digits, put_on_grid = (kernel(part.py_func) for part in PARTS)
+make_digit_rows = kernel(lambda rows, terms: digit_rows.make_digit_rows(rows, terms))
 AFTER = 7.0  # stands after what may be written
 
 
 def memory(rows: int, terms: int) -> digit_rows.DigitRows:
-    blocks = -(-rows // ROWS)
-    return digit_rows.DigitRows(
-        np.empty(blocks * DIGITS * ((terms + 1) // 2) * ROWS, np.int32),
-        np.empty(blocks),
-        np.empty(rows),
-        np.empty(terms * ROWS),
-        np.empty(rows, np.int64),
-        np.ones(rows, np.bool_),
-        np.empty(BLOCK, np.int64),
-        np.empty(DIGITS * BLOCK, np.int32),
-        np.empty(BLOCK, np.float32),
-    )
+    own = make_digit_rows(rows, terms)
+    own.outliers[:] = True  # of other rows before
+    return own
 
 
 def multiplied(x: np.ndarray, w: np.ndarray, bias: np.ndarray) -> np.ndarray:
@@ -83,8 +75,8 @@ def test_products_are_those_of_integers(rows: int, shape: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("signs", ["alike", "that cancel"])
-def test_the_largest_integers_of_the_most_terms_lose_nothing(signs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest sums that int32 and int64 have to hold; a group of twice as many pairs would lose some."""
+def test_the_largest_integers_of_the_most_terms_lose_nothing(signs: str) -> None:
+    """The largest sums that int32 and int64 have to hold; how long a group may be is tested below."""
     rows, terms, columns = ROWS, digit_rows.MOST_TERMS, 2
     x = np.full((rows, terms), np.float32(1.0) - np.float32(2.0**-24), np.float32)
     w = np.full((columns, terms), np.float32(1.0 / ROOM) * (1 - np.float32(2.0**-20)), np.float32)

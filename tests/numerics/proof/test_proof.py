@@ -200,9 +200,10 @@ def test_the_largest_kernels_are_compiled_ahead_for_the_types_that_the_cases_hav
 def test_compile_time_is_not_spent_on_garbage_and_collections_come_back() -> None:
     with ahead.beside("float64", first_use=False):
         assert gc.isenabled()
+    gc.unfreeze()
     with ahead._without_collections():
-        assert not gc.isenabled()
-    assert gc.isenabled()
+        assert not gc.isenabled() and gc.get_freeze_count() == 0
+    assert gc.isenabled() and gc.get_freeze_count() > 0, "nor is it looked through at the end of the process"
 
 
 def test_a_damaged_proof_is_none(

@@ -1,3 +1,19 @@
-from ppo_repro.commands.cli import main
+"""The process of a command: no signal finds it where the command line cannot answer."""
 
-main()
+import signal
+
+
+def main() -> None:
+    """Hold signals while modules are imported, and leave them alone once the command has ended."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    from ppo_repro import interrupts
+    from ppo_repro.commands import cli
+
+    try:
+        cli.main()
+    finally:
+        interrupts.leave_alone()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,10 @@
 """Ctrl-C and SIGTERM as exceptions in the main thread, never at a moment when the exception would be lost or do harm.
 
 While Numba compiles or loads code, LLVM calls back into Python through ctypes, which prints an exception and drops it:
-the run would continue, or fail with a compiler error. In the midst of taking or giving back a lock of the standard
-library an exception leaves the lock taken (another thread waits for ever) or given back twice (RuntimeError). A signal
-that arrives at such a moment is sent again a moment later.
+the run would continue, or fail with a compiler error. What Numba has Python do while machine code returns its results
+must not raise either (SystemError), nor what Pydantic calls to write a config (PydanticSerializationError). In the
+midst of taking or giving back a lock of the standard library an exception leaves the lock taken (another thread waits
+for ever) or given back twice (RuntimeError). A signal that arrives at such a moment is sent again a moment later.
 """
 
 from __future__ import annotations
@@ -25,15 +26,38 @@ AGAIN_SECONDS = 0.05
 # written in Python, with locks that no exception may meet half taken
 _WITH_LOCKS = (threading.__file__, queue.__file__, str(Path(concurrent.futures.__file__).parent))
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 # the instruction at which the last signal found the thread inside of such code
 _stood_at: tuple[int, int] | None = None
 
 
 def install() -> None:
-    """Raise Terminated on SIGTERM, and KeyboardInterrupt on SIGINT unless this process was started ignoring it."""
+    """Raise Terminated on SIGTERM, and KeyboardInterrupt on SIGINT unless this process was started ignoring it.
+
+    Raises one of them at once where a signal was `held` for this process.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def leave_alone() -> None:
+    """From now on a signal ends this process at once, as it does where nobody listens: there is no more to say."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Let signals wait: in this thread until the block ends, in a process that is started in it until `install`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -54,7 +78,7 @@ def heard() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    if is_compiling() or _is_moving_through_locks(frame):
+    if would_lose_it(frame) or _is_passing_through(frame):
         again = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()
@@ -64,22 +88,39 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
-def is_compiling() -> bool:
-    """Whether this thread holds the lock of Numba's compiler. Numba is not imported here: most commands do without."""
-    module = sys.modules.get("numba.core.compiler_lock")
-    return module is not None and bool(module.global_compiler_lock.is_locked())
+def would_lose_it(frame: FrameType | None) -> bool:
+    """Whether an exception could be lost that this thread raises in `frame`, of the compiler or of machine code.
+
+    Numba is not imported here: most commands do without.
+    """
+    compiler = sys.modules.get("numba.core.compiler_lock")
+    if compiler is None:
+        return False
+    return bool(compiler.global_compiler_lock.is_locked()) or _nearest(frame, _folders("numba")) is not None
 
 
-def _is_moving_through_locks(frame: FrameType | None) -> bool:
-    """Whether the thread runs code with locks, and does not stand where the signal before this one found it.
+def _is_passing_through(frame: FrameType | None) -> bool:
+    """Whether the thread runs code with locks or Pydantic's, and is not where the signal before this one found it.
 
     A thread that stands still waits for something, and waiting is written so that an exception may end it.
     """
     global _stood_at
     before, _stood_at = _stood_at, None
-    while frame is not None and not frame.f_code.co_filename.startswith(_WITH_LOCKS):
-        frame = frame.f_back
+    frame = _nearest(frame, _WITH_LOCKS + _folders("pydantic"))
     if frame is None:
         return False
     _stood_at = (id(frame), frame.f_lasti)
     return _stood_at != before
+
+
+def _folders(package: str) -> tuple[str, ...]:
+    """The folder of a package, none where it has not been imported."""
+    module = sys.modules.get(package)
+    return () if module is None else (f"{Path(str(module.__file__)).parent}{os.sep}",)
+
+
+def _nearest(frame: FrameType | None, places: tuple[str, ...]) -> FrameType | None:
+    """The innermost frame around `frame` whose file begins with one of `places`."""
+    while frame is not None and not frame.f_code.co_filename.startswith(places):
+        frame = frame.f_back
+    return frame

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event
+from types import FrameType
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 import torch
@@ -225,8 +226,8 @@ def joined(rank: int, size: int, patience: float = PATIENCE_SECONDS) -> Iterator
         ranks.interrupted.set()
         signal.signal(signal.SIGINT, previous)
 
-    def lose(number: int, frame: object) -> None:
-        if not interrupts.is_compiling():  # the thread sends it again
+    def lose(number: int, frame: FrameType | None) -> None:
+        if not interrupts.would_lose_it(frame):  # the thread sends it again
             for further in (signal.SIGUSR1, signal.SIGTERM):
                 signal.signal(further, signal.SIG_IGN)
             raise RankLost(beats.lost)

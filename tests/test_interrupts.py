@@ -1,6 +1,7 @@
-"""A signal while machine code is made, or a lock is taken: raised once that is done.
+"""A signal while machine code is made or returns, or a lock is taken: raised once that is done.
 
-The default handler loses it in a callback of the compiler, and leaves locks taken or given back twice.
+The default handler loses it in a callback of the compiler, makes another error of it, and leaves locks taken or given
+back twice.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 from numba.core.compiler_lock import global_compiler_lock
+from pydantic_core import PydanticSerializationError
 
 from ppo_repro import interrupts
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import Terminated
+from ppo_repro.numerics.kernels.attention.block import cut_spans
 from tests.support.interrupts import hearing_ctrl_c
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, TINY
 
 # the signal comes inside of LLVM's callback into Python, in the middle of a kernel's compilation
 IN_THE_CALLBACK = """
@@ -98,6 +103,67 @@ def test_a_signal_waits_for_the_compiler_only(number: int, expected: type[BaseEx
         time.sleep(4 * interrupts.AGAIN_SECONDS)  # sent again and again
     with pytest.raises(expected):
         time.sleep(60)
+
+
+def signal_in_call(name: str, action: Callable[[], object]) -> tuple[BaseException | None, bool]:
+    """What `action` raises when SIGINT comes at the first call of a function of that name, and whether it came."""
+    came = False
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal came
+        if frame.f_code.co_name == name and not came:
+            came = True
+            signal.raise_signal(signal.SIGINT)
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except BaseException as error:
+        return error, came
+    finally:
+        sys.settrace(before)
+    return None, came
+
+
+def result_of_machine_code() -> object:
+    return cut_spans(np.zeros((1, 1), np.int64), np.ones((1, 1), np.int64), 8)
+
+
+def digest_of_a_config() -> object:
+    return load_config(TINY).digest()
+
+
+# where other code calls Python and makes an error of its own of any exception
+CALLED = pytest.mark.parametrize(
+    ("name", "action", "broken"),
+    [
+        ("_numba_unpickle", result_of_machine_code, SystemError),
+        ("_without_absent", digest_of_a_config, PydanticSerializationError),
+    ],
+)
+
+
+@pytest.mark.usefixtures("installed")
+@CALLED
+def test_a_signal_waits_for_those_who_would_make_another_error_of_it(
+    name: str, action: Callable[[], object], broken: type[Exception]
+) -> None:
+    finished = []
+
+    def with_time_for_the_next() -> None:
+        finished.append(action())
+        time.sleep(60)
+
+    error, came = signal_in_call(name, with_time_for_the_next)
+    assert came and type(error) is KeyboardInterrupt and finished
+
+
+@CALLED
+def test_the_default_handler_lets_them(name: str, action: Callable[[], object], broken: type[Exception]) -> None:
+    with hearing_ctrl_c():
+        error, came = signal_in_call(name, action)
+    assert came and type(error) is broken
 
 
 def signal_at_event(event_number: int, action: Callable[[], None]) -> tuple[BaseException | None, bool]:

@@ -22,6 +22,7 @@ def _say_mistakes(error: UserError) -> None:
 
 def _run(argv: Sequence[str]) -> int:
     try:
+        interrupts.install()
         if sys.stdout is None:
             raise UserError("stdout is closed; use `> /dev/null` where no output is wanted")
         try:
@@ -66,7 +67,6 @@ def main() -> None:
     """Entry point. Exit 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 3 a process of the run was
     lost, 130 Ctrl-C, 143 SIGTERM."""
     prepare_streams()
-    interrupts.install()
     code = _run(sys.argv[1:])
     if "ppo_repro.ranks" in sys.modules:  # only commands that imported torch have it
         from ppo_repro.ranks import end_process

@@ -14,13 +14,17 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import sys
 import threading
 from pathlib import Path
 
+from ppo_repro import interrupts
+
 # what a run imports when it gets there; without them every cell would
 LATER = (
+    "ppo_repro.commands.cli",
     "ppo_repro.commands.progress",
     "ppo_repro.runs.language",
     "ppo_repro.runs.run",
@@ -96,23 +100,19 @@ def _forked(line: str) -> None:
             os.dup2(answers, 1)
             os.execv(sys.executable, [sys.executable, "-m", "ppo_repro.commands.grid_cells", "forked", line])
         log, arguments = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _become_cell(answers, log, arguments)
-            break
+        with interrupts.held():
+            pid = os.fork()
+            if pid == 0:
+                _become_cell(answers, log, arguments)
+                _run()
         os.write(answers, b"%d\n" % pid)
         _, status = os.waitpid(pid, 0)
         os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(status))
         line = _read_line()
-    else:
-        return
-    _run()
 
 
 def _run() -> None:
-    from ppo_repro.commands import cli
-
-    cli.main()
+    runpy.run_module("ppo_repro", run_name="__main__")
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.disk import durable
 from ppo_repro.disk.folder import has_writer
 from ppo_repro.errors import UserError
+from ppo_repro.interrupts import held
 from ppo_repro.records import manifest
 from ppo_repro.records.config_file import read_environments
 
@@ -111,7 +113,8 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
     launcher = []
     if order.processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={order.processes}"]
-    with (Path(order.folder) / LOG).open("ab") as log:
+    waiting = nullcontext() if launcher else held()  # the launcher would wait for ever
+    with (Path(order.folder) / LOG).open("ab") as log, waiting:
         return subprocess.Popen(
             [sys.executable, *launcher, "-m", "ppo_repro.commands.grid_cells", "one", *command_of(order)],
             stdin=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from ppo_repro.commands.cli import _run
 from ppo_repro.errors import UserError
-from ppo_repro.grids.cell import LOG, Order, state_of
+from ppo_repro.grids.cell import LOG, Order, finish_cell, start_cell, state_of
 from ppo_repro.grids.engines import Processes
 from ppo_repro.grids.grid import _lay_out, run_grid
 from ppo_repro.grids.progress import ConsoleGrid
@@ -19,6 +20,7 @@ from ppo_repro.grids.spec import load_grid
 from ppo_repro.grids.worker import ForkedCell, Worker
 from ppo_repro.records import reader
 from tests.support.grids import fingerprints, grid_file
+from tests.support.interrupts import hearing_ctrl_c
 
 pytestmark = pytest.mark.timeout(400)
 slow = pytest.mark.slow
@@ -70,6 +72,25 @@ def test_a_forked_cell_is_a_cell_in_a_process_of_its_own(tmp_path: Path) -> None
         assert time.monotonic() < deadline, "the cell outlives its grid"
         time.sleep(0.05)
     assert state_of(folder) == "running"  # as after a kill
+
+
+@slow
+@pytest.mark.parametrize("way", ["forked", "one"])
+def test_ctrl_c_at_the_first_instant_of_a_cell_interrupts_it(tmp_path: Path, way: str) -> None:
+    _lay_out(load_grid(grid_file(tmp_path, {}, [1])), tmp_path / "out" / "g")
+    order = order_of(tmp_path)
+    with hearing_ctrl_c():
+        cell = ForkedCell(Worker(1, Path(order.folder) / LOG), order) if way == "forked" else start_cell(order)
+    while isinstance(cell, ForkedCell) and cell._pid is None:
+        assert cell.poll() is None
+    cell.send_signal(signal.SIGINT)
+    code = cell.wait(200)
+    if isinstance(cell, ForkedCell):
+        cell.worker.close()
+    elif cell.stdin is not None:
+        cell.stdin.close()
+    assert code == 130 and finish_cell(order, code, 0.0).message == "interrupted"
+    assert state_of(Path(order.folder)) == "interrupted"
 
 
 @slow

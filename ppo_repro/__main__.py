@@ -1,6 +1,7 @@
 """The process of a command: no signal finds it where the command line cannot answer."""
 
 import signal
+import sys
 
 
 def main() -> None:
@@ -11,6 +12,8 @@ def main() -> None:
 
     try:
         cli.main()
+    except KeyboardInterrupt:  # one more, while the first was answered
+        sys.exit(130)
     finally:
         interrupts.leave_alone()
 

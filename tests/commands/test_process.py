@@ -12,7 +12,8 @@ import pytest
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT
 
-# a signal while the first module is imported that parses arguments, or when the interpreter is about to end
+# a signal while the module is imported that parses arguments, two of which the second comes as the first is answered,
+# or one when the interpreter is about to end
 A_COMMAND = """
 import atexit, runpy, signal, sys
 
@@ -22,9 +23,21 @@ def at_the_import(event, arguments):
     if event == "import" and arguments[0] == "argparse":
         signal.raise_signal(number)
 
+class AtTheAnswer:
+    def write(self, text):
+        sys.stderr = sys.__stderr__
+        signal.raise_signal(number)
+
+    def flush(self):
+        pass
+
 if sys.argv[1] == "begins":
     sys.addaudithook(at_the_import)
-else:
+if sys.argv[1] == "again":
+    from ppo_repro.commands import cli
+    cli.build_parser = lambda: signal.raise_signal(number)
+    sys.stderr = AtTheAnswer()
+if sys.argv[1] == "ends":
     atexit.register(signal.raise_signal, number)
 way = sys.argv[3]
 sys.argv = ["ppo-repro", "--version"]
@@ -58,6 +71,10 @@ def test_a_signal_after_the_last_word_of_a_command_ends_it_without_one(tmp_path:
     assert a_command("ends", signal.SIGINT, "process", tmp_path) == (-signal.SIGINT, "")
 
 
-@pytest.mark.parametrize("moment", ["begins", "ends"])
+def test_a_second_ctrl_c_is_no_more_than_the_first(tmp_path: Path) -> None:
+    assert a_command("again", signal.SIGINT, "process", tmp_path) == (130, "")
+
+
+@pytest.mark.parametrize("moment", ["begins", "again", "ends"])
 def test_without_the_process_of_commands_there_is_a_traceback(moment: str, tmp_path: Path) -> None:
     assert "Traceback" in a_command(moment, signal.SIGINT, "function", tmp_path)[1]

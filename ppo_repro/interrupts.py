@@ -2,14 +2,16 @@
 
 While Numba compiles or loads code, LLVM calls back into Python through ctypes, which prints an exception and drops it:
 the run would continue, or fail with a compiler error. What Numba has Python do while machine code returns its results
-must not raise either (SystemError), nor what Pydantic calls to write a config (PydanticSerializationError). In the
-midst of taking or giving back a lock of the standard library an exception leaves the lock taken (another thread waits
-for ever) or given back twice (RuntimeError). A signal that arrives at such a moment is sent again a moment later.
+must not raise either (SystemError), nor what Pydantic calls to write a config (PydanticSerializationError), nor the
+modules that torch imports while it is imported (it drops the exception, and a later import fails). In the midst of
+taking or giving back a lock of the standard library an exception leaves the lock taken (another thread waits for ever)
+or given back twice (RuntimeError). A signal that arrives at such a moment is sent again a moment later.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import importlib
 import os
 import queue
 import signal
@@ -27,6 +29,9 @@ AGAIN_SECONDS = 0.05
 _WITH_LOCKS = (threading.__file__, queue.__file__, str(Path(concurrent.futures.__file__).parent))
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_OURS = f"{Path(__file__).parent}{os.sep}"
+_IMPORT = ("<frozen importlib._bootstrap>", importlib.__file__)
 
 # the instruction at which the last signal found the thread inside of such code
 _stood_at: tuple[int, int] | None = None
@@ -78,7 +83,7 @@ def heard() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    if would_lose_it(frame) or _is_passing_through(frame):
+    if would_lose_it(frame) or _is_importing(frame) or _is_passing_through(frame):
         again = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()
@@ -97,6 +102,15 @@ def would_lose_it(frame: FrameType | None) -> bool:
     if compiler is None:
         return False
     return bool(compiler.global_compiler_lock.is_locked()) or _nearest(frame, _folders("numba")) is not None
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether the thread runs an import of this package's, not one of the user's functions."""
+    while (frame := _nearest(frame, _IMPORT)) is not None:
+        frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename.startswith(_OURS):
+            return True
+    return False
 
 
 def _is_passing_through(frame: FrameType | None) -> bool:

@@ -61,8 +61,32 @@ except KeyboardInterrupt:
 """
 
 
-def in_the_callback(handler: str, folder: Path) -> tuple[str, str]:
-    (folder / "script.py").write_text(IN_THE_CALLBACK)
+# the signal comes while torch imports NumPy
+IN_AN_IMPORT = """
+import signal, sys, time
+
+sent = []
+
+def at_numpy(event, arguments):
+    if event == "import" and arguments[0] == "numpy._core.multiarray" and not sent:
+        sent.append(True)
+        signal.raise_signal(signal.SIGINT)
+
+sys.addaudithook(at_numpy)
+if sys.argv[1] == "installed":
+    from ppo_repro import interrupts
+    interrupts.install()
+try:
+    import ppo_repro.ranks
+    time.sleep(5)
+    print("not interrupted", len(sent))
+except KeyboardInterrupt:
+    print("interrupted", "ppo_repro.ranks" in sys.modules)
+"""
+
+
+def ran(script: str, handler: str, folder: Path) -> tuple[str, str]:
+    (folder / "script.py").write_text(script)
     command = [sys.executable, str(folder / "script.py"), handler]
     environment = {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(folder / "cache")}
     with hearing_ctrl_c():
@@ -72,14 +96,20 @@ def in_the_callback(handler: str, folder: Path) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_an_interrupt_in_a_callback_of_the_compiler_is_raised_after_it(tmp_path: Path) -> None:
-    out, err = in_the_callback("installed", tmp_path)
+    out, err = ran(IN_THE_CALLBACK, "installed", tmp_path)
     assert out.splitlines() == ["sum 3", "interrupted 1"] and err == ""
 
 
 @pytest.mark.slow
-def test_the_default_handler_loses_it(tmp_path: Path) -> None:
-    out, err = in_the_callback("default", tmp_path)
+def test_an_interrupt_in_an_import_of_ours_is_raised_after_it(tmp_path: Path) -> None:
+    assert ran(IN_AN_IMPORT, "installed", tmp_path) == ("interrupted True\n", "")
+
+
+@pytest.mark.slow
+def test_the_default_handler_loses_them(tmp_path: Path) -> None:
+    out, err = ran(IN_THE_CALLBACK, "default", tmp_path)
     assert "interrupted 1" not in out and "Exception ignored on calling ctypes callback" in err
+    assert ran(IN_AN_IMPORT, "default", tmp_path)[0] == "not interrupted 1\n"
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
 from ppo_repro.library.model import gradients_of
+from ppo_repro.numerics.backend import check_denormals
 from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, copy_named, exact_norm
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch.optim.AdamW calls them
@@ -46,6 +47,7 @@ class ExactAdamWOptimizer(Optimizer):
             if parameter.grad is None:
                 raise UserError(f"exact_adamw: {name} has no gradient; call loss.backward() before step()")
             gradients[name] = parameter.grad
+        check_denormals()
         group = self.param_groups[0]
         limit = math.inf if group["max_grad_norm"] is None else float(group["max_grad_norm"])
         beta1, beta2 = group["betas"]

@@ -1,4 +1,8 @@
-"""Exact gradients in `.grad`: each backward pass adds to integer sums, and `.grad` is their sum rounded once."""
+"""Exact gradients in `.grad`: each backward pass adds to integer sums, and `.grad` is their sum rounded once.
+
+Weights may change in ways that torch does not count: through `.data`, NumPy, or another library that has their memory.
+So their bits are looked at in each pass.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,9 @@ from transformers import PreTrainedModel
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.gradient_bins import GradientBins
 from ppo_repro.numerics.gradients import MAX_TOKENS
-from ppo_repro.numerics.layers.lowering import attach
+from ppo_repro.numerics.kernels.core.fingerprint import fingerprint
+from ppo_repro.numerics.layers.lowering import attach, forget_operands
+from ppo_repro.numerics.products import array
 
 
 class ExactGradients:
@@ -25,6 +31,7 @@ class ExactGradients:
         self.bins = bins
         self._published: dict[str, tuple[Tensor, int]] = {}  # the tensor in `.grad`, and its version
         self._tokens = 0
+        self._weights: tuple[int, ...] = ()  # fingerprints
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExactGradients:
         return ExactGradients(deepcopy(self.bins, memo))
@@ -32,6 +39,17 @@ class ExactGradients:
     def trained(self) -> dict[str, Tensor]:
         """The parameters that take gradients, by name."""
         return {name: p for name, p in self.bins.parameters.items() if p.requires_grad}
+
+    def look_at_weights(self, model: PreTrainedModel) -> None:
+        """Before a pass: forget what was prepared of weights that have changed since the last one."""
+        found = self.weights()
+        if found != self._weights:
+            forget_operands(model)
+            self._weights = found
+
+    def weights(self) -> tuple[int, ...]:
+        """A fingerprint of each parameter."""
+        return tuple(fingerprint(array(p)) for p in self.bins.parameters.values())
 
     def begin(self, tokens: int) -> None:
         """Before a backward pass: forget what was zeroed. UserError for a `.grad` that is not the sum of passes."""
@@ -82,7 +100,7 @@ class _Pass(Function):
         with torch.enable_grad():
             inner = compute()
         ctx.inner, ctx.gradients, ctx.tokens = inner, gradients, tokens
-        ctx.versions = _versions(gradients)
+        ctx.weights = gradients.weights()
         return inner.detach()
 
     @staticmethod
@@ -90,17 +108,13 @@ class _Pass(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         if ctx.inner is None:
             raise RuntimeError("a second backward through one pass: its activations were freed")
-        if ctx.versions != _versions(ctx.gradients):
+        if ctx.weights != ctx.gradients.weights():
             raise RuntimeError("a weight was changed between the forward pass and its backward; run the forward again")
         ctx.gradients.begin(ctx.tokens)
         inner, ctx.inner = ctx.inner, None
         torch.autograd.backward(inner, grad)
         ctx.gradients.publish()
         return None, None, None, None
-
-
-def _versions(gradients: ExactGradients) -> list[tuple[int, int]]:
-    return [(p.data_ptr(), p._version) for p in gradients.bins.parameters.values()]
 
 
 def with_gradients(

@@ -16,11 +16,14 @@ from transformers.modeling_outputs import CausalLMOutput
 from ppo_repro.errors import UserError
 from ppo_repro.library.gradients import ExactGradients, with_gradients
 from ppo_repro.library.layout import Layout, make_layout
+from ppo_repro.numerics import backend as backends
 from ppo_repro.numerics.arithmetic.grid import MAX_TERMS
 from ppo_repro.numerics.gradient_bins import GradientBins
+from ppo_repro.numerics.kernels.core.fingerprint import fingerprint
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, NAMES, head_of, key_value_heads, trunk_of
 from ppo_repro.numerics.layers.lowering import is_exact, lower
 from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.products import array
 from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.trunk.forward import TrunkForward
 
@@ -82,6 +85,7 @@ def exact(
     proof.use(backend, torch.get_num_threads() if threads is None else threads)
     copied._exact_gradients = ExactGradients(GradientBins(copied.named_parameters()))
     copied._exact_context = context
+    copied._exact_tables = tables_of(copied)
     copied.forward = MethodType(_forward, copied)
     copied.generate = MethodType(_no_generate, copied)
     copied.accepts_loss_kwargs = True  # transformers' Trainer gives num_items_in_batch then
@@ -105,11 +109,32 @@ def layout_of(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Layout:
     """The layout of a batch for an exact model, checked."""
-    for name, parameter in gradients_of(model).bins.parameters.items():
-        if parameter.dtype != torch.float32:
-            raise UserError(f"model parameter '{name}' is {parameter.dtype}; exact numerics need float32")
+    begin_pass(model)
     context = cast(int, model._exact_context)
     return make_layout(input_ids, attention_mask, position_ids, model.config.vocab_size, context)
+
+
+def begin_pass(model: PreTrainedModel) -> None:
+    """Before an exact model computes: see the weights as they are. UserError where it cannot compute with them."""
+    gradients = gradients_of(model)
+    for name, parameter in gradients.bins.parameters.items():
+        if parameter.dtype != torch.float32:
+            raise UserError(f"model parameter '{name}' is {parameter.dtype}; exact numerics need float32")
+    if tables_of(model) != model._exact_tables:
+        raise UserError(
+            "exact model: its tables of rotary positions were changed, as by a cast to another type and back; make a "
+            "new one with ppo_repro.exact"
+        )
+    backends.check_denormals()
+    gradients.look_at_weights(model)
+
+
+def tables_of(model: PreTrainedModel) -> tuple[tuple[str, torch.dtype, int], ...]:
+    """Name, type and fingerprint of each buffer of an exact model; all of them are made when it is."""
+    return tuple(
+        (name, buffer.dtype, fingerprint(array(buffer)) if buffer.dtype == torch.float32 else 0)
+        for name, buffer in model.named_buffers()
+    )
 
 
 def logits_at(model: PreTrainedModel, layout: Layout, rows: Tensor) -> Tensor:

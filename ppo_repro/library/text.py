@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.errors import UserError
 from ppo_repro.library.layout import Layout, make_layout
-from ppo_repro.library.model import gradients_of, layout_of, logits_at
+from ppo_repro.library.model import begin_pass, layout_of, logits_at
 from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.layers.lowering import is_exact
 from ppo_repro.numerics.logprobs import token_statistics
@@ -162,7 +162,7 @@ def _prompts(
     longest = max(len(prompt) for prompt in ids)
     limit = model.config.max_position_embeddings
     if is_exact(model):
-        gradients_of(model)
+        begin_pass(model)
         limit = cast(int, model._exact_context)
     if longest + sampling.max_response_tokens > limit:
         raise UserError(

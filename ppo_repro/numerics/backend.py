@@ -22,6 +22,8 @@ from ppo_repro.numerics.kernels.core.memory import keep_freed_memory
 BACKENDS = ("eager", "float64", "amx")  # of CPUs
 TRITON = "triton"
 
+_SMALLEST = [5e-324]  # in a list, so that the compiler does not compute with it
+
 _active = "eager"
 
 A = TypeVar("A")
@@ -60,12 +62,28 @@ def choose(backend: str, device: str = "cpu") -> str:
     return backend
 
 
+def flushes_denormals() -> bool:
+    """Whether this thread takes the smallest numbers for zeros."""
+    return _SMALLEST[0] * 1.0 == 0.0
+
+
+def check_denormals() -> None:
+    """UserError where this thread flushes denormal numbers to zero: other threads may not, and bits would differ."""
+    if flushes_denormals():
+        raise UserError(
+            "denormal numbers are flushed to zero here, by torch.set_flush_denormal or a library that was built with "
+            "-ffast-math; call torch.set_flush_denormal(False) first"
+        )
+
+
 def use(backend: str, threads: int) -> str:
     """Compute with `choose(backend)` on `threads` threads from now on; returns its name.
 
-    This holds for the whole process, like torch's own number of threads.
+    This holds for the whole process, like torch's own number of threads. UserError as `check_denormals`, because
+    threads take the setting of the one that starts them.
     """
     global _active
+    check_denormals()
     backend = choose(backend)
     _active = backend
     pool.set_threads(threads)

@@ -5,8 +5,8 @@ All backends give the same bits, because every sum is exact.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from ppo_repro.numerics.kernels.float64 import inputs as float64_inputs
 from ppo_repro.numerics.kernels.float64 import operands as float64
 from ppo_repro.numerics.kernels.float64 import product as float64_product
 from ppo_repro.numerics.kernels.outliers import Outliers
+from ppo_repro.numerics.last_result import LastResult
 
 NOTHING = int(rows.NOTHING)
 NO_BIAS = np.empty(0, np.float32)
@@ -40,26 +41,7 @@ def array(x: Tensor) -> np.ndarray:
     return (x.detach() if x.requires_grad else x).contiguous().numpy()
 
 
-class _LastResult(threading.local):
-    """A cache of one entry: layers that share an input, like queries, keys and values, prepare it once.
-
-    Each thread has its own. The tensor is kept alive with the entry, so that no other can get its address.
-    """
-
-    def __init__(self) -> None:
-        self._tensor: Tensor | None = None
-        self._key: tuple[object, ...] = ()
-        self._result: Any = None
-
-    def of(self, x: Tensor, kind: tuple[object, ...], make: Callable[[], Any]) -> Any:
-        """make(), or its last result if that was for the same unchanged tensor and kind."""
-        key = (x.data_ptr(), x._version, tuple(x.shape), x.stride(), *kind)
-        if self._tensor is None or key != self._key:
-            self._result, self._tensor, self._key = make(), x.detach(), key
-        return self._result
-
-
-_operands, _exponents, _packed_inputs = _LastResult(), _LastResult(), _LastResult()
+_operands, _exponents, _packed_inputs = LastResult(), LastResult(), LastResult()
 
 
 @dataclass(frozen=True)
@@ -86,12 +68,22 @@ def _operand(x: np.ndarray, kind: str) -> Operand:
 _changing = threading.Lock()
 
 
+def _unlock() -> None:
+    """In a process that was forked: the thread that held the lock is not there."""
+    global _changing
+    _changing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
 class PreparedWeight:
     """A weight matrix prepared for contractions; prepared again when the weight or the backend changes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._source: tuple[int, int, str] = (0, -1, "")
+        self._weight: Tensor | None = None  # kept alive, so that no other tensor can get its address
         self._prepared: dict[int, tuple[Any, Outliers]] = {}  # by dimension of the contraction
         # to be overwritten on AMX: the system clears new memory first; panels for float64 are always new
         self._outdated: dict[int, Any] = {}
@@ -99,7 +91,10 @@ class PreparedWeight:
     def forget(self) -> None:
         """Free what is prepared."""
         with _changing:
-            self._source, self._prepared, self._outdated = (0, -1, ""), {}, {}
+            self._source, self._weight, self._prepared, self._outdated = (0, -1, ""), None, {}, {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedWeight:
+        return PreparedWeight(self.name)  # the copy of a weight has another address
 
     def _get(self, weight: Tensor, dim: int, kind: str) -> tuple[Any, Outliers]:
         # in-place changes increase the version; new storage under the same parameter has another address
@@ -108,7 +103,7 @@ class PreparedWeight:
             if source != self._source:
                 if kind == "amx":
                     self._outdated |= {d: prepared for d, (prepared, _) in self._prepared.items()}
-                self._prepared, self._source = {}, source
+                self._prepared, self._source, self._weight = {}, source, weight.detach()
             found = self._prepared.get(dim)
             outdated = self._outdated.pop(dim, None) if found is None else None
         if found is None:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from ppo_repro.errors import UserError
+from ppo_repro.numerics.backend import flushes_denormals
 
-_SMALLEST = [5e-324]  # in a list, so that the compiler does not compute with it
 # Ctrl-C and SIGTERM are for the run, whatever the user's file does with them
 _OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP)
 
@@ -101,7 +101,7 @@ _PARTS = (
     _Part(torch.is_grad_enabled, torch.set_grad_enabled),
     _Part(torch.get_num_threads, torch.set_num_threads),
     _Part(lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
-    _Part(lambda: _SMALLEST[0] * 1.0 == 0.0, torch.set_flush_denormal),
+    _Part(flushes_denormals, torch.set_flush_denormal),
     _Part(
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _write_deterministic,

@@ -31,13 +31,23 @@ def beside(name: str, first_use: bool) -> Iterator[None]:
         if os.environ.get("WORLD_SIZE", "1") != "1" or len(os.sched_getaffinity(0)) < 2:
             yield
             return
-        quiet = subprocess.DEVNULL
-        arguments = [sys.executable, "-m", "ppo_repro.numerics.proof.ahead", name]
-        with subprocess.Popen(arguments, stdin=quiet, stdout=quiet, stderr=quiet) as process:
-            try:
-                yield
-            finally:
+        process = _start(name)
+        try:
+            yield
+        finally:
+            if process is not None:
                 process.terminate()  # everything it was wanted for is done
+                process.wait()
+
+
+def _start(name: str) -> subprocess.Popen[bytes] | None:
+    """The second process; None where there can be none, as where a program embeds Python."""
+    quiet = subprocess.DEVNULL
+    arguments = [sys.executable, "-m", "ppo_repro.numerics.proof.ahead", name]
+    try:
+        return subprocess.Popen(arguments, stdin=quiet, stdout=quiet, stderr=quiet)
+    except (OSError, TypeError):  # TypeError where `sys.executable` is None
+        return None
 
 
 @contextmanager

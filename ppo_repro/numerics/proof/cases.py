@@ -66,7 +66,7 @@ def _sums(accumulator: GradientAccumulator) -> list[Tensor]:
 def products(device: torch.device) -> list[Tensor]:
     """Products in both directions, short and long, with outliers and without."""
     results = []
-    for rows, terms, columns in ((37, 200, 50), (5, 4200, 30)):
+    for rows, terms, columns in ((37, 200, 50), (5, 4200, 30), (56, 2100, 30)):
         x, w, bias = (
             _with_outliers(_numbers(device, 0, rows, terms)),
             _numbers(device, 1, columns, terms),
@@ -113,10 +113,10 @@ def statistics(device: torch.device) -> list[Tensor]:
     return results
 
 
-def _tokens(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Three rows of 30, and their positions."""
-    ids = torch.randint(0, 61, (3, 30), generator=torch.Generator().manual_seed(5))
-    return ids.to(device), torch.arange(30).expand(3, -1).to(device)
+def _tokens(device: torch.device, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows of 30, and their positions."""
+    ids = torch.randint(0, 61, (rows, 30), generator=torch.Generator().manual_seed(5))
+    return ids.to(device), torch.arange(30).expand(rows, -1).to(device)
 
 
 def training(device: torch.device) -> list[Tensor]:
@@ -124,7 +124,7 @@ def training(device: torch.device) -> list[Tensor]:
     trunk = moved(lower(_small_decoder(), CONTEXT), device)
     accumulator = GradientAccumulator(trunk.named_parameters())
     attach(trunk, accumulator)
-    (ids, positions), first_key = _tokens(device), torch.zeros(3, 30, dtype=torch.int64).to(device)
+    (ids, positions), first_key = _tokens(device, 3), torch.zeros(3, 30, dtype=torch.int64).to(device)
     for _ in range(2):
         accumulator.begin()
         hidden = TrunkForward(trunk).over_batch(ids, positions, first_key, torch.arange(90).to(device))
@@ -135,12 +135,13 @@ def training(device: torch.device) -> list[Tensor]:
 
 def decoding(device: torch.device) -> list[Tensor]:
     """The small model over a cache: a prompt, then one token of each row after the other."""
-    trunk, (ids, positions) = moved(lower(_small_decoder(), CONTEXT), device), _tokens(device)
-    cache, forward = GridCache(trunk.config, 3, CONTEXT, device), TrunkForward(trunk)
+    rows = 8  # enough of them for the digits that are kept of weights
+    trunk, (ids, positions) = moved(lower(_small_decoder(), CONTEXT), device), _tokens(device, rows)
+    cache, forward = GridCache(trunk.config, rows, CONTEXT, device), TrunkForward(trunk)
     results = []
     for begin, end in ((0, 27), (27, 28), (28, 29), (29, 30)):
-        valid = torch.ones(3, end - begin, dtype=torch.bool).to(device)
-        cache.aim(torch.arange(3).to(device), positions[:, begin:end], valid)
+        valid = torch.ones(rows, end - begin, dtype=torch.bool).to(device)
+        cache.aim(torch.arange(rows).to(device), positions[:, begin:end], valid)
         results.append(forward.over_cache(ids[:, begin:end], cache))
     return results
 

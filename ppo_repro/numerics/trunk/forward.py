@@ -42,7 +42,7 @@ class TrunkForward:
     | exact    | any                         | any        | over a cache           | `decoding`, by `layer_forward`   |
 
     In exact numerics every path gives the same bits. The numerics, the model's structure, its hooks and the backend
-    are looked at when an object is made; weights that change later are seen.
+    are looked at when an object is made; weights that change in place later are seen.
     """
 
     def __init__(self, trunk: PreTrainedModel) -> None:

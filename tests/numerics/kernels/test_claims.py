@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 
 from ppo_repro.numerics.kernels.core import claims, entries
+from ppo_repro.numerics.kernels.core.cache import cache_folder
+from ppo_repro.numerics.kernels.core.compile import kernel
 from tests.support.paths import ROOT
 
 NAME, CONTENT = "module.function.0123", bytes(range(256))
@@ -23,7 +26,7 @@ folder, name = Path(sys.argv[1]), "module.function.0123"
 # compiles: says that it has the claim, waits for a line, writes the entry
 COMPILES = START + "claims.take(folder, name); print(flush=True); input(); entries.write(folder, name, b'code'); "
 COMPILES += "claims.release(folder, name)"
-WANTS = START + "print(flush=True); print(claims.take(folder, name), entries.read(folder, name))"
+WANTS = START + "print(flush=True); claims.take(folder, name); print(entries.read(folder, name))"
 # compiles after a line of its input; two of them without claims do so both
 KERNEL = """
 import sys
@@ -31,7 +34,7 @@ import numpy as np
 from ppo_repro.numerics.kernels.core import cache
 from ppo_repro.numerics.kernels.core.compile import kernel
 if sys.argv[1] == "alone":
-    cache.claims.take = lambda folder, name: False
+    cache.claims.take = lambda folder, name: None
 def double(x):
     for i in range(len(x)):
         x[i] = x[i] * 2.0
@@ -79,7 +82,7 @@ def test_who_comes_second_waits_for_the_entry(folder: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(0.5)
     first.communicate("\n")
-    assert second.communicate()[0].split()[1] == "b'code'"
+    assert second.communicate()[0] == "b'code'\n"
     assert [path.name for path in folder.iterdir() if path.suffix != claims.SUFFIX] == [NAME]
 
 
@@ -90,11 +93,12 @@ def test_a_process_that_is_killed_gives_its_claims_up(folder: Path) -> None:
     assert line(second) == "\n"
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    assert second.communicate()[0].split()[1] == "None", "it goes on, and compiles by itself"
+    assert second.communicate()[0] == "None\n", "it goes on, and compiles by itself"
 
 
 def test_a_claim_is_taken_once_and_leaves_no_file(folder: Path) -> None:
-    assert not claims.take(folder, NAME) and not claims.take(folder, NAME)
+    claims.take(folder, NAME)
+    claims.take(folder, NAME)
     assert [path.name for path in folder.iterdir()] == [NAME + claims.SUFFIX]
     claims.release(folder, NAME)
     claims.release(folder, NAME)
@@ -105,7 +109,7 @@ def test_patience_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = started(COMPILES, str(folder))
     assert line(first) == "\n"
     monkeypatch.setattr(claims, "PATIENCE", 0.1)
-    assert not claims.take(folder, NAME)
+    claims.take(folder, NAME)
     claims.release(folder, NAME)  # which is not this process's
     assert (folder / (NAME + claims.SUFFIX)).exists()
     first.communicate("\n")
@@ -113,11 +117,46 @@ def test_patience_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_no_file_can_be_made_nothing_is_claimed(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no folder")
-    assert not claims.take(tmp_path / "cache" / "ppo_repro" / "kernels-1", NAME)
+    claims.take(tmp_path / "cache" / "ppo_repro" / "kernels-1", NAME)
     (link := tmp_path / "kernels-2").mkdir()
     (link / (NAME + claims.SUFFIX)).symlink_to(tmp_path / "elsewhere")
-    assert not claims.take(link, NAME)
+    claims.take(link, NAME)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_process_that_was_forked_keeps_no_claim(folder: Path) -> None:
+    claims.take(folder, NAME)
+    child = os.fork()
+    if child == 0:
+        claims.release(folder, NAME)  # which is the parent's
+        signal.pause()
+        os._exit(0)
+    try:
+        second = started(WANTS, str(folder))
+        assert line(second) == "\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(0.5)
+        entries.write(folder, NAME, CONTENT)
+        claims.release(folder, NAME)  # of which the child has a descriptor
+        assert second.communicate(timeout=30)[0] == f"{CONTENT!r}\n"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_kernel_that_is_not_made_leaves_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache_folder.cache_clear()
+
+    def no_kernel(x: object) -> object:
+        return x + "a string"  # type: ignore[operator] # no number has this sum
+
+    try:
+        with pytest.raises(numba.TypingError):
+            kernel(no_kernel)(1.0)
+        assert list(tmp_path.rglob("*no_kernel*")) == [] and claims._held == {}
+    finally:
+        cache_folder.cache_clear()
 
 
 @pytest.mark.parametrize(("way", "compilations"), [("claimed", 1), ("alone", 2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +97,17 @@ def test_an_error_of_any_part_is_raised_when_all_have_ended(failing: int) -> Non
     assert sorted(ended) == sorted({0, 1, 2} - {failing})
     pool.in_parts(lambda first, last: ended.append(9), 3, 1e9)
     assert ended.count(9) == 3, "the threads still work"
+
+
+def test_a_process_that_was_forked_has_threads_of_its_own() -> None:
+    pool.set_threads(3)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # without them the parts would wait for ever
+        together = threading.Barrier(3, timeout=10)
+        pool.in_parts(lambda first, last: together.wait() and None, 3, 1e9)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_threads_no_longer_wanted_end() -> None:

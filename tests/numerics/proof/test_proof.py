@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.kernels import decoder_trunk, gumbel, layer_norm, optimizer, outliers, row_program
 from ppo_repro.numerics.kernels.attention import backward as attention_backward
 from ppo_repro.numerics.kernels.attention import forward as attention
-from ppo_repro.numerics.kernels.float64 import product
+from ppo_repro.numerics.kernels.float64 import digits, product
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.proof import ahead, proof
 from ppo_repro.numerics.proof.cases import CASES, CPU
 from ppo_repro.numerics.proof.largest import compile_largest
+from ppo_repro.numerics.trunk import whole
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import sample
 
@@ -83,12 +85,24 @@ def wrong_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "sum_of_squares", lambda x, shift: squares(x, shift) + (1 << 44))
 
 
+def wrong_kept_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits_of = whole.weight_digits
+
+    def wrong(*arguments: Any) -> tuple[np.ndarray, Any]:
+        found, rest = digits_of(*arguments)
+        found[:] = 0
+        return found, rest
+
+    monkeypatch.setattr(whole, "weight_digits", wrong)
+
+
 WRONG = {
     "products": wrong_products,
     "products ": without_outliers,
     "gradients": wrong_layer_norm,
     "decoding": wrong_attention,
     "optimizer": wrong_optimizer,
+    **({"decoding ": wrong_kept_digits} if digits.IN_USE else {}),
 }
 
 
@@ -156,12 +170,9 @@ def test_the_first_use_says_how_far_it_is(
         def __init__(self, arguments: list[str], **_: object) -> None:
             started.append(arguments[1:])
 
-        def __enter__(self) -> Process:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
         def terminate(self) -> None: ...
+
+        def wait(self) -> None: ...
 
     monkeypatch.setattr(ahead.subprocess, "Popen", Process)
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: {0, 1})
@@ -195,6 +206,18 @@ def test_the_largest_kernels_are_compiled_ahead_for_the_types_that_the_cases_hav
         assert all(signatures)
     finally:
         backend.use(before, 1)
+
+
+@pytest.mark.parametrize("executable", ["", None, "/nowhere/python"])
+def test_where_no_second_process_can_start_this_one_compiles_all(
+    executable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", executable)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with ahead.beside("float64", first_use=True):
+        done = True
+    assert done and ahead._start("float64") is None
 
 
 def test_compile_time_is_not_spent_on_garbage_and_collections_come_back() -> None:

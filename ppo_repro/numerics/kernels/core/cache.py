@@ -18,6 +18,7 @@ from typing import Any
 
 import llvmlite
 import numba
+from llvmlite.binding import llvm_version_info
 from numba.core import config as numba_config
 from numba.core import serialize
 from numba.core.caching import _Cache
@@ -48,7 +49,7 @@ def sources_digest(numerics: Path) -> str:
 
 def compiler_digest() -> str:
     """SHA-256 over what makes other machine code of the same sources: versions, and the processor as Numba sees it."""
-    versions = (numba.__version__, llvmlite.__version__, platform.python_version())
+    versions = (numba.__version__, llvmlite.__version__, llvm_version_info, platform.python_version())
     settings = [getattr(numba_config, name, None) for name in _SETTINGS]
     processor = cpu_target.target_context.codegen().magic_tuple()
     return hashlib.sha256(repr((versions, settings, processor)).encode()).hexdigest()
@@ -79,6 +80,7 @@ class KernelCache(_Cache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self._claimed: set[tuple[Path, str]] = set()
 
     @property
     def cache_path(self) -> str:
@@ -90,18 +92,25 @@ class KernelCache(_Cache):
         folder, name = cache_folder(), self._name(sig)
         content = entries.read(folder, name)
         if content is None:
-            if claims.take(folder, name):
-                content = entries.read(folder, name)
+            claims.take(folder, name)
+            self._claimed.add((folder, name))
+            content = entries.read(folder, name)  # another process may have written it meanwhile
             if content is not None:
-                claims.release(folder, name)
+                self.give_up()
         return None if content is None else CompileResult._rebuild(target_context, *pickle.loads(content))
 
     def save_overload(self, sig: object, data: CompileResult) -> None:
         """Keep a compiled function."""
         assert not data.lifted and not data.library.has_dynamic_globals, "it would hold addresses of this process"
-        folder, name = cache_folder(), self._name(sig)
-        entries.write(folder, name, serialize.dumps(data._reduce()))
-        claims.release(folder, name)
+        try:
+            entries.write(cache_folder(), self._name(sig), serialize.dumps(data._reduce()))
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Release the claims of this function, whether it was compiled or not."""
+        while self._claimed:
+            claims.release(*self._claimed.pop())
 
     def _name(self, sig: object) -> str:
         """A file's name: legible, then a digest of what tells this function and signature from others."""

@@ -20,25 +20,24 @@ _PAUSE = 0.01
 _held: dict[Path, int] = {}  # file descriptors of the claims of this process
 
 
-def take(folder: Path, name: str) -> bool:
-    """Claim an entry. Returns whether another process had it until now, and so may have written the entry.
+def take(folder: Path, name: str) -> None:
+    """Claim an entry, after the process that has it, if there is one: it may have written the entry by then.
 
     Does nothing where no file can be made or locked. A process that compiles a kernel waits only for those that it is
     made of, so that no two wait for each other. Raises UserError as `entries.read`.
     """
-    path, waited = folder / f"{name}{SUFFIX}", False
+    path = folder / f"{name}{SUFFIX}"
     if path in _held:
-        return False
+        return
     with contextlib.suppress(OSError):
         entries.make_folder(folder)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
-            waited = _lock(descriptor)
+            _lock(descriptor)
         except OSError:  # a file system without locks, or a process that takes too long
             os.close(descriptor)
         else:
             _held[path] = descriptor
-    return waited
 
 
 def release(folder: Path, name: str) -> None:
@@ -48,18 +47,27 @@ def release(folder: Path, name: str) -> None:
     if descriptor is not None:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked has the descriptor too
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a file. Returns whether another process had locked it. Raises TimeoutError after PATIENCE."""
-    end, waited = time.monotonic() + PATIENCE, False
+def _leave_to_parent() -> None:
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file, after PATIENCE TimeoutError."""
+    end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waited = True
             time.sleep(_PAUSE)
         else:
-            return waited
+            return
     raise TimeoutError

@@ -29,8 +29,22 @@ def kernel(function: F) -> F:
     """
     compiled = numba.njit(**_OPTIONS)(function)
     if not numba_config.DISABLE_JIT:
-        compiled._cache = KernelCache(function)  # Numba has no public way to name another cache
+        compiled._cache = cache = KernelCache(function)  # Numba has no public way to name another cache
+        compiled._compiler.compile = _giving_up(compiled._compiler.compile, cache)
     return compiled
+
+
+def _giving_up(compile_signature: Callable[..., Any], cache: KernelCache) -> Callable[..., Any]:
+    """`compile_signature`, after whose failure no other process waits for what it was to make."""
+
+    def compile_or_give_up(args: object, return_type: object) -> Any:
+        try:
+            return compile_signature(args, return_type)
+        except BaseException:
+            cache.give_up()
+            raise
+
+    return compile_or_give_up
 
 
 def kernel_part(function: Callable[..., Any]) -> Any:

@@ -6,6 +6,7 @@ kernels are in use.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -55,6 +56,16 @@ def set_threads(threads: int) -> None:
     _threads, _tasks = threads, SimpleQueue()
     for _ in range(threads - 1):
         Thread(target=_serve, args=(_tasks,), name="kernel", daemon=True).start()
+
+
+def _begin_anew() -> None:
+    """In a process that was forked: the threads have stayed with its parent."""
+    global _threads
+    count, _threads = _threads, 1
+    set_threads(count)
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def threads() -> int:

@@ -1,0 +1,176 @@
+"""Weights that change in ways of which torch counts none, and processes that are forked: the same bits, or an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import ppo_repro
+from ppo_repro.numerics.products import PreparedWeight
+from ppo_repro.testing.small_models import CONFIGS, small_model
+
+IDS = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
+BACKENDS = ("float64", "eager")
+Change = Callable[[PreTrainedModel], object]
+
+
+def exact(family: str = "llama", backend: str = "float64", threads: int = 1) -> PreTrainedModel:
+    return ppo_repro.exact(small_model(CONFIGS[family](), seed=0), backend=backend, threads=threads)
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(IDS).logits
+    return found
+
+
+def anew(model: PreTrainedModel, family: str, backend: str) -> PreTrainedModel:
+    """An exact model with the weights that `model` has now."""
+    stock = small_model(CONFIGS[family](), seed=0)
+    stock.load_state_dict(model.state_dict())
+    return ppo_repro.exact(stock, backend=backend, threads=1)
+
+
+def through_data(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+
+
+def through_numpy(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        values = parameter.detach().numpy()
+        values *= 1.5
+
+
+def new_storage_twice(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        for _ in range(2):  # the second may get the address that the first one had
+            parameter.data = parameter.data * 1.5
+
+
+def two_rows_change_places(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.copy_(parameter.data.roll(1, 0))
+
+
+def one_weight(model: PreTrainedModel) -> None:
+    last = [parameter for parameter in model.parameters() if parameter.dim() == 2][-1]
+    last.data[0, 0] += 0.5
+
+
+CHANGES = [through_data, through_numpy, new_storage_twice, two_rows_change_places, one_weight]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_exact_model_computes_with_the_weights_that_it_has(backend: str, family: str, change: Change) -> None:
+    model = exact(family, backend)
+    before = logits(model)
+    change(model)
+    after = logits(model)
+    assert torch.equal(after, logits(anew(model, family, backend))) and not torch.equal(after, before)
+
+
+def test_without_a_look_at_the_weights_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppo_repro.library.gradients.ExactGradients.look_at_weights", lambda *_: None)
+    model = exact()
+    logits(model)
+    through_data(model)
+    assert not torch.equal(logits(model), logits(anew(model, "llama", "float64")))
+
+
+def test_nothing_is_prepared_again_where_no_weight_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = exact()
+    logits(model)
+    made: list[str] = []
+    real = PreparedWeight._prepare
+    monkeypatch.setattr(PreparedWeight, "_prepare", lambda self, *rest: made.append(self.name) or real(self, *rest))
+    logits(model)
+    assert made == []
+    one_weight(model)
+    logits(model)
+    assert made
+
+
+def test_generated_tokens_are_those_of_the_weights_that_it_has() -> None:
+    def sampled(model: PreTrainedModel) -> list[tuple[int, ...]]:
+        sampling = ppo_repro.Sampling(max_response_tokens=8)
+        return [r.response_ids for r in ppo_repro.generate(model, [[1, 2, 3]] * 8, sampling, stop=[0])]
+
+    model = exact()
+    before = sampled(model)
+    for parameter in model.parameters():
+        parameter.data.mul_(-1.5)
+    after = sampled(model)
+    assert after == sampled(anew(model, "llama", "float64")) and after != before
+
+
+@pytest.mark.parametrize("change", [through_data, through_numpy, one_weight])
+def test_weights_that_change_before_the_backward_pass_are_refused(change: Change) -> None:
+    model = exact()
+    loss = model(IDS, labels=IDS).loss
+    change(model)
+    with pytest.raises(RuntimeError, match="a weight was changed between the forward pass and its backward"):
+        loss.backward()
+    model(IDS, labels=IDS).loss.backward()
+
+
+def test_a_cast_and_back_is_refused_where_it_rounds_tables() -> None:
+    model = exact()
+    model.bfloat16()
+    model.float()
+    with pytest.raises(ppo_repro.UserError, match="tables of rotary positions were changed"):
+        model(IDS)
+    learned = exact("gpt2")  # no tables
+    logits(learned)
+    learned.bfloat16()
+    learned.float()
+    assert torch.equal(logits(learned), logits(anew(learned, "gpt2", "float64")))
+
+
+@pytest.fixture
+def flushing() -> object:
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.usefixtures("flushing")
+def test_a_process_that_flushes_denormals_is_refused() -> None:
+    with pytest.raises(ppo_repro.UserError, match=r"call torch.set_flush_denormal\(False\) first"):
+        exact()
+
+
+def test_flushing_that_begins_later_is_refused_too(request: pytest.FixtureRequest) -> None:
+    model = exact()
+    adamw = ppo_repro.exact_adamw(model, lr=1e-3)
+    model(IDS, labels=IDS).loss.backward()
+    request.getfixturevalue("flushing")
+    sampling = ppo_repro.Sampling(max_response_tokens=2)
+    for compute in (
+        adamw.step,
+        lambda: model(IDS),
+        lambda: ppo_repro.logprobs(model, IDS),
+        lambda: ppo_repro.generate(model, [[1]], sampling, stop=[0]),
+    ):
+        with pytest.raises(ppo_repro.UserError, match="denormal numbers are flushed to zero"):
+            compute()
+
+
+def test_a_forked_process_computes_the_same_bits_with_threads_of_its_own() -> None:
+    model, ids = exact(threads=2), torch.randint(1, 50, (64, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids).logits
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            os._exit(0 if torch.equal(model(ids).logits, expected) else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

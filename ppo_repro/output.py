@@ -62,9 +62,15 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _speaks() -> bool:
+    """Whether this is the first process of a run, or none of several: a launcher has not numbered it as one."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
+
+
 def say(line: str) -> None:
     """One line on stderr; of several processes only the first one speaks."""
-    if os.environ.get("RANK", "0") == "0":
+    if _speaks():
         say_anyway(line)
 
 

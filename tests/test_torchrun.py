@@ -251,15 +251,21 @@ def test_other_commands_refuse_several_processes(
         assert err.startswith(said) and len(err.splitlines()) == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("size", "rank", "said"),
+    [
+        ("two", "0", "WORLD_SIZE = 'two': must be a count, as torchrun sets it"),
+        ("2", "2", "RANK = 2: must be below WORLD_SIZE = 2, as torchrun sets it"),
+        ("2", "x", "RANK = 'x': must be a count, as torchrun sets it"),
+    ],
+)
 def test_a_malformed_environment_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    size: str, rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "two")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(sys, "argv", ["ppo-repro", "run", str(TINY)])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "error: environment variable WORLD_SIZE = 'two': must be a count, as torchrun sets it\n"
-    )
+    assert capsys.readouterr().err == f"error: environment variable {said}\n"

@@ -37,7 +37,12 @@ def _environment_count(name: str, default: int) -> int:
 def processes() -> tuple[int, int]:
     """(rank, number of processes) as torchrun sets them; (0, 1) without it."""
     size = _environment_count("WORLD_SIZE", 1)
-    return (_environment_count("RANK", 0), size) if size > 1 else (0, 1)
+    if size <= 1:
+        return 0, 1
+    rank = _environment_count("RANK", 0)
+    if rank >= size:
+        raise UserError(f"environment variable RANK = {rank}: must be below WORLD_SIZE = {size}, as torchrun sets it")
+    return rank, size
 
 
 @contextmanager

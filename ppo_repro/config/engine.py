@@ -103,6 +103,9 @@ class SGLangServers(Section):
         return self
 
 
+# logits divided by it stay numbers of float32
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
+Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)]
 StopText = Annotated[str, Field(min_length=1, max_length=100)]
 
 
@@ -114,7 +117,7 @@ class RolloutConfig(Section):
     prompts_per_iteration: Count = Field(description="Distinct prompts per iteration.")
     samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")
     max_response_tokens: Count = Field(description="A response without an end token stops here.")
-    temperature: Positive = Field(1.0, description="Logits are divided by this, in sampling and in scoring.")
+    temperature: Temperature = Field(1.0, description="Logits are divided by this, in sampling and in scoring.")
     top_k: Index = Field(0, description="Keep only the k likeliest tokens; 0 keeps all.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."

@@ -242,8 +242,13 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     adaptive = isinstance(ppo.objective, AdaptiveClipObjective) or (
         isinstance(ppo.objective, PenaltyObjective) and ppo.objective.target_kl is not None
     )
-    if adaptive and ppo.epochs == 1 and ppo.minibatch_size == config.sequences_per_iteration:
-        yield "ppo.objective.target_kl needs more than one optimizer step per iteration to see a KL"
+    if ppo.epochs == 1 and ppo.minibatch_size == config.sequences_per_iteration:
+        for name, is_set in (("objective.target_kl", adaptive), ("early_stop_kl", ppo.early_stop_kl is not None)):
+            if is_set:
+                yield f"ppo.{name} needs more than one optimizer step per iteration to see a KL"
+    kl = config.kl
+    if isinstance(kl, KLInReward) and kl.controller.kind == "adaptive" and not kl.kl_coef:
+        yield "kl.controller.kind = adaptive needs a kl.kl_coef above 0: it multiplies it"
     if config.advantages.kind == "group" and config.rollout.samples_per_prompt == 1:
         yield "advantages.kind = group needs rollout.samples_per_prompt of at least 2"
     by_response = isinstance(ppo.objective, SequenceClipObjective) and ppo.objective.advantages == "response"

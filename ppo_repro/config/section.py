@@ -21,8 +21,9 @@ Index = Annotated[int, Field(ge=0, le=MOST)]
 Layers = Annotated[int, Field(ge=1, le=1024)]  # of a model made here; to lay out more takes minutes
 Width = Annotated[int, Field(ge=1, le=2**20)]  # of a model made here
 Threads = Annotated[int, Field(ge=1, le=1024)]  # not the cores of this machine: a run is repeated on others
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LARGEST = 1e30  # of numbers that meet others in float32
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Whitening = Literal["none", "scale", "full"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian, Distribution
 from ppo_repro.control.environments import ActionSpace
+from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.activations import ExactTanh
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.seeding import bell
@@ -62,6 +63,11 @@ class Agent(nn.Module):
         super().__init__()
         self.distribution: Distribution
         if actions.count:
+            if network.initial_log_std != NetworkConfig().initial_log_std:
+                raise UserError(
+                    f"network.initial_log_std = {network.initial_log_std:g}: the actions of this environment are "
+                    "discrete and have none; leave it out"
+                )
             self.distribution = Categorical(actions.count, mode)
         else:
             self.distribution = DiagonalGaussian(len(actions.low), network.initial_log_std, mode)

@@ -62,7 +62,9 @@ def make_layout(
     if bool((first != first.amax(1, keepdim=True)).logical_and(real).any()):
         raise UserError("attention_mask: a row has padding between its tokens; it may lie before or after them only")
     if position_ids is not None:
-        positions = _positions(_same_shape("position_ids", position_ids.expand_as(ids), ids), real)
+        if isinstance(position_ids, Tensor) and position_ids.shape in (ids.shape[1:], (1, ids.shape[1])):
+            position_ids = position_ids.expand_as(ids)
+        positions = _positions(_same_shape("position_ids", position_ids, ids), real)
     outside = real & ((ids < 0) | (ids >= vocab_size))
     if bool(outside.any()):
         row, column = torch.nonzero(outside)[0].tolist()

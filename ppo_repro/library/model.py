@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from ppo_repro.errors import UserError
+from ppo_repro.library.checks import check_choice, check_count, check_number
 from ppo_repro.library.gradients import ExactGradients, with_gradients
 from ppo_repro.library.layout import Layout, make_layout
 from ppo_repro.numerics import backend as backends
@@ -28,6 +29,7 @@ from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.trunk.forward import TrunkForward
 
 IGNORED = -100  # the label of a position that does not count, as in transformers
+MOST_THREADS = 1024  # as in a configuration
 LONGEST = 4096  # of the context, where none is asked for: attention and tables are made for it
 
 
@@ -73,11 +75,12 @@ def exact(
     """
     if type(model) not in CAUSAL_MODELS or is_exact(model):
         raise UserError(f"exact: cannot take {type(model).__name__}; give an unchanged {NAMES} causal model")
-    if threads is not None and threads < 1:
-        raise UserError(f"exact: threads = {threads}: must be at least 1")
+    check_choice("exact: backend", backend, ("auto", *backends.BACKENDS))
+    if threads is not None:
+        check_count("exact: threads", threads, 1, MOST_THREADS)
+    if max_context is not None:
+        check_count("exact: max_context", max_context, 1, MAX_TERMS)
     context = _context(model) if max_context is None else max_context
-    if context < 1:
-        raise UserError(f"exact: max_context = {context}: must be at least 1")
     copied: Any = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.grad = None
@@ -163,8 +166,11 @@ class _Sum(Function):
 
 def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: Tensor | int | None) -> Tensor:
     """The sum of -log p(label) over the labels that count, through their number or `items`; nats."""
-    if not isinstance(labels, Tensor) or labels.shape != layout.real.shape or labels.is_floating_point():
+    whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.dtype == torch.bool)
+    if not whole or labels.shape != layout.real.shape:
         raise UserError(f"labels: must be whole numbers {list(layout.real.shape)}, as input_ids")
+    if items is not None:
+        check_number("num_items_in_batch", items.item() if isinstance(items, Tensor) else items, 1)
     counts = labels != IGNORED
     vocab_size = logits.shape[-1]
     for wrong, rule in (

@@ -12,6 +12,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import CONTROL
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.library.checks import folder_of
 from ppo_repro.library.run_facts import as_html, as_line
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
@@ -108,7 +109,7 @@ def open_run(path: RunOrPath) -> Run:
     >>> bool((tokens["rollout_logprobs"] == tokens["old_logprobs"]).all())
     True
     """
-    found = Run(path.path if isinstance(path, Run) else Path(path))
+    found = path if isinstance(path, Run) else Run(folder_of("run", path))
     manifest.load_head(found.path)
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_repro.config.engine import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from ppo_repro.config.section import LARGEST, MOST
 from ppo_repro.errors import UserError
+from ppo_repro.library.checks import check_count, check_number, is_whole
 from ppo_repro.library.layout import Layout, make_layout
 from ppo_repro.library.model import begin_pass, layout_of, logits_at
 from ppo_repro.models.load import stop_ids
@@ -61,8 +64,8 @@ def logprobs(
     >>> ppo_repro.logprobs(model, torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3])
     """
-    if not 0 < temperature < float("inf"):
-        raise UserError(f"logprobs: temperature = {temperature!r}: must be above 0")
+    _check_model("logprobs", model)
+    check_number("logprobs: temperature", temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
     if is_exact(model):
         layout = layout_of(model, input_ids, attention_mask, position_ids)
     else:
@@ -130,10 +133,13 @@ def generate(
     >>> bool((again == first.logprobs).all())
     True
     """
+    _check_model("generate", model)
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(f"generate: tokenizer is of type {type(tokenizer).__name__}; must be a transformers tokenizer")
+    check_count("generate: slots", slots, 1, MOST)
+    check_count("generate: seed", seed, 0, 2**63 - 1)
     ids = _prompts(model, prompts, sampling, tokenizer)
-    if slots < 1:
-        raise UserError(f"generate: slots = {slots}: must be at least 1")
-    ends = _ends(model, tokenizer) if stop is None else frozenset(stop)
+    ends = _ends(model, tokenizer) if stop is None else frozenset(_token_ids("stop", stop, model))
     context = max(len(prompt) for prompt in ids) + sampling.max_response_tokens
     engine = TorchEngine(model, ends, "exact" if is_exact(model) else "native", context, slots, 0)
     requests = [Request(prompt, sample_seed(seed, 0, "generate", index)) for index, prompt in enumerate(ids)]
@@ -157,8 +163,8 @@ def _prompts(
     """Token ids of the prompts; UserError where one does not fit the model, or the sampling is out of range."""
     if isinstance(prompts, str) or not len(prompts):
         raise UserError("generate: prompts must be a list of texts or of lists of token ids, with at least one")
-    ids = [_encoded(prompt, tokenizer) for prompt in prompts]
     _check(sampling)
+    ids = [_encoded(prompt, tokenizer, model) for prompt in prompts]
     longest = max(len(prompt) for prompt in ids)
     limit = model.config.max_position_embeddings
     if is_exact(model):
@@ -172,9 +178,26 @@ def _prompts(
     return ids
 
 
-def _encoded(prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def _check_model(name: str, model: object) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"{name}: model is of type {type(model).__name__}; must be a causal model of transformers")
+
+
+def _token_ids(name: str, ids: Sequence[int], model: PreTrainedModel) -> tuple[int, ...]:
+    """Whole numbers of the vocabulary; UserError for others."""
+    vocab_size = model.config.vocab_size
+    values = ids.tolist() if isinstance(ids, Tensor) else ids
+    is_list = not isinstance(values, str) and isinstance(values, Collection)
+    if not is_list or not all(is_whole(i) and 0 <= i < vocab_size for i in values):
+        raise UserError(f"generate: {name} = {values!r:.60}: must be a list of token ids in 0..{vocab_size - 1}")
+    return tuple(int(i) for i in values)
+
+
+def _encoded(
+    prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel
+) -> tuple[int, ...]:
     if not isinstance(prompt, str):
-        return tuple(int(token) for token in prompt)
+        return _token_ids("a prompt", prompt, model)
     if tokenizer is None:
         raise UserError("generate: prompts are texts; give their tokenizer=, or lists of token ids")
     return tuple(tokenizer(prompt)["input_ids"])
@@ -182,15 +205,14 @@ def _encoded(prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase | N
 
 def _check(sampling: Sampling) -> None:
     """UserError for numbers that no configuration of a run could have."""
-    allowed = {
-        "temperature": 0 < sampling.temperature < float("inf"),
-        "top_k": sampling.top_k >= 0,
-        "top_p": 0 < sampling.top_p <= 1,
-        "max_response_tokens": sampling.max_response_tokens >= 1,
-    }
-    for name, is_allowed in allowed.items():
-        if not is_allowed:
-            raise UserError(f"generate: sampling.{name} = {getattr(sampling, name)!r}: out of range")
+    if not isinstance(sampling, Sampling):
+        raise UserError(f"generate: sampling is of type {type(sampling).__name__}; must be a ppo_repro.Sampling(...)")
+    check_number("generate: sampling.temperature", sampling.temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
+    check_count("generate: sampling.top_k", sampling.top_k, 0, MOST)
+    check_number("generate: sampling.top_p", sampling.top_p, 1 / LARGEST, 1.0)
+    check_count("generate: sampling.max_response_tokens", sampling.max_response_tokens, 1, MOST)
+    if not isinstance(sampling.greedy, bool):
+        raise UserError(f"generate: sampling.greedy = {sampling.greedy!r}: must be True or False")
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -13,7 +13,9 @@ from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.commands.run_folders import MANIFEST
 from ppo_repro.config.files import absolute_paths, build_config, load_config
 from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
 from ppo_repro.interrupts import heard
+from ppo_repro.library.checks import check_overrides, folder_of
 from ppo_repro.library.progress import NotebookProgress
 from ppo_repro.library.reward_file import Reward, reward_path
 from ppo_repro.library.runs import Run, RunOrPath, open_run
@@ -101,7 +103,7 @@ def train(
     >>> run.status, len(scores) == run.num_iterations
     ('complete', True)
     """
-    folder = Path(out)
+    folder = folder_of("out", out)
     checked = _checked(config, overrides)
     if reward is not None:
         tree = checked.model_dump(mode="json")
@@ -118,8 +120,13 @@ def train(
 
 
 def _checked(config: RunConfig | Mapping[str, Any] | Path | str, overrides: Sequence[str]) -> RunConfig:
+    check_overrides(overrides)
     if isinstance(config, Path | str):
-        return load_config(Path(config), overrides)
+        return load_config(folder_of("config", config), overrides)
+    if overrides:
+        raise UserError("overrides: are for a YAML file only; change the fields of the configuration that you give")
+    if not isinstance(config, RunConfig | Mapping):
+        raise UserError(f"config is of type {type(config).__name__}; must be a YAML file, or a dict of its fields")
     tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else dict(config)
     return absolute_paths(build_config(tree, "train"))
 
@@ -153,6 +160,7 @@ def resume(
     >>> ppo_repro.resume(run).status
     'complete'
     """
+    check_overrides(overrides)
     path = open_run(run).path
     with (
         _saying_how_to_go_on(path),
@@ -176,5 +184,6 @@ def rerun(run: RunOrPath, overrides: Sequence[str] = ()) -> Rerun:
     >>> print(ppo_repro.rerun(EXAMPLE_RUN).difference)
     None
     """
+    check_overrides(overrides)
     path = open_run(run).path
     return runner.rerun(kind_of(path).executed_by(Silent(), ALONE), path, overrides)

@@ -49,8 +49,10 @@ def has_triton_installed() -> bool:
 def choose(backend: str, device: str = "cpu") -> str:
     """The backend for a name (`auto`: the fastest on a device).
 
-    UserError for `amx` on a CPU without it, and for `triton` where Triton is missing.
+    UserError for another name, for `amx` on a CPU without it, and for `triton` where Triton is missing.
     """
+    if backend not in ("auto", *BACKENDS, TRITON):
+        raise UserError(f"layout.backend = {backend!r}: must be one of auto, {', '.join(BACKENDS)}, {TRITON}")
     if backend == "auto" and device != "cpu":
         return TRITON if has_triton_installed() else "eager"
     if backend == "auto":
@@ -85,8 +87,8 @@ def use(backend: str, threads: int) -> str:
     global _active
     check_denormals()
     backend = choose(backend)
-    _active = backend
     pool.set_threads(threads)
+    _active = backend
     torch.set_num_threads(threads if backend in ("eager", TRITON) else 1)
     keep_freed_memory()
     return backend

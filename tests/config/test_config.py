@@ -237,6 +237,20 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
             ],
             "ppo.objective.advantages = response has no effect with advantages.kind = group; take token",
         ),
+        (
+            ["ppo.epochs=1", "ppo.minibatch_size=48", "ppo.early_stop_kl=1e-9"],
+            "ppo.early_stop_kl needs more than one optimizer step per iteration to see a KL",
+        ),
+        (
+            ["kl={placement: reward, kl_coef: 0.0, controller: {kind: adaptive, target_kl: 1}}"],
+            "kl.controller.kind = adaptive needs a kl.kl_coef above 0: it multiplies it",
+        ),
+        (["rollout.temperature=1e300"], "rollout.temperature = 1e+300: input should be less than or equal to 1000000"),
+        (
+            ["rollout.temperature=1e-300"],
+            "rollout.temperature = 1e-300: input should be greater than or equal to 0.000001",
+        ),
+        (["ppo.learning_rate=1e300"], "ppo.learning_rate = 1e+300: input should be less than or equal to 1"),
         (["ppo.objective={kind: gspo}"], "ppo.objective.kind = 'gspo': must be one of 'clip', 'adaptive_clip', 'seq"),
         (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),
         (["model.num_key_value_heads=3"], "model: num_attention_heads must be a multiple of num_key_value_heads"),

@@ -13,6 +13,7 @@ from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.control.networks import Agent, orthogonal
+from ppo_repro.errors import UserError
 from tests.support.float32 import bits
 from tests.support.kernels import using
 
@@ -43,6 +44,13 @@ def test_names_choose_the_weights() -> None:
         assert (one != orthogonal(8, 8, 1.0, *other)).all()
     digest = hashlib.sha256(orthogonal(64, 4, 1.0, "pinned").astype(np.float32).tobytes()).hexdigest()[:16]
     assert digest == "d3db41994f542b63", "a machine or library that changes any bit must not pass unseen"
+
+
+def test_a_spread_of_discrete_actions_is_refused() -> None:
+    network = NetworkConfig(initial_log_std=1.0)
+    Agent(5, REAL, network, "exact", 0)
+    with pytest.raises(UserError, match=r"network\.initial_log_std = 1: the actions of this environment are discrete"):
+        Agent(5, DISCRETE, network, "exact", 0)
 
 
 def test_shapes_gains_and_families() -> None:

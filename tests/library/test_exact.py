@@ -278,7 +278,7 @@ def test_mistakes_in_other_calls_are_one_line(llama: PreTrainedModel) -> None:
         "empty prompt": lambda: ppo_repro.generate(llama, [[]], sampling),
         "must be a list of texts": lambda: ppo_repro.generate(llama, "a", sampling),
         "more than 64, the model's context": lambda: ppo_repro.generate(llama, [[1] * 61], sampling),
-        "top_p = 2.0: out of range": lambda: ppo_repro.generate(llama, [[1]], ppo_repro.Sampling(top_p=2.0)),
+        "top_p = 2.0: must be a number in": lambda: ppo_repro.generate(llama, [[1]], ppo_repro.Sampling(top_p=2.0)),
     }
     for message, call in calls.items():
         with pytest.raises(UserError, match=message) as error:

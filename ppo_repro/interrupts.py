@@ -98,10 +98,11 @@ def would_lose_it(frame: FrameType | None) -> bool:
 
     Numba is not imported here: most commands do without.
     """
-    compiler = sys.modules.get("numba.core.compiler_lock")
-    if compiler is None:
+    # the module may be there before its lock is
+    lock = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
+    if lock is None:
         return False
-    return bool(compiler.global_compiler_lock.is_locked()) or _nearest(frame, _folders("numba")) is not None
+    return bool(lock.is_locked()) or _nearest(frame, _folders("numba")) is not None
 
 
 def _is_importing(frame: FrameType | None) -> bool:

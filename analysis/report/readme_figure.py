@@ -17,15 +17,13 @@ import pandas as pd
 from analysis.report.drawing.axes import BOTTOM, PLOT_HEIGHT, WIDTH, Axis
 from analysis.report.drawing.charts import Line, line_chart
 from analysis.report.drawing.markup import escape, share
-from ppo_repro.disk.earlier import OwnKind, check_replaceable, write_over_earlier
+from ppo_repro.disk.earlier import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 
 COLUMNS = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
 TITLE, MARGIN = 34.0, 10.0
-_START = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
-PICTURE = OwnKind("picture", (_START.encode(),))
 STYLE = """
 text { font-family: system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; font-size: 12.5px; fill: #1b1f27 }
 .title { font-size: 14px; font-weight: 600 } .label { fill: #545c6b } .middle { text-anchor: middle } .end { text-anchor: end }
@@ -110,7 +108,7 @@ def _beside(titles: Sequence[str], charts: Sequence[str]) -> str:
         place = f'x="{left:g}" y="{TITLE:g}" width="{WIDTH:g}" height="{height - TITLE - MARGIN:g}"'
         parts.append(chart.replace("<svg ", f'<svg {place} preserveAspectRatio="xMidYMax meet" ', 1))
     return (
-        f'{_START}{width:g} {height:g}" width="{width:g}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'role="img"><title>{escape("; ".join(titles))}</title><style>{STYLE}</style>'
         f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#ffffff"/>{"".join(parts)}</svg>\n'
     )

@@ -1,4 +1,4 @@
-"""Files that the user names with --out: what is replaced there is an earlier one of the same kind, or nothing."""
+"""Files that the user names, mostly with --out: only an earlier one of the same kind is replaced there."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ class OwnKind:
     beginnings: tuple[bytes, ...]  # a file of this kind begins with one of them; those of earlier versions too
 
 
-def check_replaceable(path: Path, kind: OwnKind) -> None:
-    """Raise UserError unless `path` is free, or a file of this kind: a slip in --out must not cost a file."""
+# as every drawing of ours begins
+PICTURE = OwnKind("picture", (b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ',))
+
+
+def check_replaceable(path: Path, kind: OwnKind, option: str = "--out") -> None:
+    """Raise UserError unless `path` is free, or a file of this kind: a slip in `option` must not cost a file."""
     try:
         mode = path.lstat().st_mode
         problem = next((words for test, words in _OTHERS.items() if test(mode)), "is no regular file")
@@ -34,10 +38,16 @@ def check_replaceable(path: Path, kind: OwnKind) -> None:
         problem = f"cannot be read ({error.strerror})"
     if problem:
         allowed = f"must be a new file or an earlier {kind.what}"
-        raise UserError(f"--out {path}: {problem}; {allowed}: choose another --out, or move it away")
+        raise UserError(f"{option} {path}: {problem}; {allowed}: choose another {option}, or move it away")
 
 
-def write_over_earlier(path: Path, kind: OwnKind, data: bytes) -> None:
+def write_over_earlier(path: Path, kind: OwnKind, data: bytes, option: str = "--out") -> None:
     """Write a file atomically where `check_replaceable` allows it; UserError, and nothing written, where not."""
-    check_replaceable(path, kind)
+    check_replaceable(path, kind, option)
     atomic_write(path, data)
+
+
+def write_csv_over_earlier(path: Path, text: str, option: str) -> None:
+    """`write_over_earlier` of a CSV file: one with the same columns is an earlier one."""
+    header = text.partition("\n")[0] + "\n"
+    write_over_earlier(path, OwnKind("table with these columns", (header.encode(),)), text.encode(), option)

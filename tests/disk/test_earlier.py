@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.disk.earlier import OwnKind, check_replaceable, write_over_earlier
+from ppo_repro.disk.earlier import OwnKind, check_replaceable, write_csv_over_earlier, write_over_earlier
 from ppo_repro.errors import UserError
 
 KIND = OwnKind("report", (b"<new", b"<older format"))
@@ -66,3 +66,13 @@ def test_what_cannot_be_looked_at_is_one_line(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "file" / "x", "Not a directory"), (tmp_path / ("x" * 300), "File name too long")):
         with pytest.raises(UserError, match=rf"--out .*: cannot be read \({said}\); must be a new file"):
             check_replaceable(path, KIND)
+
+
+def test_a_table_goes_over_one_with_the_same_columns_only(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    for text in ("a,b\n1,2\n", "a,b\n"):
+        write_csv_over_earlier(path, text, "--csv")
+        assert path.read_text() == text
+    with pytest.raises(UserError, match=r"--csv .*x.csv: is not an earlier table with these columns; .* another --csv"):
+        write_csv_over_earlier(path, "a,bc\n1,2\n", "--csv")
+    assert path.read_text() == "a,b\n"

@@ -144,3 +144,17 @@ def test_no_write_and_no_lock_waits_for_a_pipe(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="x: cannot be written"):
             durable.atomic_write(tmp_path / "x", b"1")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_command_does_not_look_at_files_it_has_no_use_for(cli: Cli, copy: Path, tmp_path: Path) -> None:
+    """What the README says of `show --json` and `bisect`; `verify` looks at all files."""
+    shown = cli("show", copy, "--json")
+    for name, command in (("config.yaml", ("show", copy, "--json")), ("iterations.jsonl", ("bisect", copy))):
+        kept = (copy / name).read_bytes()
+        (copy / name).write_bytes(b"\xff\x00")
+        assert cli("verify", copy)[0] == 2 and cli("show", copy)[0] == 2
+        if name == "config.yaml":
+            assert cli(*command) == shown
+        else:
+            assert cli(*command, "--out", tmp_path / "out")[0] == 0
+        (copy / name).write_bytes(kept)

@@ -38,7 +38,7 @@ def check_replaceable(path: Path, kind: OwnKind, option: str = "--out") -> None:
         problem = f"cannot be read ({error.strerror})"
     if problem:
         allowed = f"must be a new file or an earlier {kind.what}"
-        raise UserError(f"{option} {path}: {problem}; {allowed}: choose another {option}, or move it away")
+        raise UserError(f"{option} {path}: {problem}; {allowed}; choose another {option}")
 
 
 def write_over_earlier(path: Path, kind: OwnKind, data: bytes, option: str = "--out") -> None:

@@ -52,7 +52,7 @@ def test_a_page_never_costs_another_file(cli: Cli, dump: tuple[Path, Path], tmp_
     page = tmp_path / "page.html"
     page.mkdir() if there is None else page.write_text(there)
     code, out, err = cli("audit", dump[0], "--model", dump[1], "--out", page)
-    said = "must be a new file or an earlier page of an audit: choose another --out"
+    said = "must be a new file or an earlier page of an audit; choose another --out"
     assert (code, out) == (2, "") and f"--out {page}: is " in one_line(err) and said in err
     assert page.is_dir() if there is None else page.read_text() == there
 

@@ -41,7 +41,7 @@ def test_what_is_not_ours_is_kept(tmp_path: Path, there: str) -> None:
     for call in (check_replaceable, lambda path, kind: write_over_earlier(path, kind, b"<new content>")):
         with pytest.raises(UserError) as caught:
             call(path, KIND)
-        assert str(caught.value).startswith(f"--out {path}: {said}; must be a new file or an earlier report: choose")
+        assert str(caught.value).startswith(f"--out {path}: {said}; must be a new file or an earlier report; choose")
         assert "\n" not in str(caught.value)
     assert path.lstat() == before and not (tmp_path / "x.tmp").exists()
     assert not path.is_file() or path.read_bytes() == content

@@ -26,7 +26,7 @@ def test_out_never_costs_a_file(cli: Cli, native_run: Path, tmp_path: Path, name
     before = path.read_bytes()
     for runs in ([copy], [copy, copy], [tmp_path]):
         code, out, err = cli("report", *runs, "--out", path)
-        said = f"--out {path}: is not an earlier report; must be a new file or an earlier report: choose another --out"
+        said = f"--out {path}: is not an earlier report; must be a new file or an earlier report; choose another --out"
         assert (code, out) == (2, "") and said in one_line(err) and path.read_bytes() == before
     assert cli("verify", copy)[0] == 0
 

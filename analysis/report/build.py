@@ -5,38 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from analysis.report.drawing.page import BEGINNING, EARLIER_BEGINNING
 from analysis.report.pages.control import control_page
 from analysis.report.pages.dpo import dpo_page
 from analysis.report.pages.grid import grid_page, runs_below
 from analysis.report.pages.pair import pair_page
 from analysis.report.pages.run import run_page
 from analysis.report.reading.facts import ControlFacts, read_facts
-from ppo_repro.disk import durable
+from ppo_repro.disk.earlier import OwnKind, check_replaceable, write_over_earlier
 from ppo_repro.dpo.records import is_dpo
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 
 DEFAULT_RESPONSES = 60
 COMPARISON_NAME = "comparison.html"
+REPORT = OwnKind("report", (BEGINNING.encode(), EARLIER_BEGINNING.encode()))
 
 
 def write_report(targets: Sequence[Path], out: Path | None, responses: int | None) -> tuple[Path, int]:
     """Write the report of one or two runs, or of a folder of runs; return its path and its size in bytes.
 
-    UserError where something is missing or damaged, or an option has no meaning for such a page.
+    UserError where something is missing or damaged, an option has no meaning for such a page, or what is at `out`
+    is no earlier report.
     """
+    usual = Path(COMPARISON_NAME) if len(targets) == 2 else targets[0] / "report.html"
+    path = usual if out is None else out
+    check_replaceable(path, REPORT)  # before the page, which takes seconds
+    data = _text(targets, responses).encode()
+    write_over_earlier(path, REPORT, data)
+    return path, len(data)
+
+
+def _text(targets: Sequence[Path], responses: int | None) -> str:
     if len(targets) == 2:
         _require_no_tokens(responses, "a page about two runs")
-        text, usual = pair_page(targets[0], targets[1]), Path(COMPARISON_NAME)
-    elif (targets[0] / manifest.FILE_NAME).exists() or not targets[0].is_dir():
-        text, usual = page_of(targets[0], responses), targets[0] / "report.html"
-    else:
-        _require_no_tokens(responses, "a grid")
-        text, usual = grid_page(targets[0], runs_below(targets[0])), targets[0] / "report.html"
-    path = usual if out is None else out
-    data = text.encode()
-    durable.atomic_write(path, data)
-    return path, len(data)
+        return pair_page(targets[0], targets[1])
+    if (targets[0] / manifest.FILE_NAME).exists() or not targets[0].is_dir():
+        return page_of(targets[0], responses)
+    _require_no_tokens(responses, "a grid")
+    return grid_page(targets[0], runs_below(targets[0]))
 
 
 def page_of(run_dir: Path, responses: int | None) -> str:

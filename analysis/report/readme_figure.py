@@ -17,6 +17,7 @@ import pandas as pd
 from analysis.report.drawing.axes import BOTTOM, PLOT_HEIGHT, WIDTH, Axis
 from analysis.report.drawing.charts import Line, line_chart
 from analysis.report.drawing.markup import escape, share
+from ppo_repro.disk.earlier import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
@@ -122,11 +123,11 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the SVG file to write")
     arguments = parser.parse_args(given)
     try:
-        drawn = draw(curves(arguments.runs))
+        check_replaceable(arguments.out, PICTURE)
+        write_over_earlier(arguments.out, PICTURE, draw(curves(arguments.runs)).encode())
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    arguments.out.write_text(drawn, encoding="utf-8")
     return 0
 
 

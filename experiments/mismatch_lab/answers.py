@@ -20,6 +20,7 @@ from analysis.grids.figure import by_point
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, interval, markdown
 from analysis.mismatch.routes import ROUTED, flips, table_of
+from ppo_repro.disk.earlier import PICTURE, write_csv_over_earlier, write_over_earlier
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader, side_reader
 
@@ -136,14 +137,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cells = of_grid(arguments.grid)
         print(markdown(rows(cells)), *(markdown(differences(cells, m)) for m in ("score", "greedy")), sep="\n\n")
+        if arguments.csv is not None:
+            text = cells.drop(columns="point").to_csv(index=False, float_format="%.6g")
+            write_csv_over_earlier(arguments.csv, text, "--csv")
+        if arguments.figure is not None:
+            figure = by_point(cells, arguments.drawn, MEASURES[arguments.drawn])
+            write_over_earlier(arguments.figure, PICTURE, figure.encode(), "--figure")
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    if arguments.csv is not None:
-        cells.drop(columns="point").to_csv(arguments.csv, index=False, float_format="%.6g")
-    if arguments.figure is not None:
-        figure = by_point(cells, arguments.drawn, MEASURES[arguments.drawn])
-        arguments.figure.write_text(figure, encoding="utf-8")
     return 0
 
 

@@ -27,6 +27,8 @@ from analysis.mismatch.remedies import remedy_table
 from experiments.mismatch_lab.explosion import kl_of_logits, shares, shown
 from ppo_repro.accuracy.scores import Scores, Text, policy_scores
 from ppo_repro.config.mismatch import SamplerPrecision
+from ppo_repro.disk.earlier import write_csv_over_earlier
+from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
 from ppo_repro.models.precision import precision_of
@@ -156,7 +158,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{len(text.responses)} answers, {text.tokens()} tokens, mean entropy {mean:.2f} nats\n")
     print(markdown(table(tokens)))
     if arguments.csv is not None:
-        tokens.drop(columns="iteration").to_csv(arguments.csv, index=False, float_format="%.6g")
+        written = tokens.drop(columns="iteration").to_csv(index=False, float_format="%.6g")
+        try:
+            write_csv_over_earlier(arguments.csv, written, "--csv")
+        except UserError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
 
 
 if __name__ == "__main__":

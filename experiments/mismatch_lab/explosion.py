@@ -26,6 +26,7 @@ from analysis.grids.table import markdown
 from analysis.stats.significance import one_sample, t_interval
 from ppo_repro.accuracy.scores import Text, policy_scores
 from ppo_repro.config.mismatch import SamplerPrecision
+from ppo_repro.disk.earlier import write_csv_over_earlier
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
@@ -169,11 +170,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts = [of_run(arguments.grid / run_dir).assign(seed=seed) for run_dir, seed in runs]
         table = pd.concat(parts, ignore_index=True)
         print(report(table))
+        if arguments.csv is not None:
+            write_csv_over_earlier(arguments.csv, table.to_csv(index=False, float_format="%.6g"), "--csv")
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    if arguments.csv is not None:
-        table.to_csv(arguments.csv, index=False, float_format="%.6g")
     return 0
 
 

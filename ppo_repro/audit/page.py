@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.audit.judge import Audit, Scored, Side
+from ppo_repro.audit.page_file import BEGINNING
 from ppo_repro.audit.words import lines, sentence, verdict
 from ppo_repro.output import printable
 
@@ -48,12 +49,12 @@ def page(found: Audit, title: str, temperature: float, decode: Decode, skipped: 
         _worst(scored, decode),
     ]
     head = (
-        '<meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'; "
         f'img-src data:"/><link rel="icon" href="data:,"/><title>{_text(title)}</title><style>{style}</style>'
     )
     body = f'<main id="audit">{"".join(parts)}</main>'
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+    return f"{BEGINNING}{head}</head><body>{body}</body></html>\n"
 
 
 def _text(words: str) -> str:

@@ -192,12 +192,13 @@ def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | Non
         return load_config(path, overrides), None, None
     if overrides:
         raise UserError(f"--set {overrides[0]}: {path} is a recorded run; --set goes with a configuration only")
+    config = load_recorded_config(path)  # first: it says so where the folder is no run
     if final_folder(path).is_dir():
-        return load_recorded_config(path), final_folder(path), None
+        return config, final_folder(path), None
     response = first_unequal(path)
     if response is None:
         raise UserError(f"{path}: has no checkpoints/final; finish it with `ppo-repro resume {path}`")
-    return load_recorded_config(path), unequal_folder(path), response
+    return config, unequal_folder(path), response
 
 
 def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:

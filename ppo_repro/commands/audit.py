@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppo_repro.audit.page_file import PAGE
+from ppo_repro.disk.earlier import check_replaceable, write_over_earlier
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_result, say
 
@@ -52,6 +54,8 @@ def _check(arguments: argparse.Namespace) -> None:
             raise UserError(f"{name} {value}: must be at least {least}")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}; make it")
+    if arguments.out is not None:
+        check_replaceable(arguments.out, PAGE)
 
 
 def audit_command(arguments: argparse.Namespace) -> int:
@@ -70,7 +74,6 @@ def audit_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.audit.judge import audit
     from ppo_repro.audit.page import page
     from ppo_repro.audit.words import fields, lines
-    from ppo_repro.disk.durable import atomic_write
     from ppo_repro.models.load import load_folder
     from ppo_repro.numerics.proof import proof
 
@@ -90,7 +93,7 @@ def audit_command(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         title = f"Audit of {arguments.dump.name}"
         html = page(found, title, arguments.temperature, lambda i: str(tokenizer.decode([i])), dump.skipped)
-        atomic_write(arguments.out, html.encode())
+        write_over_earlier(arguments.out, PAGE, html.encode())
         said.append(f"page    {arguments.out}")
     print_result(arguments.json, fields(found, dump.skipped), said)
     return 0 if found.sampler.is_right and found.trainer.is_right else 1

@@ -63,7 +63,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    # nor into a pipe, which would wait for a reader
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

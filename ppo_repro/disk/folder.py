@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ppo_repro.disk.durable import sync_folder
+from ppo_repro.disk.regular import open_regular, read_regular
 from ppo_repro.errors import UserError
 
 LOCK_NAME = "lock"
@@ -28,8 +29,9 @@ def only_writer(run_dir: Path) -> Iterator[None]:
     """
     path = run_dir / LOCK_NAME
     try:
-        # not through a link and not truncated: the file may not be one of our locks
-        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
+        # not through a link and not truncated: the file may not be one of our locks; nor is a pipe, which would wait
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.fdopen(os.open(path, flags, 0o666), "w")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); make the run folder writable") from error
     with file:
@@ -46,7 +48,7 @@ def only_writer(run_dir: Path) -> Iterator[None]:
 def has_writer(run_dir: Path) -> bool:
     """Whether a process of this machine is writing the run. Where the lock cannot be read, nobody is known to."""
     try:
-        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -109,7 +111,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, which is read in pieces: it may be as large as a model; raises OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -128,7 +130,11 @@ def check_sums(folder: Path) -> set[str]:
     if not path.exists():
         return set()
     listed = {SUMS_NAME}
-    for line in path.read_bytes().splitlines():
+    try:
+        content = read_regular(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {_RESTORE}") from error
+    for line in content.splitlines():
         digest, _, name = line.decode("utf-8", "replace").partition("  ")
         # a name that leads out of the folder was not written by `write_sums`
         if len(digest) != 64 or not name or Path(name).name != name:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ppo_repro.clock import from_text
 from ppo_repro.disk import durable, sealed_json
 from ppo_repro.disk.folder import SUMS_NAME, check_links, check_sums, file_digest
+from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
 from ppo_repro.records import arrow, digests, manifest, reader
 from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_checked
@@ -124,7 +125,7 @@ def write(
 def is_dpo(folder: Path) -> bool:
     """Whether a folder is one of a DPO training: its manifest has a format instead of a schema version."""
     try:
-        tree = json.loads((folder / manifest.FILE_NAME).read_bytes())
+        tree = json.loads(read_regular(folder / manifest.FILE_NAME))
     except (OSError, ValueError, RecursionError):
         return False  # who reads it as that of a run names what is wrong
     return isinstance(tree, dict) and "format" in tree and "schema_version" not in tree
@@ -134,7 +135,7 @@ def load(folder: Path) -> DPOManifest:
     """The manifest of a DPO folder; UserError where it is missing, damaged or of another format."""
     path = folder / manifest.FILE_NAME
     try:
-        text = path.read_bytes().decode()
+        text = read_regular(path).decode()
         tree = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not the manifest of a DPO training; give the folder of one") from error
@@ -160,7 +161,7 @@ def read_table(folder: Path, name: str) -> pd.DataFrame:
     entry, path = load(folder).tables[name], table_path(folder, name)
     reader.check_file(path, entry.file_digest)
     try:
-        data = pq.read_table(BytesIO(path.read_bytes()))
+        data = pq.read_table(BytesIO(read_regular(path)))
         same = digests.table_digest(table, data) == entry.digest and data.num_rows == entry.rows
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error

@@ -121,8 +121,8 @@ def _check_tables(run_dir: Path, recorded: Manifest) -> Iterator[str]:
 def _check_lock(run_dir: Path) -> None:
     """The lock holds nothing, and a run that was copied without it is whole."""
     path = run_dir / LOCK_NAME
-    if path.exists() and path.stat().st_size:
-        raise UserError(f"{path}: is not empty, as the lock of a run is; empty it")
+    if path.exists() and (not path.is_file() or path.stat().st_size):
+        raise UserError(f"{path}: is not an empty file, as the lock of a run is; remove it or empty it")
 
 
 def _bytes_behind(run_dir: Path, recorded: Manifest) -> int:

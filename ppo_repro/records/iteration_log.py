@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ppo_repro.disk import durable
+from ppo_repro.disk.regular import open_regular
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests
 
@@ -101,15 +102,16 @@ def read(run_dir: Path, count: int, size: int, digest: str | None) -> tuple[Iter
     """
     path = run_dir / FILE_NAME
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
-    # the last line is complete too, so the last piece is empty
-    lines = content.split(b"\n")
-    if len(content) != size or lines.pop() or len(lines) != count:
-        content_counts = f"{len(lines)} iterations in {len(content)} bytes"
-        raise UserError(f"{path}: holds {content_counts}, the manifest says {count} in {size}; {DAMAGED}")
+    # the last piece is what follows the last line break: nothing where all lines are complete
+    *lines, rest = content.split(b"\n")
+    if len(content) != size or rest or len(lines) != count:
+        # only whole lines, and no more than lines: nothing has said yet that they are iterations
+        found_counts = f"{len(lines)} whole {'line' if len(lines) == 1 else 'lines'} in {len(content)} bytes"
+        raise UserError(f"{path}: holds {found_counts}, the manifest says {count} in {size}; {DAMAGED}")
     entries = tuple(_entry(path, number, line) for number, line in enumerate(lines))
     found = ""
     for line in lines:

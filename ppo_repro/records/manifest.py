@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
 from ppo_repro.disk import durable, sealed_json
+from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
 from ppo_repro.records import control_schema, digests, iteration_log, schema, side_schema
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
@@ -225,13 +226,13 @@ def _read_json(run_dir: Path, path: Path) -> Any:
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such folder; give the folder of a run")
     try:
-        text = path.read_bytes().decode()
+        text = read_regular(path).decode()
         tree = json.loads(text)
         is_whole = not sealed_json.is_sealed(tree) or sealed_json.is_whole(text, tree)
     except FileNotFoundError as error:
         raise UserError(f"{run_dir}: holds no {FILE_NAME}; give the folder of a run") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); restore it, or make it readable") from error
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: is not valid JSON ({reason}); {_DAMAGED}") from error

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ppo_repro.disk.folder import file_digest
+from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
 from ppo_repro.mistakes import mistakes
 
@@ -119,7 +120,7 @@ def _require_digest(path: Path, found: str, digest: str) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise _unreadable(path, error) from error
 

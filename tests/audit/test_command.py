@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_repro.audit.page_file import PAGE
+from ppo_repro.disk.earlier import check_replaceable
 from ppo_repro.records import reader
 from ppo_repro.records.contents import final_folder, reference_folder
 from ppo_repro.watcher import Silent
@@ -39,6 +41,20 @@ def test_exact_log_probs_are_right(cli: Cli, dump: tuple[Path, Path], tmp_path: 
     assert code == 0 and "error: " not in err
     assert out.splitlines()[-2:] == ["verdict: both sides are right", f"page    {page}"]
     assert "sampler is right" in page.read_text()
+    generator = '<meta name="generator" content="ppo-repro audit"/>'
+    for earlier in (page.read_text(), page.read_text().replace(generator, "")):  # of today, and of older versions
+        page.write_text(earlier)
+        check_replaceable(page, PAGE)
+
+
+@pytest.mark.parametrize("there", ["words", "<!DOCTYPE html>\n<html><body>mine</body></html>", None])
+def test_a_page_never_costs_another_file(cli: Cli, dump: tuple[Path, Path], tmp_path: Path, there: str | None) -> None:
+    page = tmp_path / "page.html"
+    page.mkdir() if there is None else page.write_text(there)
+    code, out, err = cli("audit", dump[0], "--model", dump[1], "--out", page)
+    said = "must be a new file or an earlier page of an audit; choose another --out"
+    assert (code, out) == (2, "") and f"--out {page}: is " in one_line(err) and said in err
+    assert page.is_dir() if there is None else page.read_text() == there
 
 
 def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -23,8 +24,10 @@ from ppo_repro.errors import UserError
 from ppo_repro.records.bisect import read_table
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
+from tests.support.cli import Cli, one_line
 from tests.support.models import CONTEXT, policy, unequal
 from tests.support.rollout import STOPS, requests_of
+from tests.support.synthetic_run import cut_back
 
 pytestmark = pytest.mark.usefixtures("row_noise")
 
@@ -182,8 +185,6 @@ def test_what_cannot_be_bisected_is_refused(
 ) -> None:
     assert call(monkeypatch, exact_run, "--set", "seed=1") == 2
     assert "--set goes with a configuration" in capsys.readouterr().err
-    assert call(monkeypatch, tmp_path) == 2
-    assert "has no checkpoints/final" in capsys.readouterr().err
     with pytest.raises(UserError, match="run `ppo-repro bisect`"):
         read_table(tmp_path, "mismatch_op")
     with pytest.raises(UserError, match="there are mismatch_op, mismatch_ladder"):
@@ -191,3 +192,23 @@ def test_what_cannot_be_bisected_is_refused(
     pd.DataFrame({"mode": ["exact"]}).to_parquet(tmp_path / "mismatch_op.parquet")
     with pytest.raises(UserError, match="has columns mode; write it again"):
         read_table(tmp_path, "mismatch_op")
+
+
+@pytest.mark.parametrize("there", ["", "notes.txt", "checkpoints/final/config.json"])
+def test_a_folder_that_is_no_run_is_called_so(cli: Cli, tmp_path: Path, there: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    if there:
+        (folder / there).parent.mkdir(parents=True, exist_ok=True)
+        (folder / there).write_text("{}")
+    code, out, err = cli("bisect", folder, "--out", tmp_path / "out")
+    assert (code, out) == (2, "") and not (tmp_path / "out").exists()
+    assert one_line(err) == f"error: {folder}: holds no manifest.json; give the folder of a run"
+
+
+def test_a_run_that_is_not_finished_is_told_to_go_on(cli: Cli, exact_run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(exact_run, tmp_path / "run"))
+    cut_back(copy, 2, "interrupted")
+    shutil.rmtree(copy / "checkpoints" / "final")
+    code, _, err = cli("bisect", copy, "--out", tmp_path / "out")
+    assert code == 2 and f"has no checkpoints/final; finish it with `ppo-repro resume {copy}`" in one_line(err)

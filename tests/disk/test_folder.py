@@ -236,9 +236,9 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda t: t.update(manifest_version=4), "manifest_version = 4: this ppo_repro reads 1 and 2 and 3"),
     (lambda t: t.update(log_digest="0" * 64), "iterations.jsonl: has another digest than the manifest says"),
     (lambda t: t.pop("manifest_version"), "iterations: Field required"),
-    (lambda t: t.update(num_iterations=2), "holds 3 iterations in .* bytes, the manifest says 2"),
+    (lambda t: t.update(num_iterations=2), "holds 3 whole lines in .* bytes, the manifest says 2"),
     (lambda t: t.update(num_iterations=-1), "num_iterations: Input should be"),
-    (lambda t: t.update(log_bytes=t["log_bytes"] - 1), "holds 3 iterations in|holds 2 iterations in"),
+    (lambda t: t.update(log_bytes=t["log_bytes"] - 1), "holds 3 whole lines in|holds 2 whole lines in"),
 ]
 LOG_EDITS: list[tuple[Callable[[list[dict[str, Any]]], Any], str]] = [
     (lambda t: t[1].update(chain="0" * 64), "iterations.jsonl: chain of iteration 1 = '000.* does not follow"),

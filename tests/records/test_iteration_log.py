@@ -150,6 +150,26 @@ def test_every_cut_and_any_flipped_bit_is_named(run_dir: Path) -> None:
         manifest.load(run_dir)
 
 
+COUNTS = {
+    "nothing": (lambda content: b"", "0 whole lines in 0 bytes"),
+    "a list": (lambda content: b"[]\n", "1 whole line in 3 bytes"),
+    "no line break": (lambda content: b"[]", "0 whole lines in 2 bytes"),
+    "half a line": (lambda content: content[:-1], "1 whole line in {less} bytes"),
+    "one break more": (lambda content: b"\n" + content, "2 whole lines in {size} bytes"),
+    "breaks alone": (lambda content: b"\n" * len(content), "{size} whole lines in {size} bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", COUNTS)
+def test_what_a_log_holds_is_counted(run_dir: Path, damage: str) -> None:
+    change, said = COUNTS[damage]
+    content = log_of(run_dir).read_bytes()
+    log_of(run_dir).write_bytes(change(content))
+    counts = said.format(size=len(content), less=len(content) - 1)
+    with pytest.raises(UserError, match=f"iterations.jsonl: holds {counts}, the manifest says 2 in {len(content)};"):
+        manifest.load(run_dir)
+
+
 def test_nothing_is_appended_to_a_log_that_was_cut_off(run_dir: Path) -> None:
     content = log_of(run_dir).read_bytes()
     log_of(run_dir).write_bytes(content[:-1])

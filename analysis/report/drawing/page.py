@@ -15,6 +15,13 @@ import pandas as pd
 from analysis.report.drawing.figure import Section, Verdict, section_html
 from analysis.report.drawing.markup import element, escape, table
 
+_START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8" />'
+BEGINNING = f'{_START}<meta name="generator" content="ppo-repro report" />'  # of every page
+# of pages before they named who wrote them; the rest of the policy was another in every version
+EARLIER_BEGINNING = (
+    f'{_START}<meta http-equiv="Content-Security-Policy" content="default-src &#x27;none&#x27;; style-src &#x27;sha256-'
+)
+
 _HERE = Path(__file__).parents[1]
 _MARKS = {"holds": "✓", "differs": "≠", "fact": "•"}
 _WORDS = {"holds": "holds", "differs": "differs", "fact": "fact"}
@@ -108,16 +115,13 @@ def page(title: str, summary: str, sections: Sequence[Section], tokens: Tokens |
     body += f"<script>{script}</script>"
     nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")
     head = (
-        '<meta charset="utf-8" />'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(security_policy(style, script))}" />'
         '<meta name="viewport" content="width=device-width, initial-scale=1" />'
         '<meta name="color-scheme" content="light dark" />'
         f'<title>{escape(title)}</title><link rel="icon" href="data:," /><style>{style}</style>'
     )
     header = element("header", element("h1", escape(title)) + nav)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{header}\n{element("main", body)}</body></html>\n'
-    )
+    return f"{BEGINNING}{head}</head>\n<body>{header}\n{element('main', body)}</body></html>\n"
 
 
 def _lines(text: str) -> str:

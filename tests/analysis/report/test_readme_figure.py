@@ -55,3 +55,17 @@ def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(
 ) -> None:
     assert readme_figure.main([str(tmp_path), "--out", str(tmp_path / "a.svg")]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "a.svg").exists()
+
+
+def test_out_never_costs_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(readme_figure, "curves", lambda runs: BOTH)
+    path = tmp_path / "a.svg"
+    for _ in range(2):  # over nothing, and over an earlier picture
+        assert readme_figure.main([str(tmp_path), "--out", str(path)]) == 0
+    assert path.read_text() == readme_figure.draw(BOTH)
+    path.write_text("mine")
+    assert readme_figure.main([str(tmp_path), "--out", str(path)]) == 2 and path.read_text() == "mine"
+    assert "is not an earlier picture; must be a new file or" in capsys.readouterr().err
+    assert readme_figure.main([str(tmp_path), "--out", str(tmp_path / "no" / "a.svg")]) == 2

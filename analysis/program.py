@@ -52,7 +52,7 @@ def program(work: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
 def _mistake(error: Exception) -> UserError | None:
     """What a user can do about an error of the system; None where it is one of this code."""
     if is_out_of_memory(error):
-        return UserError("memory: too little for this analysis; close other programs, or take a smaller run")
+        return UserError("memory: too little for this; close other programs, or take a smaller run")
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return UserError(f"{error.filename}: cannot be used ({error.strerror}); check the path and its permissions")
     return None

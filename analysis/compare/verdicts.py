@@ -142,6 +142,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _iterations(a: Path, b: Path, first: int, last: int) -> range:
+    count = min(len(found.iterations) for found in manifests(a, b))
+    if not 0 <= first <= last < count:  # checked here: the range may be too long for a list
+        raise UserError(f"--iterations {first} {last}: must be 0 <= FIRST <= LAST <= {count - 1}, which both runs have")
+    return range(first, last + 1)
+
+
 def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
     if arguments.seed < 0:
         raise UserError(f"--seed {arguments.seed}: must be 0 or more; give such a number")
@@ -169,8 +176,8 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
     margin = DIVERGENCE_TAU if arguments.margin is None else arguments.margin
     if arguments.aa:
         margin = calibrated_margin([tuple(pair) for pair in arguments.aa], column)
-    iterations = None if arguments.iterations is None else range(arguments.iterations[0], arguments.iterations[1] + 1)
     a, b = arguments.paths
+    iterations = None if arguments.iterations is None else _iterations(a, b, *arguments.iterations)
     return compare_runs(a, b, rng, margin=margin, column=column, iterations=iterations, alpha=arguments.alpha)
 
 

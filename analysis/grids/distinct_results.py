@@ -23,7 +23,7 @@ def results_by_seed(cells: pd.DataFrame, by: str) -> pd.DataFrame:
     """One row per label of axis `by` and seed: cells, complete cells and fingerprints; UserError for another axis."""
     axes = [name.removeprefix("axis.") for name in cells.columns if name.startswith("axis.")]
     if by not in axes:
-        raise UserError(f"--by {by}: is no axis of this grid; there are {', '.join(axes)}")
+        raise UserError(f"--by {by}: is no axis of this grid; there are {', '.join(axes) or 'none'}")
     rows = []
     for (label, seed), group in cells.groupby([f"axis.{by}", "seed"], sort=False):
         complete = group[group["state"] == "complete"]
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None) -> None:
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--by", required=True, help="the axis that may change a result, such as numerics.mode")
     arguments = parser.parse_args(argv)
-    tell(markdown(results_by_seed(cells_of(arguments.grid), arguments.by)))
+    cells = cells_of(arguments.grid, ("seed", "state", "fingerprint"))
+    tell(markdown(results_by_seed(cells, arguments.by)))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""What a command says on stdout: lines for people, or one JSON object. Never a password."""
+"""What a command says: on stdout lines for people, or one JSON object; on stderr mistakes. Never a password."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from ppo_repro.errors import UserError
+from ppo_repro.mistakes import did_you_mean
 from ppo_repro.secrets import masked
 
 LONGEST_LINE = 1000  # characters of an error
@@ -27,6 +30,32 @@ def tell(text: str, end: str = "\n") -> None:
         raise UserError(
             f"stdout: cannot be written ({error.strerror}); what was computed and recorded is kept"
         ) from error
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as one line, like every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}{self._meant(message)}; try {self.prog} --help")
+
+    def _meant(self, message: str) -> str:
+        """The command, option or word that was probably meant."""
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message, re.S)
+        if choice is not None:
+            return did_you_mean(choice[1][:100], re.findall(r"[\w-]+", choice[2]))
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        return "" if unknown is None else did_you_mean(unknown[1][:100], sorted(self.options()))
+
+    def options(self) -> set[str]:
+        """Every option of this parser and of its commands."""
+        found = {name for name in self._option_string_actions if name.startswith("--")}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= {name for command in action.choices.values() for name in command.options()}
+        return found
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        tell(message, end="")  # argparse itself is silent where the help cannot be written
 
 
 def print_json(value: dict[str, Any]) -> None:

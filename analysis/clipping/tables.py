@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,7 +22,9 @@ from analysis.clipping.ratios import overshoot_survival, ratio_hist
 from analysis.clipping.step import clip_step
 from analysis.clipping.update_rows import load_iterations, recorded_config
 from analysis.clipping.words import clip_words
+from analysis.program import program, unwritable
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
 
 
@@ -128,7 +129,7 @@ def overview(tables: ClipTables, early_stop_kl: float | None) -> list[str]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m analysis.clipping", description="What did the clip do in a run?")
+    parser = Parser(prog="python -m analysis.clipping", description="What did the clip do in a run?")
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
@@ -136,19 +137,24 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> None:
     """Print the overview; exit code 2 and one line on a user error."""
     arguments = _arguments(argv)
+    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
+        raise UserError(f"--out {arguments.out}: must be a folder, new or not; it is a file, choose another name")
+    band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
+    tables = clip_tables(arguments.run, band=band)
+    lines = overview(tables, arguments.early_stop_kl)
+    if arguments.out is not None:
+        _write(tables, arguments.out)
+    tell("\n".join(lines))
+
+
+def _write(tables: ClipTables, out: Path) -> None:
     try:
-        band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
-        tables = clip_tables(arguments.run, band=band)
-        lines = overview(tables, arguments.early_stop_kl)
-        if arguments.out is not None:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            for field in fields(tables):
-                getattr(tables, field.name).to_parquet(arguments.out / f"{field.name}.parquet", index=False)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    return 0
+        out.mkdir(parents=True, exist_ok=True)
+        for field in fields(tables):
+            getattr(tables, field.name).to_parquet(out / f"{field.name}.parquet", index=False)
+    except OSError as error:
+        raise unwritable(out, error) from error

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +23,10 @@ from analysis.compare.paired import COLUMNS, margin_from_aa, mean_abs, numeric_r
 from analysis.compare.rows import Row, run_compare
 from analysis.compare.seeds import compare_groups
 from analysis.mismatch.sequence import DIVERGENCE_TAU
+from analysis.program import program, read_table
 from analysis.stats.significance import DRAWS
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser, tell
 
 CELLS = "cells.parquet"
 RESULTS = "results.parquet"
@@ -109,7 +110,7 @@ def compare_grid(
     path = grid_dir / (CELLS if of_cells == {True} else RESULTS)
     if not path.is_file():
         raise UserError(f"{path}: is missing; give two runs, or the folder that `ppo-repro grid` wrote with --axis")
-    frame = pd.read_parquet(path)
+    frame = read_table(path)
     pairing = "seed" if paired else "none"
     return compare_groups(frame, axis, a, b, metrics, rng, pairing=pairing, margin=margin, alpha=alpha)  # type: ignore[arg-type]
 
@@ -121,7 +122,7 @@ def lines(table: pd.DataFrame) -> list[str]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m analysis.compare", description="are two runs the same?")
+    parser = Parser(prog="python -m analysis.compare", description="are two runs the same?")
     parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
     parser.add_argument("--seed", type=int, required=True, help="seed of the permutations and bootstraps")
     parser.add_argument("--alpha", type=float, default=0.05)
@@ -141,7 +142,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _iterations(a: Path, b: Path, first: int, last: int) -> range:
+    count = min(len(found.iterations) for found in manifests(a, b))
+    if not 0 <= first <= last < count:  # checked here: the range may be too long for a list
+        raise UserError(f"--iterations {first} {last}: must be 0 <= FIRST <= LAST <= {count - 1}, which both runs have")
+    return range(first, last + 1)
+
+
 def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
+    if arguments.seed < 0:
+        raise UserError(f"--seed {arguments.seed}: must be 0 or more; give such a number")
     rng = np.random.default_rng(arguments.seed)
     if arguments.axis is not None:
         if (
@@ -166,17 +176,12 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
     margin = DIVERGENCE_TAU if arguments.margin is None else arguments.margin
     if arguments.aa:
         margin = calibrated_margin([tuple(pair) for pair in arguments.aa], column)
-    iterations = None if arguments.iterations is None else range(arguments.iterations[0], arguments.iterations[1] + 1)
     a, b = arguments.paths
+    iterations = None if arguments.iterations is None else _iterations(a, b, *arguments.iterations)
     return compare_runs(a, b, rng, margin=margin, column=column, iterations=iterations, alpha=arguments.alpha)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> None:
     """Print the table; exit code 2 and one line on a user error."""
-    try:
-        table = _comparison(_arguments(argv))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(lines(table)))
-    return 0
+    tell("\n".join(lines(_comparison(_arguments(argv)))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,10 @@ import pandas as pd
 from analysis.clipping.update_rows import IterationRows, load_iterations
 from analysis.dialects import cleanrl, nemo_rl, openrlhf, prime_rl, slime, tinker, trl, verl, verl_rollout_corr
 from analysis.dialects.definition import Definition
+from analysis.program import program
 from analysis.words import explained
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser, tell
 
 KEYS = ("iteration", "epoch", "minibatch")
 
@@ -87,9 +88,12 @@ def long_table(
     return pd.concat(parts, ignore_index=True)[["framework", "key", *KEYS, "value"]]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> None:
     """Print each key's mean over the run, or the definitions of the keys; exit code 2 on a user error."""
-    parser = argparse.ArgumentParser(description="a run under the published keys of other frameworks")
+    parser = Parser(
+        prog="python -m analysis.dialects.report", description="a run under the published keys of other frameworks"
+    )
     parser.add_argument("run", type=Path, nargs="?", help="folder of a run")
     parser.add_argument("--definitions", action="store_true", help="what each key means, with its source")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
@@ -97,17 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.definitions == (arguments.run is not None):
         parser.error("give either a run or --definitions")
     if arguments.definitions:
-        print(definitions().to_csv(index=False, sep="\t"), end="")
-        return 0
-    try:
-        band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
-        table = long_table(arguments.run, band=band)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+        if arguments.clip_range is not None:
+            raise UserError("--clip-range: changes no definition; leave it out, or give a run")
+        tell(definitions().to_csv(index=False, sep="\t"), end="")
+        return
+    band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
+    table = long_table(arguments.run, band=band)
     means = table.groupby(["framework", "key"], sort=False)["value"].agg(["first", "mean", "last"])
-    print(means.to_string(float_format=lambda x: f"{x:.4g}"))
-    return 0
+    tell(means.to_string(float_format=lambda x: f"{x:.4g}"))
 
 
 if __name__ == "__main__":

@@ -6,22 +6,24 @@ they have. Where the other axes must not change a result, that number is one.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
+from analysis.grids.outcomes import cells_of
 from analysis.grids.table import markdown
+from analysis.program import program
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser, tell
 
 
 def results_by_seed(cells: pd.DataFrame, by: str) -> pd.DataFrame:
     """One row per label of axis `by` and seed: cells, complete cells and fingerprints; UserError for another axis."""
     axes = [name.removeprefix("axis.") for name in cells.columns if name.startswith("axis.")]
     if by not in axes:
-        raise UserError(f"--by {by}: is no axis of this grid; there are {', '.join(axes)}")
+        raise UserError(f"--by {by}: is no axis of this grid; there are {', '.join(axes) or 'none'}")
     rows = []
     for (label, seed), group in cells.groupby([f"axis.{by}", "seed"], sort=False):
         complete = group[group["state"] == "complete"]
@@ -30,20 +32,17 @@ def results_by_seed(cells: pd.DataFrame, by: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> None:
     """Print the table; exit code 2 and one line on a user error."""
-    parser = argparse.ArgumentParser(description="how many different results one seed has")
+    parser = Parser(
+        prog="python -m analysis.grids.distinct_results", description="how many different results one seed has"
+    )
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--by", required=True, help="the axis that may change a result, such as numerics.mode")
     arguments = parser.parse_args(argv)
-    try:
-        if not (arguments.grid / "cells.parquet").exists():
-            raise UserError(f"{arguments.grid}: has no cells.parquet; run `ppo-repro grid` on its file first")
-        print(markdown(results_by_seed(pd.read_parquet(arguments.grid / "cells.parquet"), arguments.by)))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    cells = cells_of(arguments.grid, ("seed", "state", "fingerprint"))
+    tell(markdown(results_by_seed(cells, arguments.by)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ measure against `removed` or `outside` instead, with the mean of each point, and
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -17,8 +16,9 @@ import numpy as np
 import pandas as pd
 
 from analysis.grids.outcomes import MEASURES, outcomes
+from analysis.program import program, write_text
 from analysis.stats.significance import one_sample, t_interval
-from ppo_repro.errors import UserError
+from ppo_repro.output import Parser
 
 WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 760.0, 230.0, 20.0, 12.0, 22.0, 42.0
 GOOD = (0.1, 0.4)
@@ -126,26 +126,21 @@ def across(cells: pd.DataFrame, share: str, measure: str) -> str:
     return svg(elements, bottom + BOTTOM, f"{measure} against {share}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> None:
     """Write the figure; exit code 2 and one line on a user error."""
-    parser = argparse.ArgumentParser(description="a figure of a grid")
+    parser = Parser(prog="python -m analysis.grids.figure", description="a figure of a grid")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("out", type=Path, help="the SVG file to write")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is drawn")
     parser.add_argument("--across", choices=("removed", "outside"), help="draw the measure against this share")
     arguments = parser.parse_args(argv)
-    try:
-        cells = outcomes(arguments.grid)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    measure = arguments.measure
+    cells, measure = outcomes(arguments.grid), arguments.measure
     if arguments.across is None:
         picture = by_point(cells, measure, MEASURES[measure])
     else:
         picture = across(cells, arguments.across, measure)
-    arguments.out.write_text(picture, encoding="utf-8")
-    return 0
+    write_text(arguments.out, picture)
 
 
 if __name__ == "__main__":

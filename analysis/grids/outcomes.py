@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from analysis.mismatch.clip_floor import clip_floor
+from analysis.program import read_table
 from ppo_repro.config.objectives import ClipObjective
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
@@ -75,12 +77,20 @@ def measures_of(run_dir: Path) -> dict[str, float]:
     }
 
 
-def complete_cells(grid: Path) -> pd.DataFrame:
-    """The complete cells of a grid's table, with `point`, the labels of all axes together; UserError without any."""
+def cells_of(grid: Path, needed: Sequence[str]) -> pd.DataFrame:
+    """The table of a grid's cells; UserError where there is none, no whole one, or one without a needed column."""
     path = grid / "cells.parquet"
     if not path.is_file():
         raise UserError(f"{grid}: has no cells.parquet; run `ppo-repro grid` on its file first")
-    table = pd.read_parquet(path)
+    table = read_table(path)
+    if missing := [name for name in needed if name not in table]:
+        raise UserError(f"{path}: has no column {', '.join(missing)}; give a grid of runs on language models")
+    return table
+
+
+def complete_cells(grid: Path) -> pd.DataFrame:
+    """The complete cells of a grid's table, with `point`, the labels of all axes together; UserError without any."""
+    table = cells_of(grid, ("state", "run_dir", "seed", "fingerprint", "final.eval_accuracy"))
     cells = table[table["state"] == "complete"].reset_index(drop=True)
     if cells.empty:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")

@@ -8,7 +8,6 @@ of the clipped shares and the measure.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -19,8 +18,10 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from analysis.grids.outcomes import MEASURES, outcomes
+from analysis.program import program
 from analysis.stats.significance import holm, one_sample, t_interval, t_test
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser, tell
 
 FORMATS = {
     "accuracy": "{:.3f}",
@@ -129,20 +130,16 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     return "\n\n".join(paragraphs)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> None:
     """Print the report; exit code 2 and one line on a user error."""
-    parser = argparse.ArgumentParser(description="table of a grid over seeds")
+    parser = Parser(prog="python -m analysis.grids.table", description="table of a grid over seeds")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
     parser.add_argument("--against", help="the point that the others are compared with, its labels joined by ', '")
     arguments = parser.parse_args(argv)
-    try:
-        cells = outcomes(arguments.grid)
-        print(report(cells, arguments.measure, arguments.against or str(cells["point"].iloc[0])))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    cells = outcomes(arguments.grid)
+    tell(report(cells, arguments.measure, arguments.against or str(cells["point"].iloc[0])))
 
 
 if __name__ == "__main__":

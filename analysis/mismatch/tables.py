@@ -7,7 +7,6 @@ Chunks of pairs (`analysis.pairs.runs`) are reduced to sums that are merged, so 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,9 @@ from analysis.mismatch.sums import MismatchSums, merge_sums, mismatch_sums
 from analysis.mismatch.token import mismatch_token
 from analysis.pairs.files import PRESETS, imported_pairs
 from analysis.pairs.runs import PAIRS, iteration_of, masked_tokens, run_pairs, two_run_pairs
+from analysis.program import program, unwritable
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
 
 # metric, reduction, ideal value, what it says
@@ -192,9 +193,7 @@ def write_parquet(frames: Iterable[pd.DataFrame], path: Path | str) -> int:
         writer.close()
         temporary.rename(target)
     except OSError as error:
-        raise UserError(
-            f"{target}: cannot be written ({error.strerror or error}); make room or choose another"
-        ) from error
+        raise unwritable(target, error) from error
     finally:
         if writer is not None:
             writer.close()
@@ -238,39 +237,40 @@ def watched(pairs: Iterable[pd.DataFrame], advance: Callable[[int], None]) -> It
         advance(len(chunk))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> None:
     """Print the summary; exit code 2 and one line where the arguments or the records are wrong."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.mismatch", description="Do two log-probs agree?")
+    parser = Parser(prog="python -m analysis.mismatch", description="Do two log-probs agree?")
     parser.add_argument("paths", nargs="+", type=Path, help="a run, two runs, or files with --columns")
-    parser.add_argument("--pair", choices=PAIRS, default=PAIRS[0], help="which log-probs of a run")
+    parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
     parser.add_argument("--columns", choices=sorted(PRESETS), help="the stack whose column names the files have")
     parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")
     parser.add_argument("--pages", action="store_true", help="check the pages read instead of whole files: faster")
     arguments = parser.parse_args(argv)
-    try:
-        pairs = _chosen_pairs(
-            arguments.paths, arguments.pair, arguments.columns, "pages" if arguments.pages else "contents"
-        )
-        with Progress(
-            TextColumn("{task.completed:,} tokens"), TimeElapsedColumn(), console=Console(stderr=True)
-        ) as bar:
-            task = bar.add_task("", total=None)
-            seen = watched(pairs, lambda tokens: bar.advance(task, tokens))
-            table = remedy_table(seen) if arguments.remedies else summary_of(seen)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(table.to_string(index=False, na_rep="", float_format=lambda x: f"{x:.6g}"))
-    return 0
+    pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.columns, arguments.pages)
+    shown = TextColumn("{task.completed:,} tokens"), TimeElapsedColumn()
+    # nobody watches a file, and one that is full would end the analysis
+    with Progress(*shown, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=None)
+        seen = watched(pairs, lambda tokens: bar.advance(task, tokens))
+        table = remedy_table(seen) if arguments.remedies else summary_of(seen)
+    tell(table.to_string(index=False, na_rep="", float_format=lambda x: f"{x:.6g}"))
 
 
-def _chosen_pairs(
-    paths: Sequence[Path], pair: str, columns: str | None, verify: reader.Verification
-) -> Iterator[pd.DataFrame]:
+def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None, pages: bool) -> Iterator[pd.DataFrame]:
+    """What is compared; UserError for an option that would change nothing."""
     if columns is not None:
+        if pair is not None or pages:
+            option = "--pages" if pair is None else f"--pair {pair}"
+            raise UserError(f"{option}: is for recorded runs, --columns for files of other stacks; leave one out")
         return imported_pairs(paths, columns)
-    if len(paths) == 2:
-        return two_run_pairs(paths[0], paths[1], verify=verify)
     if len(paths) > 2:
         raise UserError(f"{len(paths)} paths: one run or two, or files with --columns")
-    return run_pairs(paths[0], pair, verify=verify)
+    verify: reader.Verification = "pages" if pages else "contents"
+    if len(paths) == 2:
+        if pair is not None:
+            raise UserError(f"--pair {pair}: is for one run; two are compared by their old_logprobs; leave it out")
+        return two_run_pairs(paths[0], paths[1], verify=verify)
+    if pages and pair == "old_vs_first_new":
+        raise UserError(f"--pages: --pair {pair} reads whole files; leave it out")
+    return run_pairs(paths[0], pair or PAIRS[0], verify=verify)

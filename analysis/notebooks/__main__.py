@@ -6,7 +6,6 @@ and in native numerics, and a small grid. PPO_RUN, PPO_OTHER_RUN and PPO_GRID na
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -15,7 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from analysis.notebooks.execute import executed, text_of
+from analysis.program import program, write_text
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser, tell
 from ppo_repro.records import manifest
 
 HERE = Path(__file__).resolve().parent
@@ -67,27 +68,25 @@ def _variables(text: str) -> dict[str, str]:
     for name, recorded in SHOWN.items():
         if name in text:
             folder = Path(os.environ[name]).resolve() if name in os.environ else recorded()
+            if not folder.is_dir():
+                raise UserError(f"{name} = {os.environ[name]}: must be a folder of records; name one, or unset it")
             found[name] = os.path.relpath(folder, HERE)
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> None:
     """Write every notebook that was named, or all; exit code 2 and one line on a user error."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.notebooks", description="execute the notebooks")
+    parser = Parser(prog="python -m analysis.notebooks", description="execute the notebooks")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all of them by default")
     names = parser.parse_args(argv).names or NAMES
-    try:
-        for name in names:
-            if name not in NAMES:
-                raise UserError(f"{name}: is no notebook; there are {', '.join(NAMES)}")
-        for name in names:
-            path = HERE / f"{name}.ipynb"
-            path.write_text(text_of(executed(path, _variables(path.read_text(encoding="utf-8")))), encoding="utf-8")
-            print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB", flush=True)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    for name in names:
+        if name not in NAMES:
+            raise UserError(f"{name}: is no notebook; there are {', '.join(NAMES)}")
+    for name in names:
+        path = HERE / f"{name}.ipynb"
+        write_text(path, text_of(executed(path, _variables(path.read_text(encoding="utf-8")))))
+        tell(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

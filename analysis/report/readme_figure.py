@@ -6,19 +6,19 @@ the trainer computes otherwise than the sampler did, exact and native. One SVG w
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from analysis.program import program
 from analysis.report.drawing.axes import BOTTOM, PLOT_HEIGHT, WIDTH, Axis
 from analysis.report.drawing.charts import Line, line_chart
 from analysis.report.drawing.markup import escape, share
 from ppo_repro.disk.earlier import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 
@@ -114,21 +114,20 @@ def _beside(titles: Sequence[str], charts: Sequence[str]) -> str:
     )
 
 
-def main(given: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> None:
     """Write the picture; exit code 2 and one line where what the user wrote is wrong."""
-    parser = argparse.ArgumentParser(description="the picture of the README, from recorded runs in both numerics")
+    parser = Parser(
+        prog="python -m analysis.report.readme_figure",
+        description="the picture of the README, from recorded runs in both numerics",
+    )
     parser.add_argument(
         "runs", metavar="RUN", type=Path, nargs="+", help="folders of runs that differ in seed and mode"
     )
     parser.add_argument("--out", type=Path, required=True, help="the SVG file to write")
-    arguments = parser.parse_args(given)
-    try:
-        check_replaceable(arguments.out, PICTURE)
-        write_over_earlier(arguments.out, PICTURE, draw(curves(arguments.runs)).encode())
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    arguments = parser.parse_args(argv)
+    check_replaceable(arguments.out, PICTURE)
+    write_over_earlier(arguments.out, PICTURE, draw(curves(arguments.runs)).encode())
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ the recorded tokenizer and its card: `tokenizer`; all segmentations of a text: `
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
+from analysis.program import program
 from analysis.tokenization.clip import UPDATE_COLUMNS, clip_table, word_ratios
 from analysis.tokenization.credit import char_matched_lambda, half_life_chars, half_life_tokens
 from analysis.tokenization.digits import digit_table
@@ -28,6 +27,7 @@ from ppo_repro.config.algorithm import GaeAdvantages
 from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import has_responses
@@ -143,8 +143,10 @@ def _credit_lines(config: RunConfig, tokens_per_char: float) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the tables of one iteration; exit code 2 and one line on a user error."""
+    parser = Parser(
         prog="python -m analysis.tokenization",
         description="KL and entropy of a run per sequence, token, word, char and byte",
     )
@@ -159,12 +161,8 @@ def main() -> None:
     parser.add_argument(
         "--cluster", choices=("sequence", "prompt"), default="sequence", help="clusters of the standard errors"
     )
-    arguments = parser.parse_args()
-    try:
-        print("\n".join(report(arguments.run, arguments.iteration, arguments.boundary, arguments.cluster)))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    arguments = parser.parse_args(argv)
+    tell("\n".join(report(arguments.run, arguments.iteration, arguments.boundary, arguments.cluster)))
 
 
 def report(run_dir: Path, iteration: int | None, boundary: Boundary, cluster: Cluster) -> list[str]:

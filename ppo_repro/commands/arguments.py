@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 from ppo_repro import __version__
 from ppo_repro.commands import audit
@@ -31,38 +29,11 @@ from ppo_repro.commands.runs import (
     run_command,
 )
 from ppo_repro.commands.start import FETCHED, compile_command, fetch_command, init_command
-from ppo_repro.errors import UserError
-from ppo_repro.mistakes import check_path, did_you_mean
-from ppo_repro.output import tell
+from ppo_repro.mistakes import check_path
+from ppo_repro.output import Parser
 
 Command = Callable[[argparse.Namespace], int]
 _RUN = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as one line, like every other mistake."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}{self._meant(message)}; try {self.prog} --help")
-
-    def _meant(self, message: str) -> str:
-        """The command, option or word that was probably meant."""
-        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message, re.S)
-        if choice is not None:
-            return did_you_mean(choice[1][:100], re.findall(r"[\w-]+", choice[2]))
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        return "" if unknown is None else did_you_mean(unknown[1][:100], sorted(self.options()))
-
-    def options(self) -> set[str]:
-        """Every option of this parser and of its commands."""
-        found = {name for name in self._option_string_actions if name.startswith("--")}
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                found |= {name for command in action.choices.values() for name in command.options()}
-        return found
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        tell(message, end="")  # argparse itself is silent where the help cannot be written
 
 
 def _add_set(parser: argparse.ArgumentParser, about: str) -> None:
@@ -113,7 +84,7 @@ class _Adder:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    parser = _Parser(
+    parser = Parser(
         prog="ppo-repro",
         description="PPO on language models whose runs are reproducible to the last bit.",
         allow_abbrev=False,

@@ -144,7 +144,7 @@ def test_results_are_counted_within_a_seed(tmp_path: Path, capsys: pytest.Captur
     assert fingerprints_main([str(tmp_path), "--by", "x"]) == 2 and "has no cells.parquet" in capsys.readouterr().err
     cells.to_parquet(tmp_path / "cells.parquet")
     assert fingerprints_main([str(tmp_path), "--by", "x"]) == 2
-    said = "--by x: is no axis of this grid; there are numerics.mode, layout.rollout_slots\n"
+    said = "error: --by x: is no axis of this grid; there are numerics.mode, layout.rollout_slots\n"
     assert capsys.readouterr().err == said
     assert fingerprints_main([str(tmp_path), "--by", "numerics.mode"]) == 0
     assert "| native | 1 | 2 | 2 | 2 |" in capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert table_main([str(grid)]) == 0
     assert capsys.readouterr().out.startswith("| mode | seeds | accuracy |")
     assert table_main([str(grid), "--against", "q"]) == 2
-    assert capsys.readouterr().err == "--against q: is not a point of this grid; there are exact; native\n"
+    assert capsys.readouterr().err == "error: --against q: is not a point of this grid; there are exact; native\n"
     for given in ([], ["--across", "outside"]):
         assert figure_main([str(grid), str(tmp_path / "f.svg"), *given]) == 0
         ElementTree.fromstring((tmp_path / "f.svg").read_text())

@@ -1,0 +1,166 @@
+"""Every analysis as a program: what a user does wrong is one line and exit code 2, whatever stdout and stderr are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from analysis import program
+from tests.support.cli import one_line
+from tests.support.paths import ROOT
+
+# the module with `main`, and the shortest command line that is complete; RUN is a recorded run
+COMMANDS = {
+    "analysis.mismatch": ("analysis.mismatch.tables", ["RUN"]),
+    "analysis.compare": ("analysis.compare.verdicts", ["RUN", "RUN", "--seed", "0"]),
+    "analysis.clipping": ("analysis.clipping.tables", ["RUN"]),
+    "analysis.tokenization": ("analysis.tokenization.tables", ["RUN", "--boundary", "leading"]),
+    "analysis.dialects.report": ("analysis.dialects.report", ["RUN"]),
+    "analysis.grids.table": ("analysis.grids.table", ["RUN"]),
+    "analysis.grids.figure": ("analysis.grids.figure", ["RUN", "x.svg"]),
+    "analysis.grids.distinct_results": ("analysis.grids.distinct_results", ["RUN", "--by", "x"]),
+    "analysis.report.readme_figure": ("analysis.report.readme_figure", ["RUN", "--out", "x.svg"]),
+}
+Ask = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def ask(exact_run: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs a command in this process: exit code, stdout, stderr."""
+
+    def ask_it(command: str, *arguments: str) -> tuple[int, str, str]:
+        main = import_module(COMMANDS[command][0]).main
+        code = main([str(exact_run) if word == "RUN" else word for word in arguments])
+        return code, *capsys.readouterr()
+
+    return ask_it
+
+
+def test_no_command_is_forgotten() -> None:
+    found = set()
+    for path in sorted((ROOT / "analysis").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if path.stem == "__main__" or '__name__ == "__main__"' in path.read_text():
+            found.add(name.removesuffix(".__main__"))
+    assert found == {*COMMANDS, "analysis.notebooks"}  # notebooks need libraries of their own
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_command_line_is_one_line(ask: Ask, command: str) -> None:
+    for arguments in ([*COMMANDS[command][1], "--nonsense"], ["--nonsense"], []):
+        code, out, err = ask(command, *arguments)
+        assert code == 2 and not out and one_line(err).endswith(f"; try python -m {command} --help")
+        assert err.count("\n") == 1
+    code, out, err = ask(command, "--help")
+    assert code == 0 and out.startswith(f"usage: python -m {command}") and not err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Path) -> None:
+    code, out, err = ask(command, *(str(tmp_path / "no") if word == "RUN" else word for word in COMMANDS[command][1]))
+    assert code == 2 and not out and "no" in one_line(err) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("analysis.compare", ["RUN", "RUN", "--seed", "-1"], "--seed -1: must be 0 or more"),
+        ("analysis.compare", ["RUN", "RUN", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        ("analysis.compare", ["RUN", "RUN", "--seed", "0", "--iterations", "2", "1"], "--iterations 2 1: must be 0 <="),
+        ("analysis.compare", ["RUN", "RUN", "--seed", "0", "--iterations", "0", "9" * 30], "which both runs have"),
+        ("analysis.clipping", ["RUN", "--out", __file__], f"--out {__file__}: must be a folder, new or not"),
+        ("analysis.clipping", ["RUN", "--out", f"{__file__}/x"], "cannot be written (Not a directory)"),
+        ("analysis.clipping", ["RUN", "--clip-range", "nan", "1"], "clip range = nan, 1"),
+        ("analysis.mismatch", ["RUN", "RUN", "--pair", "old_vs_first_new"], "--pair old_vs_first_new: is for one run"),
+        ("analysis.mismatch", ["RUN", "RUN", "--pair", "rollout_vs_old"], "--pair rollout_vs_old: is for one run"),
+        ("analysis.mismatch", ["x.jsonl", "--columns", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
+        ("analysis.mismatch", ["x.jsonl", "--columns", "verl", "--pages"], "--pages: is for recorded runs"),
+        ("analysis.mismatch", ["RUN", "--pages", "--pair", "old_vs_first_new"], "--pages: --pair old_vs_first_new"),
+        ("analysis.mismatch", ["RUN", "--remedy"], None),  # an abbreviation that is none
+        ("analysis.mismatch", ["RUN", "--pair", "rollout"], "invalid choice: 'rollout'"),
+        ("analysis.dialects.report", ["RUN", "--definitions"], "give either a run or --definitions"),
+        ("analysis.dialects.report", ["--definitions", "--clip-range", "0.1", "0.1"], "--clip-range: changes no"),
+        ("analysis.tokenization", ["RUN", "--boundary", "leading", "--iteration", "-1"], "no iteration -1"),
+    ],
+)
+def test_a_wrong_value_is_one_line(ask: Ask, command: str, arguments: Sequence[str], message: str | None) -> None:
+    code, out, err = ask(command, *arguments)
+    assert code == 2 and not out and (message or "did you mean --remedies?") in one_line(err) and err.count("\n") == 1
+
+
+def test_each_pair_of_a_run_has_a_table_of_its_own(ask: Ask) -> None:
+    default, rollout, first = (
+        ask("analysis.mismatch", "RUN", *pair)
+        for pair in ([], ["--pair", "rollout_vs_old"], ["--pair", "old_vs_first_new"])
+    )
+    assert default == rollout and default[0] == first[0] == 0 and default[1] != first[1] and not default[2]
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name.startswith("analysis.grids.")])
+def test_a_table_of_cells_that_is_none(ask: Ask, command: str, tmp_path: Path) -> None:
+    arguments = [str(tmp_path) if word == "RUN" else word for word in COMMANDS[command][1]]
+    (tmp_path / "cells.parquet").write_text("no Parquet")
+    code, out, err = ask(command, *arguments)
+    assert code == 2 and not out and "cells.parquet: cannot be read" in one_line(err)
+    pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "cells.parquet")
+    code, out, err = ask(command, *arguments)
+    assert code == 2 and not out and "cells.parquet: has no column" in one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (
+            MemoryError(),
+            2,
+            "error: memory: too little for this; close other programs, or take a smaller run\n",
+        ),
+        (PermissionError(13, "Permission denied", "x"), 2, "error: x: cannot be used (Permission denied); "),
+        (SystemExit(0), 0, ""),
+    ],
+)
+def test_what_ends_an_analysis(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def work(argv: Sequence[str] | None) -> None:
+        raise error
+
+    assert program.program(work)() == code
+    err = capsys.readouterr().err
+    assert err.startswith(said) and err.count("\n") == (1 if said else 0)
+
+
+def test_a_fault_of_this_code_keeps_its_traceback() -> None:
+    def work(argv: Sequence[str] | None) -> None:
+        raise ValueError("a fault")
+
+    with pytest.raises(ValueError, match="a fault"):
+        program.program(work)()
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(program.UserError, match=r"no/x\.svg: cannot be written \(No such file or directory\)"):
+        program.write_text(tmp_path / "no" / "x.svg", "")
+
+
+@pytest.mark.parametrize("command", ["analysis.mismatch", "analysis.dialects.report"])
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        ("> /dev/full", 2, "stdout: cannot be written (No space left on device)"),
+        (">&-", 2, "stdout is closed"),
+        ("| head -1", 0, ""),
+        ("2> /dev/full", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_streams_that_are_full_closed_or_left(exact_run: Path, command: str, end: str, code: int, message: str) -> None:
+    line = f"{sys.executable} -m {command} {exact_run} {end}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == code and bool(done.stdout) == (code == 0), done.stderr
+    assert message in one_line(done.stderr) if message else not done.stderr

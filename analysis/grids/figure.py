@@ -16,8 +16,9 @@ import numpy as np
 import pandas as pd
 
 from analysis.grids.outcomes import MEASURES, outcomes
-from analysis.program import program, write_text
+from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
+from ppo_repro.disk.earlier import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.output import Parser
 
 WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 760.0, 230.0, 20.0, 12.0, 22.0, 42.0
@@ -135,12 +136,13 @@ def main(argv: Sequence[str] | None) -> None:
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is drawn")
     parser.add_argument("--across", choices=("removed", "outside"), help="draw the measure against this share")
     arguments = parser.parse_args(argv)
+    check_replaceable(arguments.out, PICTURE, "FILE.svg")
     cells, measure = outcomes(arguments.grid), arguments.measure
     if arguments.across is None:
         picture = by_point(cells, measure, MEASURES[measure])
     else:
         picture = across(cells, arguments.across, measure)
-    write_text(arguments.out, picture)
+    write_over_earlier(arguments.out, PICTURE, picture.encode(), "FILE.svg")
 
 
 if __name__ == "__main__":

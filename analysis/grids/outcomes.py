@@ -88,9 +88,12 @@ def cells_of(grid: Path, needed: Sequence[str]) -> pd.DataFrame:
     return table
 
 
-def complete_cells(grid: Path) -> pd.DataFrame:
-    """The complete cells of a grid's table, with `point`, the labels of all axes together; UserError without any."""
-    table = cells_of(grid, ("state", "run_dir", "seed", "fingerprint", "final.eval_accuracy"))
+def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
+    """The complete cells of a grid's table, with `point`, the labels of all axes together; UserError without any.
+
+    UserError also where the table lacks a `needed` column.
+    """
+    table = cells_of(grid, ("state", "run_dir", "seed", "fingerprint", *needed))
     cells = table[table["state"] == "complete"].reset_index(drop=True)
     if cells.empty:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
@@ -105,7 +108,7 @@ def outcomes(grid: Path) -> pd.DataFrame:
 
     Raises UserError as `complete_cells`.
     """
-    cells = complete_cells(grid)
+    cells = complete_cells(grid, ("final.eval_accuracy",))
     measures = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in cells["run_dir"]])
     measures.insert(0, "accuracy", cells["final.eval_accuracy"])
     axes = [name for name in cells.columns if name.startswith("axis.")]

@@ -6,6 +6,7 @@ the trainer computes otherwise than the sampler did, exact and native. One SVG w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 

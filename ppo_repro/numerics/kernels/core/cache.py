@@ -72,6 +72,15 @@ def cache_folder() -> Path:
     return base / "ppo_repro" / f"kernels-{state[:16]}{'-emulated' if EMULATED_AMX else ''}"
 
 
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What tells a file from the one that was there before; None where there is none that can be looked at."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 class KernelCache(_Cache):
     """The machine code of one function, an entry for each signature. Takes the place of Numba's in its dispatcher.
 
@@ -90,11 +99,13 @@ class KernelCache(_Cache):
         """The compiled function of a signature, or None; then this process has its claim."""
         target_context.refresh()
         folder, name = cache_folder(), self._name(sig)
+        before = _stamp(folder / name)
         content = entries.read(folder, name)
         if content is None:
             claims.take(folder, name)
             self._claimed.add((folder, name))
-            content = entries.read(folder, name)  # another process may have written it meanwhile
+            if _stamp(folder / name) != before:  # another process has written it meanwhile
+                content = entries.read(folder, name)
             if content is not None:
                 self.give_up()
         return None if content is None else CompileResult._rebuild(target_context, *pickle.loads(content))

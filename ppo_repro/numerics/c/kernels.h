@@ -1,0 +1,131 @@
+// What all kernels share: the constants of the law, types, and functions that must be inlined.
+//
+// The law: each output element is one chain of operations, each rounded once (+ - * / sqrt fma), in one written order
+// that depends on that element alone. Vector lanes run along the outputs, so batch, padding, cache, micro-batches,
+// threads, vector width and instruction set cannot change a bit. Compile with -ffp-contract=off, never -ffast-math.
+#ifndef KERNELS_H
+#define KERNELS_H
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef BLOCK_TERMS
+#define BLOCK_TERMS 128  // the tests build others, to see that the bits then differ
+#endif
+#ifndef LANE_COUNT
+#define LANE_COUNT 16
+#endif
+enum { BLOCK = BLOCK_TERMS, LANES = LANE_COUNT };  // the law: terms of a chain, lanes of a row sum
+enum { COLS = 16 };                                // columns of a panel: free, as are all sizes below
+#if defined(__AVX512F__)
+enum { ROWS = 12 };
+#else
+enum { ROWS = 6 };
+#endif
+enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: at most 2^7 slots
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+INLINE long round16(long n) { return (n + 15) & ~15L; }
+INLINE int least(int a, int b) { return a < b ? a : b; }
+INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+INLINE uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+INLINE double as_double(uint64_t bits) { double x; memcpy(&x, &bits, 8); return x; }
+INLINE uint64_t as_bits64(double x) { uint64_t bits; memcpy(&bits, &x, 8); return bits; }
+
+// a b + c in float32, rounded once
+#if defined(__FMA__) || defined(__aarch64__)
+INLINE float fma32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+// The product is exact in float64, the sum is rounded to odd there, and 53 bits of that round to the right 24.
+INLINE float fma32(float a, float b, float c) {
+  double product = (double)a * b, sum = product + c, t = sum - product;
+  double error = (product - (sum - t)) + (c - t);
+  uint64_t bits = as_bits64(sum);
+  if ((error > 0 || error < 0) && !(bits & 1)) bits += ((error > 0) == (sum > 0)) ? 1 : -1;
+  return (float)as_double(bits);
+}
+#endif
+
+// A sum of float64 lanes: halves are added until one lane is left. Lane l has summed elements l, l + 16, ...
+INLINE double join_lanes(double *lane) {
+  for (int width = LANES / 2; width; width /= 2)
+    for (int l = 0; l < width; l++) lane[l] += lane[l + width];
+  return lane[0];
+}
+
+// ---- threads.c: one pool; results know nothing of it
+typedef void (*Task)(void *argument, int index);
+typedef void (*RowTask)(const void *argument, int row);
+static void parallel_for(int total, Task task, void *argument);
+static void for_rows(int rows, RowTask work, const void *argument);
+static int task_size(long items, int others, int most);
+static float *scratch(size_t floats);                    // of this thread, until its next call
+static float *shared_scratch(int index, size_t floats);  // of the caller of parallel_for, until the next call with it
+
+// ---- products.c
+// A matrix [n][k] of a linear layer, y = x w^T + bias; `transposed`: it lies in memory as [k][n].
+// Panels [ceil(n / 16)][k][16] are a packed copy of w. Offsets of gradients count floats; -1: not trained.
+typedef struct {
+  const float *w, *bias;
+  float *panels;
+  long grad, bias_grad;
+  int n, k, transposed, unused;
+} Matrix;
+
+// Where gradients go. A minibatch has `2^levels` slots of sequences; sums of slots are joined as a binary tree. After
+// whole slots 0 .. s - 1, level[i + 1] holds a subtree of 2^i slots for each bit i of s; level[0] holds slot s so far,
+// and in the end the whole tree. One call goes from slot `first` (`open`: with a beginning in level[0]) to slot `last`
+// (`stays_open`: whose beginning is then in level[0]). All arrays have the same offsets.
+typedef struct {
+  float *level[MAX_LEVELS];
+  int levels, first, open, last, stays_open;
+} Sums;
+
+// Rows of a batch in blocks: consecutive rows of one sequence whose positions have one value of position / 128
+typedef struct {
+  int count, rows;
+  int *start, *length, *slot;
+  const Sums *sums;
+} Blocks;
+
+// ---- model.c
+enum { NORM_RMS, NORM_RMS_OFFSET, NORM_LAYER };                // w x r; (1 + w) x r; w (x - mean) r + b
+enum { QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_WHOLE };            // of queries and keys: of each head, of all heads
+enum { ACT_SILU, ACT_GELU, ACT_GELU_TANH, ACT_GELU_QUICK };
+typedef struct { const float *w, *b; long grad, b_grad; } NormWeights;
+typedef struct {
+  NormWeights norm1, norm2, q_norm, k_norm;
+  Matrix qkv, out, up, down;        // up: [2 mlp] with gates first where `gated`
+  Matrix router, *expert_up, *expert_down;  // where the model has experts and `expert_up` is not NULL
+  int window, unused;               // keys that a query sees, itself included; 0: all
+} Layer;
+typedef struct {
+  int layers, hidden, heads, kv_heads, head_dim, vocabulary;
+  int norm, qk_norm, rotary, activation, gated, parallel;  // rotary: how many of head_dim rotate
+  int experts, chosen, normalised, mixtures;               // mixtures: layers with experts
+  int q_at, q_step, k_at, k_step, v_at, v_step;            // heads in a row of qkv
+  int round_activations, round_inputs, round_cache, round_gradients;  // formats of rounding.c; 0: none
+  float eps, scale, embedding_scale, unused;
+  const float *cosine, *sine;                              // [positions][rotary / 2]
+  const float *embedding, *positions;                      // positions: learned, or NULL
+  long embedding_grad, positions_grad;
+  NormWeights last_norm;
+  const Layer *layer;
+} Model;
+
+// Rows of tokens, sequence after sequence without padding. Keys and values lie in a cache: per layer and head
+// [capacity / 16][head_dim][16] and [capacity][head_dim]; a sequence's first position is at base[s], of 16s.
+typedef struct {
+  int tokens, sequences;
+  const int *ids, *position, *sequence, *start, *base;  // [tokens] x 3, [sequences + 1], [sequences]
+  const int *slots;                                     // [sequences + 1], the last one: see Sums
+  float *keys, *values;
+  long capacity;
+  const int *routes;  // [tokens][mixtures][chosen] experts that are given, rising; NULL: routers choose
+  int *seen;          // where the experts go, or NULL
+} Batch;
+#endif

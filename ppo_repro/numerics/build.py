@@ -1,0 +1,120 @@
+"""Compiles the C kernels with the clang of ziglang: one library for each kind of CPU, all with the same bits.
+
+`hatch_build.py` runs this file where ppo_repro is installed from source. Only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCES = Path(__file__).parent / "c"
+FLAGS = (
+    *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-s", "-Wall", "-Wextra", "-Werror"),
+)
+
+
+class Variant(NamedTuple):
+    """A kind of CPU: what zig is told to compile for it, and the words of /proc/cpuinfo that it must have."""
+
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str] = frozenset()
+
+
+class Platform(NamedTuple):
+    """An operating system on one architecture: zig's target, the tag of its wheels, its variants, the fastest first."""
+
+    target: str
+    tag: str
+    variants: tuple[Variant, ...]
+
+
+_V3 = frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"])
+_V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
+_X86_64 = (
+    Variant("x86_64_v4", ("-mcpu=x86_64_v4", "-mprefer-vector-width=512"), _V4),
+    Variant("x86_64_v3", ("-mcpu=x86_64_v3",), _V3),
+    Variant("x86_64", ("-mcpu=x86_64",)),
+)
+_AARCH64 = (Variant("aarch64", ()),)
+PLATFORMS = {  # by platform.system() and platform.machine(); the numbers are versions of glibc and of macOS
+    ("Linux", "x86_64"): Platform("x86_64-linux-gnu.2.17", "manylinux_2_17_x86_64", _X86_64),
+    ("Linux", "aarch64"): Platform("aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64", _AARCH64),
+    ("Darwin", "arm64"): Platform("aarch64-macos.11.0", "macosx_11_0_arm64", _AARCH64),
+}
+
+
+def this_platform() -> Platform | None:
+    """The platform of this process; None if there are no kernels for it."""
+    return PLATFORMS.get((platform.system(), platform.machine()))
+
+
+def digest() -> str:
+    """12 hexadecimal digits that change with every source file and, through this file, with every flag."""
+    total = hashlib.sha256()
+    for path in (Path(__file__), *sorted(SOURCES.glob("*.[ch]"))):
+        total.update(f"{path.name}\n".encode() + path.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def file_name(variant: Variant) -> str:
+    """The name of the library of a variant, compiled from the sources as they are now."""
+    return f"kernels-{variant.name}-{digest()}.so"
+
+
+def compiler(target: str) -> list[str]:
+    """The beginning of a command that compiles C for a target of zig."""
+    return [sys.executable, "-m", "ziglang", "cc", "-target", target]
+
+
+def compiler_environment() -> dict[str, str]:
+    """The environment of the compiler, with a folder it can write to: its parts of libc are compiled there once."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "ppo_repro" / "zig"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home):
+            pass
+    except OSError:
+        home = Path(tempfile.gettempdir()) / f"ppo_repro-zig-{os.getuid()}"
+    return {"ZIG_GLOBAL_CACHE_DIR": str(home), "ZIG_LOCAL_CACHE_DIR": str(home), **os.environ}
+
+
+def compile_variants(where: Platform, folder: Path, *more_flags: str) -> list[Path]:
+    """The libraries of a platform's variants, compiled at the same time into a folder; RuntimeError if one fails.
+
+    A library replaces one of the same name as a whole: a process may have the old one loaded.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as new:
+        running = []
+        for variant in where.variants:
+            out = Path(new) / file_name(variant)
+            command = [*compiler(where.target), *FLAGS, *variant.flags, *more_flags, "all.c", "-o", str(out)]
+            process = subprocess.Popen(command, cwd=SOURCES, env=compiler_environment(), stderr=subprocess.PIPE)
+            running.append((process, out))
+        said = [process.communicate()[1].decode(errors="replace") for process, _ in running]
+        for (process, out), errors in zip(running, said, strict=True):
+            if process.returncode != 0:
+                raise RuntimeError(f"{out.name} was not compiled:\n{errors}")
+        return [out.replace(folder / out.name) for _, out in running]
+
+
+def compile_in_place(where: Platform) -> None:
+    """Puts the libraries beside their sources, where an editable install loads them, and removes old libraries."""
+    built = compile_variants(where, SOURCES)
+    for path in SOURCES.glob("kernels-*.so"):
+        if path not in built:
+            path.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    here = this_platform()
+    if here is not None:
+        compile_in_place(here)

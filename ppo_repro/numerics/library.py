@@ -1,0 +1,137 @@
+"""Loads the C kernels once a process: the fastest variant that this CPU runs, after it has given a known answer.
+
+The environment variable `PPO_REPRO_KERNELS` names another variant. Every variant gives the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ppo_repro.errors import UserError
+from ppo_repro.numerics import build
+from ppo_repro.numerics.build import Platform, Variant
+
+CHOICE = "PPO_REPRO_KERNELS"
+KNOWN_ANSWER = 0x14D770427811D516  # of known_answer() in C: a change of this number is a change of results
+
+_DENORMAL = 71362  # the bits of 1e-40
+_MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
+
+# the result and the arguments of each function in C
+_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "known_answer": (ctypes.c_uint64, ()),
+    "denormal_product": (ctypes.c_uint32, ()),
+    "set_threads": (None, (ctypes.c_int,)),
+}
+
+
+class Kernels(NamedTuple):
+    """The kernels of this process, for the manifest of a run."""
+
+    variant: str
+    digest: str
+    threads: int
+
+
+def cpu_words(key: str) -> list[str]:
+    """What Linux says of this CPU under a key of /proc/cpuinfo; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return next((line.partition(":")[2].split() for line in lines if line.startswith(key)), [])
+
+
+def choose(here: Platform | None, flags: frozenset[str], wanted: str | None) -> Variant:
+    """The wanted variant, or the fastest that a CPU with these flags runs.
+
+    UserError if there are no kernels for the platform, or the CPU does not run the wanted variant.
+    """
+    if here is None:
+        known = ", ".join(f"{system} {machine}" for system, machine in build.PLATFORMS)
+        raise UserError(f"no kernels for {platform.system()} {platform.machine()}: ppo_repro runs on {known}")
+    able = [variant for variant in here.variants if variant.needs <= flags]
+    if not wanted:
+        return able[0]
+    for variant in able:
+        if variant.name == wanted:
+            return variant
+    names = ", ".join(variant.name for variant in able)
+    missing = next((sorted(variant.needs - flags) for variant in here.variants if variant.name == wanted), [])
+    reason = f"this CPU lacks {', '.join(missing)}; it" if missing else "there is no such variant; this CPU"
+    raise UserError(f"{CHOICE} = {wanted!r}: {reason} runs {names}")
+
+
+def locate(variant: Variant, folder: Path) -> Path:
+    """The library of a variant in a folder; UserError if it is missing or was built from other sources."""
+    path = folder / build.file_name(variant)
+    if path.exists():
+        return path
+    if any(folder.glob(f"kernels-{variant.name}-*.so")):
+        raise UserError(f"the kernels in {folder} were built from other sources: {_MEND}")
+    raise UserError(f"{path} is missing: {_MEND}")
+
+
+def open_library(path: Path, known_answer: int = KNOWN_ANSWER) -> ctypes.CDLL:
+    """A library with the types of its functions; UserError if it does not load or its known answer is wrong."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UserError(f"the kernels do not load: {error}; {_MEND}") from None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    _check_denormals(library)
+    answer = library.known_answer()
+    if answer != known_answer:
+        cpu = " ".join(cpu_words("model name")) or platform.machine()
+        raise UserError(
+            f"{path.name} computes {answer:#x} on this CPU ({cpu}) where {known_answer:#x} is right, so results would "
+            f"differ; {CHOICE} chooses another variant"
+        )
+    return library
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library of this process; the first call loads and checks it. UserError if there is none for this machine."""
+    return open_library(locate(_variant(), build.SOURCES))
+
+
+def set_threads(count: int) -> None:
+    """Sets the number of threads the kernels use. It changes no result."""
+    global _threads
+    load().set_threads(count)
+    _threads = count
+
+
+def check_denormals() -> None:
+    """UserError if the calling thread rounds denormal numbers to zero, which would change results."""
+    _check_denormals(load())
+
+
+def in_use() -> Kernels:
+    """The kernels of this process."""
+    variant = _variant()
+    return Kernels(variant.name, build.digest(), _threads)
+
+
+_threads = 1
+
+
+def _variant(environment: Mapping[str, str] = os.environ) -> Variant:
+    return choose(build.this_platform(), frozenset(cpu_words("flags")), environment.get(CHOICE))
+
+
+def _check_denormals(library: ctypes.CDLL) -> None:
+    if library.denormal_product() != _DENORMAL:
+        raise UserError(
+            "denormal numbers are flushed to zero here, by torch.set_flush_denormal or a library that was built with "
+            "-ffast-math; call torch.set_flush_denormal(False) first"
+        )

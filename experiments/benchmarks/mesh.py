@@ -25,10 +25,10 @@ from ppo_repro.errors import Failure
 from ppo_repro.mesh.shards import ShardRanks
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, weights_digest
 from ppo_repro.numerics.pieces import Division
-from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.sharding.parts import hold, whole_parameters
 from ppo_repro.ranks import Ranks, end_process, joined
 
@@ -96,7 +96,7 @@ def bf16_bytes(parameters: int, processes: int) -> float:
 
 def work(ranks: Counting, zero: int, size: Size) -> Measured:
     """Train as one process, on its share of the same sequences."""
-    proof.use("auto", 1)
+    backend.use("float64", 1)
     policy = hold(make_policy(make_model(size), "exact", 2 * LENGTH), ranks)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, size.vocabulary, (SEQUENCES, LENGTH), generator=generator).tolist()

@@ -27,10 +27,10 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.networks import hidden_states, make_policy
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import expand_kept, token_statistics
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.numerics.proof import proof
 from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -222,7 +222,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.tokens < 1 or arguments.threads < 1 or size.response_tokens <= TURN:
             raise UserError(f"--tokens and --threads must be at least 1, --response-tokens above {TURN}")
         torch.set_num_threads(arguments.threads)
-        proof.use("auto", arguments.threads)
+        backend.use("float64", arguments.threads)
         exact, native = (on_texts(arguments.model, mode, size.response_tokens + 64) for mode in ("exact", "native"))
         done = read_slices(path, weights_digest(exact.policy.named_parameters()), size)
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from ppo_repro.checks.capture import Captured, Subject, decoded, patched, trained
 from ppo_repro.checks.conditions import Step, ladder
-from ppo_repro.checks.place import decided, plainest
 from ppo_repro.config.files import load_config
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import freeze
@@ -72,12 +72,12 @@ class Bisection:
 
 
 def _settings(config: RunConfig, mode: Literal["exact", "native"]) -> RunConfig:
-    """The configuration in a mode, without a warm start and in the plainest layout; its device is decided."""
+    """The configuration in a mode, without a warm start and in the plainest layout."""
     model = config.model
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
     numerics = config.numerics.model_copy(update={"mode": mode})
-    return config.model_copy(update={"model": model, "numerics": numerics, "layout": plainest(config.layout, mode)})
+    return config.model_copy(update={"model": model, "numerics": numerics, "layout": LayoutConfig()})
 
 
 def make_subject(
@@ -209,7 +209,6 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
     """
     config, folder, response = _source(path, overrides)
     require_undisturbed(config)
-    config = decided(config)
     ops: list[Op] = []
     steps: list[Step] = []
     first: dict[str, str] = {}

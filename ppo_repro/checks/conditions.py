@@ -26,7 +26,7 @@ class Conditions:
     one_at_a_time: bool = False  # one sequence per batch, or one slot in the decoder
     left_padding: bool = False  # of a forward pass; the decoder has no padding
     two_threads: bool = False
-    other_kernels: bool = False  # native numerics: attention without fused kernels; exact numerics: the eager backend
+    other_kernels: bool = False  # native numerics: attention without fused kernels
     bfloat16_weights: bool = False  # weights rounded to bfloat16; computed in the numerics of the mode
 
 
@@ -50,10 +50,9 @@ class Step:
 
 @contextmanager
 def _under(conditions: Conditions, mode: str) -> Iterator[None]:
-    """Use the backend, threads and attention kernel of `conditions` inside the block."""
+    """Use the threads and attention kernel of `conditions` inside the block."""
     usual = backend.active()
-    kind = "eager" if mode == "native" or conditions.other_kernels else usual
-    backend.use(kind, 2 if conditions.two_threads else 1)
+    backend.use(backend.of_mode(mode), 2 if conditions.two_threads else 1)
     try:
         # transformers' own eager attention expects other masks, so the same call gets another kernel
         with sdpa_kernel(SDPBackend.MATH) if mode == "native" and conditions.other_kernels else nullcontext():

@@ -6,23 +6,20 @@ decoding and the full forward have to differ. Otherwise the check could not dete
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppo_repro.accuracy.measurement import policy_accuracy
-from ppo_repro.checks.place import decided, plainest
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.device import CPU, moved
 from ppo_repro.numerics.logprobs import expand_kept, token_statistics
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
 from ppo_repro.records.accuracy import Accuracy
@@ -67,7 +64,6 @@ class _Subject:
     prepared: Prepared
     requests: tuple[Request, ...]
     completions: tuple[Completion, ...]
-    kinds: tuple[str, ...]  # the backends of exact numerics on the device, the one in use last
 
     @property
     def logprobs(self) -> Tensor:
@@ -85,8 +81,7 @@ def _with(config: RunConfig, mode: Mode) -> RunConfig:
     )
     reward = config.reward.model_copy(update={"terms": terms})
     numerics = config.numerics.model_copy(update={"mode": mode})
-    layout = plainest(config.layout, mode)
-    return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": layout})
+    return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()})
 
 
 def _generate(
@@ -97,14 +92,7 @@ def _generate(
     return engine.generate(requests, sampling_of(config))
 
 
-def _kinds(device: str) -> tuple[str, ...]:
-    """The backends of exact numerics on a device, the one in use last."""
-    if device != "cpu":
-        return tuple(dict.fromkeys(("eager", backend.active())))
-    return tuple(name for name in backend.BACKENDS if name != "amx" or backend.has_amx())
-
-
-def _subject(config: RunConfig, mode: Mode, kinds: tuple[str, ...] = ()) -> _Subject:
+def _subject(config: RunConfig, mode: Mode) -> _Subject:
     config = _with(config, mode)
     prepared = prepare(config, lambda step, total, loss: None)
     # two samples of each prompt, so that the prefix cache is used
@@ -113,7 +101,7 @@ def _subject(config: RunConfig, mode: Mode, kinds: tuple[str, ...] = ()) -> _Sub
         Request(prepared.task.prompt_ids[k], sample_seed(config.seed, 0, k, index)) for k in keys for index in (0, 1)
     )
     completions = tuple(_generate(config, prepared, requests, SEQUENCES, 0, True))
-    return _Subject(config, prepared, requests, completions, kinds or _kinds(config.layout.device))
+    return _Subject(config, prepared, requests, completions)
 
 
 def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
@@ -135,8 +123,8 @@ def _batches(s: _Subject, padding: str, size: int) -> Iterator[tuple[TokenBatch,
         yield batch, torch.cat([c.kept_tokens for c in completions])
 
 
-def _score(s: _Subject, batch: TokenBatch, kept_tokens: Tensor, policy: PreTrainedModel | None = None) -> Tensor:
-    logits = policy_logits(s.prepared.state.policy if policy is None else policy, batch)
+def _score(s: _Subject, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
+    logits = policy_logits(s.prepared.state.policy, batch)
     eligible = expand_kept(kept_tokens, logits.shape[-1], logits.device)
     mode, temperature = s.config.numerics.mode, s.config.rollout.temperature
     return token_statistics(logits, batch.targets, temperature, eligible, mode)[0].cpu()
@@ -175,15 +163,14 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
     return after
 
 
-def _with_backend(s: _Subject, kind: str, threads: int, compute: Callable[[], Tensor]) -> Tensor:
-    """The result of `compute` with another backend and number of threads; native numerics have only the eager one."""
-    is_exact = s.config.numerics.mode == "exact"
-    usual = s.kinds[-1] if is_exact else "eager"
-    backend.use(kind if is_exact else usual, threads)
+def _with_threads(s: _Subject, threads: int, compute: Callable[[], Tensor]) -> Tensor:
+    """The result of `compute` on another number of threads."""
+    kernels = backend.of_mode(s.config.numerics.mode)
+    backend.use(kernels, threads)
     try:
         return compute()
     finally:
-        backend.use(usual, 1)
+        backend.use(kernels, 1)
 
 
 def _rollout_checks(s: _Subject) -> Iterator[Check]:
@@ -230,27 +217,16 @@ def _checks(s: _Subject) -> Iterator[Check]:
     yield from _rollout_checks(s)
     yield from _forward_checks(s, reference)
     yield from _step_checks(s, weights)
-    ways = [(s.kinds[-1], 2, "2 threads"), *((name, 1, f"{name} backend") for name in s.kinds)]
-    for kind, threads, condition in ways:
-        other = _with_backend(s, kind, threads, lambda: _forward(s, "right", SEQUENCES))
-        yield "forward", condition, n, unequal_bits(reference, other)
-        other = _with_backend(s, kind, threads, lambda: _weights_after_step(s, "right", SEQUENCES))
-        yield "optimizer step", condition, len(weights), unequal_bits(weights, other)
-    if s.config.layout.device != "cpu":
-        yield "forward", "on the CPU", n, unequal_bits(reference, _on_the_cpu(s))
-
-
-@torch.no_grad()
-def _on_the_cpu(s: _Subject) -> Tensor:
-    """`_forward` of a copy of the policy on the CPU."""
-    policy = moved(copy.deepcopy(s.prepared.state.policy), CPU)
-    return torch.cat([_score(s, *batch, policy) for batch in _batches(s, "right", SEQUENCES)])
+    other = _with_threads(s, 2, lambda: _forward(s, "right", SEQUENCES))
+    yield "forward", "2 threads", n, unequal_bits(reference, other)
+    other = _with_threads(s, 2, lambda: _weights_after_step(s, "right", SEQUENCES))
+    yield "optimizer step", "2 threads", len(weights), unequal_bits(weights, other)
 
 
 def _count(s: _Subject) -> int:
     """How many rows `_checks` yields."""
     values = 0 if s.prepared.state.value_model is None else 3
-    return 1 + 8 + 4 + values + 3 + 2 * (1 + len(s.kinds)) + (s.config.layout.device != "cpu")
+    return 1 + 8 + 4 + values + 3 + 2
 
 
 def _told(checks: Iterator[Check], mode: Mode, before: int, total: int, progress: Progress) -> Iterator[Check]:
@@ -265,13 +241,12 @@ def probe(config: RunConfig, progress: Progress) -> Probed:
     `progress` is told of every check that is done: which one, its number from 1, how many there are.
     """
     require_undisturbed(config)
-    config = decided(config)
     # one mode after the other: the backend is chosen for the whole process
     subject = _subject(config, "exact")
     count = _count(subject)
     accuracy = policy_accuracy(subject.config, subject.prepared.task.prompt_ids, subject.prepared.state.policy)
     exact = list(_told(_checks(subject), "exact", 0, 2 * count, progress))
-    native = list(_told(_checks(_subject(config, "native", subject.kinds)), "native", count, 2 * count, progress))
+    native = list(_told(_checks(_subject(config, "native")), "native", count, 2 * count, progress))
     return Probed([Row(*row, control[3]) for row, control in zip(exact, native, strict=True)], accuracy)
 
 

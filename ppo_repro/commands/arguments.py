@@ -28,7 +28,7 @@ from ppo_repro.commands.runs import (
     resume_command,
     run_command,
 )
-from ppo_repro.commands.start import FETCHED, compile_command, fetch_command, init_command
+from ppo_repro.commands.start import FETCHED, fetch_command, init_command
 from ppo_repro.mistakes import check_path
 from ppo_repro.output import Parser
 
@@ -153,9 +153,6 @@ def _add_others(add: _Adder) -> None:
     _add_run(bisected, "source", "CONFIG_OR_RUN", f"YAML configuration, folder of a run, or `{LATEST}`")
     _add_set(bisected, "override one field of a configuration; may be repeated")
     bisected.add_argument("--out", metavar="DIR", type=_path, default=Path("bisections"), help="where tables go")
-    add(compile_command).add_argument(
-        "--backend", choices=("auto", "float64", "amx"), default="auto", help="as layout.backend; default auto"
-    )
     fetched = add(fetch_command)
     fetched.add_argument("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
     fetched.add_argument("--out", metavar="DIR", type=_path, default=FETCHED, help="the folder to write")

@@ -75,9 +75,9 @@ def audit_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.audit.page import page
     from ppo_repro.audit.words import fields, lines
     from ppo_repro.models.load import load_folder
-    from ppo_repro.numerics.proof import proof
+    from ppo_repro.numerics import backend
 
-    proof.use("auto", arguments.threads)
+    backend.use("float64", arguments.threads)
     model, tokenizer = load_folder(arguments.model)
     special = _special(model, tokenizer)
     for response in dump.responses:

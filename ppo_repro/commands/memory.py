@@ -48,14 +48,12 @@ def _swap() -> int:
 def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
     """A run of `config` in `processes` processes on this machine.
 
-    UserError at once where what is certainly needed at once is more than there is, of this machine's or of its card's,
+    UserError at once where what is certainly needed at once is more than there is,
     and where an allocation in the block fails. Where only the estimate for the largest phase is more, a warning.
     """
     from ppo_repro.plan.parts import in_words
     from ppo_repro.plan.report import size
 
-    if config.layout.device != "cpu":
-        _require_card(config, processes)
     plan = _plan(config, processes)
     limit = memory_limit()
     if plan is not None and limit is not None:
@@ -88,34 +86,6 @@ def within_recorded(run_dir: Path, overrides: Sequence[str], processes: int = 1)
         return
     with within_memory(config, processes):
         yield
-
-
-def _require_card(config: RunConfig, processes: int) -> None:
-    """UserError where the run takes a card that has not as much memory left as it certainly needs there."""
-    import torch
-
-    from ppo_repro.numerics.device import placed
-    from ppo_repro.plan.report import size
-    from ppo_repro.plan.shapes import certain_on_card
-
-    try:
-        needed = certain_on_card(config)
-    except UserError:  # the run itself refuses this with a better message
-        return
-    layout = config.layout
-    try:
-        if placed(layout.device, layout.backend, processes, config.bound).device == "cpu":
-            return
-    except UserError:  # so it does this
-        return
-    free, total = torch.cuda.mem_get_info()
-    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # what this process has asked for and not used
-    if needed > free:
-        raise UserError(
-            f"layout.device = {layout.device}: not enough memory: {size(free)} of the card's {size(total)} are free, "
-            "and weights, moments, and sums of gradients or the key/value cache, take at least "
-            f"{size(needed)}; free the card, take a smaller model, set lora, lower layout.rollout_slots, or take cpu"
-        )
 
 
 def out_of_memory(plan: str = "") -> UserError:

@@ -1,16 +1,15 @@
-"""What one starts from: `fetch` gets a real model, `compile` the kernels, `init` writes a folder that runs as it is."""
+"""What one starts from: `fetch` gets a real model, `init` writes a folder that runs as it is."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import time
 from importlib import resources
 from pathlib import Path
 
 from ppo_repro.disk import durable
-from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.errors import UserError
 from ppo_repro.output import print_result, say
 
 FETCHED = Path("models/smollm2")  # where SmolLM2 is put unless --out says otherwise
@@ -77,34 +76,3 @@ def _lines(folder: Path, names: list[str], fetched: bool) -> list[str]:
         f"train       {go}ppo-repro run run.yaml",
         f"check       {go}python -m pytest",
     ]
-
-
-def compile_command(arguments: argparse.Namespace) -> int:
-    """Compile the kernels of this processor into the cache folder, and compare them with the specification."""
-    say(f"kernels of backend {arguments.backend}: compiling, then comparing them with the specification")
-    import torch
-
-    from ppo_repro.numerics import backend
-    from ppo_repro.numerics.kernels.core import claims
-    from ppo_repro.numerics.kernels.core.cache import cache_folder
-    from ppo_repro.numerics.proof import proof
-    from ppo_repro.rollout.engine import Sampling
-    from ppo_repro.rollout.sampler import sample
-
-    start = time.perf_counter()
-    name = backend.choose(arguments.backend)
-    failed = proof.failure(name)
-    if failed != proof.PASSED:
-        raise PromiseBroken(f"{failed} of backend {name} differ from the specification on this machine")
-    backend.use(name, 1)
-    numbers = torch.arange(8)
-    for top_k in (0, 3):  # the sampler's kernels, which are no part of a backend
-        sample(torch.zeros(8, 16), numbers, numbers, Sampling(1.0, top_k, 1.0, 1), "exact")
-    folder, seconds = cache_folder(), time.perf_counter() - start
-    unfinished = (".tmp", claims.SUFFIX)
-    entries = [entry for entry in folder.iterdir() if entry.suffix not in unfinished] if folder.exists() else []
-    size = sum(entry.stat().st_size for entry in entries)
-    value = {"backend": name, "folder": str(folder), "entries": len(entries), "bytes": size, "seconds": seconds}
-    about = f"backend {name} gives the bits of the specification"
-    print_result(arguments.json, value, [about, f"{len(entries)} entries, {size / 1e6:.1f} MB, in {folder}"])
-    return 0

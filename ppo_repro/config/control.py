@@ -97,9 +97,6 @@ class ControlLayoutConfig(Section):
     forward_micro_batch: Index = Field(0, description="Steps per scoring pass; 0 takes all.")
     update_micro_batch: Index = Field(0, description="Steps per backward pass; 0 takes the minibatch.")
     threads: Threads = Field(1, description="CPU threads.")
-    backend: Literal["auto", "eager", "float64", "amx"] = Field(
-        "auto", description="What computes exact numerics: kernels on float64 or AMX, or eager torch."
-    )
 
 
 class ControlConfig(Experiment):
@@ -124,8 +121,6 @@ class ControlConfig(Experiment):
                 f"ppo.minibatch_size = {self.ppo.minibatch_size} must divide the {self.steps_per_iteration} steps "
                 "of an iteration (environment.num_envs x environment.steps_per_env)"
             )
-        if self.numerics.mode == "native" and self.layout.backend != "auto":
-            raise ValueError("layout.backend needs numerics.mode = exact")
         return self
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.layout import LayoutConfig, MeshConfig, not_placed
+from ppo_repro.config.layout import LayoutConfig, MeshConfig, not_on_device
 from ppo_repro.config.run import NumericsConfig
 from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
 
@@ -40,14 +40,9 @@ class DPOConfig(Experiment):
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
 
-    @property
-    def bound(self) -> str:
-        """The setting by which bits belong to a kind of machine; empty where they belong to none."""
-        return "numerics.mode = native" if self.numerics.mode == "native" else ""
-
     @model_validator(mode="after")
     def _alone(self) -> Self:
-        for line in not_placed(self.layout, self.bound):
+        for line in not_on_device(self.layout, self.numerics.mode):
             raise ValueError(line)
         if self.layout.mesh != MeshConfig():
             raise ValueError("layout.mesh: DPO trains in one process, which divides nothing; remove it")

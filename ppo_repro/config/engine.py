@@ -84,6 +84,8 @@ class SGLangServers(Section):
             for name in OF_STARTED_SERVERS:
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} is for servers the run starts; remove it, or remove urls")
+        if self.device == "cuda" and self.numerics == "exact":
+            raise ValueError("device = cuda needs numerics = stock: exact numerics compute on the CPU")
         if self.device == "cuda" and self.servers > 1:
             raise ValueError("servers must be 1 on device cuda: start more of them yourself and give their urls")
         return self

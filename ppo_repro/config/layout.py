@@ -44,11 +44,8 @@ class LayoutConfig(Section):
     threads: Threads = Field(
         1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "cpu", description="What the models compute on; `auto` takes cuda where it can be taken."
-    )
-    backend: Literal["auto", "eager", "float64", "amx", "triton"] = Field(
-        "auto", description="Kernels for CPUs, eager torch, or Triton's kernels for CUDA devices."
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="What the models compute on; `cuda` is for native numerics and was never run on a card."
     )
     gradient_checkpointing: bool = Field(
         False, description="Keep no activations inside decoder layers; compute them again in the backward pass."
@@ -71,14 +68,10 @@ class LayoutConfig(Section):
         return shares
 
 
-def not_placed(layout: LayoutConfig, bound: str) -> Iterator[str]:
-    """One line for a device that does not go with the kernels, or with a setting by which bits belong to a device."""
-    if layout.device == "cuda" and bound:
-        yield f"layout.device = cuda: with {bound} bits belong to a device, and no layout may change one; take cpu"
-    elif layout.device == "cuda" and layout.backend in ("float64", "amx"):
-        yield f"layout.device = cuda: the kernels of layout.backend = {layout.backend} are for CPUs; take auto"
-    elif layout.device == "cpu" and layout.backend == "triton":
-        yield "layout.backend = triton needs layout.device = cuda or auto: its kernels are for CUDA devices"
+def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:
+    """One line for a CUDA device with exact numerics."""
+    if layout.device == "cuda" and mode != "native":
+        yield f"layout.device = cuda needs numerics.mode = native, and it is {mode}; take cpu"
 
 
 def not_divided(mesh: MeshConfig, mode: str, adapted: Sequence[str], whole: Sequence[str] = ()) -> Iterator[str]:

@@ -19,7 +19,7 @@ from ppo_repro.config.algorithm import (
     ValueConfig,
 )
 from ppo_repro.config.engine import RolloutConfig, SGLangServers
-from ppo_repro.config.layout import LayoutConfig, not_divided, not_placed
+from ppo_repro.config.layout import LayoutConfig, not_divided, not_on_device
 from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible, stock_cannot
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
 from ppo_repro.config.records import CheckpointConfig, RunRecordsConfig
@@ -194,12 +194,10 @@ def _needing_all_weights(config: RunConfig) -> list[str]:
 
 def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
-    if native and config.layout.backend != "auto":
-        yield "layout.backend needs numerics.mode = exact"
     loras = {"lora": config.lora, "value.lora": config.value.lora if isinstance(config.value, SeparateValue) else None}
     adapted = [name for name, lora in loras.items() if lora is not None]
     yield from not_divided(config.layout.mesh, config.numerics.mode, adapted, _needing_all_weights(config))
-    yield from not_placed(config.layout, config.bound)
+    yield from not_on_device(config.layout, config.numerics.mode)
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
         yield "numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing"
     engine = config.rollout.engine

@@ -24,7 +24,6 @@ from ppo_repro.dpo import records
 from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
-from ppo_repro.numerics.device import placed
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out
@@ -244,11 +243,7 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
     if folder.exists():
         raise UserError(f"{folder}: exists already; choose another --out")
     check_shares(config.layout.rank_shares, ALONE.size)
-    layout = config.layout
-    place = placed(layout.device, layout.backend, ALONE.size, config.bound)
     recorded, run_config = _recorded(config)
-    run_config = place.of(run_config)
-    place.tell(watcher.warning)
     pairs = _Pairs(
         *hold_out(pairs_from_run(Path(config.run), config.run_iterations), config.num_eval_prompts, config.seed)
     )
@@ -257,7 +252,7 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
         check_pairs(pairs.all, prepared.state.policy.config.vocab_size, config.numerics.max_context)
         measured, steps, pair_columns = _measure(config, run_config, prepared, pairs, watcher)
     when = {STARTED: as_text(began), records.ENDED: as_text(moment())}
-    environment = note_content({**describe_environment(run_config, ALONE.size, place.device), **when})
+    environment = note_content({**describe_environment(run_config, ALONE.size), **when})
     columns = {"dpo_pairs": pair_columns, "dpo_steps": _step_columns(steps)}
     with whole_folder(folder) as temporary:
         (temporary / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")

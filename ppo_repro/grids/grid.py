@@ -12,7 +12,6 @@ import pandas as pd
 
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import dump_yaml
-from ppo_repro.config.run import RunConfig
 from ppo_repro.disk import durable
 from ppo_repro.disk.folder import only_writer, remove_folder
 from ppo_repro.errors import UserError
@@ -21,7 +20,6 @@ from ppo_repro.grids.engines import Engine
 from ppo_repro.grids.progress import GridWatcher
 from ppo_repro.grids.results import write_tables
 from ppo_repro.grids.spec import Cell, Config, Grid
-from ppo_repro.numerics.device import placed
 from ppo_repro.runs.environment import describe_environment
 
 Changed = Literal["refuse", "keep", "redo"]
@@ -59,18 +57,12 @@ def _lay_out(grid: Grid, grid_dir: Path) -> None:
         durable.atomic_write(path, text.encode())
 
 
-def _device(config: RunConfig | ControlConfig) -> Literal["cpu", "cuda"]:
-    if isinstance(config, ControlConfig):
-        return "cpu"
-    return placed(config.layout.device, config.layout.backend, config.layout.processes, config.bound).device
-
-
 def _differs(cell: Cell, folder: Path) -> str:
     """What has changed since the recorded part of a cell was computed: "code", or parts of the environment."""
     recorded = environment_of(folder)
     if not recorded:
         return ""
-    now = describe_environment(cell.config, 1, _device(cell.config))
+    now = describe_environment(cell.config, 1)
     if set(recorded["code_digest"]) != {now["code_digest"]}:
         return "code"
     changed = [name for name, value in without_code(now).items() if recorded[name] != value]

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from ppo_repro.errors import UserError
-from ppo_repro.library.checks import check_choice, check_count, check_number
+from ppo_repro.library.checks import check_count, check_number
 from ppo_repro.library.gradients import ExactGradients, with_gradients
 from ppo_repro.library.layout import Layout, make_layout
-from ppo_repro.numerics import backend as backends
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import MAX_TERMS
 from ppo_repro.numerics.gradient_bins import GradientBins
 from ppo_repro.numerics.kernels.core.fingerprint import fingerprint
@@ -25,7 +25,6 @@ from ppo_repro.numerics.layers.families import CAUSAL_MODELS, NAMES, head_of, ke
 from ppo_repro.numerics.layers.lowering import is_exact, lower
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.products import array
-from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.trunk.forward import TrunkForward
 
 IGNORED = -100  # the label of a position that does not count, as in transformers
@@ -33,9 +32,7 @@ MOST_THREADS = 1024  # as in a configuration
 LONGEST = 4096  # of the context, where none is asked for: attention and tables are made for it
 
 
-def exact(
-    model: PreTrainedModel, *, max_context: int | None = None, backend: str = "auto", threads: int | None = None
-) -> PreTrainedModel:
+def exact(model: PreTrainedModel, *, max_context: int | None = None, threads: int | None = None) -> PreTrainedModel:
     """A copy of a causal model that is used like `model` and computes in exact numerics: y = model(x), in every layout.
 
     Log-probs and gradients of a token are the same bits whatever else is in the batch: padding on either side, other
@@ -44,9 +41,8 @@ def exact(
     Args:
         model: a causal model of transformers in float32: Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2 or GPT-NeoX.
         max_context: the most tokens in a sequence; by default the model's own number of positions, at most 4096.
-        backend: `auto` (the fastest that gives the specified bits on this machine), `eager`, `float64` or `amx`.
-        threads: of the kernels; by default as many as torch has. Backend and threads hold for the whole process, and
-            beside kernels torch itself keeps one thread. They change the speed and no bit.
+        threads: of the kernels; by default as many as torch has. They hold for the whole process, in which torch itself
+            keeps one thread. They change the speed and no bit.
 
     Call it as before: `model(input_ids, attention_mask, position_ids=, labels=, logits_to_keep=)`.
 
@@ -67,7 +63,7 @@ def exact(
 
     >>> import torch, ppo_repro
     >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0), backend="eager")
+    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0))
     >>> ids, alone = torch.tensor([[7, 8, 9, 0, 0], [1, 2, 3, 4, 5]]), torch.tensor([[7, 8, 9]])
     >>> mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     >>> bool((model(ids, mask).logits[:1, :3] == model(alone).logits).all())
@@ -75,7 +71,6 @@ def exact(
     """
     if type(model) not in CAUSAL_MODELS or is_exact(model):
         raise UserError(f"exact: cannot take {type(model).__name__}; give an unchanged {NAMES} causal model")
-    check_choice("exact: backend", backend, ("auto", *backends.BACKENDS))
     if threads is not None:
         check_count("exact: threads", threads, 1, MOST_THREADS)
     if max_context is not None:
@@ -85,7 +80,7 @@ def exact(
     for parameter in copied.parameters():
         parameter.grad = None
     lower(copied, context)
-    proof.use(backend, torch.get_num_threads() if threads is None else threads)
+    backend.use("float64", torch.get_num_threads() if threads is None else threads)
     copied._exact_gradients = ExactGradients(GradientBins(copied.named_parameters()))
     copied._exact_context = context
     copied._exact_tables = tables_of(copied)
@@ -128,7 +123,7 @@ def begin_pass(model: PreTrainedModel) -> None:
             "exact model: its tables of rotary positions were changed, as by a cast to another type and back; make a "
             "new one with ppo_repro.exact"
         )
-    backends.check_denormals()
+    backend.check_denormals()
     gradients.look_at_weights(model)
 
 

@@ -1,67 +1,33 @@
-"""The backend that computes the exact numerics on this machine. It changes the speed, but no bit of a result.
+"""Which code computes the exact numerics: `float64`, Numba kernels, or `eager`, their specification in torch.
 
-`eager` is the specification in torch, on any device. On CPUs Numba kernels replace it, with matrix products in float64
-(`float64`) or in 8-bit integers on AMX tiles (`amx`), on CUDA devices Triton's (`triton`).
+Both give the same bits. Runs use `float64`; native numerics and tests use `eager`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
-from numba.core import config as numba_config
 from torch import Tensor
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.kernels.core import pool
-from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
 from ppo_repro.numerics.kernels.core.memory import keep_freed_memory
 
-BACKENDS = ("eager", "float64", "amx")  # of CPUs
-TRITON = "triton"
+Backend = Literal["float64", "eager"]
 
 _SMALLEST = [5e-324]  # in a list, so that the compiler does not compute with it
 
-_active = "eager"
+_active: Backend = "eager"
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
-def has_amx() -> bool:
-    """Whether this CPU has AMX int8 tiles, this process may use them and kernels are compiled for this CPU.
-
-    Also where they are emulated, for tests.
-    """
-    if EMULATED_AMX:
-        return True
-    other_target = numba_config.CPU_NAME not in (None, "host") or numba_config.CPU_FEATURES is not None
-    return not other_target and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
-
-
-def has_triton_installed() -> bool:
-    """Whether Triton can be imported."""
-    return importlib.util.find_spec(TRITON) is not None
-
-
-def choose(backend: str, device: str = "cpu") -> str:
-    """The backend for a name (`auto`: the fastest on a device).
-
-    UserError for another name, for `amx` on a CPU without it, and for `triton` where Triton is missing.
-    """
-    if backend not in ("auto", *BACKENDS, TRITON):
-        raise UserError(f"layout.backend = {backend!r}: must be one of auto, {', '.join(BACKENDS)}, {TRITON}")
-    if backend == "auto" and device != "cpu":
-        return TRITON if has_triton_installed() else "eager"
-    if backend == "auto":
-        return "amx" if has_amx() else "float64"
-    if backend == "amx" and not has_amx():
-        raise UserError("layout.backend = amx: this CPU has no AMX int8 tiles; must be auto, float64 or eager here")
-    if backend == TRITON and not has_triton_installed():
-        raise UserError("layout.backend = triton: Triton is not installed; pip install 'ppo_repro[gpu]', or take eager")
-    return backend
+def of_mode(mode: str) -> Backend:
+    """The backend of a run whose `numerics.mode` is `mode`."""
+    return "float64" if mode == "exact" else "eager"
 
 
 def flushes_denormals() -> bool:
@@ -78,20 +44,18 @@ def check_denormals() -> None:
         )
 
 
-def use(backend: str, threads: int) -> str:
-    """Compute with `choose(backend)` on `threads` threads from now on; returns its name.
+def use(backend: Backend, threads: int) -> None:
+    """Compute with a backend on `threads` threads from now on.
 
     This holds for the whole process, like torch's own number of threads. UserError as `check_denormals`, because
     threads take the setting of the one that starts them.
     """
     global _active
     check_denormals()
-    backend = choose(backend)
     pool.set_threads(threads)
     _active = backend
-    torch.set_num_threads(threads if backend in ("eager", TRITON) else 1)
+    torch.set_num_threads(threads if backend == "eager" else 1)
     keep_freed_memory()
-    return backend
 
 
 def side_by_side(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
@@ -99,7 +63,7 @@ def side_by_side(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]
 
     Both see the grad mode of the caller. The first exception is raised here when both have ended.
     """
-    if _active in ("eager", TRITON):
+    if _active == "eager":
         return first(), second()
     recording = torch.is_grad_enabled()
 
@@ -110,29 +74,11 @@ def side_by_side(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]
     return pool.both(first, other)
 
 
-def active() -> str:
+def active() -> Backend:
     """The backend in use."""
     return _active
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether kernels for CPUs replace the eager code for this tensor."""
-    return _active not in ("eager", TRITON) and x.device.type == "cpu"
-
-
-def device_of_kernels() -> torch.device:
-    """Where the kernels in use compute; in Triton's interpreter that is the CPU."""
-    if _active != TRITON:
-        return torch.device("cpu")
-    from ppo_repro.numerics.kernels.triton.launch import INTERPRETED
-
-    return torch.device("cpu" if INTERPRETED else "cuda")
-
-
-def has_triton(x: Tensor) -> bool:
-    """Whether Triton's kernels replace the eager code for this tensor; they are imported after this says so."""
-    if _active != TRITON:
-        return False
-    from ppo_repro.numerics.kernels.triton.launch import runs_on
-
-    return runs_on(x)
+    """Whether kernels replace the eager code for this tensor."""
+    return _active == "float64" and x.device.type == "cpu"

@@ -62,26 +62,6 @@ class _TokenStatistics(Function):
         return d.scatter(-1, targets[:, None], at_target).to(torch.float32), None, None, None
 
 
-class _TritonTokenStatistics(Function):
-    """`_TokenStatistics` by Triton's kernels; saves the logits and four numbers for each row for the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, scaled: Tensor, targets: Tensor, eligible: Tensor | None) -> tuple[Tensor, Tensor]:
-        from ppo_repro.numerics.kernels.triton import token_statistics as by_triton
-
-        scaled, eligible = scaled.contiguous(), None if eligible is None else eligible.contiguous()
-        logprobs, entropies, rows = by_triton.forward(scaled, targets, eligible)
-        ctx.save_for_backward(scaled, targets, eligible, *rows)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        from ppo_repro.numerics.kernels.triton import token_statistics as by_triton
-
-        scaled, targets, eligible, *rows = ctx.saved_tensors
-        return by_triton.backward(scaled, targets, eligible, tuple(rows), d_logprob, d_entropy), None, None
-
-
 class _FusedTokenStatistics(Function):
     """`_TokenStatistics` by kernels; saves only the logits and four numbers for each row for the backward."""
 
@@ -130,8 +110,7 @@ def token_statistics(
     if mode == "exact":
         if backend.has_kernels(logits):
             return _FusedTokenStatistics.apply(logits, targets, temperature, eligible)
-        specified = _TritonTokenStatistics if backend.has_triton(logits) else _TokenStatistics
-        return specified.apply(elementwise.divided(logits, temperature), targets, eligible)
+        return _TokenStatistics.apply(elementwise.divided(logits, temperature), targets, eligible)
     require_finite(logits)
     scaled = elementwise.divided(logits, temperature)
     if eligible is not None:

@@ -20,9 +20,6 @@ from ppo_repro.numerics.arithmetic.contraction import input_operand, linear, mos
 from ppo_repro.numerics.arithmetic.elementwise import pow2
 from ppo_repro.numerics.arithmetic.grid import INPUT_GAP, MIN_EXPONENT, ROOM, WEIGHT_GAP, exponent
 from ppo_repro.numerics.kernels import outliers
-from ppo_repro.numerics.kernels.amx import gradient as amx_gradient
-from ppo_repro.numerics.kernels.amx import operands as amx
-from ppo_repro.numerics.kernels.amx import product as amx_product
 from ppo_repro.numerics.kernels.core import rows
 from ppo_repro.numerics.kernels.float64 import inputs as float64_inputs
 from ppo_repro.numerics.kernels.float64 import operands as float64
@@ -49,7 +46,7 @@ class Operand:
     """Inputs of linear layers, prepared for one kind of kernels."""
 
     values: np.ndarray  # float32 [M, K], as they came
-    prepared: float64_inputs.Inputs | amx.PackedRows
+    prepared: float64_inputs.Inputs
     outliers: Outliers
 
     @property
@@ -58,8 +55,9 @@ class Operand:
         return self.prepared.exponents
 
 
-def _operand(x: np.ndarray, kind: str) -> Operand:
-    prepared = amx.quantise_rows(x) if kind == "amx" else float64_inputs.quantise_inputs(x)
+def operand(x: np.ndarray) -> Operand:
+    """x [M, K] float32, C-contiguous, on its grids, for `PreparedWeight.product`; for kernels only."""
+    prepared = float64_inputs.quantise_inputs(x)
     found = outliers.find(x, True, prepared.outliers, 1.0, INPUT_GAP, most_outliers(x.shape[1]))
     return Operand(x, prepared, found)
 
@@ -85,13 +83,11 @@ class PreparedWeight:
         self._source: tuple[int, int, str] = (0, -1, "")
         self._weight: Tensor | None = None  # kept alive, so that no other tensor can get its address
         self._prepared: dict[int, tuple[Any, Outliers]] = {}  # by dimension of the contraction
-        # to be overwritten on AMX: the system clears new memory first; panels for float64 are always new
-        self._outdated: dict[int, Any] = {}
 
     def forget(self) -> None:
         """Free what is prepared."""
         with _changing:
-            self._source, self._weight, self._prepared, self._outdated = (0, -1, ""), None, {}, {}
+            self._source, self._weight, self._prepared = (0, -1, ""), None, {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedWeight:
         return PreparedWeight(self.name)  # the copy of a weight has another address
@@ -101,38 +97,22 @@ class PreparedWeight:
         source = (weight.data_ptr(), weight._version, kind)
         with _changing:
             if source != self._source:
-                if kind == "amx":
-                    self._outdated |= {d: prepared for d, (prepared, _) in self._prepared.items()}
                 self._prepared, self._source, self._weight = {}, source, weight.detach()
             found = self._prepared.get(dim)
-            outdated = self._outdated.pop(dim, None) if found is None else None
         if found is None:
-            found = self._prepare(weight.detach(), dim, kind, outdated)
+            found = self._prepare(weight.detach(), dim, kind)
             with _changing:
                 if self._source == source:
                     self._prepared[dim] = found
         return found
 
-    def _prepare(self, weight: Tensor, dim: int, kind: str, outdated: Any) -> tuple[Any, Outliers]:
+    def _prepare(self, weight: Tensor, dim: int, kind: str) -> tuple[Any, Outliers]:
         if kind == "eager":
             return weight_operand(weight if dim == 1 else weight.t(), self._where), outliers.NONE
         values = array(weight)
-        if kind == backend.TRITON:
-            from ppo_repro.numerics.kernels.triton import operands
-
-            return operands.weight_rows(weight if dim == 1 else weight.t(), self._where), outliers.NONE
-        if kind == "amx":
-            prepared: Any = amx.pack(values, dim == 1, outdated if isinstance(outdated, amx.PackedWeight) else None)
-        else:
-            prepared = float64.pack_weight(values) if dim == 1 else float64.column_grids(values)
+        prepared: Any = float64.pack_weight(values) if dim == 1 else float64.column_grids(values)
         most = most_outliers(weight.shape[dim])
         return prepared, outliers.find(values, dim == 1, prepared.outliers, ROOM, WEIGHT_GAP, most)
-
-    def _by_triton(self, x: Tensor, weight: Tensor, dim: int, bias: Tensor | None) -> Tensor:
-        from ppo_repro.numerics.kernels.triton import operands, product
-
-        rows = _operands.of(x, (backend.TRITON,), lambda: operands.input_rows(x.detach(), self._where))
-        return product.linear(rows, self._get(weight, dim, backend.TRITON)[0], bias)
 
     @property
     def _where(self) -> str:
@@ -144,20 +124,10 @@ class PreparedWeight:
         x [M, K] float32 -> [M, N] for dim 1; [M, N] -> [M, K] for dim 0. Raises NumericsError naming the module if x or
         the weight is not finite.
         """
-        if backend.has_triton(x):
-            return self._by_triton(x, weight, dim, bias)
         if not backend.has_kernels(x):
             return linear(input_operand(x, self._where), self._get(weight, dim, "eager")[0], bias)
-        kind = _kernels(weight.shape[dim])
-        operand = _operands.of(x, (kind,), lambda: _operand(array(x), kind))
-        return torch.from_numpy(self.product(operand, weight, dim, NO_BIAS if bias is None else array(bias)))
-
-    def packed(self, weight: Tensor) -> tuple[amx.PackedWeight, Outliers]:
-        """The weight packed for contractions on AMX along its rows, and its outliers; NumericsError if not finite."""
-        packed, found = self._get(weight, 1, "amx")
-        if not packed.finite:
-            raise NumericsError(f"{self._where} is not finite")
-        return packed, found
+        inputs = _operands.of(x, (), lambda: operand(array(x)))
+        return torch.from_numpy(self.product(inputs, weight, dim, NO_BIAS if bias is None else array(bias)))
 
     def panels(self, weight: Tensor) -> tuple[float64.Weight, Outliers]:
         """The weight packed for products in float64 along its rows, and its outliers; NumericsError if not finite."""
@@ -174,26 +144,12 @@ class PreparedWeight:
     def product(self, operand: Operand, weight: Tensor, dim: int, bias: np.ndarray) -> np.ndarray:
         """`contract` with an input already on its grids, a result of `operand`; the bias may be empty."""
         x = operand.prepared
-        kind = "float64" if isinstance(x, float64_inputs.Inputs) else "amx"
-        (prepared, w_outliers), w = self._get(weight, dim, kind), array(weight)
+        (prepared, w_outliers), w = self._get(weight, dim, "float64"), array(weight)
         y = np.empty((len(operand.values), weight.shape[1 - dim]), np.float32)
-        if isinstance(x, float64_inputs.Inputs):
-            finite = float64_product.contract(x, prepared, w, bias, y)
-        else:
-            finite = amx_product.contract(x, prepared, amx_product.padded_bias(bias), y)
-        if not finite:
+        if not float64_product.contract(x, prepared, w, bias, y):
             raise NumericsError(f"{self._where} is not finite")
         outliers.add_products(operand.values, operand.outliers, w, w_outliers, y, dim)
         return y
-
-
-def _kernels(terms: int) -> str:
-    return "amx" if backend.active() == "amx" and terms <= amx.MAX_TERMS else "float64"
-
-
-def operand(x: np.ndarray) -> Operand:
-    """x [M, K] float32, C-contiguous, on its grids, for `PreparedWeight.product`; for kernels only."""
-    return _operand(x, _kernels(x.shape[1]))
 
 
 def row_exponents(x: Tensor) -> Tensor | None:
@@ -201,10 +157,6 @@ def row_exponents(x: Tensor) -> Tensor | None:
     if backend.has_kernels(x) and x.dtype == torch.float32:
         exponents = rows.row_exponents(array(x))
         return None if exponents is None else torch.from_numpy(exponents).to(torch.int64)
-    if backend.has_triton(x):
-        from ppo_repro.numerics.kernels.triton import gradient
-
-        return gradient.row_exponents(x.detach())
     largest = x.abs().amax(-1)
     if not torch.isfinite(largest).all():
         return None
@@ -253,15 +205,8 @@ def add_products(
     2^x_bits, at most 2^27 and 2^22.
     """
     if backend.has_kernels(grad):
-        kind = backend.active()
-        kernels = amx_gradient if kind == "amx" else float64_product
-        inputs = _packed_inputs.of(x, (kind, x_bits), lambda: kernels.pack_inputs(array(x), array(x_up)))
-        kernels.accumulate(array(grad), array(up), inputs, out.numpy(), fresh)
-        return
-    if backend.has_triton(grad):
-        from ppo_repro.numerics.kernels.triton import gradient
-
-        gradient.add_products(grad.detach(), up, x.detach(), x_up, out, fresh)
+        inputs = _packed_inputs.of(x, (x_bits,), lambda: float64_product.pack_inputs(array(x), array(x_up)))
+        float64_product.accumulate(array(grad), array(up), inputs, out.numpy(), fresh)
         return
     if fresh:
         out.zero_()
@@ -279,11 +224,6 @@ def add_integer_rows(x: Tensor, exponents: Tensor, limit: int, shift: int, ids: 
     if backend.has_kernels(x) and x.dtype == torch.float32:
         indices = np.empty(0, np.int64) if ids is None else array(ids)
         rows.add_rows_on_grid(array(x), array(exponents), limit, 2.0**shift, indices, out.numpy())
-        return
-    if backend.has_triton(x):
-        from ppo_repro.numerics.kernels.triton import gradient
-
-        gradient.add_integer_rows(x.detach(), exponents, limit, shift, ids, out)
         return
     fitting = exponents <= limit
     unit = pow2(torch.full((), shift, dtype=torch.int64, device=x.device))

@@ -61,7 +61,6 @@ class Resident:
         return mixed_precision_bytes(self.trained_parameters, self.frozen_parameters)
 
 
-ON_CARDS = ("key/value cache", "gradient sums", "gradients")  # of any kernels
 COUNTED = ("older policies", "operands", "gradient sums", "gradients")  # purposes of a phase that are no estimates
 
 
@@ -82,11 +81,6 @@ class Plan:
     def certain(self) -> int:
         """What is needed at once in any case: all of the largest phase that is no estimate."""
         return self.resident + max(sum(amounts.get(name, 0) for name in COUNTED) for amounts in self.phases.values())
-
-    @property
-    def certain_on_card(self) -> int:
-        """What is needed at once in any case where the models lie on a card, whatever kernels compute there."""
-        return self.resident + max(sum(amounts.get(name, 0) for name in ON_CARDS) for amounts in self.phases.values())
 
     @property
     def peak(self) -> int:

@@ -23,8 +23,6 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.device import placed
 from ppo_repro.numerics.layers.families import (
     CAUSAL_MODELS,
     CLASSIFIERS,
@@ -173,7 +171,7 @@ def _size(module: nn.Module) -> int:
 def work_of(config: RunConfig, processes: int = 1) -> Work:
     """How one of the processes of a run computes on this machine: the one with the largest share.
 
-    UserError for layout.backend = eager, and where the mesh or the shares are not for so many processes.
+    UserError for a CUDA device, and where the mesh or the shares are not for so many processes.
     """
     layout = config.layout
     mesh = layout.mesh
@@ -184,13 +182,10 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)
     )
     exact = config.numerics.mode == "exact"
-    kernels = backend.choose(layout.backend) if exact else "native"
-    if placed(layout.device, layout.backend, processes, config.bound).device != "cpu":
-        raise UserError(f"layout.device = {layout.device}: takes a CUDA device here, and plan is for CPUs; take cpu")
-    if kernels == "eager":
-        raise UserError(f"layout.backend = {kernels}: plan is for kernels of CPUs; it supports auto, float64 and amx")
+    if layout.device != "cpu":
+        raise UserError(f"layout.device = {layout.device}: plan is for CPUs; take cpu")
     return Work(
-        kernels=kernels,
+        kernels="float64" if exact else "native",
         slots=min(layout.rollout_slots, max(sequences, evaluated)),
         max_context=config.numerics.max_context,
         max_response_tokens=config.rollout.max_response_tokens,
@@ -282,12 +277,3 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
         if from_reward:
             value = as_classifier(value, 1)
     return make_plan(policy, value, reward, work_of(config, processes), from_reward)
-
-
-def certain_on_card(config: RunConfig) -> int:
-    """Bytes that a run needs at once in any case on the card that its models lie on, see `Plan.certain_on_card`.
-
-    UserError where the model is not supported.
-    """
-    elsewhere = config.layout.model_copy(update={"device": "cpu", "backend": "float64"})
-    return plan_run(config.model_copy(update={"layout": elsewhere}), 1).certain_on_card

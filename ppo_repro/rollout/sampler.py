@@ -164,10 +164,6 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
 
 
 def _sample_eager(scaled: Tensor, seeds: Tensor, positions: Tensor, kept: tuple[Tensor, Tensor] | None) -> Tensor:
-    if kept is None and backend.has_triton(scaled):
-        from ppo_repro.numerics.kernels.triton import token_statistics as by_triton
-
-        return by_triton.sampled(scaled.contiguous(), seeds.contiguous(), positions.contiguous())
     d = distribution(scaled, None)
     log_p = (d.shifted.to(torch.float64) - d.log_total).to(torch.float32).to(torch.float64)
     gumbel = gumbel_noise(seeds, positions, scaled.shape[-1])

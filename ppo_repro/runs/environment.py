@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,8 +22,6 @@ from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.tasks import JsonlTask, PythonTask, ReasoningGymTask
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.device import in_words
 from ppo_repro.tasks.reasoning_gym_task import PACKAGE
 from ppo_repro.tasks.rewards import reward_files
 
@@ -60,12 +58,9 @@ def _of_task(config: RunConfig | ControlConfig) -> tuple[str, ...]:
     return (PACKAGE,) if find_spec("reasoning_gym") else ()
 
 
-def describe_environment(
-    config: RunConfig | ControlConfig, processes: int, device: Literal["cpu", "cuda"] = "cpu"
-) -> dict[str, Any]:
-    """Everything needed to understand why two runs might differ. `device`: what `layout.device` is here."""
+def describe_environment(config: RunConfig | ControlConfig, processes: int) -> dict[str, Any]:
+    """Everything needed to understand why two runs might differ."""
     status = _git("status", "--porcelain")
-    exact = config.numerics.mode == "exact"
     return {
         "ppo_repro": __version__,
         "python": sys.version.split()[0],
@@ -78,8 +73,6 @@ def describe_environment(
         "processes": processes,
         "cores": os.cpu_count(),
         "numerics_mode": config.numerics.mode,
-        "device": in_words(device),
-        "numerics_backend": backend.choose(config.layout.backend, device) if exact else "stock torch",
         "code_digest": code_digest(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(status),

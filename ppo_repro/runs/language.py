@@ -20,7 +20,6 @@ from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.mesh.groups import as_mesh
 from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.device import Place, placed
 from ppo_repro.numerics.optim.optimizer import weights_digest
 from ppo_repro.numerics.sharding.model_folder import lend_model
 from ppo_repro.numerics.sharding.parts import whole_parameters
@@ -122,21 +121,19 @@ class LanguageKind:
         return run_inputs(config)
 
     def environment(self, config: RunConfig) -> dict[str, Any]:
-        return describe_environment(config, self.ranks.size, self._place(config).device)
+        return describe_environment(config, self.ranks.size)
 
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
         self._check_layout(config)
-        place = self._place(config)
-        return self._open(place.of(config), place, run_dir, None, measured=run_dir is not None)
+        return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
         self._check_layout(config)
-        place = self._place(config)
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
-        opened = self._open(place.of(config), place, run_dir, start)
+        opened = self._open(config, run_dir, start)
         return Resumption(0 if start is None else start.iteration, opened)
 
     def _check_layout(self, config: RunConfig) -> None:
@@ -147,20 +144,14 @@ class LanguageKind:
         check_mesh(mesh.data, self.ranks.size, mesh.tensor, mesh.pipeline)
         check_shares(shares, self.ranks.size, mesh.group)
 
-    def _place(self, config: RunConfig) -> Place:
-        """UserError as `placed` raises it."""
-        return placed(config.layout.device, config.layout.backend, self.ranks.size, config.bound)
-
     @contextmanager
     def _open(
-        self, config: RunConfig, place: Place, run_dir: Path | None, start: Checkpoint | None, measured: bool = False
+        self, config: RunConfig, run_dir: Path | None, start: Checkpoint | None, measured: bool = False
     ) -> Iterator[LanguageExecution]:
         """PromiseBroken where a rank begins with other weights than the first one.
 
         `run_dir`: where the first rank keeps something; the others only read there what they go on from.
         """
-        if self.ranks.is_first:
-            place.tell(self.watcher.warning)
         ranks = as_mesh(self.ranks, config.layout.mesh)
         with naming_learning_rates(config):
             reference = None if run_dir is None or start is None else reference_folder(run_dir)

@@ -38,12 +38,12 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.numerics.optim.stock import StockOptimizer
 from ppo_repro.numerics.pieces import Division
-from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.sharding.layers import check_divisible
 from ppo_repro.numerics.sharding.parts import hold
 from ppo_repro.numerics.sharding.stages import check_layers
@@ -269,8 +269,7 @@ def prepare(
     and optimizers' state. `measured`: where they divide the networks, measure the policy's accuracy before.
     """
     device, numerics = device_of(config.layout.device), config.numerics
-    kernels = config.layout.backend if numerics.mode == "exact" else "eager"
-    proof.use(kernels, config.layout.threads, config.layout.device)
+    backend.use(backend.of_mode(numerics.mode), config.layout.threads)
     disable_progress_bar()  # the run shows its own
     judge = load_judge(config.reward)
     brought = load_source(config.task, config.seed)

@@ -12,7 +12,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from ppo_repro.errors import UserError
-from ppo_repro.output import say
 from ppo_repro.sglang_plugin.model import PpoReproExactForCausalLM
 from ppo_repro.sglang_plugin.pool import PoolCache
 from ppo_repro.sglang_plugin.sampler import ExactSampler
@@ -37,8 +36,6 @@ def make_backend(runner: Any) -> ExactAttention:
     for field, actual, required in _requirements(runner):
         if actual != required:
             raise UserError(f"exact numerics in SGLang: {field} is {actual}; must be {required}")
-    if runner.device != "cpu":
-        say("exact numerics in SGLang: were never run on a GPU; compare a run with one whose servers are on a CPU")
     model = runner.model
     limit = model.settings.max_context + RESERVED
     context = runner.model_config.context_len
@@ -62,9 +59,7 @@ def _requirements(runner: Any) -> list[tuple[str, object, object]]:
         ("the model", isinstance(runner.model, PpoReproExactForCausalLM), True),
         ("the sampler", type(runner.sampler).__name__, ExactSampler.__name__),
         ("--enable-deterministic-inference", arguments.enable_deterministic_inference, True),
-        ("--device", "cpu or cuda" if runner.device in ("cpu", "cuda") else runner.device, "cpu or cuda"),
-        # a pass looks at numbers to choose what it computes, which a recorded graph cannot
-        ("--disable-cuda-graph", runner.device == "cpu" or arguments.disable_cuda_graph, True),
+        ("--device", runner.device, "cpu"),
         ("--tp-size", arguments.tp_size, 1),
         ("--pp-size", arguments.pp_size, 1),
         ("--dp-size", arguments.dp_size, 1),

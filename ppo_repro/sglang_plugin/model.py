@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
+from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import lower
 from ppo_repro.numerics.layers.routes import mixture_layers, seen_routes
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.numerics.proof import proof
 from ppo_repro.numerics.trunk.forward import TrunkForward
 from ppo_repro.sglang_plugin.logits import ExactLogits
 from ppo_repro.sglang_plugin.pool import PoolCache
@@ -38,8 +38,7 @@ class PpoReproExactForCausalLM(nn.Module):
         if quant_config is not None:
             raise UserError("exact numerics in SGLang: --quantization is not supported; leave it out")
         self.config, self.settings = config, read_settings(config)
-        device = torch.get_default_device().type  # the server's: it makes models in its context
-        proof.use(self.settings.backend, self.settings.threads, device)
+        backend.use("float64", self.settings.threads)
         self.policy = _lowered(config, self.settings.max_context)
         self.logits_processor = ExactLogits(config)
         self.cache: PoolCache | None = None

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.backend import BACKENDS, TRITON
 
 ARCHITECTURE = "PpoReproExactForCausalLM"
 ATTENTION_BACKEND = "ppo_repro_exact"
@@ -19,7 +18,6 @@ class Settings:
 
     max_context: int
     threads: int
-    backend: str
 
 
 def read_settings(config: Any) -> Settings:
@@ -34,7 +32,6 @@ def read_settings(config: Any) -> Settings:
     wrong = {
         "max_context": type(settings.max_context) is not int or not 2 <= settings.max_context <= 32768,
         "threads": type(settings.threads) is not int or settings.threads < 1,
-        "backend": settings.backend not in ("auto", *BACKENDS, TRITON),
     }
     for name in (name for name, broken in wrong.items() if broken):
         raise UserError(f"--json-model-override-args: {KEY}.{name} = {values[name]!r} is not allowed")

@@ -13,7 +13,7 @@ from ppo_repro.errors import UserError
 FORMAT = 1
 # whatever decides how numbers are rounded; no paths, no names of machines
 _ENVIRONMENT = (
-    *("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "numerics_backend", "threads"),
+    *("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "threads"),
     "processes",
 )
 

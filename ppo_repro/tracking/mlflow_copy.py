@@ -88,7 +88,7 @@ def _begin(
 
 def _environment_tags(environment: Mapping[str, Any], config_digest: str) -> dict[str, str]:
     tags = {name: str(environment[name]) for name in ("code_digest", "git_commit", "git_dirty", "python", "platform")}
-    tags |= {"config_digest": config_digest, "numerics": str(environment["numerics_backend"])}
+    tags |= {"config_digest": config_digest, "numerics": str(environment["numerics_mode"])}
     return tags | {f"package.{name}": version for name, version in environment["packages"].items()}
 
 

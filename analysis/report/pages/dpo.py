@@ -41,7 +41,7 @@ def dpo_page(folder: Path) -> str:
         ("pairs from", f"the run with fingerprint {recorded.run_fingerprint}"),
         ("configuration", recorded.config_digest),
         ("seed", str(config.seed)),
-        ("numerics", f"{config.numerics.mode}, {environment.get('numerics_backend', 'not recorded')}"),
+        ("numerics", config.numerics.mode),
         ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}"),
         ("machine", str(environment.get("platform", "not recorded"))),
     ]

@@ -260,7 +260,7 @@ def run_facts(facts: Facts) -> list[tuple[str, str]]:
         ("fingerprint", manifest.fingerprint),
         ("configuration", manifest.config_digest),
         ("seed", str(facts.config.seed)),
-        ("numerics", f"{facts.config.numerics.mode}, {environment.get('numerics_backend', 'not recorded')}"),
+        ("numerics", facts.config.numerics.mode),
         ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}"),
         ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
         ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),

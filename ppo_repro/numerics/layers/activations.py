@@ -29,10 +29,6 @@ TANH_SERIES = 2.0**-12  # below it x - x^3 / 3 is within 5e-16, relative
 
 def silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x)), float32; not differentiable."""
-    if backend.has_triton(x):
-        from ppo_repro.numerics.kernels.triton import activations as triton_activations
-
-        return triton_activations.silu_of(x.detach())
     if not backend.has_kernels(x):
         return x / (elementwise.exp(-x) + 1.0)
     y = torch.empty(x.shape)
@@ -51,10 +47,6 @@ class SiLU(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        if backend.has_triton(x):
-            from ppo_repro.numerics.kernels.triton import activations as triton_activations
-
-            return triton_activations.silu_gradient(grad, x)
         if not backend.has_kernels(x):
             s = 1.0 / (elementwise.exp(-x) + 1.0)
             return grad * (1.0 - s).mul_(x).add_(1.0).mul_(s)
@@ -76,10 +68,6 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
         y = torch.empty(x.shape)
         KERNELS[gate][0](array(x).reshape(-1), y.numpy().reshape(-1))
         return y
-    if backend.has_triton(x):
-        from ppo_repro.numerics.kernels.triton import activations as triton_activations
-
-        return triton_activations.gated_of(x.detach(), gate)
     wide = x.to(torch.float64).clamp_(min=-LIMIT)
     return (wide * gate(wide.clamp(max=LIMIT))[0]).to(torch.float32)
 
@@ -100,10 +88,6 @@ class Gated(Function):
             dx = torch.empty(x.shape)
             KERNELS[ctx.gate][1](array(grad).reshape(-1), array(x).reshape(-1), dx.numpy().reshape(-1))
             return dx, None
-        if backend.has_triton(x):
-            from ppo_repro.numerics.kernels.triton import activations as triton_activations
-
-            return triton_activations.gated_gradient(grad, x, ctx.gate), None
         wide = x.to(torch.float64).clamp_(-LIMIT, LIMIT)
         g, slope = ctx.gate(wide)
         return ((slope * wide + g) * grad.to(torch.float64)).to(torch.float32), None

@@ -25,7 +25,7 @@ from ppo_repro.numerics.arithmetic.grid import (
     quantise,
 )
 from ppo_repro.numerics.arithmetic.rounding import round_to
-from ppo_repro.numerics.backend import has_kernels, has_triton
+from ppo_repro.numerics.backend import has_kernels
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.layers.kv_cache import GridCache
 from ppo_repro.numerics.layers.precision import Precision
@@ -235,11 +235,6 @@ def _cached(
     if has_kernels(q) and form is None:  # kernels do not round weights
         return fused_attention.attend_cached(q, k, v, cache, layer, begin, end, scaling)
     cache.write(layer, k, v)
-    if has_triton(q) and form is None:
-        from ppo_repro.numerics.kernels.triton import attention as triton_attention
-
-        stores = cache.keys[layer], cache.values[layer], cache.value_scales[layer]
-        return triton_attention.attend_cached(q, *stores, cache.target.slots, begin, end, scaling)
     return attend_cached(q, cache, layer, begin, end, scaling, form)
 
 
@@ -257,8 +252,4 @@ def _uncached(
     begin, end = visible_keys(first_key, torch.arange(length, device=q.device).expand_as(first_key), window, context)
     if has_kernels(q) and form is None:
         return fused_attention.attend(q, k, v, begin, end, scaling)
-    if has_triton(q) and form is None:
-        from ppo_repro.numerics.kernels.triton import attention as triton_attention
-
-        return triton_attention.attend(q, k, v, begin, end, scaling)
     return attend(q, k, v, _mask(begin, end, length), scaling, form)

@@ -102,10 +102,6 @@ def _rms_norm(rows: Tensor, factor: Tensor, eps: float, name: str) -> tuple[Tens
     if backend.has_kernels(rows):
         y, inverse = rms_normed(array(rows), array(factor), eps, name)
         return torch.from_numpy(y), torch.from_numpy(inverse)[:, None]
-    if backend.has_triton(rows):
-        from ppo_repro.numerics.kernels.triton import norms as triton_norms
-
-        return triton_norms.rms_normed(rows.detach(), factor, eps, f"the input of {name}")
     scale = 1.0 / elementwise.sqrt(row_mean_square(rows, f"the input of {name}") + eps)
     return ((rows.to(torch.float64) * scale) * factor.to(torch.float64)).to(torch.float32), scale
 
@@ -139,13 +135,8 @@ class _RMSNorm(Function):
             )
             return torch.from_numpy(found).view(ctx.shape), None, None, None, None, None
         normed, dy = x.to(torch.float64) * inverse, dy.to(torch.float64)
-        if backend.has_triton(x):
-            from ppo_repro.numerics.kernels.triton import norms as triton_norms
-
-            dx = triton_norms.norm_gradient(grad.reshape(x.shape), x, factor, None, inverse, _GRADIENT)
-        else:
-            weighted = dy * factor.to(torch.float64)
-            dx = (weighted - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
+        weighted = dy * factor.to(torch.float64)
+        dx = (weighted - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
         if ctx.accumulator is not None:
             ctx.accumulator.add_rows(weight, dy * normed)
         return dx.to(torch.float32).view(ctx.shape), None, None, None, None, None
@@ -227,10 +218,6 @@ def _layer_norm(rows: Tensor, weight: Tensor, bias: Tensor, eps: float, name: st
         results = layer_normed(array(rows), array(weight), array(bias), eps, name)
         y, mean, inverse = (torch.from_numpy(result) for result in results)
         return y, mean[:, None], inverse[:, None]
-    if backend.has_triton(rows):
-        from ppo_repro.numerics.kernels.triton import norms as triton_norms
-
-        return triton_norms.layer_normed(rows.detach(), weight.detach(), bias.detach(), eps, f"the input of {name}")
     mean = row_mean(rows, f"the input of {name}")
     centred = rows.to(torch.float64) - mean
     inverse = 1.0 / elementwise.sqrt(row_mean_square(centred) + eps)
@@ -267,13 +254,8 @@ class _LayerNorm(Function):
             )
             return torch.from_numpy(gradient).view(ctx.shape), None, None, None, None, None
         normed, dy = (x.to(torch.float64) - mean) * inverse, dy.to(torch.float64)
-        if backend.has_triton(x):
-            from ppo_repro.numerics.kernels.triton import norms as triton_norms
-
-            dx = triton_norms.norm_gradient(grad.reshape(x.shape), x, weight.detach(), mean, inverse, _GRADIENT)
-        else:
-            weighted = dy * weight.to(torch.float64)
-            dx = (weighted - row_mean(weighted, _GRADIENT) - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
+        weighted = dy * weight.to(torch.float64)
+        dx = (weighted - row_mean(weighted, _GRADIENT) - normed * row_dot(weighted, normed, _GRADIENT)) * inverse
         if ctx.accumulator is not None:
             ctx.accumulator.add_rows(weight, dy * normed)
             ctx.accumulator.add_rows(bias, dy)

@@ -129,10 +129,6 @@ def _largest(gradient: Tensor) -> float:
 def _square(gradient: Tensor, shift: int) -> int:
     if backend.has_kernels(gradient):
         return kernels.sum_of_squares(_flat(gradient), shift)
-    if backend.has_triton(gradient):
-        from ppo_repro.numerics.kernels.triton import gradient as triton_gradient
-
-        return triton_gradient.sum_of_squares(gradient.detach(), shift)
     return _sum_of_squares(gradient, shift)
 
 
@@ -203,11 +199,6 @@ class ExactAdamW:
                 values, gradient, first, second = (_flat(t) for t in tensors)
                 kernels.adamw(values, gradient, first, second, of_kernels)
                 # prepared weights are outdated when this counter changes
-                torch.autograd.graph.increment_version(parameter)
-            elif backend.has_triton(parameter):
-                from ppo_repro.numerics.kernels.triton import optimizer as triton_optimizer
-
-                triton_optimizer.take_step(*tensors, constants)
                 torch.autograd.graph.increment_version(parameter)
             else:
                 _adamw(*tensors, constants)

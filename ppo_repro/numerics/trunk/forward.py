@@ -29,16 +29,15 @@ class TrunkForward:
     | numerics | model                       | backend    | tokens                 | path                             |
     |----------|-----------------------------|------------|------------------------|----------------------------------|
     | native   | any                         | any        | any                    | modules, `_through_modules`      |
-    | exact    | any                         | eager, GPU | any                    | modules                          |
+    | exact    | any                         | eager      | any                    | modules                          |
     | exact    | Gemma, GPT-2, GPT-NeoX,     | any        | any                    | modules                          |
     |          | mixtures of experts,        |            |                        |                                  |
     |          | not SiLU, or with hooks     |            |                        |                                  |
     | exact    | with layers that round      | any        | any                    | modules                          |
     | exact    | few weights in a layer      | float64    | of a batch             | `training`, by `programs`        |
     | exact    | any                         | any        | of a batch             | `training`, by `layer_forward`   |
-    | exact    | small enough, see `Decoder` | AMX        | one a row, over cache  | `decoding`, by `decoder_layer`   |
-    | exact    | the same, or few rows and   | float64    | one a row, over cache  | `decoding`, by `decoder_trunk`   |
-    |          | one thread                  |            |                        |                                  |
+    | exact    | few weights in a layer, or  | float64    | one a row, over cache  | `decoding`, by `decoder_trunk`   |
+    |          | few rows and one thread     |            |                        |                                  |
     | exact    | any                         | any        | over a cache           | `decoding`, by `layer_forward`   |
 
     In exact numerics every path gives the same bits. The numerics, the model's structure, its hooks and the backend

@@ -115,17 +115,9 @@ def server_arguments(
     flags = ["--enable-deterministic-inference", "--skip-tokenizer-init", "--sleep-on-idle"]
     if not layout.prefix_cache:
         flags.append("--disable-radix-cache")
-    if engine.numerics == "exact" and engine.device == "cuda":
-        flags.append("--disable-cuda-graph")
     if routes:
         flags.append(RETURN_ROUTES)
     return [*(word for pair in pairs for word in pair), *flags, *engine.arguments]
-
-
-def _kernels(backend: str, device: str) -> str:
-    """The run's kernels for a server, whose device may be another: no bit depends on them."""
-    of_cards, of_cpus = ("triton",), ("float64", "amx")
-    return "auto" if backend in (of_cards if device == "cpu" else of_cpus) else backend
 
 
 def _numerics_arguments(config: RunConfig, engine: SGLangServers, configured: set[str]) -> list[tuple[str, str]]:
@@ -134,11 +126,7 @@ def _numerics_arguments(config: RunConfig, engine: SGLangServers, configured: se
         if engine.device == "cpu":
             defaults.append(("--attention-backend", "torch_native"))
         return [(name, value) for name, value in defaults if name not in configured]
-    settings = {
-        "max_context": config.numerics.max_context,
-        "threads": config.layout.threads,
-        "backend": _kernels(config.layout.backend, engine.device),
-    }
+    settings = {"max_context": config.numerics.max_context, "threads": config.layout.threads}
     override = {"architectures": [EXACT_ARCHITECTURE], "ppo_repro": settings}
     return [
         ("--attention-backend", EXACT_BACKEND),

@@ -27,7 +27,6 @@ from numba.core.registry import cpu_target
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.kernels.core import claims, entries
-from ppo_repro.numerics.kernels.core.environment import EMULATED_AMX
 
 NUMERICS = Path(__file__).resolve().parents[2]
 # Numba's settings that change the machine code, beside those of the processor
@@ -57,7 +56,7 @@ def compiler_digest() -> str:
 
 @cache
 def cache_folder() -> Path:
-    """A folder of its own for each state of sources, compiler and processor, and for emulated AMX instructions.
+    """A folder of its own for each state of sources, compiler and processor.
 
     UserError where the user has no home folder and names no other.
     """
@@ -69,7 +68,7 @@ def cache_folder() -> Path:
             "there is no home folder to keep compiled kernels in; set XDG_CACHE_HOME to a folder of your own"
         ) from error
     state = hashlib.sha256(f"{sources_digest(NUMERICS)} {compiler_digest()}".encode()).hexdigest()
-    return base / "ppo_repro" / f"kernels-{state[:16]}{'-emulated' if EMULATED_AMX else ''}"
+    return base / "ppo_repro" / f"kernels-{state[:16]}"
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

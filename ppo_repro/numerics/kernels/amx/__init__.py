@@ -1,1 +1,0 @@
-"""Exact matrix products on the AMX tiles of a CPU."""

@@ -1,1 +1,0 @@
-"""Kernels in Triton for CUDA devices; private to `numerics`. They define no number: each equals the eager code."""

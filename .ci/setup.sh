@@ -1,6 +1,6 @@
 #!/bin/sh
 # Make the virtual environment and install the checkout into it, editable. Usage: .ci/setup.sh [EXTRA...]
-# Safe to repeat: while pyproject.toml and constraints.txt stay as they are, a second call returns at once.
+# Safe to repeat: while the dependencies and the C kernels stay as they are, a second call returns at once.
 #   PYTHON         interpreter for a new environment (default python3)
 #   VENV           folder of the environment (default .venv)
 #   TORCH_BACKEND  torch build, read when torch is first installed: auto, cpu, cu130, ... as uv knows them, or
@@ -13,6 +13,11 @@ py=$venv/bin/python
 
 fail() { echo "error: $*" >&2; exit 2; }
 minor() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || echo "not there"; }
+# kernels are built again also where their libraries were removed
+state() {
+    { cat pyproject.toml constraints.txt hatch_build.py ppo_repro/numerics/build.py ppo_repro/numerics/c/*.[ch]
+      ls ppo_repro/numerics/c; } | cksum
+}
 torch_version() { "$py" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || :; }
 
 if [ ! -x "$py" ] || [ ! -x "$venv/bin/pip" ]; then
@@ -26,8 +31,7 @@ fi
 
 extras=$(echo "$*" | tr ' ' ',')
 stamp=$venv/.setup-${extras:-base}
-state=$(cat pyproject.toml constraints.txt | cksum)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then exit 0; fi
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(state)" ]; then exit 0; fi
 
 echo "setup: installing into $venv; the first time takes a minute or more"
 "$py" -m pip install -qq -c constraints.txt uv
@@ -44,7 +48,7 @@ if [ "${installed%%+*}" != "$pin" ]; then
     esac
 fi
 UV_FIND_LINKS=$(echo "${PIP_FIND_LINKS:-}" | tr ' ' ',') "$venv/bin/uv" pip install --quiet --python "$py" \
-    $backend -c constraints.txt -e ".${extras:+[$extras]}" ||
+    --reinstall-package ppo_repro $backend -c constraints.txt -b constraints.txt -e ".${extras:+[$extras]}" ||
     fail "installation failed${backend:+; if only the PyTorch index is out of reach: TORCH_BACKEND=none make setup}"
-echo "$state" > "$stamp"
+state > "$stamp"
 echo "setup: torch $(torch_version), Python $(minor "$py"), $venv${extras:+, extras $extras}"

@@ -28,6 +28,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "known_answer": (ctypes.c_uint64, ()),
     "denormal_product": (ctypes.c_uint32, ()),
     "set_threads": (None, (ctypes.c_int,)),
+    "forget_workers": (None, ()),
 }
 
 
@@ -101,7 +102,9 @@ def open_library(path: Path, known_answer: int = KNOWN_ANSWER) -> ctypes.CDLL:
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library of this process; the first call loads and checks it. UserError if there is none for this machine."""
-    return open_library(locate(_variant(), build.SOURCES))
+    library = open_library(locate(_variant(), build.SOURCES))
+    os.register_at_fork(after_in_child=library.forget_workers)  # a forked child has none of the threads
+    return library
 
 
 def set_threads(count: int) -> None:

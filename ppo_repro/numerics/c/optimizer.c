@@ -1,0 +1,137 @@
+// What follows the backward passes of a step: the join of partial sums of gradients, the norm of all gradients, AdamW.
+#include "kernels.h"
+
+enum { NORM_BLOCK = 4096 };        // the law: elements of a block of the norm
+enum { PIECE = 4 * NORM_BLOCK };   // elements of a task: free
+
+// -------------------------------------------------------------------------------------------------- sums of slots
+
+INLINE void add_floats(float *restrict a, const float *restrict b, long n) {
+  for (long i = 0; i < n; i++) a[i] = a[i] + b[i];
+}
+
+typedef struct { float *a; const float *b; long n; } Addition;
+
+static void add_task(void *argument, int index) {
+  const Addition *s = argument;
+  long at = (long)index * PIECE, left = s->n - at;
+  add_floats(s->a + at, s->b + at, left < PIECE ? left : PIECE);
+}
+
+// a = a + b
+EXPORT void add_to(float *a, const float *b, long n) {
+  Addition s = {a, b, n};
+  parallel_for((int)((n + PIECE - 1) / PIECE), add_task, &s);
+}
+
+typedef struct { const Sums *sums; long n; } Join;
+
+static void join_task(void *argument, int index) {
+  const Join *j = argument;
+  const Sums *s = j->sums;
+  long at = (long)index * PIECE, left = j->n - at, n = left < PIECE ? left : PIECE;
+  float *total = s->level[0] + at;
+  if (!s->open) memset(total, 0, sizeof(float) * (size_t)n);
+  for (int i = 0; i < s->levels; i++)
+    if ((s->first >> i) & 1) add_floats(total, s->level[i + 1] + at, n);
+}
+
+// The whole tree of `n` sums in level[0], where no rows are left: slot `first` is the last one with rows (`open`), or
+// has none. total = level[0] or +0; then total = total + level[i + 1] for each bit i of `first`, by rising i
+EXPORT void join_sums(const Sums *sums, long n) {
+  if (sums->first == 1 << sums->levels) return;
+  Join j = {sums, n};
+  parallel_for((int)((n + PIECE - 1) / PIECE), join_task, &j);
+}
+
+// ------------------------------------------------------------------------------------------- tensors of an optimizer
+
+// A parameter, its gradient, its moments, and the sum of the squares of its gradient
+typedef struct { float *p; const float *g; float *m, *v; long n; double square; } Trained;
+
+typedef struct { int tensor; long at, block; } Piece;  // `block`: its first block among the blocks of all tensors
+
+INLINE long pieces_in(long n) { return (n + PIECE - 1) / PIECE; }
+
+static Piece *make_pieces(const Trained *tensors, int count, int *total) {
+  long all = 0, block = 0;
+  for (int t = 0; t < count; t++) all += pieces_in(tensors[t].n);
+  Piece *pieces = malloc(sizeof(Piece) * (size_t)(all + 1));
+  if (!pieces) abort();
+  *total = 0;
+  for (int t = 0; t < count; t++)
+    for (long at = 0; at < tensors[t].n; at += PIECE) {
+      pieces[(*total)++] = (Piece){t, at, block};
+      long left = tensors[t].n - at;
+      block += ((left < PIECE ? left : PIECE) + NORM_BLOCK - 1) / NORM_BLOCK;
+    }
+  return pieces;
+}
+
+// ------------------------------------------------------------------------------------------------ norm of gradients
+
+typedef struct { const Trained *tensors; const Piece *pieces; double *blocks; } Squares;
+
+static void squares_task(void *argument, int index) {
+  const Squares *s = argument;
+  const Piece *piece = s->pieces + index;
+  const Trained *t = s->tensors + piece->tensor;
+  long end = piece->at + PIECE < t->n ? piece->at + PIECE : t->n, block = piece->block;
+  for (long at = piece->at; at < end; at += NORM_BLOCK)
+    s->blocks[block++] = dot_rows(t->g + at, t->g + at, least(NORM_BLOCK, (int)(end - at)));
+}
+
+// square = sum g^2 of each tensor: blocks of 4,096 elements, their results added in order from +0. Returns the sum of
+// `square` of all tensors in order from +0. It is NaN or infinite if and only if a gradient is: none overflows float64.
+EXPORT double gradient_squares(Trained *tensors, int count) {
+  int total;
+  Piece *pieces = make_pieces(tensors, count, &total);
+  double *blocks = malloc(sizeof(double) * (PIECE / NORM_BLOCK) * (size_t)(total + 1)), sum = 0.0;
+  if (!blocks) abort();
+  Squares s = {tensors, pieces, blocks};
+  parallel_for(total, squares_task, &s);
+  const double *block = blocks;
+  for (int t = 0; t < count; t++) {
+    tensors[t].square = 0.0;
+    for (long at = 0; at < tensors[t].n; at += NORM_BLOCK) tensors[t].square += *block++;
+    sum += tensors[t].square;
+  }
+  free(blocks);
+  free(pieces);
+  return sum;
+}
+
+// ------------------------------------------------------------------------------------------------------------ AdamW
+
+// Constants of a step, computed in float64, each rounded once: clip = min(1, largest norm / norm), rest = 1 - beta,
+// keep = 1 - learning rate x weight decay, rate = learning rate / (1 - beta1^t), unroot = 1 / sqrt(1 - beta2^t)
+typedef struct { float clip, beta1, rest1, beta2, rest2, keep, rate, unroot, eps; } Step;
+
+// c = clip g;  m = beta1 m + (rest1 c);  v = beta2 v + ((rest2 c) c);
+// p = keep p - (rate m) / (sqrt(v) unroot + eps): each a b + c by fma, all else rounded once
+static void adamw_piece(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, int n,
+                        const Step s) {
+  for (int i = 0; i < n; i++) {
+    float c = s.clip * g[i];
+    m[i] = fma32(s.beta1, m[i], s.rest1 * c);
+    v[i] = fma32(s.beta2, v[i], s.rest2 * c * c);
+    p[i] = fma32(s.keep, p[i], -(s.rate * m[i] / fma32(sqrtf(v[i]), s.unroot, s.eps)));
+  }
+}
+
+typedef struct { const Trained *tensors; const Piece *pieces; const Step *step; } Adamw;
+
+static void adamw_task(void *argument, int index) {
+  const Adamw *a = argument;
+  const Trained *t = a->tensors + a->pieces[index].tensor;
+  long at = a->pieces[index].at, left = t->n - at;
+  adamw_piece(t->p + at, t->g + at, t->m + at, t->v + at, left < PIECE ? (int)left : PIECE, *a->step);
+}
+
+EXPORT void adamw(const Trained *tensors, int count, const Step *step) {
+  int total;
+  Piece *pieces = make_pieces(tensors, count, &total);
+  Adamw a = {tensors, pieces, step};
+  parallel_for(total, adamw_task, &a);
+  free(pieces);
+}

@@ -1,0 +1,200 @@
+"""Memory of the gradients of a minibatch: partial sums by slots of sequences, which the kernels add to.
+
+Sequence i of S is in slot ((i + 1) slots - 1) // S. A slot's sum is a chain over its sequences; slots are joined as the
+binary tree ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So micro-batches and processes never change a bit. Between two
+micro-batches a binary counter of subtrees lies in memory: log2(slots) + 1 arrays at most, one if there is one backward
+pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ppo_repro.errors import PromiseBroken
+from ppo_repro.numerics import library
+from ppo_repro.ranks import ALONE, Ranks
+
+MOST_LEVELS = 8
+_ALIGNED = 16  # floats
+
+Slots = Sequence[int] | np.ndarray
+
+
+class Sums(ctypes.Structure):
+    """`Sums` of kernels.h: where one backward pass adds its gradients."""
+
+    _fields_ = (
+        ("level", ctypes.c_void_p * MOST_LEVELS),
+        ("levels", ctypes.c_int),
+        ("first", ctypes.c_int),
+        ("open", ctypes.c_int),
+        ("last", ctypes.c_int),
+        ("stays_open", ctypes.c_int),
+    )
+
+
+def layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:
+    """The offset of each parameter's gradient in floats, by `id`, and the floats of all gradients.
+
+    Parameters that lie in one storage are one matrix for the kernels (queries, keys and values, for example): their
+    gradients have the order and the distances of the parameters. They get memory if one of them is trained.
+    """
+    by_storage: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    offsets, size = {}, 0
+    for together in by_storage.values():
+        if any(p.requires_grad for p in together):
+            begin = min(p.storage_offset() for p in together)
+            offsets |= {id(p): size + p.storage_offset() - begin for p in together}
+            end = max(p.storage_offset() + p.numel() for p in together)
+            size += -(-(end - begin) // _ALIGNED) * _ALIGNED
+    return offsets, size
+
+
+class SlotSums:
+    """Gradients of one use of some parameters. A parameter that is used twice has two sums, joined at the end."""
+
+    def __init__(self, parameters: Sequence[Tensor], slots: int) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        for p in self.parameters:
+            if p.dtype != torch.float32 or not p.is_contiguous() or p.device.type != "cpu":
+                raise ValueError(f"a parameter to train is {p.dtype} on {p.device}, strides {p.stride()}")
+        self._alive = list(parameters)  # their ids are keys
+        self._offsets, self.size = layout(parameters)
+        self.levels = slots.bit_length() - 1
+        self._arrays: list[Tensor | None] = [None] * (self.levels + 1)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all sums."""
+        self._slot, self._is_open = 0, False  # the first slot that is not whole, and whether level 0 has a part of it
+
+    def release(self) -> None:
+        """Free the memory of all sums."""
+        self._arrays = [None] * (self.levels + 1)
+        self.begin()
+
+    def offset(self, *parts: Tensor) -> int:
+        """Where the gradient of a matrix begins, in floats; -1 if it is not trained.
+
+        `parts`: the parameters that make up the matrix, as they lie in one storage.
+        """
+        if not any(p.requires_grad for p in parts):
+            return -1
+        return self._offsets[id(parts[0])]
+
+    @contextmanager
+    def adding(self, slots: Slots) -> Iterator[Sums]:
+        """Where the backward pass of this block adds the gradients of its sequences.
+
+        `slots` [S + 1]: the slot of each of its S sequences, and of the sequence after them; the number of slots if no
+        sequence follows. PromiseBroken if a sequence comes after a later one.
+        """
+        *own, last = (int(slot) for slot in slots)
+        if own and own[0] < self._slot:
+            raise PromiseBroken(f"a sequence of slot {own[0]} comes after those of slot {self._slot}")
+        stays_open = own[-1] == last if own else self._is_open and last == self._slot
+        first, is_open = self._slot, self._is_open
+        self._slot, self._is_open = last, stays_open
+        yield self._sums(first, is_open, last, stays_open)
+
+    def total(self) -> Tensor:
+        """The flat sums over all slots [size], after the last backward pass."""
+        sums = self._sums(self._slot, self._is_open, self._slot, self._is_open)
+        library.load().join_sums(ctypes.byref(sums), self.size)
+        self._slot, self._is_open = 1 << self.levels, False
+        return self._array(0)
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The gradient of a trained parameter where it lies in level 0."""
+        offset = self._offsets[id(parameter)]
+        return self._array(0)[offset : offset + parameter.numel()].view(parameter.shape)
+
+    def _sums(self, first: int, is_open: bool, last: int, stays_open: bool) -> Sums:
+        """The arguments of a call, with memory for what it leaves behind."""
+        sums = Sums(levels=self.levels, first=first, open=is_open, last=last, stays_open=stays_open)
+        sums.level[0] = self._array(0).data_ptr()
+        for i in range(self.levels):
+            if (first | last) >> i & 1:
+                sums.level[i + 1] = self._array(i + 1).data_ptr()
+        return sums
+
+    def _array(self, level: int) -> Tensor:
+        array = self._arrays[level]
+        if array is None:
+            array = self._arrays[level] = torch.zeros(self.size)
+        return array
+
+
+_SUMS = WeakTensorKeyDictionary()  # of each parameter a weak reference to the GradientSums that collects its gradient
+
+
+def sums_of(*parameters: Tensor) -> GradientSums | None:
+    """The GradientSums that collect the gradients of some parameters; None if nothing collects them."""
+    found = (_SUMS[p]() for p in parameters if p.requires_grad and p in _SUMS)
+    return next((sums for sums in found if sums is not None), None)
+
+
+class GradientSums:
+    """The gradients of a module's parameters over one minibatch, added up over its backward passes and over ranks."""
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int) -> None:
+        """`slots`: of this process, a power of two. Parameters that are not trained get no gradient."""
+        if slots not in {1 << i for i in range(MOST_LEVELS)}:
+            raise ValueError(f"{slots} slots; a power of two up to {1 << (MOST_LEVELS - 1)} is possible")
+        self.slots, self._all = slots, dict(parameters)
+        self.trained = {name: p for name, p in self._all.items() if p.requires_grad}
+        self._names = {id(p): name for name, p in self._all.items()}
+        self._uses: dict[tuple[str, tuple[str, ...]], SlotSums] = {}
+        for parameter in self.trained.values():
+            _SUMS[parameter] = weakref.ref(self)
+
+    def use(self, label: str, *parameters: Tensor) -> SlotSums:
+        """The sums of one use of some parameters. Uses of one parameter differ in their labels."""
+        return self._use(label, tuple(self._names[id(p)] for p in parameters))
+
+    def _use(self, label: str, names: tuple[str, ...]) -> SlotSums:
+        if (label, names) not in self._uses:
+            self._uses[label, names] = self._made([self._all[name] for name in names])
+        return self._uses[label, names]
+
+    def _made(self, parameters: Sequence[Tensor]) -> SlotSums:
+        return SlotSums(parameters, self.slots)
+
+    def begin(self) -> None:
+        """Forget the sums of the last minibatch."""
+        for use in self._uses.values():
+            use.begin()
+
+    def release(self) -> None:
+        """Free the memory of all sums until the next backward pass."""
+        for use in self._uses.values():
+            use.release()
+
+    def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+        """The gradient of each trained parameter over all ranks, float32, in the memory of the sums.
+
+        With several ranks each of them has the same number of slots, in rank order.
+        """
+        # a rank without sequences has no uses of its own
+        keys = sorted({key for of_rank in ranks.everyone(list(self._uses)) for key in of_rank})
+        gradients: dict[str, Tensor] = {}
+        for key in keys:
+            use = self._use(*key)
+            ranks.exchange_sum(use.total())
+            for parameter in use.parameters:
+                name = self._names[id(parameter)]
+                if name in gradients:
+                    gradients[name].add_(use.view(parameter))
+                else:
+                    gradients[name] = use.view(parameter)
+        return {name: gradients[name] if name in gradients else torch.zeros_like(p) for name, p in self.trained.items()}

@@ -131,7 +131,10 @@ def test_the_plan_divides_weights() -> None:
         (["mismatch.sampler.stock=float32"], "layout.mesh.zero = 3 does not go with this: mismatch.sampler.stock is "),
         (["mismatch.sampler.lag={kind: fixed, iterations: 1}"], "go with this: mismatch.sampler.lag is set; take 2"),
         (["model.experts={family: mixtral, count: 4, per_token: 2}"], "go with this: model.experts is set; take 2"),
-        (["mismatch.trainer.precision.weights=bfloat16"], "this: mismatch.trainer.precision rounds; take 2, or remove"),
+        (
+            ["mismatch.trainer.precision.gradients=bfloat16"],
+            "this: mismatch.trainer.precision rounds; take 2, or remove",
+        ),
     ],
 )
 def test_what_needs_all_weights_is_refused_by_name(overrides: list[str], message: str) -> None:

@@ -53,7 +53,7 @@ def test_groups_are_as_many_processes_as_were_started() -> None:
         (["lora={rank: 2, alpha: 4.0}"], "does not go with this: lora is set; "),
         (["mismatch.sampler.lag={kind: fixed, iterations: 1}"], "does not go with this: mismatch.sampler.lag is set; "),
         (["mismatch.sampler.stock=float32"], "does not go with this: mismatch.sampler.stock is set; "),
-        (["mismatch.trainer.precision.weights=bfloat16"], "this: mismatch.trainer.precision rounds; "),
+        (["mismatch.trainer.precision.gradients=bfloat16"], "this: mismatch.trainer.precision rounds; "),
         (["mismatch.sampler.precision.weights=bfloat16"], "this: mismatch.sampler.precision rounds; "),
         (["model.experts={family: mixtral, count: 4, per_token: 2}"], "this: model.experts is set; "),
         (["layout.mesh.tensor=0"], "layout.mesh.tensor = 0: input should be greater than or equal to 1"),

@@ -32,8 +32,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "lora, value model": (*SEPARATE, f"lora={LORA}", "value={kind: separate, learning_rate: 1e-5}"),
     "value head": (*SEPARATE, "value={kind: head}"),
     "sampler in bfloat16": ("mismatch.sampler.precision={weights: bfloat16, activations: bfloat16}",),
-    "trainer in bfloat16": ("mismatch.trainer.precision={weights: bfloat16}", "numerics.accuracy_sequences=0"),
-    "trainer of torch in bfloat16": ("mismatch.trainer.stock=bfloat16", "numerics.accuracy_sequences=0"),
 }
 
 # the same operands and sums with as little work as there can be: two steps on one sequence each

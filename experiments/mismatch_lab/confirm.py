@@ -1,7 +1,7 @@
 """Is it the same with a real model? `python -m experiments.mismatch_lab.confirm --model FOLDER [--csv FILE]`.
 
 The model answers PROMPTS in exact numerics, at temperature 1, and a trainer that rounds by the law of
-`mismatch.trainer.precision` scores the answers. One policy, no training.
+`mismatch.sampler.precision` scores the answers. One policy, no training.
 
 Expected before it was run, of SmolLM2-135M-Instruct, from its errors on fixed text (5e-2 nats rms in bfloat16, 0.3 in
 float8_e4m3, 0.6 in float8_e5m2) and from the tiny policies of `explosion`: KL is half the square of these errors, 1e-3,

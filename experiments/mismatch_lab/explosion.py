@@ -1,8 +1,8 @@
 """Why does mismatch KL rise during a run? `python -m experiments.mismatch_lab.explosion GRID [--csv FILE]`.
 
 GRID holds exact runs with a checkpoint of every iteration. Each policy is rounded to bfloat16 by the law of
-`mismatch.*.precision`, and KL(policy || rounded policy) is summed over the vocabulary at every token: of the responses
-that the policy gave itself, and of those of the first iteration, which stay the same while the weights move.
+`mismatch.sampler.precision`, and KL(policy || rounded policy) is summed over the vocabulary at every token: of the
+responses that the policy gave itself, and of those of the first iteration, which stay the same while the weights move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far does each precision move the log-probs of a model, by the law of `mismatch.*.precision` and by stock torch?
+"""How far does each precision move the log-probs of a model, rounded on purpose and in stock torch?
 
 `python -m experiments.mismatch_lab.precision --model FOLDER --text FILE` takes pieces of a text. The error of a token
 is its log-prob less that of the model in float64, nats.

@@ -40,9 +40,7 @@ def policy_accuracy(
 ) -> Accuracy | None:
     """How far a policy's log-probs are from float64 on a run's prompts; None where nothing is to be measured."""
     numerics = config.numerics
-    trainer = config.mismatch.trainer
-    rounds = trainer.precision.rounds or trainer.stock is not None
-    if numerics.mode == "native" or not numerics.accuracy_sequences or rounds:
+    if numerics.mode == "native" or not numerics.accuracy_sequences:
         return None
     return measure(policy, text_of(prompt_ids, numerics.accuracy_sequences, numerics.max_context))
 

@@ -157,9 +157,7 @@ KLConfig = Annotated[KLInReward | KLInLoss | NoKL, Field(discriminator="placemen
 class PPOConfig(Section):
     """The PPO update."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset(
-        {"rejection", "rejected_tokens", "replay_routes", "load_balancing_coef"}
-    )
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"rejection", "rejected_tokens", "replay_routes"})
 
     iterations: Count = Field(description="Rollout-update cycles.")
     epochs: Count = Field(description="Passes over each rollout.")
@@ -181,9 +179,6 @@ class PPOConfig(Section):
     )
     replay_routes: bool = Field(
         False, description="In training tokens take the experts that the sampler's routers chose, in every step."
-    )
-    load_balancing_coef: NonNegative = Field(
-        0.0, description="Weight of the load-balancing loss of a mixture of experts, mean over its layers; 0: none."
     )
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
         "token_mean",

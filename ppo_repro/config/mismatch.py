@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -100,9 +100,7 @@ class TrainerFaults(Section):
 
 
 class SamplerPrecision(Section):
-    """The formats that numbers are rounded to, as in a stack of that precision. Products stay exact."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"attention_weights"})
+    """The formats that the sampler rounds numbers to, as a stack of that precision does. Products stay exact."""
 
     weights: Format = Field(
         "float32", description="Of weights: 16 bits of all of them, 8 bits of the linear layers of attention and MLP."
@@ -113,9 +111,6 @@ class SamplerPrecision(Section):
     rest: Wide = Field("float32", description="Of the weights and activations that formats of 8 bits leave alone.")
     kv_cache: Format = Field("float32", description="Of keys and values as attention reads them.")
     logits: Format = Field("float32", description="Of logits.")
-    attention_weights: Wide = Field(
-        "float32", description="Of attention's softmax weights as they meet the values; their sum stays float32's."
-    )
 
     @model_validator(mode="after")
     def _rest_of_something(self) -> Self:
@@ -133,24 +128,19 @@ class SamplerPrecision(Section):
         """Whether logits are rounded and nothing else."""
         return {name for name in type(self).model_fields if getattr(self, name) != "float32"} == {"logits"}
 
-    @property
-    def forward_formats(self) -> tuple[str, ...]:
-        """The formats of a forward pass: sides with the same ones compute the same bits."""
-        return self.weights, self.activations, self.rest, self.kv_cache, self.logits, self.attention_weights
 
-
-class TrainerPrecision(SamplerPrecision):
-    """The same of the trainer, and of its backward pass. Weights it changes stay float32."""
+class TrainerPrecision(Section):
+    """The format that the trainer rounds gradients to; its forward pass and its weights stay exact."""
 
     gradients: Format = Field(
         "float32",
-        description="Of gradients of activations, wherever 16 bits round an activation; float32: none.",
+        description="Of gradients of activations, wherever 16 bits would round an activation; float32: none.",
     )
 
-
-def _not_both(stock: str | None, precision: SamplerPrecision) -> None:
-    if stock is not None and precision.rounds:
-        raise ValueError("stock rounds as torch does, so precision has no effect; remove one of them")
+    @property
+    def rounds(self) -> bool:
+        """Whether a format is named."""
+        return self.gradients != "float32"
 
 
 class SamplerSide(SamplerFaults):
@@ -166,26 +156,17 @@ class SamplerSide(SamplerFaults):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
-        _not_both(self.stock, self.precision)
+        if self.stock is not None and self.precision.rounds:
+            raise ValueError("stock rounds as torch does, so precision has no effect; remove one of them")
         return self
 
 
 class TrainerSide(TrainerFaults):
     """What is made to differ in the trainer."""
 
-    absent_at_default: ClassVar[frozenset[str]] = TrainerFaults.absent_at_default | {"precision", "stock"}
+    absent_at_default: ClassVar[frozenset[str]] = TrainerFaults.absent_at_default | {"precision"}
 
     precision: TrainerPrecision = TrainerPrecision()
-    stock: Wide | None = Field(
-        None,
-        description="Train by torch's own passes in this dtype, without a promise of bits: weights and moments stay "
-        "float32, float16 has dynamic loss scaling; null: do not.",
-    )
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
-        _not_both(self.stock, self.precision)
-        return self
 
 
 class MismatchConfig(Section):
@@ -199,16 +180,13 @@ class MismatchConfig(Section):
 
     @property
     def bound(self) -> str:
-        """A side that torch itself computes, whose bits belong to a kind of machine; empty where there is none."""
-        stock = {"sampler": self.sampler.stock, "trainer": self.trainer.stock}
-        named = [f"mismatch.{side}.stock = {dtype}" for side, dtype in stock.items() if dtype is not None]
-        return named[0] if named else ""
+        """The setting by which torch itself samples, so that bits belong to a kind of machine; empty without it."""
+        return "" if self.sampler.stock is None else f"mismatch.sampler.stock = {self.sampler.stock}"
 
     @property
     def same_precision(self) -> bool:
         """Whether a forward pass of sampler and trainer gives the same bits, as far as precision goes."""
-        same_formats = self.sampler.precision.forward_formats == self.trainer.precision.forward_formats
-        return self.sampler.stock is None and self.trainer.stock is None and same_formats
+        return self.sampler.stock is None and not self.sampler.precision.rounds
 
 
 def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str]:
@@ -216,8 +194,6 @@ def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str
     for side, precision in (("sampler", config.sampler.precision), ("trainer", config.trainer.precision)):
         if precision.rounds and mode == "native":
             yield f"mismatch.{side}.precision needs numerics.mode = exact, whose products it rounds"
-    if config.trainer.stock is not None and mode == "native":
-        yield "mismatch.trainer.stock needs numerics.mode = exact; native numerics are torch's own on both sides"
     if config.sampler.stock == "float32" and mode == "native":
         yield "mismatch.sampler.stock = float32 needs numerics.mode = exact; native numerics sample by torch's float32"
     for field, is_set in (("precision", config.sampler.precision.rounds), ("stock", config.sampler.stock is not None)):
@@ -226,15 +202,6 @@ def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str
                 f"mismatch.sampler.{field} needs rollout.engine.kind = torch; SGLang's own precision is that of "
                 "rollout.engine.numerics = stock with --dtype in rollout.engine.arguments"
             )
-
-
-def stock_cannot(stock: str | None, settings: Mapping[str, bool]) -> Iterator[str]:
-    """A line for each of the `settings`, by their words, that is set and that a trainer of torch's own cannot have."""
-    if stock is None:
-        return
-    for words, is_set in settings.items():
-        if is_set:
-            yield f"mismatch.trainer.stock = {stock} does not go with this: {words}; remove one of them"
 
 
 def has_no_routes(config: MismatchConfig, mode: str, dense: bool) -> Iterator[str]:

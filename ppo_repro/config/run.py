@@ -20,7 +20,7 @@ from ppo_repro.config.algorithm import (
 )
 from ppo_repro.config.engine import RolloutConfig, SGLangServers
 from ppo_repro.config.layout import LayoutConfig, not_divided, not_on_device
-from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible, stock_cannot
+from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
 from ppo_repro.config.records import CheckpointConfig, RunRecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
@@ -186,7 +186,6 @@ def _needing_all_weights(config: RunConfig) -> list[str]:
         "mismatch.sampler.stock is set": sampler.stock is not None,
         "mismatch.sampler.precision rounds": sampler.precision.rounds,
         "mismatch.trainer.precision rounds": trainer.precision.rounds,
-        "mismatch.trainer.stock is set": trainer.stock is not None,
         "model.experts is set": experts,
     }
     return [name for name, is_so in found.items() if is_so]
@@ -205,27 +204,8 @@ def _numerics(config: RunConfig) -> Iterator[str]:
         yield "rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both"
     yield from not_possible(config.mismatch, config.numerics.mode, engine.kind)
     dense = isinstance(config.model, TinyModel) and config.model.experts is None
-    if config.ppo.load_balancing_coef and dense:
-        yield "ppo.load_balancing_coef needs a mixture of experts, which model.experts makes"
-    if config.ppo.load_balancing_coef and native:
-        yield "ppo.load_balancing_coef needs numerics.mode = exact, whose routers count a whole minibatch"
     if config.ppo.replay_routes:
         yield from has_no_routes(config.mismatch, config.numerics.mode, dense)
-    trainer = config.mismatch.trainer
-    measures = config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES)
-    if trainer.precision.rounds and measures:
-        yield "numerics.accuracy_sequences needs a trainer that rounds nothing; remove mismatch.trainer.precision"
-    yield from stock_cannot(
-        trainer.stock,
-        {
-            "numerics.accuracy_sequences is set": measures,
-            "lora is set": config.lora is not None,
-            "value.kind = head": config.value.kind == "head",
-            "ppo.replay_routes = true": config.ppo.replay_routes,
-            "ppo.load_balancing_coef is set": config.ppo.load_balancing_coef > 0,
-            f"layout.mesh.zero = {config.layout.mesh.zero}": config.layout.mesh.zero > 0,
-        },
-    )
     if config.rollout.max_response_tokens >= config.numerics.max_context:
         yield (
             f"rollout.max_response_tokens = {config.rollout.max_response_tokens} must be smaller than "

@@ -21,7 +21,6 @@ class TokenBatch:
     predictors: Tensor  # [n] int64, flat index of the position whose logits predict the token
     targets: Tensor  # [n] int64, the response tokens
     real_tokens: int  # inputs that are not padding
-    is_real: Tensor  # [R, L] bool, those inputs
     routes: Tensor | None = None  # [R, L, M k] int32, experts that computed the inputs elsewhere; None: not known
 
 
@@ -48,14 +47,12 @@ def lay_out(
     input_ids = torch.zeros(rows, width, dtype=torch.int64)
     position_ids = torch.zeros(rows, width, dtype=torch.int64)
     first_key = torch.arange(width).repeat(rows, 1)
-    is_real = torch.zeros(rows, width, dtype=torch.bool)
     predictors: list[Tensor] = []
     for prompt, response, length, (row, start) in zip(prompts, responses, lengths, starts, strict=True):
         end = start + length
         input_ids[row, start:end] = torch.tensor([*prompt, *response[:-1]])
         position_ids[row, start:end] = torch.arange(length)
         first_key[row, start:end] = start
-        is_real[row, start:end] = True
         predictors.append(row * width + start + torch.arange(len(prompt) - 1, length))
     targets = torch.tensor([token for response in responses for token in response], dtype=torch.int64)
     scored = torch.cat(predictors)
@@ -67,7 +64,7 @@ def lay_out(
         laid_out = routes[0][0].repeat(rows, width, 1)  # padding takes any route
         for route, length, (row, start) in zip(routes, lengths, starts, strict=True):
             laid_out[row, start : start + length] = route
-    return TokenBatch(input_ids, position_ids, first_key, scored, targets, sum(lengths), is_real, laid_out)
+    return TokenBatch(input_ids, position_ids, first_key, scored, targets, sum(lengths), laid_out)
 
 
 def input_tokens(rollout: Rollout, sequences: Tensor) -> int:

@@ -17,9 +17,8 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.layers.families import check_visibility, decoder_layers, head_of, trunk_of
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.lowering import lower
-from ppo_repro.numerics.layers.routes import give_balances, routers
+from ppo_repro.numerics.layers.routes import routers
 from ppo_repro.numerics.trunk.forward import TrunkForward
-from ppo_repro.ppo.balancing import Balance
 from ppo_repro.seeding import bell
 
 
@@ -78,18 +77,13 @@ def checkpoint_gradients(model: nn.Module) -> None:
         layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
 
 
-def hidden_states(
-    trunk: PreTrainedModel, batch: TokenBatch, replay: bool = False, balances: Sequence[Balance] | None = None
-) -> Tensor:
-    """Final hidden states [n, H] at the positions that predict the response tokens, float32 or a stock copy's dtype.
+def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = False) -> Tensor:
+    """Final hidden states [n, H] float32 at the positions that predict the response tokens.
 
     `replay`: tokens take the routes of the batch, where it has some, through the mixtures of experts of the trunk.
-    `balances`: of its load-balancing loss, see `give_balances`; None leaves that as it is.
     """
     inputs = batch.input_ids, batch.position_ids, batch.first_key, batch.predictors
     ids, positions, first_key, rows = (x.to(trunk.device) for x in inputs)
-    if balances is not None:
-        give_balances(trunk, balances, batch.is_real.flatten().to(trunk.device))
     routes = batch.routes.flatten(0, 1).to(trunk.device) if replay and batch.routes is not None else None
     return TrunkForward(trunk).over_batch(ids, positions, first_key, rows, routes)
 

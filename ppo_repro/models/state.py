@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
-from ppo_repro.models.precision import StockNetworks
 from ppo_repro.models.versions import Versions
 from ppo_repro.numerics.layers.lowering import forget_operands
 from ppo_repro.numerics.optim.optimizer import Optimizer
@@ -27,18 +26,7 @@ class TrainState:
     coefficients: Coefficients
     iteration: int = 0
     versions: Versions | None = None  # None for a sampler that is never behind
-    stock: StockNetworks | None = None  # None for a trainer that computes by the networks above
     sampler: PreTrainedModel | None = None  # the policy as the sampler has it, where that is another object
-
-    @property
-    def trainer_policy(self) -> PreTrainedModel:
-        """The policy as the trainer computes it."""
-        return self.policy if self.stock is None else self.stock.policy
-
-    @property
-    def trainer_reference(self) -> PreTrainedModel:
-        """The reference as the trainer computes it."""
-        return self.reference if self.stock is None else self.stock.reference
 
     def forget(self, module: nn.Module | None) -> None:
         """Free the operands of one of the networks, which rests now, but not those of weights shared with another."""
@@ -49,8 +37,6 @@ class TrainState:
     def rest_sampler(self) -> None:
         """Free the operands that only the sampler needs, until the next rollout."""
         self.forget(self.sampler)
-        if self.stock is not None:
-            self.forget(self.policy)
 
     def rest(self) -> None:
         """Free what only optimizer steps need, until the next ones."""

@@ -1,4 +1,4 @@
-"""What causes of a mismatch need: rounded weights, layers run one by one, copies in torch's own dtypes. No torch."""
+"""What causes of a mismatch need: rounded weights, layers run one by one, a copy in torch's own dtype. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class Rounding:
     layers: bool = False  # weights of attention, MLPs and experts
     rest: bool = False  # the other weights
     activations: bool = False  # the inputs of linear layers
-    attention_weights: bool = False
     renews_head: bool = False  # the head is another module, with operands of its own
     renews_layers: bool = False  # so is every layer; they run one by one
 
@@ -31,8 +30,6 @@ class Rounding:
         saved = replace(saved, intermediate=4, norms=saved.norms if shape.mixture else 2)
         if self.activations:  # of queries, keys and values, of gate and up, and of the projection behind attention
             saved = replace(saved, hidden=saved.hidden + 2, mlp_hidden=1, queries=saved.queries + 1)
-        if self.attention_weights:
-            saved = replace(saved, queries=saved.queries + 1, keys=saved.keys + 2, weight_matrices=2)
         return saved
 
 
@@ -47,7 +44,6 @@ class Causes:
     trainer: Rounding = NOTHING
     sampler_differs: bool = False  # in what it rounds: its modules are others than the policy's, over the same weights
     sampler_stock: int = 0  # bytes of a number in the sampler's copy, which computes as torch does; 0: there is none
-    trainer_stock: int = 0  # the same of the trainer's copies
 
 
 NO_CAUSES = Causes()

@@ -128,9 +128,6 @@ def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, mixture: Mix
     floats += 0 if mixture else s.mlp_hidden * shape.hidden + s.intermediate * shape.intermediate
     norms = s.norms + s.head_norms * (shape.heads + shape.key_heads)
     of_experts = 0 if mixture is None else mixtures.saved_bytes(mixture, shape.hidden, tokens, s.number)
-    if s.number == 0 and s.weight_matrices:  # with the weights a float64 scale of each key and value
-        eager = 8 * s.weight_matrices * shape.heads * row + 2 * 8 * shape.key_heads
-        return of_experts + tokens * (4 * floats + 8 * norms + eager)
     if s.number == 0:
         # norms are float64, exponents int64; attention keeps a float32 maximum and a float64 sum per head
         return of_experts + tokens * (4 * floats + 8 * norms + 12 * shape.heads)

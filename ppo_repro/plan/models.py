@@ -38,7 +38,6 @@ class Saved:
     head_norms: int  # scalars for every query and key head
     mask: int  # rows of a mask over all tokens of the row
     mlp_hidden: int = 0  # multiple of the width of the residual stream, in layers with an MLP
-    weight_matrices: int = 0  # of attention over all tokens of the row, in float64, for every query head
     number: int = 0  # bytes of a number in torch's own passes; 0: exact numerics
     upcast_hidden: int = 0  # of `hidden`, those that torch keeps in float32 whatever the dtype
     upcast_heads: bool = False  # the same of one multiple of queries and keys

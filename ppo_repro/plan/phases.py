@@ -54,7 +54,7 @@ def make_plan(
     """
     causes, unrounded = work.causes, policy
     policy = causes.trainer.marked(policy)
-    trained = [_policy(policy, work)]
+    trained = [trained_model("policy", policy, policy.head, 0, work, work.lora_rank)]
     if value is not None:
         head = Linear(1, value.hidden)
         trained.append(trained_model("value model", value, head, 1, work, work.value_lora_rank))
@@ -82,27 +82,12 @@ def make_plan(
             **_update(policy, value, work),
         },
     }
-    return Plan(work, (*trained, *frozen, *_copies(policy, work)), phases)
+    return Plan(work, (*trained, *frozen, *_copies(policy, work.causes.sampler_stock)), phases)
 
 
-def _policy(shape: ModelShape, work: Work) -> Resident:
-    """The policy; where the trainer is torch's own, gradients are float32 and no exact pass trains it."""
-    found = trained_model("policy", shape, shape.head, 0, work, work.lora_rank)
-    if not work.causes.trainer_stock:
-        return found
-    samples = not (work.causes.sampler_differs or work.causes.sampler_stock)
-    operands = operand_bytes((*shape.linears, shape.head), work, False) if samples else 0
-    return replace(found, gradient_sums=0, gradients=4 * shape.parameters, operands=operands)
-
-
-def _copies(shape: ModelShape, work: Work) -> list[Resident]:
-    """The models that compute as torch does, beside those whose weights they take."""
-    by_name = {
-        "sampler's copy": work.causes.sampler_stock,
-        "trainer's copy": work.causes.trainer_stock,
-        "reference's copy": work.causes.trainer_stock,
-    }
-    return [stock_model(name, shape, number) for name, number in by_name.items() if number]
+def _copies(shape: ModelShape, number: int) -> list[Resident]:
+    """The sampler's copy that computes as torch does, beside the policy; `number` bytes each, 0: there is none."""
+    return [stock_model("sampler's copy", shape, number)] if number else []
 
 
 def _divided(
@@ -158,25 +143,18 @@ def _scoring_operands(m: _Matrices, work: Work) -> int:
     of_reward = operand_bytes(m.reward, _with_whole_models(work), False)
     if work.in_pieces:
         return max(operand_bytes((*m.policy, *m.reference, *m.value), work, False), of_reward)
-    policy, reference = _trainer(m, work)
-    one_by_one = (operand_bytes(others, work, False) for others in (reference, m.value))
-    stays = operand_bytes(m.shared, work, True) + operand_bytes(policy, work, False)
+    one_by_one = (operand_bytes(others, work, False) for others in (m.reference, m.value))
+    stays = operand_bytes(m.shared, work, True) + operand_bytes(m.policy, work, False)
     return stays + max(of_reward, *one_by_one)
-
-
-def _trainer(m: _Matrices, work: Work) -> tuple[tuple[Linear, ...], tuple[Linear, ...]]:
-    """What policy and reference have operands of while they are scored and trained; nothing where torch does that."""
-    return ((), ()) if work.causes.trainer_stock else (m.policy, m.reference)
 
 
 def _update_operands(m: _Matrices, work: Work) -> int:
     if work.in_pieces:  # one matrix at a time is whole
         return operand_bytes((*m.policy, *m.value), work, True)
-    policy, reference = _trainer(m, work)
-    stepping = [operand_bytes(matrices, work, True) for matrices in (policy, m.value)]
+    stepping = [operand_bytes(matrices, work, True) for matrices in (m.policy, m.value)]
     stays = operand_bytes(m.shared, work, True)
     if work.reference_in_steps:
-        stays += operand_bytes(reference, work, False)
+        stays += operand_bytes(m.reference, work, False)
     return stays + (sum(stepping) if work.side_by_side else max(stepping))
 
 
@@ -188,7 +166,7 @@ def _loading(policy: ModelShape, value: ModelShape | None, work: Work) -> dict[s
     if work.tensor * work.pipeline > 1 or work.in_pieces:
         return {"model as it is read": 4 * policy.whole, "copies before sharing": 4 * policy.whole}
     found = {"model as it is read": 4 * policy.parameters, "copies before sharing": copies}
-    if number := max(work.causes.sampler_stock, work.causes.trainer_stock):
+    if number := work.causes.sampler_stock:
         found["copies before rounding"] = (4 - number) * policy.parameters
     return found
 

@@ -210,14 +210,11 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
 
 def _causes(config: MismatchConfig) -> Causes:
     sampler, trainer = config.sampler, config.trainer
-    numbers = [0 if stock is None else getattr(torch, stock).itemsize for stock in (sampler.stock, trainer.stock)]
     return Causes(
         sampler=_rounding(sampler.precision),
-        trainer=_rounding(trainer.precision),
-        sampler_differs=sampler.precision.forward_formats != trainer.precision.forward_formats
-        and sampler.stock is None,
-        sampler_stock=numbers[0],
-        trainer_stock=numbers[1],
+        trainer=Rounding(renews_head=trainer.precision.rounds, renews_layers=trainer.precision.rounds),
+        sampler_differs=sampler.precision.rounds,
+        sampler_stock=0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize,
     )
 
 
@@ -227,7 +224,6 @@ def _rounding(config: SamplerPrecision) -> Rounding:
         layers=config.weights != "float32",
         rest=(config.rest if narrow else config.weights) != "float32",
         activations=config.activations != "float32",
-        attention_weights=config.attention_weights != "float32",
         renews_head=config.rounds,
         renews_layers=config.rounds and not config.only_logits,
     )
@@ -255,8 +251,6 @@ def plan_run(config: RunConfig, processes: int | None = None) -> Plan:
     check_layers(source, mesh.pipeline, "the model")
     shape, term = model_shape(source, exact), config.reward.model
     policy = shape if mesh.group == 1 else model_shape(source, exact, mesh=mesh)
-    if (stock := config.mismatch.trainer.stock) is not None:
-        policy = replace(policy, saved=replace(_NATIVE[source.model_type], number=getattr(torch, stock).itemsize))
     if config.lora is not None:
         policy = model_shape(source, exact, config.lora.target_modules)
     classifier: PretrainedConfig | None = None

@@ -32,8 +32,6 @@ def check_routes(config: RunConfig, source: PreTrainedModel) -> None:
         )
     if config.ppo.replay_routes and not mixture:
         raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
-    if config.ppo.load_balancing_coef and not mixture:
-        raise UserError(f"ppo.load_balancing_coef: needs a mixture of experts, and {kind} has no router; remove it")
 
 
 def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:

@@ -27,7 +27,7 @@ from ppo_repro.models.networks import (
     make_value_head,
     make_value_model,
 )
-from ppo_repro.models.precision import StockNetworks, set_precision, stock_networks
+from ppo_repro.models.precision import set_precision
 from ppo_repro.models.reward_model import (
     load_reward_model,
     make_reward_model,
@@ -42,7 +42,6 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
-from ppo_repro.numerics.optim.stock import StockOptimizer
 from ppo_repro.numerics.pieces import Division
 from ppo_repro.numerics.sharding.layers import check_divisible
 from ppo_repro.numerics.sharding.parts import hold
@@ -175,20 +174,15 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         begun_as = task.reward_model if config.value.init == "reward_model" else reference
         base = trunk_of(begun_as) if share and begun_as is not None else None
         value_lora = _adapted(value_model, config.value.lora, config.seed, base)
-    sampled = set_precision(config.mismatch, policy, reference)
-    stock = _stock(config, source)
+    sampled = set_precision(config.mismatch, policy)
     if config.layout.gradient_checkpointing:
-        checkpoint_gradients(policy if stock is None else stock.policy)
+        checkpoint_gradients(policy)
         if isinstance(config.value, SeparateValue) and value_model is not None:
             checkpoint_gradients(value_model)
     trained: nn.Module = policy
     if isinstance(config.value, ValueHead) and value_model is not None:
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
-    policy_optimizer: Optimizer
-    if stock is None:
-        policy_optimizer = _optimizer(config, trained, lora, config.ppo.learning_rate, division)
-    else:
-        policy_optimizer = StockOptimizer(policy, stock.policy, _adamw(config, config.ppo.learning_rate))
+    policy_optimizer = _optimizer(config, trained, lora, config.ppo.learning_rate, division)
     value_optimizer = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
         value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate, division)
@@ -200,14 +194,8 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
         versions=_versions(config, policy, lora),
-        stock=stock,
     )
     return _Networks(state, sampled, _Adapters(lora, value_lora))
-
-
-def _stock(config: RunConfig, source: PreTrainedModel) -> StockNetworks | None:
-    dtype = config.mismatch.trainer.stock
-    return None if dtype is None else stock_networks(source, dtype, config.numerics.max_context)
 
 
 def _versions(config: RunConfig, policy: PreTrainedModel, lora: Lora | None) -> Versions | None:

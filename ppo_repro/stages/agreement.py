@@ -97,13 +97,12 @@ def require_first_step_agrees(
 ) -> None:
     """Raise UnequalBits where the first minibatch has a ratio other than 1, or another value than the forward pass.
 
-    With the old anchor this is between two passes of the trainer, and promised whatever samples, but not with dropout
-    or of torch's own.
+    With the old anchor this is between two passes of the trainer, and promised whatever samples, but not with
+    dropout.
     """
     if config.numerics.mode != "exact":
         return
-    trainer = config.mismatch.trainer
-    repeats = config.ppo.ratio_anchor == "old" and not trainer.dropout and trainer.stock is None
+    repeats = config.ppo.ratio_anchor == "old" and not config.mismatch.trainer.dropout
     if first.policy is not None and (repeats or sampler_is_exact(config)):
         require_ratios_of_one(iteration, rollout.lengths, first.policy.ratios, first.tokens)
     if first.value is not None and forward.values is not None:

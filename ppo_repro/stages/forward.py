@@ -90,7 +90,7 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
 
 def _seen(state: TrainState, batch: TokenBatch, config: RunConfig) -> tuple[Tensor, Tensor]:
     """The policy's hidden states [n, H], and at level deep the routes that gave them, [n, M k] int32, else [n, 0]."""
-    trunk = trunk_of(state.trainer_policy)
+    trunk = trunk_of(state.policy)
     if config.records.level != "deep" or not routers(trunk):
         return hidden_states(trunk, batch, replay=True), torch.empty(len(batch.targets), 0, dtype=torch.int32)
     with seen_routes(trunk) as seen:
@@ -153,7 +153,7 @@ def _distributions(
     are computed for LOGITS_AT_ONCE elements at a time, on the device of the models; the results are on the CPU.
     """
     mode, temperature = config.numerics.mode, training_temperature(config)
-    policy, reference = state.trainer_policy, state.trainer_reference
+    policy, reference = state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
     head, ref_head = head_of(policy), head_of(reference)
 

@@ -28,7 +28,6 @@ from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_loss, token_statistics
 from ppo_repro.numerics.sharding.layers import own_logits
 from ppo_repro.ppo import kl, losses
-from ppo_repro.ppo.balancing import Balance
 from ppo_repro.ppo.sequences import response_means, sequence_ratios
 from ppo_repro.remedies.corrections import Corrections, corrections_of
 from ppo_repro.stages.faults import Stream, dropped, training_temperature
@@ -146,7 +145,6 @@ class PolicyLoss:
     rollout: Rollout
     terms: PolicyTerms
     step: Stream = ()  # of the minibatch, for what dropout draws
-    balances: tuple[Balance, ...] | None = None  # of the minibatch, one per router; None without that loss
 
     def of(self, m: MicroBatch) -> LossAndColumns:
         """(loss, `PolicyColumns`) from a forward pass of the policy."""
@@ -154,7 +152,7 @@ class PolicyLoss:
 
     def hidden(self, m: MicroBatch) -> Tensor:
         """The trunk's hidden states [m, H]."""
-        return hidden_states(trunk_of(self.state.trainer_policy), m.batch, True, self.balances)
+        return hidden_states(trunk_of(self.state.policy), m.batch, replay=True)
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]; the losses of tokens are computed on the CPU."""
@@ -162,7 +160,7 @@ class PolicyLoss:
         seen = dropped(config, hidden, m.tokens, self.step)
         if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
             with torch.no_grad():
-                ref_seen = hidden_states(trunk_of(self.state.trainer_reference), m.batch)
+                ref_seen = hidden_states(trunk_of(self.state.reference), m.batch)
         vocab_size = self.state.policy.config.vocab_size
         statistics = in_pieces(lambda rows: self._of_rows(m, seen, ref_seen, rows), len(seen), vocab_size)
         logprobs, entropies, *divergences = (x.cpu() for x in statistics)
@@ -174,13 +172,13 @@ class PolicyLoss:
     def _of_rows(self, m: MicroBatch, seen: Tensor, ref_seen: Tensor | None, rows: slice) -> tuple[Tensor, ...]:
         """Log-probs and entropies of some tokens, and KL(policy || reference) where there is a reference, [r] each."""
         temperature, mode = training_temperature(self.terms.config), self.terms.config.numerics.mode
-        logits, share = own_logits(head_of(self.state.trainer_policy), seen[rows])
+        logits, share = own_logits(head_of(self.state.policy), seen[rows])
         eligible = own_eligible(self.terms.config, self.rollout.kept_tokens[m.tokens[rows]], logits, share)
         statistics = token_statistics(logits, m.batch.targets[rows], temperature, eligible, mode, share)
         if ref_seen is None:
             return statistics
         with torch.no_grad():
-            ref_logits, _ = own_logits(head_of(self.state.trainer_reference), ref_seen[rows])
+            ref_logits, _ = own_logits(head_of(self.state.reference), ref_seen[rows])
         return *statistics, kl_loss(logits, ref_logits, temperature, eligible, mode, share)
 
 

@@ -25,7 +25,6 @@ from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ranks import Ranks
 from ppo_repro.remedies.covariance import chooses_tokens, chosen_tokens
 from ppo_repro.seeding import permutation
-from ppo_repro.stages.balancing import with_balances
 from ppo_repro.stages.faults import training_weights
 from ppo_repro.stages.objective import (
     Columns,
@@ -215,8 +214,7 @@ def with_chosen(terms: PolicyTerms, tokens: Tensor, new_logprobs: Tensor, place:
 
 
 def _policy_step(state: TrainState, work: _Work, objective: Objective) -> PolicyUpdate:
-    chosen = _with_chosen(objective, work, objective.policy.of)
-    objective = with_balances(chosen, work.mine, work.input_tokens, work.ranks)
+    objective = _with_chosen(objective, work, objective.policy.of)
     report, columns = _step(state.policy_optimizer, work, objective.policy.of)
     if state.value_optimizer is not None:
         state.forget(state.policy)  # before the value model's step: the operands are those of the old weights
@@ -233,8 +231,7 @@ def _value_step(state: TrainState, work: _Work, objective: Objective) -> ValueUp
 
 def _joint_step(state: TrainState, work: _Work, objective: Objective) -> tuple[PolicyUpdate, ValueUpdate]:
     """One step on the losses of the policy and of the value head, both from the same hidden states."""
-    chosen = _with_chosen(objective, work, objective.joint)
-    objective = with_balances(chosen, work.mine, work.input_tokens, work.ranks)
+    objective = _with_chosen(objective, work, objective.joint)
     assert objective.value is not None
     report, (*of_policy, token_losses, new_values) = _step(state.policy_optimizer, work, objective.joint)
     about = work.tokens, work.own_weights()

@@ -12,8 +12,7 @@ from ppo_repro.numerics.layers.precision import Precision
 from tests.support.runs import small_config
 
 ROUNDED, STOCK = "mismatch.sampler.precision.weights=bfloat16", "mismatch.sampler.stock=bfloat16"
-TRAINED, MIXTURE = "mismatch.trainer.stock=float16", "model.experts={family: mixtral, count: 4, per_token: 2}"
-WITHOUT = "mismatch.trainer.stock = float16 does not go with this"
+TRAINED = "mismatch.trainer.precision.gradients=bfloat16"
 SGLANG = ("rollout.engine={kind: sglang}",)
 
 
@@ -27,37 +26,23 @@ SGLANG = ("rollout.engine={kind: sglang}",)
         (("mismatch.sampler.precision.gradients=int8",), "mismatch.sampler.precision.gradients: unknown field; .*"),
         (("mismatch.sampler.precision.rest=int8",), "mismatch.sampler.precision.rest = 'int8': .*"),
         (
-            ("mismatch.trainer.precision={weights: bfloat16, rest: bfloat16}",),
-            "mismatch.trainer.precision: rest is for what weights or activations of 8 bits leave alone; remove it",
+            ("mismatch.sampler.precision={weights: bfloat16, rest: bfloat16}",),
+            "mismatch.sampler.precision: rest is for what weights or activations of 8 bits leave alone; remove it",
         ),
         ((ROUNDED, "numerics.mode=native"), "mismatch.sampler.precision needs numerics.mode = exact, whose .*"),
         (
-            ("mismatch.trainer.precision.gradients=bfloat16", "numerics.mode=native"),
+            (TRAINED, "numerics.mode=native"),
             "mismatch.trainer.precision needs numerics.mode = exact, whose .*",
         ),
         ((ROUNDED, *SGLANG), "mismatch.sampler.precision needs rollout.engine.kind = torch; .*"),
         ((STOCK, *SGLANG), "mismatch.sampler.stock needs rollout.engine.kind = torch; .*"),
         ((STOCK, ROUNDED), "mismatch.sampler: stock rounds as torch does, so precision has no effect; .*"),
-        (("mismatch.trainer.stock=int8",), "mismatch.trainer.stock = 'int8': .*"),
-        ((TRAINED, "mismatch.trainer.precision.logits=bfloat16"), "mismatch.trainer: stock rounds as torch does, .*"),
-        ((TRAINED, "numerics.mode=native"), "mismatch.trainer.stock needs numerics.mode = exact; native .*"),
+        (("mismatch.sampler.stock=int8",), "mismatch.sampler.stock = 'int8': .*"),
+        (("mismatch.trainer.stock=float16",), "mismatch.trainer.stock: unknown field; .*"),
+        (("mismatch.trainer.precision.weights=int8",), "mismatch.trainer.precision.weights: unknown field; .*"),
         (
             ("mismatch.sampler.stock=float32", "numerics.mode=native"),
             "mismatch.sampler.stock = float32 needs numerics.mode = exact; native numerics sample by torch's float32",
-        ),
-        ((TRAINED, "lora={rank: 2, alpha: 4.0}"), f"{WITHOUT}: lora is set; remove one of them"),
-        ((TRAINED, "value={kind: head}"), f"{WITHOUT}: value.kind = head; .*"),
-        ((TRAINED, MIXTURE, "ppo.replay_routes=true"), f"{WITHOUT}: ppo.replay_routes = true; .*"),
-        ((TRAINED, MIXTURE, "ppo.load_balancing_coef=0.1"), f"{WITHOUT}: ppo.load_balancing_coef is set; .*"),
-        ((TRAINED, "numerics.accuracy_sequences=2"), f"{WITHOUT}: numerics.accuracy_sequences is set; .*"),
-        ((TRAINED, "layout.mesh.zero=1"), f"{WITHOUT}: layout.mesh.zero = 1; .*"),
-        (
-            (TRAINED, "layout.mesh.tensor=2"),
-            "layout.mesh.tensor = 2 does not go with this: mismatch.trainer.stock is set; remove one of them",
-        ),
-        (
-            ("mismatch.trainer.precision.logits=int8", "numerics.accuracy_sequences=2"),
-            "numerics.accuracy_sequences needs a trainer that rounds nothing; remove mismatch.trainer.precision",
         ),
     ],
 )
@@ -68,7 +53,6 @@ def test_what_cannot_be_is_refused_by_field(overrides: tuple[str, ...], line: st
 
 
 def test_what_sglang_and_native_numerics_can_do_is_not_refused() -> None:
-    small_config("mismatch.trainer.precision.weights=bfloat16", *SGLANG)
     small_config(TRAINED, *SGLANG)
     small_config(TRAINED, STOCK)
     small_config(STOCK, "numerics.mode=native")
@@ -77,7 +61,7 @@ def test_what_sglang_and_native_numerics_can_do_is_not_refused() -> None:
 def test_a_configuration_without_a_cause_is_as_if_there_were_no_section() -> None:
     plain, text = small_config(), dump_yaml(small_config())
     assert "mismatch:" not in text and plain.mismatch == MismatchConfig()
-    for same in ("mismatch={}", "mismatch.sampler={}", "mismatch.trainer.precision={logits: float32}"):
+    for same in ("mismatch={}", "mismatch.sampler={}", "mismatch.trainer.precision={gradients: float32}"):
         assert small_config(same).digest() == plain.digest() and dump_yaml(small_config(same)) == text
     causes = {small_config(*cause).digest() for cause in ((), (ROUNDED,), (STOCK,), (TRAINED,))}
     assert len(causes) == 4 and plain.digest() in causes
@@ -90,14 +74,11 @@ def test_what_is_rounded_to_what() -> None:
     narrow = SamplerPrecision(weights="int8", activations="float8_e4m3", rest="bfloat16")
     assert precision_of(narrow) == Precision("int8", "bfloat16", "float8_e4m3", "bfloat16")
     assert precision_of(SamplerPrecision(weights="int8")) == Precision("int8")
-    assert precision_of(SamplerPrecision(attention_weights="float16")) == Precision(attention_weights="float16")
     inputs = SamplerPrecision(weights="bfloat16", activations="int8", rest="float16")
     assert precision_of(inputs) == Precision("bfloat16", "bfloat16", "int8", "float16")
 
 
-def test_which_sides_have_the_same_precision() -> None:
-    both = ("mismatch.sampler.precision.weights=int8", "mismatch.trainer.precision.weights=int8")
-    assert small_config().mismatch.same_precision and small_config(*both).mismatch.same_precision
-    assert small_config("mismatch.trainer.precision.gradients=bfloat16").mismatch.same_precision
-    for other in ((both[0],), (both[1],), (*both, "mismatch.sampler.precision.logits=int8"), (STOCK,), (TRAINED,)):
-        assert not small_config(*other).mismatch.same_precision
+def test_only_a_rounding_of_the_sampler_is_another_precision() -> None:
+    assert small_config().mismatch.same_precision and small_config(TRAINED).mismatch.same_precision
+    for other in (ROUNDED, "mismatch.sampler.precision.logits=int8", STOCK):
+        assert not small_config(other).mismatch.same_precision

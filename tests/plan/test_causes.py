@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.config.mismatch import TrainerPrecision
+from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.networks import hidden_states, make_policy, policy_logits
+from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.models.precision import precision_of
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.kv_cache import SlotCache
 from ppo_repro.numerics.layers.rounded import round_model
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.optim.optimizer import make_optimizer
-from ppo_repro.numerics.optim.stock import StockOptimizer
-from ppo_repro.numerics.sharding.layers import own_logits
 from ppo_repro.plan import memory
 from ppo_repro.plan.causes import Causes
 from ppo_repro.plan.phases import make_plan
@@ -55,14 +51,13 @@ PRECISIONS = {
     "8 bits": {"weights": "int8", "activations": "int8"},
     "8 bits and 16": {"weights": "float8_e4m3", "activations": "float8_e4m3", "rest": "bfloat16"},
     "cache": {"kv_cache": "int8"},
-    "attention's weights": {"attention_weights": "bfloat16"},
     "logits": {"logits": "bfloat16"},
 }
 STOCK = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def precision(name: str) -> TrainerPrecision:
-    return TrainerPrecision(**PRECISIONS[name])
+def precision(name: str) -> SamplerPrecision:
+    return SamplerPrecision(**PRECISIONS[name])
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -111,7 +106,7 @@ def test_layers_that_round_keep_what_was_planned(architecture: str, name: str) -
     shape = _rounding(precision(name)).marked(model_shape(resized(architecture, 2), True))
     expected = memory.saved_bytes_per_layer(shape, tokens, row, shape.mixture)
     # kept outside autograd, or let go of at once: see test_plan
-    outside = 0 if name == "attention's weights" else 12 * shape.heads
+    outside = 12 * shape.heads
     outside += 16 * shape.mixture.per_token - 4 * shape.mixture.experts if shape.mixture else 0
     if name == "logits" and shape.mixture is None:  # whole kernels keep those numbers themselves
         outside = 0
@@ -185,60 +180,21 @@ def held_before_rounding(name: str, prepared: Prepared) -> int:
 
 
 @pytest.mark.parametrize("dtype", STOCK)
-def test_copies_of_torch_are_counted_to_the_byte(dtype: str) -> None:
+def test_a_copy_of_torch_is_counted_to_the_byte(dtype: str) -> None:
     backend.use("float64", 1)
-    stock = (f"mismatch.sampler.stock={dtype}", f"mismatch.trainer.stock={dtype}", "layout.backend=float64")
+    stock = (f"mismatch.sampler.stock={dtype}", "layout.backend=float64")
     prepared = of_run(*stock)
     state = prepared.state
-    assert state.stock is not None and state.sampler is prepared.engine.policy
+    assert state.sampler is prepared.engine.policy
     plan = planned_for(prepared, *stock)
     copies = {r.name: r.weights for r in plan.residents if r.name.endswith("copy")}
-    assert copies == {
-        "sampler's copy": distinct(state.sampler.parameters()),
-        "trainer's copy": distinct(state.stock.policy.parameters()),
-        "reference's copy": distinct(state.stock.reference.parameters()),
-    }
+    assert copies == {"sampler's copy": distinct(state.sampler.parameters())}
     assert set(copies.values()) == {STOCK[dtype] * sum(p.numel() for p in state.policy.parameters())}
     sample(prepared)
     assert held_operands(state.policy) == 0 == plan.phases["rollout"]["operands"]
     cache = SlotCache(state.policy.config, 5, CONTEXT, torch.device("cpu"), getattr(torch, dtype))
     shape, own = model_shape(state.policy.config, True), Causes(sampler_stock=STOCK[dtype])
     assert distinct([*cache.keys, *cache.values]) == memory.cache_bytes(shape, work("float64", slots=5, causes=own))
-    assert all(word in "\n".join(lines(plan)) for word in ("sampler's copy", "in the update: gradients, float32"))
-
-
-def test_gradients_of_a_stock_trainer_are_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend.use("float64", 1)
-    stock = ("mismatch.trainer.stock=bfloat16", "layout.backend=float64")
-    prepared = of_run(*stock)
-    state = prepared.state
-    optimizer = state.policy_optimizer
-    assert isinstance(optimizer, StockOptimizer) and state.stock is not None
-    sample(prepared)
-    plan = planned_for(prepared, *stock)
-    policy = plan.residents[0]
-    assert held_operands(state.policy) == policy.operands == plan.phases["rollout"]["operands"]
-    state.rest_sampler()
-    assert held_operands(state.policy) == 0, "torch trains, so the policy rests"
-    batch, held, apply = lay_out([[3, 4, 5]] * 2, [[6, 7]] * 2, "right"), [], optimizer.adamw.apply
-
-    def watched(settings: object, gradients: Mapping[str, Tensor], norm: float) -> None:
-        held.append(distinct([*gradients.values(), *optimizer._sums.values()]))
-        apply(settings, gradients, norm)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(optimizer.adamw, "apply", watched)
-
-    copy = state.stock.policy
-
-    def logprobs() -> Tensor:
-        logits, _ = own_logits(head_of(copy), hidden_states(trunk_of(copy), batch))
-        return token_statistics(logits, batch.targets, 1.0, None, "exact")[0]
-
-    take_a_step(copy, logprobs, optimizer, batch.real_tokens)
-    assert held == [policy.gradients] == [plan.phases["update"]["gradients"]]
-    assert policy.gradient_sums == 0
-    optimizer.rest()
-    assert not optimizer._sums
 
 
 def test_the_table_of_a_run_without_causes_has_none() -> None:

@@ -88,7 +88,6 @@ class Formats:
     kv_cache: str | None = None
     logits: str | None = None
     gradients: str | None = None
-    attention_weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,10 +135,6 @@ class Qwen3InFloat64:
         hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
         weights = scores.softmax(-1)
-        if self.formats.attention_weights is not None:
-            # of the largest weight, as they meet the values before the division by their sum
-            largest = weights.detach().amax(-1, keepdim=True)
-            weights = through(weights / largest, self.formats.attention_weights, nearest) * largest
         return self.linear(f"{name}.o_proj", torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1))
 
     def mlp(self, name: str, x: Tensor) -> Tensor:

@@ -157,9 +157,6 @@ def _rounded_on_purpose(config: RunConfig) -> Iterator[Verdict]:
     stock = config.mismatch.sampler.stock
     if stock is not None:
         yield Verdict("fact", f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {stock}.")
-    stock = config.mismatch.trainer.stock
-    if stock is not None:
-        yield Verdict("fact", f"The trainer was torch's own on purpose: mismatch.trainer.stock = {stock}.")
     sides = ("sampler", config.mismatch.sampler.precision), ("trainer", config.mismatch.trainer.precision)
     for side, precision in sides:
         formats = {name: value for name, value in precision.model_dump().items() if value != "float32"}

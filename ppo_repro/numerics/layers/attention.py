@@ -24,7 +24,6 @@ from ppo_repro.numerics.arithmetic.grid import (
     exact_product,
     quantise,
 )
-from ppo_repro.numerics.arithmetic.rounding import round_to
 from ppo_repro.numerics.backend import has_kernels
 from ppo_repro.numerics.layers import fused_attention
 from ppo_repro.numerics.layers.kv_cache import GridCache
@@ -41,14 +40,8 @@ def _refuse_not_finite(*numbers: Tensor) -> None:
         raise NumericsError(fused_attention.NOT_FINITE)
 
 
-def _softmax_rows(
-    queries: Grid, keys: Grid, values: Grid, mask: Tensor, form: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [.., I, J], those that meet the values, and output [.., I, D] of queries over the keys `mask` shows.
-
-    float64, float64, float32. With a `form` of 16 bits w = exp(score - largest score) is rounded to it before it meets
-    the values, and their sum is of the w as they were: as in flash attention, whose largest score is one so far.
-    """
+def _softmax_rows(queries: Grid, keys: Grid, values: Grid, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [.., I, J] float64 and output [.., I, D] float32 of queries over the keys that `mask` shows."""
     scores = contract(queries, keys)
     _refuse_not_finite(scores.masked_fill(~mask, 0.0))
     scores = scores.masked_fill_(~mask, float("-inf"))
@@ -59,12 +52,10 @@ def _softmax_rows(
     integers = _in_units(masses, mask)
     total = integers.sum(-1, keepdim=True)
     total = torch.where(total > 0, total, 1.0)
-    meeting = integers if form is None else _in_units(round_to(masses, form), mask)
-    folded, folded_scale = quantise(meeting * values[1].transpose(-1, -2), LEFT_BITS)
+    folded, folded_scale = quantise(integers * values[1].transpose(-1, -2), LEFT_BITS)
     out = exact_product(folded, values[0]).mul_(folded_scale).div_(total).to(torch.float32).add_(0.0)
     _refuse_not_finite(out)
-    weights = integers / total
-    return weights, weights if form is None else meeting / total, out
+    return integers / total, out
 
 
 def _in_units(masses: Tensor, mask: Tensor) -> Tensor:
@@ -75,12 +66,11 @@ def _in_units(masses: Tensor, mask: Tensor) -> Tensor:
 class _Attention(Function):
     """o_i = sum_j w_ij v_j, w = softmax(q k^T scaling) over visible keys.
 
-    q [B, H, I, D], k and v [B, Hk, J, D] float32, visible [B or 1, 1, I, J] bool -> [B, H, I, D] float32. Weights of a
-    `form` of 16 bits are what the values meet, and what their gradient is made of; that of the scores passes through.
+    q [B, H, I, D], k and v [B, Hk, J, D] float32, visible [B or 1, 1, I, J] bool -> [B, H, I, D] float32.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, form: str | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Tensor:
         b, h, i, d = q.shape
         kv_heads, j = k.shape[1], k.shape[2]
         groups = h // kv_heads
@@ -88,14 +78,14 @@ class _Attention(Function):
         qg = quantise(rows, LEFT_BITS, where="attention")
         kg, vg = (quantise(x, RIGHT_BITS, where="attention") for x in (k, v))
         mask = visible.expand(b, 1, i, j).repeat(1, 1, groups, 1)
-        weights, meeting, out = _softmax_rows(qg, kg, vg, mask, form)
-        ctx.save_for_backward(rows, *kg, *vg, weights, meeting, out)
+        weights, out = _softmax_rows(qg, kg, vg, mask)
+        ctx.save_for_backward(rows, *kg, *vg, weights, out)
         ctx.scaling, ctx.shapes = scaling, (q.shape, k.shape)
         return out.view(b, h, i, d)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, k_int, k_scale, v_int, v_scale, weights, meeting, out = ctx.saved_tensors
+        rows, k_int, k_scale, v_int, v_scale, weights, out = ctx.saved_tensors
         q_shape, k_shape = ctx.shapes
         query_rows = grad.reshape(out.shape)
         dg = quantise(query_rows, LEFT_BITS, where="the gradient of attention")
@@ -105,11 +95,11 @@ class _Attention(Function):
         ds = (dp - delta).mul_(weights)
         a, scale = quantise(ds * k_scale.transpose(-1, -2), LEFT_BITS)
         dq = exact_product(a, k_int).mul_(scale).mul_(ctx.scaling)
-        dk, dv = _key_gradient(ds, rows), _key_gradient(meeting, query_rows)
+        dk, dv = _key_gradient(ds, rows), _key_gradient(weights, query_rows)
         # adding zero fixes the sign of zero: a matrix product of one term may give a negative zero
         dq, dk, dv = (x.to(torch.float32).add_(0.0) for x in (dq, dk, dv))
         _refuse_not_finite(dq, dk, dv)
-        return dq.view(q_shape), dk.view(k_shape), dv.view(k_shape), None, None, None
+        return dq.view(q_shape), dk.view(k_shape), dv.view(k_shape), None, None
 
 
 def _key_gradient(factors: Tensor, rows: Tensor) -> Tensor:
@@ -122,13 +112,13 @@ def _key_gradient(factors: Tensor, rows: Tensor) -> Tensor:
     return exact_product(folded, integers).mul_(scale)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, form: str | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Tensor:
     """softmax(q k^T scaling) v over the keys that `visible` shows; differentiable in q, k and v.
 
     q [B, H, I, D], k and v [B, Hk, J, D] float32, visible [B or 1, 1, I, J] bool -> [B, H, I, D] float32.
-    A query that sees no key gives zeros. `form`: what the weights are rounded to, see `_softmax_rows`.
+    A query that sees no key gives zeros.
     """
-    return _Attention.apply(q, k, v, visible, scaling, form)
+    return _Attention.apply(q, k, v, visible, scaling)
 
 
 def visible_keys(first_key: Tensor, last_key: Tensor, window: int | None, context: int) -> tuple[Tensor, Tensor]:
@@ -163,9 +153,7 @@ def cached_reach(positions: Tensor, window: int | None) -> Tensor:
     return _mask(*visible_keys(torch.zeros_like(positions), positions, window, keys), keys)
 
 
-def attend_cached(
-    q: Tensor, cache: GridCache, layer: int, begin: Tensor, end: Tensor, scaling: float, form: str | None = None
-) -> Tensor:
+def attend_cached(q: Tensor, cache: GridCache, layer: int, begin: Tensor, end: Tensor, scaling: float) -> Tensor:
     """Queries [R, H, L, D] over positions begin..end-1 [R, L] of the slots in the target of `cache` -> [R, H, L, D]."""
     keys, values, scales = cache.read(layer)
     r, h, length, d = q.shape
@@ -174,7 +162,7 @@ def attend_cached(
     queries = quantise(rows, LEFT_BITS, where="attention")
     mask = _mask(begin, end, keys.shape[2]).repeat(1, 1, groups, 1)
     one = torch.ones(1, 1, device=q.device, dtype=torch.float64)
-    out = _softmax_rows(queries, (keys, one), (values, scales), mask, form)[-1]
+    out = _softmax_rows(queries, (keys, one), (values, scales), mask)[-1]
     return out.view(r, h, length, d)
 
 
@@ -203,16 +191,14 @@ def attention(
         raise TypeError(f"exact attention does not know {', '.join(sorted(unsupported))}")
     layer, context = cast(int, module.layer_idx), cast(int, module.max_context)
     precision = cast(Precision | None, getattr(module, "precision", None))
-    form: str | None = None
     if precision is not None:
         query, key, value = attention_inputs(precision, query, key, value)
-        form = precision.attention_weights
     try:
         if kv_cache is not None:
-            out = _cached(query, key, value, kv_cache, layer, scaling, context, sliding_window, form)
+            out = _cached(query, key, value, kv_cache, layer, scaling, context, sliding_window)
         else:
             assert first_key is not None
-            out = _uncached(query, key, value, first_key, scaling, context, sliding_window, form)
+            out = _uncached(query, key, value, first_key, scaling, context, sliding_window)
     except NumericsError as error:
         raise NumericsError(f"layer {layer}: {error}") from None
     return out.transpose(1, 2).contiguous(), None
@@ -227,15 +213,14 @@ def _cached(
     scaling: float,
     context: int,
     window: int | None,
-    form: str | None,
 ) -> Tensor:
     positions = cache.target.positions
     begin, end = visible_keys(torch.zeros_like(positions), positions, window, context)
     cache.keep(layer, k, v)
-    if has_kernels(q) and form is None:  # kernels do not round weights
+    if has_kernels(q):
         return fused_attention.attend_cached(q, k, v, cache, layer, begin, end, scaling)
     cache.write(layer, k, v)
-    return attend_cached(q, cache, layer, begin, end, scaling, form)
+    return attend_cached(q, cache, layer, begin, end, scaling)
 
 
 def _uncached(
@@ -246,10 +231,9 @@ def _uncached(
     scaling: float,
     context: int,
     window: int | None,
-    form: str | None,
 ) -> Tensor:
     length = first_key.shape[1]
     begin, end = visible_keys(first_key, torch.arange(length, device=q.device).expand_as(first_key), window, context)
-    if has_kernels(q) and form is None:
+    if has_kernels(q):
         return fused_attention.attend(q, k, v, begin, end, scaling)
-    return attend(q, k, v, _mask(begin, end, length), scaling, form)
+    return attend(q, k, v, _mask(begin, end, length), scaling)

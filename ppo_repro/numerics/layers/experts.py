@@ -24,7 +24,6 @@ from ppo_repro.numerics.gradient_bins import Gradients
 from ppo_repro.numerics.layers.linear import ExactModule, linear
 from ppo_repro.numerics.logprobs import top_logits
 from ppo_repro.numerics.products import PreparedWeight
-from ppo_repro.ppo.balancing import Balance, logit_gradients
 
 
 def chosen_experts(logits: Tensor, count: int) -> Tensor:
@@ -70,23 +69,6 @@ class _RoutingWeights(Function):
         else:
             d = p * (zeros.scatter(-1, experts, g) - mean)
         return d.to(torch.float32), None, None
-
-
-class _Balanced(Function):
-    """Logits as they are; to the gradient of real tokens that of the load-balancing loss is added, rounded once."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, balance: Balance, is_real: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, is_real)
-        ctx.balance = balance
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, is_real = ctx.saved_tensors
-        d = distribution(logits, None)
-        own = logit_gradients(d.masses / d.total, ctx.balance).to(torch.float32)
-        return grad + own.masked_fill(~is_real[:, None], 0.0), None, None
 
 
 class _ExpertLinear(Function):
@@ -198,15 +180,13 @@ class ExactRouter(ExactModule):
     """The router of a mixture: logits [T, E], routing weights [T, k] float32, experts int64 [T, k] by rising index.
 
     x [T, H] float32. `given` are the experts of the next tokens, int64 [T, k] by rising index, where they are not to
-    be chosen here: see `TrunkForward`. `balance` is what the load-balancing loss needs of a minibatch, and which of the
-    next tokens are no padding, bool [T]; None without that loss. Raises NumericsError where a logit is not finite.
+    be chosen here: see `TrunkForward`. Raises NumericsError where a logit is not finite.
     """
 
     def __init__(self, source: nn.Module, name: str) -> None:
         super().__init__()
         stock = cast(Any, source)
         self.given: Tensor | None = None
-        self.balance: tuple[Balance, Tensor] | None = None
         self.weight: nn.Parameter = stock.weight
         self.top_k, self.name = int(stock.top_k), name
         self.normalised = bool(getattr(stock, "norm_topk_prob", True))  # Mixtral's always are
@@ -224,8 +204,6 @@ class ExactRouter(ExactModule):
         logits = self.logits(x)
         if not bool(torch.isfinite(logits).all()):
             raise NumericsError(f"a logit of {self.name} is not finite; lower the learning rate or check the weights")
-        if self.balance is not None and logits.requires_grad:
-            logits = _Balanced.apply(logits, *self.balance)
         experts = self.choose(logits) if self.given is None else self.given
         return logits, _RoutingWeights.apply(logits, experts, self.normalised), experts
 

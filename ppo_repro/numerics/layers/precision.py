@@ -24,7 +24,6 @@ class Precision:
     kv_cache: str | None = None
     logits: str | None = None
     gradients: str | None = None  # of activations, in the backward pass
-    attention_weights: str | None = None  # of 16 bits, where they meet the values
 
     @property
     def rounds(self) -> bool:

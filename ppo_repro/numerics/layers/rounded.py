@@ -2,8 +2,7 @@
 
 Where a stack of 16 bits rounds: weights; inputs and outputs of linear layers and norms; queries, keys and values as
 attention takes them (after the rotation), and its result; the activation function; both sums of the residual stream.
-Inside attention, a norm or a softmax such stacks compute in float32, and nothing is rounded but, where asked for, the
-softmax weights of attention (`attention`). Formats of 8 bits round
+Inside attention, a norm or a softmax such stacks compute in float32, and nothing is rounded. Formats of 8 bits round
 weights and inputs of the linear layers of attention and MLP alone, with a scale for each row, as W8A8 does.
 
 Gradients pass through every rounding as if it were not there, onto float32 weights; with `gradients` set, the gradient

@@ -6,7 +6,7 @@ index.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ppo_repro.numerics.layers.experts import ExactRouter
 from ppo_repro.numerics.layers.families import ROUTERS, decoder_layers, modules_of
-from ppo_repro.ppo.balancing import Balance
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
@@ -73,14 +72,3 @@ def give_routes(model: nn.Module, routes: Tensor | None) -> None:
     for router in exact:
         router.given = None if routes is None else routes[:, start : start + router.top_k].to(torch.int64)
         start += router.top_k
-
-
-def give_balances(model: nn.Module, balances: Sequence[Balance], is_real: Tensor) -> None:
-    """Add the gradient of the load-balancing loss in backward passes of the next forward pass, one Balance per router.
-
-    `is_real` [T] bool: which tokens of that pass are no padding. Empty `balances`: no such loss.
-    """
-    exact = [router for router in routers(model) if isinstance(router, ExactRouter)]
-    of_routers: Sequence[Balance | None] = balances or [None] * len(exact)
-    for router, balance in zip(exact, of_routers, strict=True):
-        router.balance = None if balance is None else (balance, is_real)

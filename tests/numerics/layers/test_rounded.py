@@ -42,7 +42,6 @@ PRECISIONS = {
     "int8": Precision("int8", None, "int8", None, None, "int8"),
     "cache": Precision(kv_cache="bfloat16"),
     "logits": Precision(logits="float8_e4m3"),
-    "attention": Precision(attention_weights="bfloat16"),
 }
 every_precision = pytest.mark.parametrize(
     "precision",
@@ -60,7 +59,7 @@ def emulated(precision: Precision) -> tuple[Qwen3InFloat64, dict[str, Tensor]]:
     source = source_model("qwen3")
     weights = {name: p.detach().double().requires_grad_() for name, p in source.named_parameters()}
     names = ("weights", "other_weights", "linear_inputs", "activations", "kv_cache", "logits", "gradients")
-    formats = (getattr(precision, name) for name in (*names, "attention_weights"))
+    formats = (getattr(precision, name) for name in names)
     return Qwen3InFloat64(weights, source.config, Formats(*formats)), weights
 
 

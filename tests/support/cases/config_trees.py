@@ -68,9 +68,8 @@ TREES: dict[str, dict[str, Any]] = {
     "drawn lag": {"mismatch": {"sampler": {"lag": {"kind": "drawn", "max_iterations": 2}}}},
     "cut and cold": {"rollout": {**ROLLOUT, "top_p": 0.9, "temperature": 0.7}},
     "rounded": {"mismatch": {"sampler": {"precision": {"weights": "int8", "rest": "bfloat16"}}}},
-    "trainer rounded": {"mismatch": {"trainer": {"precision": {"activations": "int8", "rest": "float16"}}}},
+    "trainer rounded": {"mismatch": {"trainer": {"precision": {"gradients": "float16"}}}},
     "sampler stock": {"mismatch": {"sampler": {"stock": "bfloat16"}}},
-    "trainer stock": {"mismatch": {"trainer": {"stock": "float16"}}},
     "sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang"}}, "kl": {"placement": "none"}},
 }
 

@@ -189,7 +189,6 @@ class PolicyUpdate:
     approx_kl: float  # KL(anchor || new), k3, token mean
     clip_fraction: float  # share of tokens whose policy gradient the clip removed
     grad_norm: float
-    gradient_redos: int
     gradients: tuple[TensorGradient, ...]  # of every trained tensor; empty below level deep
 
 
@@ -203,7 +202,6 @@ class ValueUpdate:
     loss: float
     clip_fraction: float
     grad_norm: float | None  # None where the value head shares the policy's step
-    gradient_redos: int
     gradients: tuple[TensorGradient, ...]  # empty below level deep, and where the head shares the policy's step
 
 

@@ -77,7 +77,6 @@ class MinibatchUpdate:
     learning_rate: float
     clip_range: float
     joint_grad_norm: float  # over both networks, before clipping
-    gradient_redos: int
     gradients: tuple[TensorGradient, ...]  # of every trained tensor; empty below level deep
     policy_digest: str  # weights after the step
     value_digest: str

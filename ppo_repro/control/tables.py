@@ -144,7 +144,7 @@ def _steps(item: ControlIteration) -> Columns:
         "clip_fraction": [exact_mean(removes_gradient(u.clip_flags)) for u in item.updates],
         "value_clip_fraction": [exact_mean(u.value_clipped) for u in item.updates],
         **{name: column(name) for name in (*copied, "policy_digest", "value_digest")},
-        **{name: _int32(column(name)) for name in ("epoch", "minibatch", "gradient_redos")},
+        **{name: _int32(column(name)) for name in ("epoch", "minibatch")},
     }
 
 

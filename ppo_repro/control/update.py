@@ -172,7 +172,6 @@ def _record(
         learning_rate=current.learning_rate,
         clip_range=current.clip_range,
         joint_grad_norm=report.grad_norm,
-        gradient_redos=report.redos,
         gradients=report.gradients,
         policy_digest=weights_digest(state.agent.policy_parameters()),
         value_digest=weights_digest(state.agent.value_parameters()),

@@ -61,7 +61,6 @@ STEPS = Table(
         Column("margin", "float64", "reward", "Difference of the implicit rewards before the step, mean over pairs."),
         Column("accuracy", "float64", "", "Share of pairs with a positive margin; one half for a margin of 0."),
         Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
-        Column("gradient_redos", "int32", "count", "Backward passes repeated because a gradient left its grid."),
         Column("digest", "string", "", "Digest of the policy weights after the step."),
     ),
 )

@@ -198,7 +198,7 @@ def _step_columns(steps: Sequence[PreferenceStep]) -> dict[str, Any]:
     columns: dict[str, Any] = {
         name: [getattr(s, name) for s in steps] for name in (c.name for c in records.STEPS.columns)
     }
-    for name in ("epoch", "minibatch", "pairs", "gradient_redos"):
+    for name in ("epoch", "minibatch", "pairs"):
         columns[name] = np.asarray(columns[name], np.int32)
     return columns
 

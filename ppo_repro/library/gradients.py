@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.gradient_bins import GradientBins
-from ppo_repro.numerics.gradients import MAX_TOKENS
 from ppo_repro.numerics.kernels.core.fingerprint import fingerprint
 from ppo_repro.numerics.layers.lowering import attach, forget_operands
 from ppo_repro.numerics.products import array
@@ -30,7 +29,6 @@ class ExactGradients:
     def __init__(self, bins: GradientBins) -> None:
         self.bins = bins
         self._published: dict[str, tuple[Tensor, int]] = {}  # the tensor in `.grad`, and its version
-        self._tokens = 0
         self._weights: tuple[int, ...] = ()  # fingerprints
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExactGradients:
@@ -51,20 +49,11 @@ class ExactGradients:
         """A fingerprint of each parameter."""
         return tuple(fingerprint(array(p)) for p in self.bins.parameters.values())
 
-    def begin(self, tokens: int) -> None:
+    def begin(self) -> None:
         """Before a backward pass: forget what was zeroed. UserError for a `.grad` that is not the sum of passes."""
-        kept = False
         for name, parameter in self.trained().items():
-            if self._goes_on(name, parameter):
-                kept = True
-            else:
+            if not self._goes_on(name, parameter):
                 self.bins.forget(name)
-        self._tokens = tokens + (self._tokens if kept else 0)
-        if self._tokens > MAX_TOKENS:
-            raise UserError(
-                f"{self._tokens} tokens since the gradients were zeroed; exact gradients hold up to {MAX_TOKENS}; "
-                "take an optimizer step sooner"
-            )
 
     def _goes_on(self, name: str, parameter: Tensor) -> bool:
         grad, (published, version) = parameter.grad, self._published.get(name, (None, 0))
@@ -94,33 +83,29 @@ class _Pass(Function):
     """A forward pass that autograd sees as one step; its backward runs the inner graph and fills `.grad`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, trained: Tensor, gradients: ExactGradients, compute: Callable[[], Tensor], tokens: int
-    ) -> Tensor:
+    def forward(ctx: Any, trained: Tensor, gradients: ExactGradients, compute: Callable[[], Tensor]) -> Tensor:
         with torch.enable_grad():
             inner = compute()
-        ctx.inner, ctx.gradients, ctx.tokens = inner, gradients, tokens
+        ctx.inner, ctx.gradients = inner, gradients
         ctx.weights = gradients.weights()
         return inner.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         if ctx.inner is None:
             raise RuntimeError("a second backward through one pass: its activations were freed")
         if ctx.weights != ctx.gradients.weights():
             raise RuntimeError("a weight was changed between the forward pass and its backward; run the forward again")
-        ctx.gradients.begin(ctx.tokens)
+        ctx.gradients.begin()
         inner, ctx.inner = ctx.inner, None
         torch.autograd.backward(inner, grad)
         ctx.gradients.publish()
-        return None, None, None, None
+        return None, None, None
 
 
-def with_gradients(
-    model: PreTrainedModel, gradients: ExactGradients, compute: Callable[[], Tensor], tokens: int
-) -> Tensor:
-    """compute(), a forward pass of `model` over `tokens` tokens, whose backward adds to `.grad` of what is trained.
+def with_gradients(model: PreTrainedModel, gradients: ExactGradients, compute: Callable[[], Tensor]) -> Tensor:
+    """compute(), a forward pass of `model`, whose backward adds to `.grad` of what is trained.
 
     Without a parameter to train, or under `torch.no_grad()`, there is no backward.
     """
@@ -129,4 +114,4 @@ def with_gradients(
         with torch.no_grad():
             return compute()
     attach(model, gradients.bins)
-    return _Pass.apply(next(iter(trained.values())), gradients, compute, tokens)
+    return _Pass.apply(next(iter(trained.values())), gradients, compute)

@@ -18,17 +18,16 @@ from ppo_repro.library.checks import check_count, check_number
 from ppo_repro.library.gradients import ExactGradients, with_gradients
 from ppo_repro.library.layout import Layout, make_layout
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic.grid import MAX_TERMS
 from ppo_repro.numerics.gradient_bins import GradientBins
 from ppo_repro.numerics.kernels.core.fingerprint import fingerprint
-from ppo_repro.numerics.layers.families import CAUSAL_MODELS, NAMES, head_of, key_value_heads, trunk_of
+from ppo_repro.numerics.layers.families import CAUSAL_MODELS, NAMES, head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import is_exact, lower
 from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.products import array
 from ppo_repro.numerics.trunk.forward import TrunkForward
 
 IGNORED = -100  # the label of a position that does not count, as in transformers
-MOST_THREADS = 1024  # as in a configuration
+MOST_THREADS, MOST_CONTEXT = 1024, 32768  # as in a configuration
 LONGEST = 4096  # of the context, where none is asked for: attention and tables are made for it
 
 
@@ -74,7 +73,7 @@ def exact(model: PreTrainedModel, *, max_context: int | None = None, threads: in
     if threads is not None:
         check_count("exact: threads", threads, 1, MOST_THREADS)
     if max_context is not None:
-        check_count("exact: max_context", max_context, 1, MAX_TERMS)
+        check_count("exact: max_context", max_context, 1, MOST_CONTEXT)
     context = _context(model) if max_context is None else max_context
     copied: Any = copy.deepcopy(model)
     for parameter in copied.parameters():
@@ -91,8 +90,7 @@ def exact(model: PreTrainedModel, *, max_context: int | None = None, threads: in
 
 
 def _context(model: PreTrainedModel) -> int:
-    groups = model.config.num_attention_heads // key_value_heads(model.config)
-    return int(min(model.config.max_position_embeddings, LONGEST, MAX_TERMS // groups))
+    return int(min(model.config.max_position_embeddings, LONGEST))
 
 
 def gradients_of(model: PreTrainedModel) -> ExactGradients:
@@ -143,7 +141,7 @@ def logits_at(model: PreTrainedModel, layout: Layout, rows: Tensor) -> Tensor:
         hidden = trunk.over_batch(layout.input_ids, layout.position_ids, layout.first_key, rows)
         return head_of(model)(hidden)
 
-    return with_gradients(model, gradients_of(model), compute, int(layout.real.sum()))
+    return with_gradients(model, gradients_of(model), compute)
 
 
 class _Sum(Function):

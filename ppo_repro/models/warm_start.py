@@ -35,7 +35,6 @@ class WarmStartStep:
     loss: float  # before the step, nats, token mean
     learning_rate: float
     grad_norm: float
-    gradient_redos: int
     accuracy: float | None  # greedy, after the step; None where it was not measured
 
 
@@ -110,7 +109,7 @@ def warm_start(
         if accuracy is not None and accuracy >= config.warm_start_accuracy:
             end = step + COOL_DOWN
         rate, sizes = optimizer.settings.learning_rate, (epoch - 1, len(minibatch), len(batch.targets))
-        steps.append(WarmStartStep(*sizes, loss, rate, report.grad_norm, report.redos, accuracy))
+        steps.append(WarmStartStep(*sizes, loss, rate, report.grad_norm, accuracy))
         progress(step, end, loss)
     source.load_state_dict(policy.state_dict())
     return tuple(steps)

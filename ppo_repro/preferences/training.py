@@ -61,7 +61,6 @@ class PreferenceStep:
     margin: float  # mean over pairs
     accuracy: float  # ties count one half
     grad_norm: float
-    gradient_redos: int
     digest: str  # weights after the step
     indices: tuple[int, ...]  # of the pairs of the minibatch
     losses: tuple[float, ...]  # [P] nats, as the margins before the step
@@ -95,7 +94,6 @@ def preference_steps(
                 margin=exact_mean(margins),
                 accuracy=preference_accuracy(margins),
                 grad_norm=report.grad_norm,
-                gradient_redos=report.redos,
                 digest=weights_digest(model.named_parameters()),
                 indices=tuple(indices),
                 losses=tuple(losses.tolist()),

@@ -92,7 +92,6 @@ STEPS = Table(
         Column("joint_grad_norm", "float64", "", "Gradient norm over policy and critic together before clipping."),
         Column("learning_rate", "float64", "", "Learning rate of this step, of both networks."),
         Column("clip_range", "float64", "", "Clip range of the ratio in this step."),
-        Column("gradient_redos", "int32", "count", "Backward passes repeated because a gradient left its grid (exact numerics)."),
         Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
         Column("value_digest", "string", "", "Digest of the critic weights after the step."),
         full("surrogate_loss", "float64", "", "Mean of surrogates."),

@@ -229,8 +229,6 @@ STEPS = Table(
         Column("value_grad_norm", "float64", "", "The same of a value model of its own; null without a step.", nullable=True),
         Column("learning_rate", "float64", "", "Policy learning rate of this iteration."),
         Column("value_learning_rate", "float64", "", "Value learning rate of this iteration; null without a value model of its own.", nullable=True),
-        Column("gradient_redos", "int32", "count", "Backward passes repeated because a gradient left its grid (exact numerics)."),
-        Column("value_gradient_redos", "int32", "count", "The same of the value model."),
         Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
         Column("value_digest", "string", "", "Digest of the value weights, or of the value head, after the step; null without one.", nullable=True),
         full("surrogate_loss", "float64", "", "Sum of surrogates, times importance_weights, with their loss_weights; null without a step."),

@@ -55,7 +55,6 @@ _WARM_START_STEPS = Table(
         Column("loss", "float64", "nats", "Cross-entropy before the step, token mean."),
         Column("learning_rate", "float64", "", "Learning rate of the step."),
         Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
-        Column("gradient_redos", "int32", "count", "Backward passes repeated because a gradient left its grid."),
         Column("accuracy", "float64", "", "Greedy accuracy on training prompts after the step; null where not measured.", nullable=True),
     ),
 )
@@ -103,7 +102,6 @@ _PAIR_STEPS = Table(
         Column("margin", "float64", "reward", "Margin before the step, mean over pairs."),
         Column("accuracy", "float64", "", "Share of pairs with a positive margin; one half for a margin of 0."),
         Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
-        Column("gradient_redos", "int32", "count", "Backward passes repeated because a gradient left its grid."),
         Column("reward_digest", "string", "", "Digest of the reward model's weights after the step."),
     ),
 )

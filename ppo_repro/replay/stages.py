@@ -133,7 +133,7 @@ def _policy(config: RunConfig, step: _Step, terms: Terms) -> PolicyUpdate | None
         kl_terms = step.column("kl_terms") if step.has("kl_terms") else torch.zeros_like(logprobs)
     policy = with_chosen(terms.policy, step.tokens, logprobs, step.place)
     columns = policy.of(step.tokens, logprobs, entropies, kl_terms)
-    report = _report(step, "grad_norm", "gradient_redos")
+    report = _report(step, "grad_norm")
     return policy_update(report, columns, step.tokens, step.weights, policy)
 
 
@@ -143,10 +143,10 @@ def _value(step: _Step, terms: Terms) -> ValueUpdate | None:
     new_values = step.column("new_values")
     token_losses = terms.value.of(step.tokens, new_values)
     own = step.of_step("value_grad_norm") is not None
-    report = _report(step, "value_grad_norm", "value_gradient_redos") if own else None
+    report = _report(step, "value_grad_norm") if own else None
     return value_update(report, token_losses, new_values, step.tokens, step.weights, terms.value)
 
 
-def _report(step: _Step, norm: str, redos: str) -> StepReport:
-    """Norm and repetitions as recorded: gradients are in no record."""
-    return StepReport(step.of_step(norm), step.of_step(redos), ())
+def _report(step: _Step, norm: str) -> StepReport:
+    """The norm as recorded: gradients are in no record."""
+    return StepReport(step.of_step(norm), 0, ())

@@ -178,8 +178,6 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
         "value_grad_norm": of("value", "grad_norm"),
         "learning_rate": [learning_rate] * count,
         "value_learning_rate": [value_learning_rate] * count,
-        "gradient_redos": _int32([redos or 0 for redos in of("policy", "gradient_redos")]),
-        "value_gradient_redos": _int32([redos or 0 for redos in of("value", "gradient_redos")]),
         "policy_digest": [u.policy_digest for u in item.updates],
         "value_digest": [u.value_digest for u in item.updates],
     }

@@ -34,7 +34,7 @@ def preparation_tables(
 
 
 def _warm_start_steps(steps: Sequence[WarmStartStep]) -> Columns:
-    names = ("epoch", "examples", "tokens", "loss", "learning_rate", "grad_norm", "gradient_redos", "accuracy")
+    names = ("epoch", "examples", "tokens", "loss", "learning_rate", "grad_norm", "accuracy")
     return {"step": list(range(len(steps))), **{name: [getattr(step, name) for step in steps] for name in names}}
 
 
@@ -73,6 +73,6 @@ def _pair_updates(steps: Sequence[PreferenceStep]) -> Columns:
 
 
 def _pair_steps(steps: Sequence[PreferenceStep]) -> Columns:
-    names = ("epoch", "minibatch", "pairs", "loss", "margin", "accuracy", "grad_norm", "gradient_redos")
+    names = ("epoch", "minibatch", "pairs", "loss", "margin", "accuracy", "grad_norm")
     columns: Columns = {name: [getattr(step, name) for step in steps] for name in names}
     return {**columns, "reward_digest": [step.digest for step in steps]}

@@ -270,7 +270,6 @@ def policy_update(
         approx_kl=exact_mean(kl.k3(policy.anchor[tokens] - of.new_logprobs)),
         clip_fraction=exact_mean(losses.removes_gradient(flags)),
         grad_norm=report.grad_norm,
-        gradient_redos=report.redos,
         gradients=report.gradients,
     )
 
@@ -292,6 +291,5 @@ def value_update(
         loss=_total(token_losses, weights),
         clip_fraction=exact_mean(clipped),
         grad_norm=None if report is None else report.grad_norm,
-        gradient_redos=0 if report is None else report.redos,
         gradients=() if report is None else report.gradients,
     )

@@ -152,7 +152,7 @@ def held_rows(item: Iteration, field: Field, column: Field, rows: int) -> list[A
         step = {"PolicyUpdate": u.policy, "ValueUpdate": u.value, "MinibatchUpdate": u}[stage]
         value = None if step is None else ENCODED.get(field, lambda x: x)(getattr(step, name))
         if column[0] == "steps":
-            found.append(0 if value is None and name == "gradient_redos" else value)
+            found.append(value)
         else:
             nothing: Any = False if name == "clipped" else None
             found += [nothing] * len(u.tokens) if value is None else list(value)

@@ -233,7 +233,6 @@ def test_learning_happens(exact_run: Path) -> None:
     steps = reader.read_steps(exact_run)
     assert steps["policy_digest"].nunique() == len(steps)
     assert (steps["grad_norm"] > 0).all() and (steps["value_grad_norm"] > 0).all()
-    assert steps["gradient_redos"].iloc[0] == 1, "the first step calibrates its grids"
 
 
 def test_environment_and_config_are_recorded(exact_run: Path) -> None:

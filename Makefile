@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 # as many processes as there are cores, at most four; each computes with one thread
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
-.PHONY: setup run test test-slow test-long test-capped test-sglang lint notebooks docs
+.PHONY: setup run test test-slow test-long test-sglang lint notebooks docs
 
 setup:  ## make the virtual environment and install the checkout into it
 	@.ci/setup.sh
@@ -26,12 +26,6 @@ test-slow:  ## the tests marked slow, and only those
 test-long:  ## the tests marked long, and every Hypothesis test with newly drawn cases: half an hour and more
 	@.ci/setup.sh test
 	$(PYTEST) --dist worksteal -m "long or (hypothesis and not slow)" --hypothesis-profile=new $(ARGS)
-
-CAP ?= avx2
-test-capped:  ## the quick tests where every library may use no more than CAP=avx2 or CAP=sse4.2
-	@.ci/setup.sh test
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.machines $(CAP) \
-		$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -o timeout=1800 $(ARGS)
 
 SGLANG_VENV ?= .venv-sglang
 test-sglang:  ## the tests that start real SGLang servers, on the CPU: eight minutes and 2.8 GB

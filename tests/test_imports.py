@@ -21,14 +21,12 @@ PPO_REPRO = """
     interrupts heartbeats collectives config numerics.arithmetic
     assets ranks ppo records numerics.kernels.core
     mesh
-    numerics.kernels.amx numerics.kernels.attention numerics.kernels.float64
+    numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
-    numerics.kernels.triton
     numerics
     numerics.layers
     numerics.sharding
     numerics.trunk numerics.optim
-    numerics.proof
     rollout remedies
     rollout.sglang sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
     models
@@ -182,7 +180,6 @@ def test_only_the_update_takes_optimizer_steps() -> None:
 
 def test_heavy_libraries_have_one_importer() -> None:
     homes = {"mlflow": "tracking", "sglang": "sglang_plugin", "gymnasium": "control", "reasoning_gym": "tasks"}
-    homes["triton"] = "numerics.kernels.triton"
     for path in files("ppo_repro/**/*.py"):
         package = package_of(path, ROOT / "ppo_repro")
         for library, home in homes.items():

@@ -96,7 +96,7 @@ def test_the_plan_is_of_a_part_of_the_models(cli: Cli) -> None:
 def in_mesh(size: int, tensor: int, overrides: Sequence[str], out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run of several threads in groups of `tensor`, by the eager code: kernels have one pool of threads."""
     monkeypatch.setattr(language, "as_mesh", lambda ranks, *_: ranks)
-    config = load_config(TINY, [*overrides, f"layout.mesh.tensor={tensor}", "layout.backend=eager"])
+    config = load_config(TINY, [*overrides, f"layout.mesh.tensor={tensor}"])
     return in_threads(size, lambda world: run(config, out, Silent(), thread_mesh(world, tensor))[0])[0]
 
 
@@ -113,7 +113,7 @@ def test_a_run_of_threads_leaves_the_fingerprint_and_the_files_of_one(
     size: int, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = [o for o in overrides if "rank_shares" not in o]
-    whole, _ = run(load_config(TINY, [*usual, "layout.backend=eager"]), tmp_path / "one", Silent())
+    whole, _ = run(load_config(TINY, [*usual]), tmp_path / "one", Silent())
     divided = in_mesh(size, 2, overrides, tmp_path / "divided", monkeypatch)
     assert manifest.load(divided).fingerprint == manifest.load(whole).fingerprint
     files = sorted(p for p in whole.rglob("*") if p.suffix == ".safetensors" or p.name == "checkpoint.json")

@@ -67,7 +67,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     if (arguments.model is None) != (arguments.text is None):
         parser.error("--model and --text go together")
-    print(f"{backend.use('auto', arguments.threads)}, {arguments.threads} thread(s)")
+    backend.use("float64", arguments.threads)
     gradients = not arguments.no_gradients
     if arguments.model is None:
         subjects = measure_small(arguments.family, arguments.case, arguments.models, gradients)

@@ -1,4 +1,4 @@
-"""How many fingerprints has one run under different layouts, backends, instruction sets, processes, interruptions?
+"""How many fingerprints has one run under different layouts, instruction sets, processes, interruptions?
 
 `python -m experiments.benchmarks.invariance` runs the five iterations of invariance.yaml once per condition, in
 exact and in native numerics, and prints the table. Exit status 1 if exact numerics give more than one fingerprint.
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken
-from ppo_repro.numerics import backend
 from ppo_repro.records import reader
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.run import resume, run, run_folder
@@ -41,11 +40,11 @@ LAYOUTS: tuple[tuple[str, ...], ...] = (
     ("threads=2",),
     ("threads=2", "padding=none", "rollout_slots=5", "update_micro_batch=3"),
 )
-# each disables instructions in torch, MKL, NumPy or the kernels' compiler
+# each disables instructions in torch, MKL or NumPy
 CAPS: tuple[dict[str, str], ...] = (
-    {"ATEN_CPU_CAPABILITY": "default", "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""},
+    {"ATEN_CPU_CAPABILITY": "default"},
     {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"},
-    {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
+    {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX2 FMA3"},
 )
 RANKS: tuple[tuple[int, str], ...] = ((2, "[]"), (2, "[3,1]"), (4, "[1,0,2,5]"))
@@ -115,9 +114,6 @@ def outcomes(mode: str, folder: Path) -> Iterator[Outcome]:
     """Run every condition of a numerics mode."""
     numerics = (f"numerics.mode={mode}",)
     layouts: list[tuple[str, ...]] = [(), *LAYOUTS]
-    if mode == "exact":
-        names = [name for name in backend.BACKENDS if name != "amx" or backend.has_amx()]
-        layouts += [(f"backend={name}",) for name in names]
     for index, layout in enumerate(layouts):
         yield _layout(folder / f"layout{index}", numerics, layout)
     yield _resumed(folder / "resumed", numerics)

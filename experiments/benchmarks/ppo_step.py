@@ -74,12 +74,11 @@ class Own:
     config: RunConfig
     iterations: Iterator[Iteration]
     run_dir: Path
-    kind: str
     work: Work
 
     def step(self, threads: int) -> Cost:
         """One iteration with all its records on disk."""
-        backend.use(self.kind, threads)
+        backend.use(backend.of_mode(self.config.numerics.mode), threads)
         return timing.cost_of(self._step)
 
     def _step(self) -> None:
@@ -98,7 +97,7 @@ def own(folder: Path, mode: str, work: Work = USUAL) -> Own:
     run_dir = folder / f"run-{mode}"
     writer.publish_run(writer.lay_out_run(run_dir, "", {}, config.digest(), {}, LANGUAGE), run_dir)
     iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
-    return Own(config, iterations, run_dir, "auto" if mode == "exact" else "eager", work)
+    return Own(config, iterations, run_dir, work)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def measure(config: RunConfig, folder: Path) -> tuple[list[Way], dict[str, Disk]
     configs = {way: at_level(config, way) for way in WAYS}
     prepared = {way: prepare(configs[way], lambda step, total, loss: None) for way in WAYS}
     takes = {way: _take(configs[way], prepared[way], way, folder / way.replace(" ", "-")) for way in WAYS}
-    backend.use(config.layout.backend if config.numerics.mode == "exact" else "eager", config.layout.threads)
+    backend.use(backend.of_mode(config.numerics.mode), config.layout.threads)
     times: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(config.ppo.iterations // TURN):
         for way in WAYS:

@@ -35,9 +35,9 @@ SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RES
 
 
 def engine(
-    model: LlamaForCausalLM, size: Size, mode: str, kind: str, threads: int, sequences: int = SEQUENCES
+    model: LlamaForCausalLM, size: Size, mode: str, threads: int, sequences: int = SEQUENCES
 ) -> Callable[[], Cost]:
-    """One execution of the built-in engine; its backend is chosen before the clock starts."""
+    """One execution of the built-in engine; its threads are set before the clock starts."""
     sampler = TorchEngine(make_policy(model, mode, CONTEXT), frozenset(), mode, CONTEXT, sequences, 0)
     requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, sequences))]
 
@@ -46,7 +46,7 @@ def engine(
         assert sum(len(c.response_ids) for c in completions) == sequences * RESPONSE
 
     def run() -> Cost:
-        backend.use(kind, threads)
+        backend.use(backend.of_mode(mode), threads)
         return timing.cost_of(work)
 
     return run
@@ -103,10 +103,8 @@ def llama_cpp(python: Path, model: LlamaForCausalLM, size: Size) -> Iterator[Cal
 
 def candidates(model: LlamaForCausalLM, size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
     """All candidates of this process, on the same weights and prompts."""
-    compared = {PEER: stock(model, size, threads), "exact": engine(model, size, "exact", "auto", threads)}
-    if backend.has_amx():
-        compared["exact, float64"] = engine(model, size, "exact", "float64", threads)
-    return {**compared, "native": engine(model, size, "native", "eager", threads)}
+    own = {mode: engine(model, size, mode, threads) for mode in ("exact", "native")}
+    return {PEER: stock(model, size, threads), **own}
 
 
 def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int, python: Path | None = None) -> list[Measured]:

@@ -102,7 +102,7 @@ def measure(case: Case, rounds: int) -> CaseCost:
             ],
         )
         prepared = ppo_step.without_stop(config, prepare(config, lambda step, total, loss: None))
-        backend.use("auto", 1)
+        backend.use("float64", 1)
         iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
         costs = [timing.cost_of(lambda: next(iterations)) for _ in range(rounds + 1)][1:]
     return CaseCost(case, median(c.cpu for c in costs), case.sequences * case.response)

@@ -139,7 +139,6 @@ def machine() -> dict[str, str | int]:
     return {
         "processor": processors[0] if processors else platform.processor(),
         "cores": len(processors),
-        "amx": int(torch.cpu._is_amx_tile_supported()),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

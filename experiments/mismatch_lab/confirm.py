@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--csv", type=Path, help="also write one row per precision and token to this file")
     arguments = parser.parse_args(argv)
-    backend.use("auto", arguments.threads)
+    backend.use("float64", arguments.threads)
     model, tokenizer = load_folder(arguments.model)
     max_context = max(len(_ids(tokenizer, prompt)) for prompt in PROMPTS) + arguments.tokens
     policy = make_policy(model, "exact", max_context)

@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         cells = complete_cells(arguments.grid)
-        backend.use("auto", 1)
+        backend.use("float64", 1)
         runs = zip(cells["run_dir"].tolist(), cells["seed"].tolist(), strict=True)
         parts = [of_run(arguments.grid / run_dir).assign(seed=seed) for run_dir, seed in runs]
         table = pd.concat(parts, ignore_index=True)

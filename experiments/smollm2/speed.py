@@ -77,18 +77,18 @@ def scoring(model: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost
         logits = model(ids[:, :-1]).logits[:, PROMPT - 1 :].log_softmax(-1)
         assert logits.gather(-1, ids[:, PROMPT:, None]).numel() == len(batch.targets)
 
-    def run(kind: str, work: Callable[[], None]) -> Cost:
+    def run(kind: backend.Backend, work: Callable[[], None]) -> Cost:
         backend.use(kind, threads)
         return timing.cost_of(work)
 
-    return {STOCK: lambda: run("eager", stock), "exact": lambda: run("auto", lambda: score(policy, batch))}
+    return {STOCK: lambda: run("eager", stock), "exact": lambda: run("float64", lambda: score(policy, batch))}
 
 
 def sampling(model: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost]]:
     """FEW responses of RESPONSE tokens, by `generate` and by the built-in engine."""
     return {
         rollout.PEER: rollout.stock(model, SIZE, threads, FEW),  # type: ignore[arg-type]
-        "exact": rollout.engine(model, SIZE, "exact", "auto", threads, FEW),  # type: ignore[arg-type]
+        "exact": rollout.engine(model, SIZE, "exact", threads, FEW),  # type: ignore[arg-type]
     }
 
 
@@ -101,7 +101,7 @@ def long_answers(model: PreTrainedModel, threads: int) -> dict[str, Callable[[],
     policy = make_policy(model, "exact", PROMPT + max(LONG))
 
     def run(batch: TokenBatch) -> Cost:
-        backend.use("auto", threads)
+        backend.use("float64", threads)
         return timing.cost_of(lambda: score(policy, batch))
 
     names = {"right": "exact, padded", "none": "exact, packed"}

@@ -94,7 +94,7 @@ def exact_adamw(
 
     >>> import torch, ppo_repro
     >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0), backend="eager")
+    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0))
     >>> adamw = ppo_repro.exact_adamw(model, lr=1e-3)
     >>> ids = torch.tensor([[1, 2, 3, 4, 5]])
     >>> before = model(ids, labels=ids).loss

@@ -60,7 +60,7 @@ def logprobs(
 
     >>> import torch, ppo_repro
     >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0), backend="eager")
+    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0))
     >>> ppo_repro.logprobs(model, torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3])
     """
@@ -125,7 +125,7 @@ def generate(
 
     >>> import torch, ppo_repro
     >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0), backend="eager")
+    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0))
     >>> sampling = ppo_repro.Sampling(temperature=0.8, max_response_tokens=8)
     >>> first, second = ppo_repro.generate(model, [[5, 6, 7], [8, 9]], sampling)
     >>> tokens = torch.tensor([[*first.prompt_ids, *first.response_ids]])

@@ -18,8 +18,7 @@ from ppo_repro.commands.cli import _run
 from ppo_repro.commands.memory import within_memory
 from ppo_repro.errors import UserError, is_out_of_memory
 from ppo_repro.plan.parts import in_words, parts
-from ppo_repro.plan.report import size
-from ppo_repro.plan.shapes import certain_on_card, plan_run
+from ppo_repro.plan.shapes import plan_run
 from ppo_repro.runs import run as runner
 from tests.support.paths import SMALL
 from tests.support.runs import small_config
@@ -110,51 +109,6 @@ def test_what_cannot_fit_is_refused_before_it_begins(
         monkeypatch.setattr(memory, "memory_limit", lambda: plan.certain)
         with within_memory(small_config(), 2):
             pass
-
-
-CARD = ("layout.device=cuda", "layout.backend=eager")
-
-
-def a_card(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """A double of a card with so much memory left of 80 GB."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 10**9))
-
-
-@pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_what_cannot_fit_on_the_card_is_refused_before_it_begins(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = f"layout.device={device}", "layout.backend=eager"
-    config = small_config(*fields)
-    needed = certain_on_card(config)
-    a_card(monkeypatch, needed - 1)
-    sets = [part for field in fields for part in ("--set", field)]
-    assert _run(["run", str(SMALL), "--out", str(tmp_path), *sets]) == 2
-    _, said = capsys.readouterr().err.strip().splitlines()  # after the line that says what begins
-    assert said.startswith(f"error: layout.device = {device}: not enough memory: ")
-    assert "of the card's 80.0 GB are free" in said and f"take at least {size(needed)}; free the card" in said
-    assert list(tmp_path.iterdir()) == []
-    with within_memory(small_config()):
-        pass  # a run on the CPU needs nothing of the card
-    with within_memory(small_config("layout.device=auto", "numerics.mode=native")):
-        pass  # nor one that auto leaves on the CPU
-    a_card(monkeypatch, needed)
-    with within_memory(config):
-        pass
-    assert capsys.readouterr().err == ""
-
-
-def test_what_a_card_must_hold_is_counted_by_hand() -> None:
-    plan = plan_run(small_config())
-    stays = sum(model.weights + model.moments for model in plan.residents)
-    sums, cache = plan.phases["update"]["gradient sums"], plan.phases["rollout"]["key/value cache"]
-    assert certain_on_card(small_config(*CARD)) == stays + max(sums, cache)
-    parameters = [model.trained_parameters + model.frozen_parameters for model in plan.residents]
-    trained = sum(model.trained_parameters for model in plan.residents)
-    assert stays + sums == 4 * sum(parameters) + 16 * trained, "float32, two moments, an int64 sum"
-    slots = small_config(*CARD, "layout.rollout_slots=1"), small_config(*CARD, "numerics.max_context=4000")
-    assert certain_on_card(slots[0]) <= certain_on_card(small_config(*CARD)) < certain_on_card(slots[1])
 
 
 def test_the_limit_is_not_more_than_the_machine_has() -> None:

@@ -68,11 +68,6 @@ def test_mistakes_are_one_line(override: str, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_backend_needs_exact_numerics() -> None:
-    with pytest.raises(UserError, match=r"layout.backend needs numerics.mode = exact"):
-        small_control("numerics.mode=native", "layout.backend=float64")
-
-
 def test_a_missing_field_and_a_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("experiment: a\n")

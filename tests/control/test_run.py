@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import gymnasium
@@ -28,7 +26,6 @@ from ppo_repro.watcher import Silent
 from tests.support import synthetic_run
 from tests.support.cli import Cli, one_line
 from tests.support.control import rerun, resume, run, small_control
-from tests.support.machines import CAPS, UNLIKE_OTHERS
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 from tests.support.row_dependent import row_dependent_linear
 
@@ -38,8 +35,8 @@ REAL = (
 )  # fmt: skip
 LIMITED = ("environment.id=tests/Limited-v0", "ppo.iterations=3", "evaluation.episodes=0")
 LAYOUTS = [
-    ("layout.envs_per_forward=1", "layout.backend=eager"),
-    ("layout.envs_per_forward=4", "layout.update_micro_batch=7", "layout.backend=float64"),
+    ("layout.envs_per_forward=1",),
+    ("layout.envs_per_forward=4", "layout.update_micro_batch=7"),
     ("layout.forward_micro_batch=11", "layout.update_micro_batch=25", "layout.threads=2"),
 ]
 
@@ -318,35 +315,6 @@ def test_commands(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("control", SMALL_CONTROL, "--set", "environment.id=Nothing-v0", "--out", tmp_path)
     assert code == 2 and "environment.id" in one_line(err)
     assert sorted(p.name for p in (tmp_path / "small_control").iterdir()) == [Path(run_dir).name], "nothing is left"
-
-
-def fingerprint(out: Path, cap: dict[str, str], *overrides: str, program: str = "ppo_repro") -> str:
-    sets = [part for o in ("ppo.iterations=2", *overrides) for part in ("--set", o)]
-    command = [sys.executable, "-m", program, "control", str(SMALL_CONTROL), "--out", str(out), "--json", *sets]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **cap}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
-    return str(json.loads(done.stdout)["fingerprint"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("overrides", "caps"), [((), [CAPS[0], CAPS[2], CAPS[-1]]), (REAL, CAPS[-1:])], ids=["discrete", "real"]
-)
-def test_no_instruction_set_of_our_libraries_changes_the_fingerprint(
-    tmp_path: Path, overrides: tuple[str, ...], caps: list[dict[str, str]]
-) -> None:
-    """torch, MKL and NumPy. The physics takes sines from the C library, which no variable here touches."""
-    found = {fingerprint(tmp_path / str(i), cap, *overrides) for i, cap in enumerate([{}, *caps])}
-    assert len(found) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_native_fingerprints_change_with_the_instruction_set(tmp_path: Path) -> None:
-    native = partial(fingerprint, program="tests.support.row_dependent")
-    found = {native(tmp_path / str(i), cap, "numerics.mode=native") for i, cap in enumerate([{}, UNLIKE_OTHERS])}
-    assert len(found) == 2
 
 
 WITHOUT_GYMNASIUM = """

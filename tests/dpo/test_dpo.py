@@ -44,7 +44,7 @@ numerics: {{max_context: 24}}
 layout: {{threads: 1}}
 """
 LAYOUTS = (
-    ("layout.backend=float64", "layout.threads=2", "layout.padding=left", "layout.update_micro_batch=4"),
+    ("layout.threads=2", "layout.padding=left", "layout.update_micro_batch=4"),
     ("layout.padding=none", "layout.forward_micro_batch=5", "layout.rollout_slots=7", "layout.prefix_cache=false"),
     ("layout.update_micro_batch=1", "layout.gradient_checkpointing=true", "layout.prefill_chunk=2"),
 )
@@ -53,9 +53,7 @@ LAYOUTS = (
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run that keeps its reference, so that no warm start has to be done again."""
-    config = small_config(
-        "checkpoints.every=2", "ppo.iterations=2", "rollout.samples_per_prompt=4", "layout.backend=float64"
-    )
+    config = small_config("checkpoints.every=2", "ppo.iterations=2", "rollout.samples_per_prompt=4")
     return run(config, tmp_path_factory.mktemp("source"), Silent())[0]
 
 
@@ -115,7 +113,7 @@ def test_with_a_learning_rate_of_zero_nothing_moves(source: Path, tmp_path: Path
 
 
 def test_the_divergence_is_its_definition_on_the_unmodified_models(trained: DPOResult, source: Path) -> None:
-    config = small_config("layout.backend=float64")
+    config = small_config()
     prepared = prepare(config, Silent().warm_start, source / "checkpoints" / "reference")
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / name)
@@ -212,7 +210,7 @@ def test_changed_records_are_refused(trained: DPOResult, tmp_path: Path) -> None
 def test_a_reference_that_was_not_kept_is_made_again(trained: DPOResult, source: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(source, tmp_path / "bare")
     shutil.rmtree(bare / "checkpoints")
-    again = train_dpo(config_of(bare, tmp_path, "layout.backend=float64"), tmp_path, Silent())
+    again = train_dpo(config_of(bare, tmp_path), tmp_path, Silent())
     assert again.fingerprint == trained.fingerprint
     with pytest.raises(UserError, match="its warm start was in other numerics; choose the numerics of the run"):
         train_dpo(config_of(bare, tmp_path, "numerics.mode=native"), tmp_path, Silent())

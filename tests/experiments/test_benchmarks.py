@@ -1,37 +1,15 @@
-"""What the benchmarks compute from times: floors, intervals, and the comparison of devices."""
+"""What the benchmarks compute from times: intervals, and growth of memory."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from experiments.benchmarks import grid_cells, lean, learning, mesh, numerics
-from experiments.benchmarks.machine import Peaks
-from ppo_repro.models.batches import lay_out
-from ppo_repro.models.networks import make_policy, policy_logits
-from tests.support.paths import ROOT
-
-
-def test_the_products_of_a_token_are_those_of_the_weight_matrices() -> None:
-    model = numerics.source(256)
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
-    assert numerics.products(256) == matrices
-
-
-def test_floors_by_hand() -> None:
-    peak = Peaks(1, 1e9, 5e8, 2e9, 1e10)
-    weights = numerics.products(256)
-    assert numerics.floor_seconds(256, 2, "forward", 1e9, 4.0, peak) == weights * 2 * 96 / 1e9
-    assert numerics.floor_seconds(256, 2, "forward+backward", 1e9, 4.0, peak) == 3 * weights * 2 * 96 / 1e9
-    # one sequence, a fast processor: reading the weights 65 times takes longer than multiplying
-    assert numerics.floor_seconds(256, 1, "decode", 1e15, 4.0, peak) == weights * 4.0 * 65 / 1e10
+from experiments.benchmarks import grid_cells, learning, mesh
 
 
 def test_the_bytes_of_meshes_by_hand() -> None:
@@ -50,79 +28,6 @@ def test_the_interval_of_a_paired_difference_by_hand() -> None:
         pytest.approx(2.0 - 4.3027 / 3**0.5, rel=1e-4),
         pytest.approx(2.0 + 4.3027 / 3**0.5, rel=1e-4),
     )
-
-
-def test_the_lean_loop_computes_the_same_model() -> None:
-    model = numerics.source(256)
-    ids = torch.randint(0, numerics.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    rows = ids.tolist()
-    batch = lay_out([r[:1] for r in rows], [[*r[1:], 0] for r in rows], "right")
-    with torch.no_grad():
-        expected = policy_logits(make_policy(model, "native", 16), batch).view(2, 9, -1)
-        fast = lean.from_model(model, 16, False)
-        found = lean.forward(fast, ids, 0, None)
-        cache = [(torch.zeros(2, 2, 16, 64), torch.zeros(2, 2, 16, 64)) for _ in fast.layers]
-        steps = [lean.forward(fast, ids[:, t : t + 1], t, cache) for t in range(9)]
-    # float32 sums in another order
-    assert torch.allclose(found, expected, rtol=0, atol=2e-4)
-    assert torch.allclose(torch.cat(steps, 1), expected, rtol=0, atol=2e-4)
-
-
-@pytest.mark.slow
-def test_the_device_check_runs_on_the_cpu_and_refuses_what_is_not_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "experiments.benchmarks.device", "--device"]
-    json_file = tmp_path / "device.json"
-    arguments = [*command, "cpu", "--small", "--json", str(json_file)]
-    same = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=True)
-    found = json.loads(json_file.read_text())
-    assert found["equal"] and found["digests"]["exp"] and len(found["seconds"]) >= 9 and found["left_out"] == {}
-    assert "llama, LoRA: weights after step 1" in found["digests"]
-    assert "llama, micro-batches: weights after step 1" in found["digests"]
-    late = subprocess.run([*arguments, "--seconds", "0"], capture_output=True, text=True, cwd=ROOT)
-    found = json.loads(json_file.read_text())
-    assert late.returncode == 3 and found["digests"] == {} and set(found["left_out"].values()) == {"no time was left"}
-    # where Triton is, its kernels are compared in the interpreter, as the tests' environment says
-    assert ("cpu triton" in found["columns"]) == (importlib.util.find_spec("triton") is not None)
-    assert "DIFFERENT" not in same.stdout and same.stdout.endswith("exact numerics: the same bits\n")
-    absent = subprocess.run([*command, "nonsense"], capture_output=True, text=True, cwd=ROOT)
-    assert absent.returncode == 2 and absent.stderr.startswith("error: --device nonsense") and not absent.stdout
-
-
-WITHOUT_NUMBA = """
-import importlib.util as util
-real = util.find_spec
-util.find_spec = lambda name, *rest: None if name == "numba" else real(name, *rest)
-from experiments.benchmarks.without_numba import Absent, stand_in
-assert stand_in()
-util.find_spec = real
-import torch
-from experiments.benchmarks import device_stages
-from experiments.benchmarks.device_bits import SMALL
-from ppo_repro.numerics.kernels import decoder_trunk
-assert decoder_trunk.numba.njit is Absent
-place = torch.device("cpu")
-(found,) = device_stages._on_each(lambda place: device_stages.elementary(SMALL, place), place, [])
-print(found["exp"])
-"""
-
-
-@pytest.mark.slow
-def test_a_device_is_compared_without_numba() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, cwd=ROOT, check=True)
-    from experiments.benchmarks.device_bits import SMALL, elementary
-
-    assert done.stdout == f"{elementary(SMALL, torch.device('cpu'))['exp']}\n"
-
-
-def test_a_difference_in_what_is_promised_fails(tmp_path: Path) -> None:
-    from experiments.benchmarks.device_stages import Report
-
-    report = Report({}, ["cpu eager", "cuda triton"], tmp_path / "device.json", 0.0)
-    report.compare("native", ["1", "2"], promised=False)
-    report.compare("exp", ["1", "1"])
-    assert not report.failed
-    report.compare("log", ["1", "2"])
-    assert report.failed and not json.loads((tmp_path / "device.json").read_text())["equal"]
 
 
 def test_the_synthetic_run_has_the_rows_and_the_mismatch_that_it_says(tmp_path: Path) -> None:

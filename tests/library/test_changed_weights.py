@@ -16,12 +16,11 @@ from ppo_repro.numerics.products import PreparedWeight
 from ppo_repro.testing.small_models import CONFIGS, small_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
-BACKENDS = ("float64", "eager")
 Change = Callable[[PreTrainedModel], object]
 
 
-def exact(family: str = "llama", backend: str = "float64", threads: int = 1) -> PreTrainedModel:
-    return ppo_repro.exact(small_model(CONFIGS[family](), seed=0), backend=backend, threads=threads)
+def exact(family: str = "llama", threads: int = 1) -> PreTrainedModel:
+    return ppo_repro.exact(small_model(CONFIGS[family](), seed=0), threads=threads)
 
 
 def logits(model: PreTrainedModel) -> Tensor:
@@ -30,11 +29,11 @@ def logits(model: PreTrainedModel) -> Tensor:
     return found
 
 
-def anew(model: PreTrainedModel, family: str, backend: str) -> PreTrainedModel:
+def anew(model: PreTrainedModel, family: str) -> PreTrainedModel:
     """An exact model with the weights that `model` has now."""
     stock = small_model(CONFIGS[family](), seed=0)
     stock.load_state_dict(model.state_dict())
-    return ppo_repro.exact(stock, backend=backend, threads=1)
+    return ppo_repro.exact(stock, threads=1)
 
 
 def through_data(model: PreTrainedModel) -> None:
@@ -70,13 +69,12 @@ CHANGES = [through_data, through_numpy, new_storage_twice, two_rows_change_place
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_exact_model_computes_with_the_weights_that_it_has(backend: str, family: str, change: Change) -> None:
-    model = exact(family, backend)
+def test_an_exact_model_computes_with_the_weights_that_it_has(family: str, change: Change) -> None:
+    model = exact(family)
     before = logits(model)
     change(model)
     after = logits(model)
-    assert torch.equal(after, logits(anew(model, family, backend))) and not torch.equal(after, before)
+    assert torch.equal(after, logits(anew(model, family))) and not torch.equal(after, before)
 
 
 def test_without_a_look_at_the_weights_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

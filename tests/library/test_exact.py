@@ -48,9 +48,8 @@ def gradients(model: PreTrainedModel, rows: Sequence[Sequence[int]], micro: int,
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-@pytest.mark.parametrize("backend", ["eager", "float64"])
-def test_gradients_in_grad_do_not_depend_on_the_layout(architecture: str, backend: str) -> None:
-    model = ppo_repro.exact(source_model(architecture), backend=backend, threads=1)
+def test_gradients_in_grad_do_not_depend_on_the_layout(architecture: str) -> None:
+    model = ppo_repro.exact(source_model(architecture), threads=1)
     expected = gradients(model, ROWS, len(ROWS), "right", 0)
     assert len(expected) == sum(p.numel() for p in model.parameters()) and bool((expected != 0).any())
     for layout in LAYOUTS:
@@ -70,7 +69,7 @@ def test_gradients_of_stock_torch_depend_on_it(row_dependent: None) -> None:
 def test_gradients_and_logits_are_those_of_the_model_in_float64(architecture: str) -> None:
     source = source_model(architecture)
     wide = copy.deepcopy(source).double()
-    exact = ppo_repro.exact(source, backend="eager")
+    exact = ppo_repro.exact(source)
     expected, found = gradients(wide, ROWS, 1, "right", 0), gradients(exact, ROWS, 2, "left", 0)
     # as for the gradients of a run, tests/numerics/test_gradients.py
     assert float((found.double() - expected).norm() / expected.norm()) < 6e-6
@@ -85,7 +84,7 @@ def test_gradients_and_logits_are_those_of_the_model_in_float64(architecture: st
 
 def test_the_rounding_of_each_token_is_its_own() -> None:
     """Contributions over a dozen powers of two, in passes of any order: the largest one does not come first."""
-    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    model = ppo_repro.exact(source_model("llama"))
     weights = {7: 2.0**-18, 11: 1.0, 14: 2.0**12}  # by first token of a row
 
     def vector(order: Sequence[int]) -> Tensor:
@@ -101,7 +100,7 @@ def test_the_rounding_of_each_token_is_its_own() -> None:
 
 
 def test_zeroing_begins_anew_and_other_changes_are_refused() -> None:
-    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    model = ppo_repro.exact(source_model("llama"))
     tensors = batch(ROWS, "right")
 
     def backward() -> Tensor:
@@ -122,7 +121,7 @@ def test_zeroing_begins_anew_and_other_changes_are_refused() -> None:
 
 
 def test_what_would_be_wrong_in_silence_is_refused_in_autograd() -> None:
-    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    model = ppo_repro.exact(source_model("llama"))
     loss = model(**batch(ROWS, "right")).loss
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
@@ -135,7 +134,7 @@ def test_what_would_be_wrong_in_silence_is_refused_in_autograd() -> None:
 
 
 def test_a_copy_of_an_exact_model_has_gradients_of_its_own() -> None:
-    model = ppo_repro.exact(source_model("gpt2"), backend="eager")
+    model = ppo_repro.exact(source_model("gpt2"))
     model(**batch(ROWS, "right")).loss.backward()
     copied = copy.deepcopy(model)
     assert isinstance(copied._exact_gradients, ExactGradients)
@@ -146,7 +145,7 @@ def test_a_copy_of_an_exact_model_has_gradients_of_its_own() -> None:
 
 
 def test_frozen_parameters_take_no_gradient() -> None:
-    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    model = ppo_repro.exact(source_model("llama"))
     model.model.requires_grad_(False)
     model(**batch(ROWS, "right")).loss.backward()
     assert model.lm_head.weight.grad is not None and model.model.norm.weight.grad is None
@@ -155,15 +154,15 @@ def test_frozen_parameters_take_no_gradient() -> None:
 
 
 def test_gradient_checkpointing_changes_no_bit() -> None:
-    for architecture, backend in (("llama", "float64"), ("gpt2", "eager")):
-        model = ppo_repro.exact(source_model(architecture), backend=backend, threads=1).train()
+    for architecture in ("llama", "gpt2"):
+        model = ppo_repro.exact(source_model(architecture), threads=1).train()
         expected = gradients(model, ROWS, 2, "right", 0)
         model.gradient_checkpointing_enable()
         assert unequal(gradients(model, ROWS, 2, "right", 0), expected) == 0
 
 
 def test_logits_of_padded_packed_and_single_rows_are_the_same_bits() -> None:
-    model = ppo_repro.exact(source_model("qwen3"), backend="eager")
+    model = ppo_repro.exact(source_model("qwen3"))
     alone = [model(torch.tensor([row])).logits[0] for row in ROWS]
     for padding in ("right", "left"):
         tensors = batch(ROWS, padding, 2)
@@ -184,7 +183,7 @@ def test_logits_of_padded_packed_and_single_rows_are_the_same_bits() -> None:
 
 
 def test_loss_is_the_mean_over_labels_and_a_packed_row_predicts_no_first_token() -> None:
-    model = ppo_repro.exact(source_model("llama"), backend="eager")
+    model = ppo_repro.exact(source_model("llama"))
     with torch.no_grad():
         logprobs = torch.cat([ppo_repro.logprobs(model, torch.tensor([row]))[0, 1:] for row in ROWS])
         expected = -float(logprobs.double().sum()) / LABELS
@@ -200,7 +199,7 @@ def test_loss_is_the_mean_over_labels_and_a_packed_row_predicts_no_first_token()
 
 
 def test_generate_and_logprobs_agree_on_every_bit_and_no_slot_shows() -> None:
-    model = ppo_repro.exact(source_model("qwen3"), backend="eager")
+    model = ppo_repro.exact(source_model("qwen3"))
     sampling = ppo_repro.Sampling(temperature=0.7, max_response_tokens=6)
     responses = ppo_repro.generate(model, ROWS, sampling)
     for slots in (1, 3):
@@ -251,7 +250,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
-    return ppo_repro.exact(source_model("llama"), backend="eager")
+    return ppo_repro.exact(source_model("llama"))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -24,7 +24,7 @@ def stock() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return ppo_repro.exact(stock(), backend="eager")
+    return ppo_repro.exact(stock())
 
 
 def generate(**changes: object) -> Callable[[PreTrainedModel], object]:
@@ -54,7 +54,6 @@ def train(config: object = TINY, **changes: object) -> Callable[[PreTrainedModel
 
 CALLS: list[tuple[Callable[[PreTrainedModel], object], str]] = [
     *((exact(threads=t), rf"exact: threads = {t}: must be a whole number in 1..1024") for t in (0, 1.5, 10**6, True)),
-    *((exact(backend=b), "exact: backend = .*: must be one of auto, eager, float64, amx") for b in ("nope", None, "")),
     *((exact(max_context=c), "exact: max_context = .*: must be a whole number") for c in (0, 2.5, True, "12")),
     *((loss(num_items_in_batch=n), "num_items_in_batch = ") for n in (0, -1, float("nan"), float("inf"), "x")),
     (loss(labels=IDS > 0), "labels: must be whole numbers"),

@@ -86,7 +86,7 @@ def trained_by_hand(model: PreTrainedModel, micro: int, padding: str, optimizer:
 
 
 def exact_model() -> PreTrainedModel:
-    return ppo_repro.exact(source_model("llama"), backend="float64", threads=1)
+    return ppo_repro.exact(source_model("llama"), threads=1)
 
 
 @pytest.mark.parametrize("own_adamw", [True, False], ids=["exact_adamw", "torch"])

@@ -148,7 +148,7 @@ def test_the_mismatch_of_a_run_is_the_chosen_one(disturbed_run: Path) -> None:
 
 
 def test_no_layout_shows_in_a_disturbed_run(disturbed_run: Path, config: RunConfig, tmp_path: Path) -> None:
-    layout = {"rollout_slots": 5, "prefill_chunk": 2, "padding": "left", "update_micro_batch": 3, "backend": "float64"}
+    layout = {"rollout_slots": 5, "prefill_chunk": 2, "padding": "left", "update_micro_batch": 3}
     other = config.model_copy(update={"layout": config.layout.model_copy(update=layout)})
     found = manifest.load(run(other, tmp_path, Silent())[0]).fingerprint
     assert found == manifest.load(disturbed_run).fingerprint

@@ -1,21 +1,16 @@
-"""Causes of every kind in one run: one fingerprint under every layout, number of threads and backend."""
+"""Causes of every kind in one run: one fingerprint under every layout and number of threads."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.numerics import backend
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent
 from tests.support.language import run
-from tests.support.paths import ROOT, TINY
+from tests.support.paths import TINY
 
 COMMON = (
     *("ppo.iterations=3", "ppo.minibatch_size=5", "ppo.ratio_anchor=old", "numerics.max_context=24"),
@@ -41,9 +36,8 @@ LAYOUTS = (
         *("layout.rollout_slots=4", "layout.prefill_chunk=2", "layout.prefix_cache=false", "layout.padding=left"),
         *("layout.forward_micro_batch=4", "layout.update_micro_batch=2", "layout.gradient_checkpointing=true"),
     ),
-    ("layout.threads=2", "layout.backend=float64", "layout.padding=none"),
-    ("layout.backend=eager", "layout.update_micro_batch=1"),
-    *([("layout.backend=amx",)] if backend.has_amx() else []),
+    ("layout.threads=2", "layout.padding=none"),
+    ("layout.update_micro_batch=1",),
 )
 
 
@@ -54,24 +48,11 @@ def fingerprint(out: Path, *overrides: str) -> str:
 
 
 @pytest.mark.slow
-def test_all_causes_together_have_one_fingerprint_under_layouts_threads_and_backends(tmp_path: Path) -> None:
+def test_all_causes_together_have_one_fingerprint_under_layouts_and_threads(tmp_path: Path) -> None:
     expected = fingerprint(tmp_path / "first", *CAUSES)
     assert [fingerprint(tmp_path / str(i), *CAUSES, *layout) for i, layout in enumerate(LAYOUTS)] == [expected] * len(
         LAYOUTS
     )
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(backend.has_amx(), reason="backend amx is among the layouts where a CPU has it")
-def test_the_kernels_for_amx_have_it_where_their_instructions_are_emulated(tmp_path: Path) -> None:
-    expected = fingerprint(tmp_path / "here", *CAUSES)
-    sets = [part for o in (*COMMON, *CAUSES, "layout.backend=amx") for part in ("--set", o)]
-    command = [sys.executable, "-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path / "amx"), "--json", *sets]
-    emulated = {**os.environ, "PPO_REPRO_AMX": "emulated"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=emulated, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["fingerprint"] == expected
 
 
 @pytest.mark.slow

@@ -163,9 +163,9 @@ def test_more_experts_for_a_token_than_there_are_is_refused() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_of_a_mixture_counts_its_experts_and_what_is_made_of_them(family: str) -> None:
-    config = config_of(family, "layout.backend=float64", "model.warm_start_steps=0")
+    config = config_of(family, "model.warm_start_steps=0")
     policy = prepare(config, lambda step, total, loss: None).state.policy
-    planned = plan_run(config_of(family, "layout.backend=float64", f"model.vocab_size={policy.config.vocab_size}"))
+    planned = plan_run(config_of(family, f"model.vocab_size={policy.config.vocab_size}"))
     assert planned.residents[0].weights == sum(p.nbytes for p in policy.parameters())
     # one panel of 24 columns for each of two matrices: 24 outputs of 16 inputs, 16 outputs of 12 inputs; two layers
     # of five experts; of policy and reference, which are equal, one after the other and so twice

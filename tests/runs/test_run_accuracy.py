@@ -91,7 +91,7 @@ def test_low_accuracy_is_said_once_and_names_the_layer(tmp_path: Path, monkeypat
     """The negative control: grids of 12 bits for weights; the run repeats to the bit all the same."""
     monkeypatch.setattr(contraction, "WEIGHT_BITS", 12)
     watcher = Warned()
-    run_dir, _ = run(small_config("layout.backend=eager", "ppo.iterations=1"), tmp_path, watcher)
+    run_dir, _ = run(small_config("ppo.iterations=1"), tmp_path, watcher)
     found = measured(run_dir)
     assert found.is_low and found.worst_layer
     assert watcher.texts == [accuracy.sentence(found)] and "\n" not in watcher.texts[0]

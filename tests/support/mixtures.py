@@ -16,7 +16,7 @@ from tests.support.paths import TINY
 LAYOUT = (
     *("layout.rollout_slots=4", "layout.prefix_cache=false", "layout.prefill_chunk=2", "layout.padding=none"),
     *("layout.forward_micro_batch=4", "layout.update_micro_batch=1", "layout.gradient_checkpointing=true"),
-    *("layout.threads=2", "layout.backend=float64"),
+    "layout.threads=2",
 )
 
 

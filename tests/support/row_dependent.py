@@ -4,15 +4,11 @@ Matrix products are computed by kernels that are chosen by the size of the batch
 added in another order than for many, so the last bits of a row depend on what else is computed beside it. That is why
 stock torch breaks the promises that exact numerics keep. Which sizes show it depends on the processor and the BLAS,
 on some machines hardly any do, so no control may rest on it. Here every number of rows has a kernel of its own.
-
-`python -m tests.support.row_dependent ARGUMENTS` is `ppo-repro ARGUMENTS` with such layers in native numerics; each
-environment variable of `CAPPING` that is set makes them others, as another instruction set would.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +20,6 @@ COARSE = 2.0**-12  # shows in every log-prob, also near log(1/2), and in weights
 # 2 units of the last place for each doubling of the rows. Measured on the small run: 70 % of log-probs differ, by
 # 6e-7 nats in the mean and 6e-6 at most, k3 = 6e-13; the tests allow 5e-6, 1e-4 and 1e-10
 NOISE = 2.0**-22
-CAPPING = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "NPY_DISABLE_CPU_FEATURES")
 STOCK = {nn.Linear: nn.Linear.forward, Conv1D: Conv1D.forward}
 
 
@@ -52,10 +47,3 @@ def row_dependent_linear(step: float = COARSE) -> Iterator[None]:
     finally:
         for kind, forward in before.items():
             kind.forward = forward  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    from ppo_repro.commands.cli import main
-
-    with row_dependent_linear(NOISE * (1 + sum(name in os.environ for name in CAPPING))):
-        main()

@@ -61,7 +61,6 @@ TREES: dict[str, dict[str, Any]] = {
     "cispo": {"ppo": {"objective": {"kind": "cispo"}}},
     "clip cov": {"ppo": {"objective": {"kind": "clip_cov"}}},
     "kl cov": {"ppo": {"objective": {"kind": "kl_cov"}}},
-    "eager": {"layout": {"backend": "eager"}},
     "lora": {"lora": {"rank": 2, "alpha": 4.0}},
     "value lora": {"value": {"learning_rate": 1e-3, "lora": {"rank": 2, "alpha": 4.0}}},
     "lag": {"mismatch": {"sampler": {"lag": {"kind": "fixed", "iterations": 2}}}},

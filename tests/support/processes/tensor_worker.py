@@ -40,7 +40,7 @@ RUNS = {
     2: {
         "tensor": ["layout.mesh.tensor=2", *QUICK],
         "cut": ["layout.mesh={data: 1, tensor: 2}", *CUT],
-        "head": ["layout.mesh.tensor=2", "layout.backend=eager", *HEAD],
+        "head": ["layout.mesh.tensor=2", *HEAD],
     },
     4: {
         "both": ["layout.mesh={data: 2, tensor: 2}", "layout.rank_shares=[1,2]", *QUICK],

@@ -4,8 +4,6 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Triton's kernels, where it is installed, run on tensors of the CPU; it looks at this when it is imported
-os.environ.setdefault("TRITON_INTERPRET", "1")
 # threads that wait must not spin on cores that others need
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -109,7 +109,8 @@ typedef struct {
   int experts, chosen, normalised, mixtures;               // mixtures: layers with experts
   int q_at, q_step, k_at, k_step, v_at, v_step;            // heads in a row of qkv
   int round_activations, round_inputs, round_cache, round_gradients;  // formats of rounding.c; 0: none
-  float eps, scale, embedding_scale, unused;
+  int position_entries, unused;                            // rows of `positions`
+  float eps, scale, embedding_scale, unused_too;
   const float *cosine, *sine;                              // [positions][rotary / 2]
   const float *embedding, *positions;                      // positions: learned, or NULL
   long embedding_grad, positions_grad;

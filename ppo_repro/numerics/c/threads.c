@@ -1,0 +1,137 @@
+// One pool of threads. A task is an index; which thread takes it changes no result.
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+
+#include "kernels.h"
+
+enum { MOST_WORKERS = 255, SPINS = 20000, SHARED = 8 };
+
+static struct {
+  pthread_t workers[MOST_WORKERS];
+  int count;  // workers besides the caller
+  atomic_int generation, next, running, sleepers, stop;
+  int total;
+  Task task;
+  void *argument;
+  pthread_mutex_t lock;
+  pthread_cond_t wake;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+INLINE void relax(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+static void take_tasks(void) {
+  for (int i; (i = atomic_fetch_add(&pool.next, 1)) < pool.total;) pool.task(pool.argument, i);
+}
+
+static void await_generation(int seen) {
+  for (int spin = 0; spin < SPINS; spin++) {
+    if (atomic_load(&pool.generation) != seen) return;
+    relax();
+  }
+  pthread_mutex_lock(&pool.lock);
+  atomic_fetch_add(&pool.sleepers, 1);
+  while (atomic_load(&pool.generation) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+  atomic_fetch_sub(&pool.sleepers, 1);
+  pthread_mutex_unlock(&pool.lock);
+}
+
+static void next_generation(void) {
+  atomic_fetch_add(&pool.generation, 1);
+  if (!atomic_load(&pool.sleepers)) return;
+  pthread_mutex_lock(&pool.lock);
+  pthread_cond_broadcast(&pool.wake);
+  pthread_mutex_unlock(&pool.lock);
+}
+
+static void *work(void *seen) {
+  for (int generation = (int)(intptr_t)seen;; generation++) {
+    await_generation(generation);
+    if (atomic_load(&pool.stop)) return NULL;
+    take_tasks();
+    atomic_fetch_sub(&pool.running, 1);
+  }
+}
+
+static void parallel_for(int total, Task task, void *argument) {
+  if (!pool.count || total < 2) {
+    for (int i = 0; i < total; i++) task(argument, i);
+    return;
+  }
+  pool.total = total, pool.task = task, pool.argument = argument;
+  atomic_store(&pool.next, 0);
+  atomic_store(&pool.running, pool.count);
+  next_generation();
+  take_tasks();
+  for (int spin = 0; atomic_load(&pool.running); spin++) spin < SPINS ? relax() : (void)sched_yield();
+}
+
+// 0, or -1 where the system gives no more threads; then there is one.
+EXPORT int set_threads(int threads) {
+  int wanted = threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS;
+  if (wanted == pool.count) return 0;
+  atomic_store(&pool.stop, 1);
+  next_generation();
+  for (int i = 0; i < pool.count; i++) pthread_join(pool.workers[i], NULL);
+  atomic_store(&pool.stop, 0);
+  intptr_t seen = atomic_load(&pool.generation);
+  for (pool.count = 0; pool.count < wanted; pool.count++)
+    if (pthread_create(&pool.workers[pool.count], NULL, work, (void *)seen)) {
+      set_threads(1);
+      return -1;
+    }
+  return 0;
+}
+
+// In a forked process there are no workers: it begins with one thread.
+EXPORT void forget_threads(void) {
+  pool.count = 0;
+  atomic_store(&pool.sleepers, 0);
+  pool.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+  pool.wake = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+}
+
+static float *grown(float *memory, size_t *size, size_t floats) {
+  if (floats <= *size && memory) return memory;
+  free(memory);
+  *size = (size_t)round16((long)floats + 1);
+  memory = aligned_alloc(64, *size * sizeof(float));
+  if (!memory) abort();
+  return memory;
+}
+
+static float *scratch(size_t floats) {
+  static _Thread_local float *memory;
+  static _Thread_local size_t size;
+  return memory = grown(memory, &size, floats);
+}
+
+static float *shared_scratch(int index, size_t floats) {
+  static float *memory[SHARED];
+  static size_t size[SHARED];
+  return memory[index] = grown(memory[index], &size[index], floats);
+}
+
+// As many items in a task as give every thread four tasks, at most `most`
+static int task_size(long items, int others, int most) {
+  long each = items * others / (4 * (pool.count + 1));
+  return each < 1 ? 1 : each > most ? most : (int)each;
+}
+
+typedef struct { RowTask work; const void *argument; int rows, each; } RowsOf;
+
+static void rows_task(void *argument, int index) {
+  RowsOf *r = argument;
+  for (int row = index * r->each; row < least(r->rows, (index + 1) * r->each); row++) r->work(r->argument, row);
+}
+
+static void for_rows(int rows, RowTask work, const void *argument) {
+  RowsOf r = {work, argument, rows, task_size(rows, 1, 64)};
+  parallel_for((rows + r.each - 1) / r.each, rows_task, &r);
+}

@@ -90,7 +90,7 @@ EXPORT int set_threads(int threads) {
 }
 
 // In a forked process there are no workers: it begins with one thread.
-EXPORT void forget_threads(void) {
+EXPORT void forget_workers(void) {
   pool.count = 0;
   atomic_store(&pool.sleepers, 0);
   pool.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;

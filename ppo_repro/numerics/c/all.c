@@ -6,6 +6,8 @@
 #include "rows.c"
 #include "products.c"
 #include "attention.c"
+#include "tokens.c"
+#include "elementwise.c"
 #include "rounding.c"
 #include "optimizer.c"
 #include "model.c"

@@ -24,7 +24,7 @@ INLINE float log_prob(float shifted, double log_total) { return (float)((double)
     step(i, (v) - i); \
   } while (0)
 
-INLINE float largest(const float *z, const uint8_t *eligible, int v, float temperature) {
+INLINE float row_top(const float *z, const uint8_t *eligible, int v, float temperature) {
   float lane[LANES];
   for (int l = 0; l < LANES; l++) lane[l] = -INFINITY;
 #define STEP(i, n) \
@@ -41,7 +41,7 @@ INLINE float largest(const float *z, const uint8_t *eligible, int v, float tempe
 
 // Softmax of a row; where `squares` is given also the sum of e_i^2, and the mean
 INLINE Softmax row_softmax(const float *z, const uint8_t *eligible, int v, float temperature, double *squares) {
-  float top = largest(z, eligible, v, temperature);
+  float top = row_top(z, eligible, v, temperature);
   double total[LANES] = {0}, weighted[LANES] = {0}, square[LANES] = {0};
   uint32_t size[LANES] = {0};  // bits of the largest |shifted|, above any finite number's for infinity and NaN
 #define STEP(i, n) \
@@ -253,11 +253,11 @@ EXPORT int cut_tokens(const float *scaled, const int64_t *order, int n, int v, i
 }
 
 // ---------------------------------------------------------------------------------------- noise
-INLINE uint32_t rotate(uint32_t x, int bits) { return x << bits | x >> (32 - bits); }
+INLINE uint32_t roll(uint32_t x, int bits) { return x << bits | x >> (32 - bits); }
 
 // One word of MurmurHash3 x86 32-bit (Appleby, 2011)
 INLINE uint32_t absorb(uint32_t h, uint32_t word) {
-  return rotate(h ^ rotate(word * 0xcc9e2d51u, 15) * 0x1b873593u, 13) * 5 + 0xe6546b64u;
+  return roll(h ^ roll(word * 0xcc9e2d51u, 15) * 0x1b873593u, 13) * 5 + 0xe6546b64u;
 }
 
 INLINE uint32_t finish(uint32_t h, uint32_t bytes) {
@@ -361,7 +361,7 @@ static void sample_row(const void *argument, int r) {
   else
     for (int i = 0; i < v; i++)
       bound[i] = shift(z[i], temperature, top) - log_total + gumbel_bound(finish(absorb(start, (uint32_t)i), 16));
-  float highest = largest(bound, NULL, v, 1.0f), threshold = highest;
+  float highest = largest(bound, v), threshold = highest;
   double best = -INFINITY;
   int token = 0;
   // first the tokens with the highest bound, then all that reach the score of one

@@ -1,0 +1,157 @@
+"""The definition against exact fractions, and its networks against autograd of transformers' own classes in float64."""
+
+from __future__ import annotations
+
+import copy
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from ppo_repro.testing.small_models import (
+    CONFIGS,
+    MIXTURES,
+    VOCAB,
+    gpt2_config,
+    gpt_neox_config,
+    llama_config,
+    olmoe_config,
+    qwen3_moe_config,
+    small_model,
+)
+from tests.numerics.definition import Model, forward, gradients, join_slots, parameters, product, row_sum, slot_of
+from tests.numerics.definition_elementary import fma
+from tests.numerics.definition_families import model_from
+
+F = np.float32
+VARIANTS = {
+    "llama biases, gelu": lambda: llama_config(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+    "gpt2 unscaled": lambda: gpt2_config(scale_attn_weights=False),
+    "gpt_neox sequential": lambda: gpt_neox_config(
+        use_parallel_residual=False, attention_bias=False, hidden_act="quick_gelu"
+    ),
+    "qwen3_moe sparse": lambda: qwen3_moe_config(mlp_only_layers=[], norm_topk_prob=False, num_experts_per_tok=1),
+    "olmoe normalised": lambda: olmoe_config(norm_topk_prob=True),
+}
+FAMILIES = {**CONFIGS, **MIXTURES, **VARIANTS}
+LENGTHS = (3, 41, 1)  # of sequences; the windows of the models are 5 and 6 keys
+
+
+def rounded(x: Fraction, sign_of_zero: float) -> np.float32:
+    """The float32 nearest to x, ties to even; 0 with the sign given."""
+    if x == 0:
+        return F(np.copysign(0, sign_of_zero))
+    exponent = max(abs(x).numerator.bit_length() - abs(x).denominator.bit_length() - 1, -126)
+    if abs(x) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    step = Fraction(2) ** (max(exponent, -126) - 23)
+    magnitude = round(abs(x) / step) * step  # Python rounds ties of fractions to even
+    if magnitude >= Fraction(2) ** 128:
+        return F(np.copysign(np.inf, float(x > 0) - 0.5))
+    return F(np.copysign(float(magnitude), 1.0 if x > 0 else -1.0))
+
+
+def hard_cases() -> np.ndarray:
+    """Triples (a, b, c), float32 [3, n]: any bits, cancellation, ties but for 2^-70, denormal results, zeros."""
+    rng, n = np.random.default_rng(0), 2000
+    any_bits = rng.integers(0, 2**32, (3, 2 * n), np.uint32).view(F)
+    a, b = (rng.standard_normal((2, n)) * 2.0 ** rng.integers(-60, 60, (2, n))).astype(F)
+    cancelling = np.stack([a, b, -(a * b)])
+    signs, steps = rng.choice([-1.0, 1.0], (2, n)), rng.integers(0, 40, (2, n)) * 2.0**-23
+    ties = np.stack([1 + steps[0], signs[0] * 2.0**-24 * (1 - steps[0]), signs[1] * (1 + steps[1])])
+    denormal = np.stack([a * F(2.0**-60), F(2.0**-50) / b, F(2.0**-149) * rng.integers(-9, 9, n)])
+    zeros = np.stack(np.meshgrid(*[[0.0, -0.0, 1.0, -1.0, 1e-45, -1e-30, 3e38]] * 3)).reshape(3, -1)
+    with np.errstate(all="ignore"):
+        cases = np.concatenate([any_bits, cancelling, ties, denormal, zeros], 1).astype(F)
+    return cases[:, np.isfinite(cases).all(0)]
+
+
+def test_fma_is_the_exact_sum_rounded_once() -> None:
+    a, b, c = hard_cases()
+    found = fma(a, b, c)
+    with np.errstate(all="ignore"):
+        twice = (a.astype(np.float64) * b + c).astype(F)
+    for x, y, z, here in zip(a, b, c, found, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        with np.errstate(all="ignore"):
+            zero = np.float64(x) * np.float64(y) + np.float64(z)  # IEEE's sign of an exact 0; of no other result
+        assert here.tobytes() == rounded(exact, zero if exact == 0 else 1.0).tobytes(), (x, y, z)
+    assert (twice != found).any(), "the cases have none that is wrong when rounded twice"
+
+
+def test_infinities_and_nans_stay() -> None:
+    inf, nan = F(np.inf), F(np.nan)
+    found = fma(np.array([inf, inf, 1, nan, inf], F), np.array([1, -1, 2, 1, 0], F), np.array([1, inf, inf, 1, 1], F))
+    np.testing.assert_array_equal(found, np.array([inf, nan, inf, nan, nan], F))
+
+
+def test_no_sum_is_minus_zero() -> None:
+    """A product that underflows to -0 is added to +0."""
+    tiny = np.full((1, 1), 1e-30, F)
+    assert np.signbit(fma(tiny, -tiny, np.zeros(1, F))).all()
+    assert not np.signbit(product(tiny, -tiny)).any()
+
+
+def test_orders_of_sums() -> None:
+    """Numbers whose sum shows the order: 128 terms of a chain, 16 lanes of a row, slots as a tree."""
+    x = np.ones((1, 129), F)
+    w = np.full((1, 129), 2.0**-24, F)
+    w[0, 0], w[0, 128] = 1, 1
+    assert product(x, w)[0, 0] == 2, "each term of the first chain is lost in 1"
+    lanes = np.zeros(32)
+    lanes[[0, 16, 1]] = 1e16, -1e16, 1
+    assert row_sum(lanes) == 1
+    lanes[[0, 1, 16]] = 1e16, 1, 1
+    assert row_sum(lanes) == 1e16, "1 is lost in 1e16 twice"
+    small = F(2.0**-24)
+    assert join_slots([F(1), F(0), small, small]) == F(1) + 2 * small != (F(1) + small) + small
+    assert [slot_of(i, 3, 8) for i in range(3)] == [2, 5, 7]
+    assert [slot_of(i, 16, 8) for i in range(16)] == [i // 2 for i in range(16)]
+
+
+def trunk_of(family: str) -> PreTrainedModel:
+    return small_model(FAMILIES[family](), 0).base_model
+
+
+def with_tables(trunk: Any, model: Model) -> Any:
+    """The model in float64, with the rotary tables of the definition."""
+    wide = copy.deepcopy(trunk).double()
+    if model.cosine.size:
+        cosine, sine = (torch.tensor(np.concatenate([t, t], -1)).double() for t in (model.cosine, model.sine))
+        wide.rotary_emb.forward = lambda x, position_ids: (cosine[position_ids], sine[position_ids])
+    return wide
+
+
+def gradients_in_float64(trunk: Any, model: Model, ids: list[list[int]], d_hidden: list[np.ndarray]) -> dict[str, Any]:
+    """Hidden states of each sequence alone, and gradients by the definition's names."""
+    wide = with_tables(trunk, model)
+    hidden = [wide(input_ids=torch.tensor([sequence]), use_cache=False).last_hidden_state[0] for sequence in ids]
+    sum((h * torch.tensor(d)).sum() for h, d in zip(hidden, d_hidden, strict=True)).backward()
+    for parameter in wide.parameters():
+        parameter.data = parameter.grad
+    return {"hidden": [h.detach().numpy() for h in hidden], **parameters(model_from(wide, 1))}
+
+
+def error(found: np.ndarray, reference: np.ndarray) -> float:
+    """Of the reference's largest number; an expert that no token chose has only zeros."""
+    return float(np.abs(found - reference).max() / max(np.abs(reference).max(), 1e-30))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_networks_are_those_of_transformers(family: str) -> None:
+    trunk, rng = trunk_of(family), np.random.default_rng(1)
+    model = model_from(trunk, max(LENGTHS))
+    ids = [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+    d_hidden = [rng.standard_normal((length, model.embedding.shape[1])).astype(F) for length in LENGTHS]
+    reference = gradients_in_float64(trunk, model, ids, d_hidden)
+    sequences = [forward(model, sequence) for sequence in ids]
+    for of, hidden in zip(sequences, reference.pop("hidden"), strict=True):
+        assert error(of.hidden, hidden) < 1e-5
+    found = gradients(model, sequences, d_hidden)
+    assert found.keys() == reference.keys()
+    for name, gradient in found.items():
+        assert gradient.dtype == F
+        assert error(gradient, reference[name]) < 2e-5, name

@@ -17,8 +17,9 @@ from typing import NamedTuple
 SOURCES = Path(__file__).parent / "c"
 FLAGS = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    *("-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-s", "-Wall", "-Wextra", "-Werror"),
+    *("-pthread", "-s", "-Wall", "-Wextra", "-Werror"),
 )
+LIBRARY_FLAGS = ("-shared", "-fPIC", "-fvisibility=hidden")
 
 
 class Variant(NamedTuple):
@@ -72,19 +73,19 @@ def file_name(variant: Variant) -> str:
 
 def compiler(target: str) -> list[str]:
     """The beginning of a command that compiles C for a target of zig."""
-    return [sys.executable, "-m", "ziglang", "cc", "-target", target]
+    return [sys.executable, "-m", "ziglang", "cc", "-target", target, *FLAGS]
 
 
-def compiler_environment() -> dict[str, str]:
-    """The environment of the compiler, with a folder it can write to: its parts of libc are compiled there once."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "ppo_repro" / "zig"
+def compiler_environment(spare: Path) -> dict[str, str]:
+    """The environment of the compiler, which keeps parts of libc in the user's cache, or else in a spare folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "ppo_repro" / "zig"
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=home):
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
             pass
     except OSError:
-        home = Path(tempfile.gettempdir()) / f"ppo_repro-zig-{os.getuid()}"
-    return {"ZIG_GLOBAL_CACHE_DIR": str(home), "ZIG_LOCAL_CACHE_DIR": str(home), **os.environ}
+        cache = spare
+    return {"ZIG_GLOBAL_CACHE_DIR": str(cache), "ZIG_LOCAL_CACHE_DIR": str(cache), **os.environ}
 
 
 def compile_variants(where: Platform, folder: Path, *more_flags: str) -> list[Path]:
@@ -93,11 +94,11 @@ def compile_variants(where: Platform, folder: Path, *more_flags: str) -> list[Pa
     A library replaces one of the same name as a whole: a process may have the old one loaded.
     """
     with tempfile.TemporaryDirectory(dir=folder) as new:
-        running = []
+        environment, running = compiler_environment(Path(new) / "zig"), []
         for variant in where.variants:
             out = Path(new) / file_name(variant)
-            command = [*compiler(where.target), *FLAGS, *variant.flags, *more_flags, "all.c", "-o", str(out)]
-            process = subprocess.Popen(command, cwd=SOURCES, env=compiler_environment(), stderr=subprocess.PIPE)
+            command = [*compiler(where.target), *LIBRARY_FLAGS, *variant.flags, *more_flags, "all.c", "-o", str(out)]
+            process = subprocess.Popen(command, cwd=SOURCES, env=environment, stderr=subprocess.PIPE)
             running.append((process, out))
         said = [process.communicate()[1].decode(errors="replace") for process, _ in running]
         for (process, out), errors in zip(running, said, strict=True):

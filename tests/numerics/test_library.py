@@ -21,6 +21,7 @@ V3 = frozenset(["sse4_2", "avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"]
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 HERE = build.PLATFORMS[platform.system(), platform.machine()]
 ABLE = tuple(variant for variant in HERE.variants if variant.needs <= frozenset(library.cpu_words("flags")))
+ARM_LIBC = Path("/usr/aarch64-linux-gnu")
 FASTEST = HERE._replace(variants=ABLE[:1])
 
 
@@ -141,9 +142,29 @@ def test_sources_with_a_mistake_are_not_a_library(tmp_path: Path, monkeypatch: p
 
 
 def test_the_compiler_needs_no_home_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
     monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert Path(build.compiler_environment(tmp_path / "spare")["ZIG_GLOBAL_CACHE_DIR"]).is_relative_to(
+        tmp_path / "home"
+    )
+    (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # a folder cannot be made there
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = Path(build.compiler_environment()["ZIG_GLOBAL_CACHE_DIR"])
-    assert folder.parent == tmp_path and folder.name != "file"
+    assert build.compiler_environment(tmp_path / "spare")["ZIG_GLOBAL_CACHE_DIR"] == str(tmp_path / "spare")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("qemu-aarch64") and ARM_LIBC.exists()), reason="needs Debian's qemu-user and libc6-arm64-cross"
+)
+def test_an_emulated_arm_processor_gives_the_known_answer(tmp_path: Path) -> None:
+    where = build.PLATFORMS["Linux", "aarch64"]
+    kernels = build.compile_variants(where, tmp_path)[0]
+    (tmp_path / "main.c").write_text(
+        "#include <stdio.h>\nunsigned long long known_answer(void);\n"
+        'int main(void) { printf("%llx\\n", known_answer()); return 0; }\n'
+    )
+    command = [*build.compiler(where.target), "main.c", kernels.name, "-o", "main"]
+    subprocess.run(command, cwd=tmp_path, env=build.compiler_environment(tmp_path / "zig"), check=True)
+    environment = {**os.environ, "QEMU_LD_PREFIX": str(ARM_LIBC), "QEMU_SET_ENV": f"LD_LIBRARY_PATH={tmp_path}"}
+    said = subprocess.run(["qemu-aarch64", tmp_path / "main"], env=environment, capture_output=True, text=True)
+    assert (said.stderr, int(said.stdout or "0", 16)) == ("", library.KNOWN_ANSWER)

@@ -38,7 +38,7 @@ def product(x: Array, w: Array) -> Array:
 
 
 def row_sum(a: Array, b: Array | None = None) -> Array:
-    """sum_i a[.., i] b[.., i] in float64: lane l sums i = l, l + 16, .. in order; halves are joined until one is left."""
+    """sum_i a[.., i] b[.., i] in float64: lane l sums i = l, l + 16, .. in order; halves are joined."""
     terms = a.astype(D) if b is None else a.astype(D) * b.astype(D)
     lanes = np.zeros((*terms.shape[:-1], LANES), D)
     for start in range(0, terms.shape[-1], LANES):
@@ -153,6 +153,7 @@ class Layer:
     expert_up: tuple[Matrix, ...] = ()
     expert_down: tuple[Matrix, ...] = ()
     window: int = 0  # keys that a query sees, its own included; 0: all
+    scale: float = 1.0  # of attention scores
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,6 @@ class Model:
     kv_heads: int
     head_dim: int
     eps: float
-    scale: float  # of attention scores
     embedding: Array  # [V, H]
     layers: tuple[Layer, ...]
     last_norm: NormWeights
@@ -399,7 +399,7 @@ def attention_block(model: Model, layer: Layer, x: Array) -> tuple[Array, Attent
     if cosine.size:
         q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
     q, k, v = (a.swapaxes(0, 1) for a in (q, k, raw[:, v_columns]))
-    attention = attend(q, k, v, model.scale, layer.window)
+    attention = attend(q, k, v, layer.scale, layer.window)
     mixed = attention.out.swapaxes(0, 1).reshape(len(x), -1)
     return linear(mixed, layer.out), AttentionBlock(x, q_normed, k_normed, attention, mixed)
 
@@ -410,7 +410,7 @@ def attention_block_backward(
     """The gradient of `attention_block`'s x."""
     d_mixed = linear_backward(grads, f"{name}.out", layer.out, dy, of.mixed, position)
     d_out = d_mixed.reshape(len(dy), model.heads, model.head_dim).swapaxes(0, 1)
-    d_heads = attend_backward(of.attention, d_out, model.scale, layer.window)
+    d_heads = attend_backward(of.attention, d_out, layer.scale, layer.window)
     dq, dk, dv = (a.swapaxes(0, 1) for a in d_heads)
     cosine, sine = model.cosine[: len(dy)], model.sine[: len(dy)]
     if cosine.size:

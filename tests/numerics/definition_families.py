@@ -68,6 +68,7 @@ def _layer_of_llama(config: Any, index: int, m: Any) -> Layer:
         q_norm=_norm(a.q_norm) if hasattr(a, "q_norm") else None,
         k_norm=_norm(a.k_norm) if hasattr(a, "k_norm") else None,
         window=_window(config, index),
+        scale=a.scaling,
         **_mlp_of_llama(m.mlp),
     )
 
@@ -85,7 +86,6 @@ def _llama(trunk: Any, positions: int) -> Model:
         kv_heads=kv_heads,
         head_dim=d,
         eps=config.rms_norm_eps,
-        scale=d**-0.5,
         embedding=array(trunk.embed_tokens.weight),
         embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
         layers=tuple(_layer_of_llama(config, i, m) for i, m in enumerate(trunk.layers)),
@@ -115,6 +115,7 @@ def _gpt2(trunk: Any, _: int) -> Model:
             norm2=_norm(m.ln_2),
             qkv=_matrix(m.attn.c_attn, transposed=True),
             out=_matrix(m.attn.c_proj, transposed=True),
+            scale=m.attn.scaling,
             up=_matrix(m.mlp.c_fc, transposed=True),
             down=_matrix(m.mlp.c_proj, transposed=True),
         )
@@ -125,7 +126,6 @@ def _gpt2(trunk: Any, _: int) -> Model:
         kv_heads=config.n_head,
         head_dim=d,
         eps=config.layer_norm_epsilon,
-        scale=d**-0.5 if config.scale_attn_weights else 1.0,
         embedding=array(trunk.wte.weight),
         positions=array(trunk.wpe.weight),
         layers=layers,
@@ -153,6 +153,7 @@ def _gpt_neox(trunk: Any, positions: int) -> Model:
             norm2=_norm(m.post_attention_layernorm),
             qkv=_matrix(m.attention.query_key_value),
             out=_matrix(m.attention.dense),
+            scale=m.attention.scaling,
             up=_matrix(m.mlp.dense_h_to_4h),
             down=_matrix(m.mlp.dense_4h_to_h),
         )
@@ -163,7 +164,6 @@ def _gpt_neox(trunk: Any, positions: int) -> Model:
         kv_heads=config.num_attention_heads,
         head_dim=d,
         eps=config.layer_norm_eps,
-        scale=d**-0.5,
         embedding=array(trunk.embed_in.weight),
         layers=layers,
         last_norm=_norm(trunk.final_layer_norm),

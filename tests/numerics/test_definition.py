@@ -30,6 +30,7 @@ F = np.float32
 VARIANTS = {
     "llama biases, gelu": lambda: llama_config(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
     "gpt2 unscaled": lambda: gpt2_config(scale_attn_weights=False),
+    "gpt2 scaled by layer": lambda: gpt2_config(scale_attn_by_inverse_layer_idx=True),
     "gpt_neox sequential": lambda: gpt_neox_config(
         use_parallel_residual=False, attention_bias=False, hidden_act="quick_gelu"
     ),

@@ -50,7 +50,8 @@ def layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:
     by_storage: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-    offsets, size = {}, 0
+    offsets: dict[int, int] = {}
+    size = 0
     for together in by_storage.values():
         if any(p.requires_grad for p in together):
             begin = min(p.storage_offset() for p in together)

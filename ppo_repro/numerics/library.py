@@ -23,12 +23,17 @@ KNOWN_ANSWER = 0x14D770427811D516  # of known_answer() in C: a change of this nu
 _DENORMAL = 71362  # the bits of 1e-40
 _MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
 
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
 # the result and the arguments of each function in C
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "known_answer": (ctypes.c_uint64, ()),
     "denormal_product": (ctypes.c_uint32, ()),
     "set_threads": (None, (ctypes.c_int,)),
     "forget_workers": (None, ()),
+    "linear_backward_input": (None, (_POINTER, _POINTER, _LONG, _INT, _POINTER, _LONG, _INT)),
+    "join_sums": (None, (_POINTER, _LONG)),
+    "gradient_squares": (ctypes.c_double, (_POINTER, _INT)),
+    "adamw": (None, (_POINTER, _INT, _POINTER)),
 }
 
 

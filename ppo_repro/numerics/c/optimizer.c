@@ -19,7 +19,7 @@ static void add_task(void *argument, int index) {
 }
 
 // a = a + b
-EXPORT void add_to(float *a, const float *b, long n) {
+static void add_to(float *a, const float *b, long n) {
   Addition s = {a, b, n};
   parallel_for((int)((n + PIECE - 1) / PIECE), add_task, &s);
 }

@@ -1,0 +1,336 @@
+"""One optimizer step: collect gradients, clip their global norm, AdamW; deterministic, or stock torch.
+
+The deterministic norm is one written order of float64 sums and AdamW is elementwise, so neither depends on threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ppo_repro.buffers import TensorGradient
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import library
+from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.ranks import ALONE, Ranks
+
+SLOTS = 8  # of a minibatch, unless a configuration says otherwise
+_CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """Settings of AdamW (Loshchilov and Hutter, 2019) and of gradient clipping by the global norm."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float  # 0: gradients are not clipped
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps from step to step, besides the weights; by parameter name."""
+
+    first: Mapping[str, Tensor]  # AdamW first moments, float32
+    second: Mapping[str, Tensor]  # second moments
+    steps: Mapping[str, int]  # that each parameter has taken
+    factors: Mapping[str, Tensor] = field(default_factory=dict)  # of low-rank adapters
+
+
+@dataclass(frozen=True)
+class StepReport:
+    grad_norm: float  # before clipping
+    gradients: tuple[TensorGradient, ...]  # of each tensor, if they were asked for
+
+
+class Optimizer(Protocol):
+    settings: AdamWSettings  # may be replaced between steps, but only a new learning rate has an effect
+
+    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE, by_tensor: bool = False) -> StepReport:
+        """Run `backward` over a minibatch and apply one step.
+
+        `backward` must be a pure function of the weights. With several ranks it covers the sequences of this rank, and
+        every rank takes the same step. `by_tensor`: report the gradient of each tensor, which changes no bit.
+        NumericsError names a gradient that is not finite.
+        """
+        ...
+
+    def rest(self) -> None:
+        """Free the memory that only steps need, until the next one."""
+        ...
+
+    def state(self) -> OptimizerState:
+        """The state that `load` needs to continue from here; its tensors are the live ones, not copies."""
+        ...
+
+    def load(self, state: OptimizerState) -> None:
+        """Continue from `state`; ValueError if it belongs to another module."""
+        ...
+
+
+def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """First 16 hex digits of the SHA-256 over names and raw bits of the parameters, in the given order."""
+    digest = hashlib.sha256()
+    for name, parameter in parameters:
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(-1).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy every bit of `values` into `targets`; ValueError unless names, shapes and dtypes are the same."""
+    if set(targets) != set(values):
+        unmatched = ", ".join(sorted(set(targets) ^ set(values)))
+        raise ValueError(f"these tensors are on one side only: {unmatched}")
+    for name, target in targets.items():
+        value = values[name]
+        if (value.shape, value.dtype) != (target.shape, target.dtype):
+            actual, expected = f"{value.dtype} {list(value.shape)}", f"{target.dtype} {list(target.shape)}"
+            raise ValueError(f"tensor {name} is {actual}, expected {expected}")
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(values[name])
+
+
+class _Trained(ctypes.Structure):
+    """`Trained` of optimizer.c."""
+
+    _fields_ = (
+        ("p", ctypes.c_void_p),
+        ("g", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("n", ctypes.c_long),
+        ("square", ctypes.c_double),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`Step` of optimizer.c: assigning to a field rounds to float32."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float) for name in ("clip", "beta1", "rest1", "beta2", "rest2", "keep", "rate", "unroot", "eps")
+    )
+
+
+def power(base: float, exponent: int) -> float:
+    """base^exponent in float64 by repeated squaring: the C library's pow differs between machines."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def step_constants(s: AdamWSettings, norm: float, steps: int) -> _Step:
+    """The constants of step number `steps`, in float64 from settings and counts, each rounded once to float32."""
+    largest = s.max_grad_norm or math.inf
+    return _Step(
+        clip=min(1.0, largest / (ctypes.c_float(norm).value + _CLIP_EPS)),
+        beta1=s.beta1,
+        rest1=1.0 - s.beta1,
+        beta2=s.beta2,
+        rest2=1.0 - s.beta2,
+        keep=1.0 - s.learning_rate * s.weight_decay,
+        rate=s.learning_rate / (1.0 - power(s.beta1, steps)),
+        unroot=1.0 / math.sqrt(1.0 - power(s.beta2, steps)),
+        eps=s.eps,
+    )
+
+
+def _measure(names: Sequence[str], tensors: ctypes.Array[_Trained]) -> float:
+    """The norm of all gradients, float64, and the sum of squares of each in `square`.
+
+    A sum of squares adds 16 float64 lanes within blocks of 4,096 elements, then the blocks in order, then the tensors.
+    """
+    total = library.load().gradient_squares(tensors, len(tensors))
+    for name, tensor in zip(names, tensors, strict=True):
+        if not math.isfinite(tensor.square):
+            raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+    return math.sqrt(total)
+
+
+def tensor_gradients(gradients: Mapping[str, Tensor]) -> tuple[TensorGradient, ...]:
+    """Norm, largest magnitude and share of zeros of each gradient. NumericsError names one that is not finite."""
+    flat = {name: gradient.detach().to(torch.float32).contiguous() for name, gradient in gradients.items()}
+    tensors = (_Trained * len(flat))(*(_Trained(g=g.data_ptr(), n=g.numel()) for g in flat.values()))
+    _measure(list(flat), tensors)
+    return tuple(
+        TensorGradient(
+            name, math.sqrt(tensor.square), float(g.abs().amax()) if g.numel() else 0.0, int((g == 0).sum()) / g.numel()
+        )
+        for (name, g), tensor in zip(flat.items(), tensors, strict=True)
+    )
+
+
+class AdamW:
+    """Clipping and AdamW by the C kernels on named float32 parameters, with their moments."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = {name: parameters[name] for name in sorted(parameters)}
+        self.first, self.second = (
+            {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in self.parameters.items()}
+            for _ in range(2)
+        )
+        self.steps = 0
+
+    def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
+        """One step; returns the global norm before clipping. NumericsError names a gradient that is not finite."""
+        tensors = (_Trained * len(self.parameters))(
+            *(
+                _Trained(
+                    p.data_ptr(),
+                    gradients[n].data_ptr(),
+                    self.first[n].data_ptr(),
+                    self.second[n].data_ptr(),
+                    p.numel(),
+                )
+                for n, p in self.parameters.items()
+            )
+        )
+        norm = _measure(list(self.parameters), tensors)
+        self.steps += 1
+        library.load().adamw(tensors, len(tensors), ctypes.byref(step_constants(settings, norm, self.steps)))
+        # packed copies of weights are outdated when these counters change
+        torch.autograd.graph.increment_version(self.parameters.values())
+        return norm
+
+    def state(self) -> OptimizerState:
+        return OptimizerState(self.first, self.second, dict.fromkeys(self.parameters, self.steps))
+
+    def load(self, state: OptimizerState) -> None:
+        """Continue from moments; ValueError if they belong to other parameters."""
+        if set(state.steps) != set(self.parameters) or len(set(state.steps.values())) > 1:
+            raise ValueError("the optimizer state is not of this module in deterministic numerics")
+        copy_named(self.first, state.first)
+        copy_named(self.second, state.second)
+        self.steps = max(state.steps.values(), default=0)
+
+
+class NativeAdamW:
+    """clip_grad_norm_ and torch.optim.AdamW on named parameters with float gradients in `grad`."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
+        self.parameters = dict(parameters)
+        self.adamw = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the parameters that have one."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def apply(self, settings: AdamWSettings) -> float:
+        """One step; returns the global norm before clipping. NumericsError if it is not finite."""
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), settings.max_grad_norm or math.inf))
+        if not math.isfinite(norm):
+            raise NumericsError("the gradient norm is not finite; lower the learning rate")
+        for group in self.adamw.param_groups:
+            group["lr"] = settings.learning_rate
+        self.adamw.step()
+        return norm
+
+    def state(self) -> OptimizerState:
+        # a parameter that never had a gradient has no state
+        states = {name: self.adamw.state[p] for name, p in self.parameters.items() if p in self.adamw.state}
+        first = {name: state["exp_avg"] for name, state in states.items()}
+        second = {name: state["exp_avg_sq"] for name, state in states.items()}
+        return OptimizerState(first, second, {name: int(state["step"]) for name, state in states.items()})
+
+    def load(self, state: OptimizerState) -> None:
+        """Continue from moments; ValueError if they belong to other parameters."""
+        if not set(state.steps) <= set(self.parameters):
+            raise ValueError("the optimizer state is not of this module in native numerics")
+        first, second = ({n: torch.zeros_like(self.parameters[n]) for n in state.steps} for _ in range(2))
+        copy_named(first, state.first)
+        copy_named(second, state.second)
+        for name, steps in state.steps.items():
+            moments = {"step": torch.tensor(float(steps)), "exp_avg": first[name], "exp_avg_sq": second[name]}
+            self.adamw.state[self.parameters[name]] = moments
+
+
+class DeterministicOptimizer:
+    """Gradients in slots, their norm and AdamW in one written order: independent of how the work is split up."""
+
+    def __init__(self, module: nn.Module, settings: AdamWSettings, slots: int) -> None:
+        self.settings = settings
+        self.sums = GradientSums(module.named_parameters(), slots)
+        self.adamw = AdamW(self.sums.trained)
+
+    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE, by_tensor: bool = False) -> StepReport:
+        self.sums.begin()
+        backward()
+        gradients = self.sums.finish(ranks)
+        measured = tensor_gradients(gradients) if by_tensor else ()
+        return StepReport(self.adamw.apply(self.settings, gradients), measured)
+
+    def rest(self) -> None:
+        self.sums.release()
+
+    def state(self) -> OptimizerState:
+        return self.adamw.state()
+
+    def load(self, state: OptimizerState) -> None:
+        if state.factors:
+            raise ValueError("the optimizer state is not of this module in deterministic numerics")
+        self.adamw.load(state)
+
+
+def collect_native(parameters: Sequence[Tensor], backward: Callable[[], None], ranks: Ranks) -> None:
+    """Run `backward` and put the sum of gradients over all ranks into `grad` of the parameters."""
+    for parameter in parameters:
+        parameter.grad = None
+    backward()
+    if ranks.size > 1:
+        for parameter in parameters:
+            if parameter.grad is None:  # this rank has no sequences
+                parameter.grad = torch.zeros_like(parameter)
+        ranks.add_up([p.grad for p in parameters if p.grad is not None])
+
+
+class NativeOptimizer:
+    """Stock torch: autograd's float gradients, clip_grad_norm_, torch.optim.AdamW."""
+
+    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
+        self.settings = settings
+        self.adamw = NativeAdamW(dict(module.named_parameters()), settings)
+
+    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE, by_tensor: bool = False) -> StepReport:
+        collect_native(list(self.adamw.parameters.values()), backward, ranks)
+        measured = tensor_gradients(self.adamw.gradients()) if by_tensor else ()
+        return StepReport(self.adamw.apply(self.settings), measured)
+
+    def rest(self) -> None:
+        for parameter in self.adamw.parameters.values():
+            parameter.grad = None
+
+    def state(self) -> OptimizerState:
+        return self.adamw.state()
+
+    def load(self, state: OptimizerState) -> None:
+        if state.factors:
+            raise ValueError("the optimizer state is not of this module in native numerics")
+        self.adamw.load(state)
+
+
+def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str, slots: int = SLOTS) -> Optimizer:
+    """The optimizer for numerics `deterministic`, whose gradients have `slots` on this process, or `native`."""
+    if mode == "deterministic":
+        return DeterministicOptimizer(module, settings, slots)
+    return NativeOptimizer(module, settings)

@@ -73,11 +73,11 @@ static int all_finite(const Softmax *rows, int n) {
 typedef struct {
   const float *logits;
   long ld;
-  int n, v;
-  float temperature, unused;
+  int v;
+  float temperature;
   const uint8_t *eligible;
   const int64_t *targets;
-  float *out;
+  float *logprobs, *entropies, *squares;
   Softmax *rows;
 } Statistics;
 
@@ -87,16 +87,17 @@ static void statistics_row(const void *argument, int r) {
   double squares;
   Softmax s = a->eligible ? row_softmax(z, a->eligible + (long)r * a->v, a->v, a->temperature, &squares)
                           : row_softmax(z, NULL, a->v, a->temperature, &squares);
-  a->out[r] = log_prob(shift(z[a->targets[r]], a->temperature, (float)s.top), s.log_total);
-  a->out[a->n + r] = (float)(s.log_total - s.mean);
-  a->out[2 * a->n + r] = (float)(squares / (s.total * s.total));
+  a->logprobs[r] = log_prob(shift(z[a->targets[r]], a->temperature, (float)s.top), s.log_total);
+  a->entropies[r] = (float)(s.log_total - s.mean);
+  a->squares[r] = (float)(squares / (s.total * s.total));
   a->rows[r] = s;
 }
 
-// out [3][n]: log p of the targets, entropies log_total - mean, sums of p^2. Logits [n] rows of v at distance ld.
+// Of each of n rows of logits at distance ld: log p of the target, the entropy log_total - mean, the sum of p^2
 EXPORT int token_statistics(const float *logits, long ld, int n, int v, float temperature, const uint8_t *eligible,
-                            const int64_t *targets, float *out, Softmax *rows) {
-  for_rows(n, statistics_row, &(Statistics){logits, ld, n, v, temperature, 0, eligible, targets, out, rows});
+                            const int64_t *targets, float *logprobs, float *entropies, float *squares, Softmax *rows) {
+  for_rows(n, statistics_row,
+           &(Statistics){logits, ld, v, temperature, eligible, targets, logprobs, entropies, squares, rows});
   return all_finite(rows, n);
 }
 
@@ -134,7 +135,7 @@ static void statistics_gradient_row(const void *argument, int r) {
 EXPORT void token_statistics_gradient(const float *logits, long ld, int n, int v, float temperature,
                                       const uint8_t *eligible, const int64_t *targets, Softmax *rows,
                                       const float *d_logprob, const float *d_entropy, float *gradient) {
-  Statistics of = {logits, ld, n, v, temperature, 0, eligible, targets, NULL, rows};
+  Statistics of = {logits, ld, v, temperature, eligible, targets, NULL, NULL, NULL, rows};
   for_rows(n, statistics_gradient_row, &(StatisticsGradient){of, d_logprob, d_entropy, gradient});
 }
 

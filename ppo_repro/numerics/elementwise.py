@@ -1,0 +1,112 @@
+"""Elementary functions of tensors by the C kernels: the same bits on every machine, at every place of a tensor.
+
+The library's exp, log, cos, sin and sqrt depend on the instruction set, the vector width or an element's position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ppo_repro.numerics import library
+from ppo_repro.numerics.arrays import at
+
+_NAMES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+def _mapped(function: str, x: Tensor) -> Tensor:
+    x = x.detach().contiguous()
+    y = torch.empty_like(x)
+    getattr(library.load(), f"{function}_{_NAMES[x.dtype]}")(at(x, x.dtype), at(y, x.dtype), x.numel())
+    return y
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x of float32, within 1.01 ulp; exp(0) is exactly 1. 0 below -103.98, infinite above 88.73."""
+    return _mapped("exp", x.to(torch.float32))
+
+
+def exp64(x: Tensor) -> Tensor:
+    """e^x of float64, within 1 ulp; exp64(0) is exactly 1. x is clamped to [-708, 709]."""
+    return _mapped("exp", x.to(torch.float64))
+
+
+def log(x: Tensor) -> Tensor:
+    """ln(x) of normal positive float64, within 1 ulp."""
+    return _mapped("log", x.to(torch.float64))
+
+
+def power(base: float, exponents: Tensor) -> Tensor:
+    """base^exponents in float64 as exp(exponent ln(base)); base > 0, for results well inside the range."""
+    return exp64(exponents.to(torch.float64) * log(torch.tensor([base])))
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded square root of float32 or float64."""
+    return _mapped("sqrt", x)
+
+
+def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of float64 angles in radians, 0 <= angle < 2^20, absolute error below 2e-16."""
+    angle = angle.detach().to(torch.float64).contiguous()
+    cosine, sine = torch.empty_like(angle), torch.empty_like(angle)
+    addresses = (at(x, torch.float64) for x in (angle, sine, cosine))
+    library.load().sin_cos_float64(*addresses, angle.numel())
+    return cosine, sine
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), computed in float64, of the type of x (float32 or float64)."""
+    return _mapped("sigmoid", x.to(torch.float64)).to(x.dtype)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|), computed in float64, of the type of x; never overflows."""
+    return _mapped("softplus", x.to(torch.float64)).to(x.dtype)
+
+
+class Exp(Function):
+    """`exp` with its derivative: d exp(x) = exp(x) dx."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = exp(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y
+
+
+class Softplus(Function):
+    """`softplus` with its derivative, `sigmoid`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return softplus(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * sigmoid(x)
+
+
+class Tanh(Function):
+    """y = tanh(x) of float32, within 1.4 ulp, with its derivative 1 - y^2."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = _mapped("tanh", x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * (1.0 - y * y)

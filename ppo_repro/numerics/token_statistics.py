@@ -1,0 +1,223 @@
+"""Log-probs of tokens, entropies and distances between distributions, from rows of logits.
+
+The distribution is the one that was sampled from: softmax(logits / temperature) over the eligible tokens. Without
+top-k and top-p every token is eligible. Mode `deterministic` uses the C kernels, mode `native` stock torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import library
+from ppo_repro.numerics.arrays import at, at_rows
+
+NOT_FINITE = (
+    "the model's logits are not finite, or further apart than float32 reaches; "
+    "lower the learning rate or check the weights"
+)
+
+
+def require_finite(logits: Tensor) -> None:
+    """Raise NumericsError if any logit is infinite or NaN."""
+    if not torch.isfinite(logits).all():
+        raise NumericsError(NOT_FINITE)
+
+
+def check_rows(finite: int) -> None:
+    """Raise NumericsError if a kernel met a row of logits that is not finite."""
+    if not finite:
+        raise NumericsError(NOT_FINITE)
+
+
+def softmax_rows(n: int) -> Tensor:
+    """Memory for `Softmax` of tokens.c of n rows: largest logit / temperature, sum of exp, its ln, a mean."""
+    return torch.empty(n, 4, dtype=torch.float64)
+
+
+def _dense(logits: Tensor) -> Tensor:
+    logits = logits.detach()
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _mask(eligible: Tensor | None) -> int | None:
+    return None if eligible is None else at(eligible, torch.bool)
+
+
+def _statistics(
+    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log p(target), entropy, sum p^2, `softmax_rows`); IndexError if a target is no column."""
+    n, v = logits.shape
+    if n and not 0 <= int(targets.min()) <= int(targets.max()) < v:
+        raise IndexError(f"a target is outside the {v} columns of the logits")
+    logprobs, entropies, squares, rows = torch.empty(n), torch.empty(n), torch.empty(n), softmax_rows(n)
+    arguments = (*at_rows(logits), n, v, temperature, _mask(eligible), at(targets, torch.int64))
+    out = (at(logprobs), at(entropies), at(squares), at(rows, torch.float64))
+    check_rows(library.load().token_statistics(*arguments, *out))
+    return logprobs, entropies, squares, rows
+
+
+class _TokenStatistics(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies, _, rows = _statistics(logits, targets, temperature, eligible)
+        ctx.save_for_backward(logits, targets, eligible, rows)
+        ctx.temperature = temperature
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, eligible, rows = ctx.saved_tensors
+        n, v = logits.shape
+        gradient, d_logprob, d_entropy = torch.empty(n, v), d_logprob.contiguous(), d_entropy.contiguous()
+        arguments = (*at_rows(logits), n, v, ctx.temperature, _mask(eligible), at(targets, torch.int64))
+        seeds = (at(rows, torch.float64), at(d_logprob), at(d_entropy))
+        library.load().token_statistics_gradient(*arguments, *seeds, at(gradient))
+        return gradient, None, None, None
+
+
+def token_statistics(
+    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
+) -> tuple[Tensor, Tensor]:
+    """log p(target) and entropy -sum p log p, float32 [n] each, nats; differentiable in the logits.
+
+    logits float32 [n, V], targets int64 [n], eligible bool [n, V] or None. Raises NumericsError if logits are not
+    finite.
+    """
+    if mode == "deterministic":
+        dense = logits if logits.stride(1) == 1 else logits.contiguous()
+        kept = None if eligible is None else eligible.contiguous()
+        return _TokenStatistics.apply(dense, targets.contiguous(), temperature, kept)
+    require_finite(logits)
+    scaled = logits / temperature
+    if eligible is not None:
+        scaled = scaled.masked_fill(~eligible, float("-inf"))
+    log_p = scaled.log_softmax(-1)
+    # minus infinity times a gradient of zero would be NaN
+    finite = log_p if eligible is None else log_p.masked_fill(~eligible, 0.0)
+    entropy = -(log_p.exp() * finite).sum(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
+    """sum_v p_v^2, float32 [n]."""
+    targets = torch.zeros(len(logits), dtype=torch.int64)
+    kept = None if eligible is None else eligible.contiguous()
+    return _statistics(_dense(logits), targets, temperature, kept)[2]
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probs of all tokens at temperature 1, float32 [n, V]; NumericsError if a logit is not finite."""
+    targets = torch.zeros(len(logits), dtype=torch.int64)
+    rows = _statistics(_dense(logits), targets, 1.0, None)[3]
+    shifted = logits - rows[:, :1].to(torch.float32)
+    return (shifted.to(torch.float64) - rows[:, 2:3]).to(torch.float32)
+
+
+class _Divergence(Function):
+    """KL(p || q) with its derivative in the logits of p: p_v (log p_v - log q_v - KL) / temperature."""
+
+    @staticmethod
+    def forward(ctx: Any, p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
+        n, v = p_logits.shape
+        p, q, out = softmax_rows(n), softmax_rows(n), torch.empty(n)
+        arguments = (*at_rows(p_logits), *at_rows(q_logits), n, v, temperature, _mask(eligible))
+        results = (at(out), at(p, torch.float64), at(q, torch.float64))
+        check_rows(library.load().kl_divergence(*arguments, *results))
+        ctx.save_for_backward(p_logits, q_logits, eligible, p, q)
+        ctx.temperature = temperature
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        p_logits, q_logits, eligible, p, q = ctx.saved_tensors
+        n, v = p_logits.shape
+        gradient, grad = torch.empty(n, v), grad.contiguous()
+        arguments = (*at_rows(p_logits), *at_rows(q_logits), n, v, ctx.temperature, _mask(eligible))
+        rows = (at(p, torch.float64), at(q, torch.float64))
+        library.load().kl_divergence_gradient(*arguments, *rows, at(grad), at(gradient))
+        return gradient, None, None, None
+
+
+def kl_divergence(p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), float32 [n], nats, over the eligible tokens; differentiable in p."""
+    dense = p_logits if p_logits.stride(1) == 1 else p_logits.contiguous()
+    kept = None if eligible is None else eligible.contiguous()
+    return _Divergence.apply(dense, _dense(q_logits), temperature, kept)
+
+
+def kl_loss(logits: Tensor, ref_logits: Tensor, temperature: float, eligible: Tensor | None, mode: str) -> Tensor:
+    """KL(p || reference) over the eligible tokens, float32 [n], nats; differentiable in `logits`.
+
+    Shapes as in `token_statistics`.
+    """
+    if mode == "deterministic":
+        return kl_divergence(logits, ref_logits, temperature, eligible)
+    scaled, ref_scaled = logits / temperature, ref_logits / temperature
+    if eligible is not None:
+        scaled, ref_scaled = (x.masked_fill(~eligible, float("-inf")) for x in (scaled, ref_scaled))
+    log_p, log_q = scaled.log_softmax(-1), ref_scaled.log_softmax(-1)
+    difference = log_p - log_q
+    if eligible is not None:  # both are minus infinity for the other tokens
+        difference = log_p.masked_fill(~eligible, 0.0) - log_q.masked_fill(~eligible, 0.0)
+    return (log_p.exp() * difference).sum(-1)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of n tokens under a policy, from which they were sampled, and a reference; float32 [n] each."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    prob_sq_sums: Tensor
+    ref_logprobs: Tensor
+    ref_kl: Tensor  # KL(policy || reference)
+
+
+def score(
+    logits: Tensor, ref_logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
+) -> Scores:
+    """The scores of each token that are recorded before the update. Shapes and errors as in `token_statistics`.
+
+    The divergence and the sum of squares come from the C kernels in both modes.
+    """
+    logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
+    ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode)
+    ref_kl = kl_divergence(logits, ref_logits, temperature, eligible)
+    return Scores(logprobs, entropies, prob_sq_sum(logits, temperature, eligible), ref_logprobs, ref_kl)
+
+
+def top_logits(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+    """(ids int32, logits / temperature float32) of the `count` largest, [n, K] each, by falling logit, then rising id.
+
+    logits float32 [n, V]; K = min(count, V). 0.0 comes before -0.0.
+    """
+    if count == 0:
+        return torch.empty(len(logits), 0, dtype=torch.int32), torch.empty(len(logits), 0)
+    scaled = logits / temperature
+    # integers in the order of the floats; with the id below them no two are equal, so that topk has one answer
+    bits = scaled.view(torch.int32).to(torch.int64)
+    order = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
+    ids = ((order << 32) | (0xFFFFFFFF - torch.arange(scaled.shape[-1]))).topk(min(count, scaled.shape[-1])).indices
+    return ids.to(torch.int32), scaled.gather(-1, ids)
+
+
+def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
+    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None for bit sets of width 0: all tokens are eligible."""
+    if kept_tokens.shape[1] == 0:
+        return None
+    return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_))
+
+
+def pack_bits(eligible: Tensor) -> Tensor:
+    """bool [n, V] -> bit sets uint8 [n, ceil(V/8)], the first token in the highest bit."""
+    return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))

@@ -1,0 +1,114 @@
+"""Counter-based sampling: a token is a pure function of (logits, seed, position).
+
+Gumbel-max with the hash noise of SGLang's seeded sampler, so that equal logits give equal tokens in both engines,
+whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_repro.numerics.sampling import cut_tokens, normal_noise, sample_tokens
+from ppo_repro.numerics.sampling import gumbel_noise as gumbel_noise
+from ppo_repro.numerics.token_statistics import pack_bits, require_finite, token_statistics, top_logits
+from ppo_repro.rollout.engine import Sampling
+
+_MASK = 0xFFFFFFFF
+_EVERYWHERE = 2**32 - 1  # a position that no token has
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One token for each of n positions."""
+
+    tokens: Tensor  # [n] int64
+    logprobs: Tensor  # [n] float32, under the distribution sampled from
+    log_kept_mass: Tensor  # [n] float32
+    kept_tokens: Tensor  # [n, ceil(V/8)] uint8 or [n, 0]
+    top_ids: Tensor  # [n, K] int32
+    top_logits: Tensor  # [n, K] float32
+
+
+def _rotate(x: Tensor, bits: int) -> Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & _MASK
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    # int64 products wrap, but their low 32 bits are those of the unsigned product
+    return (x * factor) & _MASK
+
+
+def murmur_hash32(words: list[Tensor]) -> Tensor:
+    """MurmurHash3 x86 32-bit, hash seed 0, of little-endian 32-bit words held as int64 in [0, 2^32).
+
+    The words broadcast against each other. Appleby, 2011.
+    """
+    h = torch.zeros((), dtype=torch.int64)
+    for word in words:
+        k = _times(_rotate(_times(word, 0xCC9E2D51), 15), 0x1B873593)
+        h = (_times(_rotate(h ^ k, 13), 5) + 0xE6546B64) & _MASK
+    h = h ^ (4 * len(words))
+    h = _times(h ^ (h >> 16), 0x85EBCA6B)
+    h = _times(h ^ (h >> 13), 0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, sigma: float) -> Tensor:
+    """logits + temperature sigma z, float32 [n, V], rounded once; z is `normal_noise` of the token's id.
+
+    It imitates a sampler whose logits / temperature have an error of standard deviation sigma. To first
+    order in sigma^2, KL(sampler || model) and KL(model || sampler) are both sigma^2 / 2 (1 - sum_v p_v^2) nats.
+    """
+    offsets = normal_noise(seeds, positions, logits.shape[-1]) * (temperature * sigma)
+    return (logits.to(torch.float64) + offsets).to(torch.float32)
+
+
+def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor:
+    """logits + temperature size z, float32 [n, V], rounded once; z is one standard normal number for each token's id.
+
+    It imitates a sampler that prefers some tokens everywhere, as one with a wrong row in its last matrix does.
+    """
+    z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1])
+    return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)
+
+
+def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """`cut_tokens` of logits / temperature with the limits of `sampling`."""
+    return cut_tokens(scaled, sampling.top_k, sampling.top_p)
+
+
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:
+    """One token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
+
+    logits float32 [n, V]; seeds, positions int64 [n], the position being that of the last input token.
+    The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang. With a `mismatch_sigma`
+    everything is computed from `disturbed` logits, which are used nowhere else.
+    """
+    temperature = sampling.temperature
+    if sampling.mismatch_sigma:
+        logits = disturbed(logits, seeds, positions, temperature, sampling.mismatch_sigma)
+    if sampling.token_bias:
+        logits = biased(logits, sampling.bias_seed, temperature, sampling.token_bias)
+    kept, log_kept_mass = None, torch.zeros(len(logits))
+    packed = torch.empty(len(logits), 0, dtype=torch.uint8)
+    if sampling.cuts:
+        eligible, rank, log_kept_mass = cut(logits / temperature, sampling)
+        kept, packed = (eligible, rank), pack_bits(eligible)
+    if sampling.greedy:
+        require_finite(logits)
+        tokens = first_argmax(logits / temperature)
+    else:
+        tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, kept)
+    if sampling.greedy or kept or mode == "native":
+        logprobs, _ = token_statistics(logits, tokens, temperature, kept and kept[0], mode)
+    top = top_logits(logits, temperature, sampling.top_logits)
+    return Sample(tokens, logprobs, log_kept_mass, packed, *top)
+
+
+def first_argmax(x: Tensor) -> Tensor:
+    """Index of the maximum along the last axis; among equal ones the lowest."""
+    columns = torch.arange(x.shape[-1])
+    return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

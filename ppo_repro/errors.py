@@ -1,11 +1,9 @@
-"""The errors a user can see, by exit code, and how an error of one process of a run becomes one of all of them."""
+"""The errors a user can see, by exit code."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 # how torch says it: its CPU allocator raises RuntimeError, with these words and the number of bytes
 _TORCH_WORDS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
@@ -55,59 +53,4 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         if _SYSTEM_WORDS in text and not isinstance(error, UserError):  # those of a user error are in its cause
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
-
-
-class SharedUserError(UserError):
-    """A UserError that every rank knows about."""
-
-
-class SharedPromiseBroken(PromiseBroken):
-    """A PromiseBroken that every rank knows about."""
-
-
-class SharedInterrupt(KeyboardInterrupt):
-    """A Ctrl-C that every rank knows about."""
-
-
-Kind = Literal["user error", "promise broken", "interrupt"]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a rank tells the others of its error."""
-
-    kind: Kind
-    message: str
-
-
-def shared(rank: int, failure: Failure) -> BaseException:
-    """What the failure of a rank is on the others."""
-    if failure.kind == "interrupt":
-        return SharedInterrupt()
-    kind = SharedUserError if failure.kind == "user error" else SharedPromiseBroken
-    return kind(f"rank {rank}: {failure.message}")
-
-
-def unshared(rank: int, failure: Failure) -> BaseException:
-    """The same where a process heard of it otherwise than in an exchange, so that others may not know it."""
-    kind = UserError if failure.kind == "user error" else PromiseBroken
-    return kind(f"rank {rank}: {failure.message}")
-
-
-def failure_of(error: BaseException) -> Failure:
-    """What the others are told of an error."""
-    if isinstance(error, UserError):
-        return Failure("user error", str(error))
-    if isinstance(error, PromiseBroken):
-        return Failure("promise broken", str(error))
-    return Failure("promise broken", f"stopped by {type(error).__name__}: {error}")
-
-
-def known_to_all(error: BaseException | None) -> bool:
-    """Whether this error came from an exchange, or was raised while handling one that did."""
-    while error is not None:
-        if isinstance(error, SharedUserError | SharedPromiseBroken | SharedInterrupt):
-            return True
-        error = error.__context__
     return False

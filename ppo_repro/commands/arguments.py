@@ -190,12 +190,6 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
         "--slurm", metavar="NAME=VALUE", action="append", help="run them as a Slurm array; may be repeated"
     )
     parser.add_argument(
-        "--launcher",
-        choices=("none", "torchrun"),
-        default="none",
-        help="torchrun: start each cell in as many processes as its layout needs",
-    )
-    parser.add_argument(
         "--changed",
         choices=("refuse", "keep", "redo"),
         default="refuse",

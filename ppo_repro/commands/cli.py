@@ -11,7 +11,7 @@ from ppo_repro.commands.completion import complete
 from ppo_repro.commands.memory import out_of_memory
 from ppo_repro.commands.runs import processes, rerun_command, resume_command, run_command
 from ppo_repro.errors import Mistakes, PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
-from ppo_repro.output import one_line, prepare_streams, say, say_anyway
+from ppo_repro.output import one_line, prepare_streams, say
 
 
 def _say_mistakes(error: UserError) -> None:
@@ -46,13 +46,13 @@ def _run(argv: Sequence[str]) -> int:
             raise
         return 2
     except RankLost as error:
-        say_anyway(f"stopped: {one_line(error)}")
+        say(f"stopped: {one_line(error)}")
         return 3
     except PromiseBroken as error:
         say(f"promise broken: {one_line(error)}")
         return 1
     except Terminated as error:
-        say_anyway(f"terminated{_what_is_kept(error)}")
+        say(f"terminated{_what_is_kept(error)}")
         return 143
     except KeyboardInterrupt as error:
         say(f"interrupted{_what_is_kept(error)}")

@@ -26,9 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = grid_folder(grid, arguments.out)
     require_copies(arguments.tensorboard)
     with ConsoleGrid() as watcher:
-        outcome = run_grid(
-            grid, arguments.out, _engine(arguments, folder), watcher, arguments.changed, arguments.launcher
-        )
+        outcome = run_grid(grid, arguments.out, _engine(arguments, folder), watcher, arguments.changed)
     said, copied = ([], {}) if arguments.track is None else grid_into_mlflow(folder, arguments.track)
     fields = as_json(grid, folder, outcome) | ({"mlflow": copied} if copied else {})
     if arguments.tensorboard is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from ppo_repro.commands.first_look import check_files, overrides, say_first
 from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.commands.recorded import report_difference
 from ppo_repro.commands.run_folders import MANIFEST
-from ppo_repro.errors import RankLost, UserError
+from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say, tell
 from ppo_repro.tracking.finished import require_copies
 
@@ -25,20 +25,23 @@ if TYPE_CHECKING:
     from ppo_repro.tracking.follower import Followers
     from ppo_repro.watcher import Watcher
 
+SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a minibatch's sum
+
 
 def _environment_count(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    hint = ", as torchrun sets it" if name in ("WORLD_SIZE", "RANK") else " of seconds"
     if not text.isdecimal():
-        raise UserError(f"environment variable {name} = {text!r}: must be a count{hint}")
+        raise UserError(f"environment variable {name} = {text!r}: must be a count, as torchrun sets it")
     return int(text)
 
 
 def processes() -> tuple[int, int]:
-    """(rank, number of processes) as torchrun sets them; (0, 1) without it."""
+    """(rank, number of processes) as torchrun sets them; (0, 1) without it. UserError for a number not in SIZES."""
     size = _environment_count("WORLD_SIZE", 1)
     if size <= 1:
         return 0, 1
+    if size not in SIZES:
+        raise UserError(f"torchrun --nproc-per-node: {size} processes were started; a run takes 1, 2, 4 or 8")
     rank = _environment_count("RANK", 0)
     if rank >= size:
         raise UserError(f"environment variable RANK = {rank}: must be below WORLD_SIZE = {size}, as torchrun sets it")
@@ -49,14 +52,10 @@ def processes() -> tuple[int, int]:
 def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
     """The processes of this command; the first one shows progress, the others are silent."""
     from ppo_repro.commands.progress import ConsoleProgress
-    from ppo_repro.heartbeats import PATIENCE_NAME, PATIENCE_SECONDS
     from ppo_repro.ranks import joined
     from ppo_repro.watcher import Silent
 
-    patience = _environment_count(PATIENCE_NAME, PATIENCE_SECONDS)
-    if patience < 1:
-        raise UserError(f"environment variable {PATIENCE_NAME} = 0: must be at least 1 second")
-    with joined(*processes(), patience) as ranks:
+    with joined(*processes()) as ranks:
         if not ranks.is_first:
             yield ranks, Silent()
             return
@@ -65,29 +64,16 @@ def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
 
 
 @contextmanager
-def _saying_how_to_go_on(folder: Sequence[Path]) -> Iterator[None]:
-    """Add to Ctrl-C, SIGTERM and RankLost what is kept in `folder`, the run folder where it is known by then."""
+def _saying_how_to_go_on(run_dir: Path) -> Iterator[None]:
+    """Add to Ctrl-C, SIGTERM and RankLost what is kept in the run folder."""
     try:
         yield
     except KeyboardInterrupt as error:
-        if any((run_dir / MANIFEST).exists() for run_dir in folder):
-            alone, how = (_alone(folder[0]), ", in one process") if isinstance(error, RankLost) else ("", "")
-            kept = f"complete iterations are kept; go on with `ppo-repro resume {folder[0]}{alone}`{how}"
+        if (run_dir / MANIFEST).exists():
+            kept = f"complete iterations are kept; go on with `ppo-repro resume {run_dir}`"
         else:
             kept = "nothing was recorded; start it again"
         raise type(error)(f"{error}; {kept}" if str(error) else kept) from error
-
-
-def _alone(run_dir: Path) -> str:
-    """The options with which one process takes over a run of several."""
-    from ppo_repro.config.files import read_tree
-    from ppo_repro.records.config_file import CONFIG_NAME
-
-    layout = read_tree(run_dir / CONFIG_NAME)["layout"]
-    usual = {"data": 0, "tensor": 1, "pipeline": 1}
-    written = layout.get("mesh", {})
-    mesh = "".join(f" --set layout.mesh.{name}={n}" for name, n in usual.items() if written.get(name, n) != n)
-    return mesh + (" --set 'layout.rank_shares=[]'" if layout.get("rank_shares") else "")
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -98,22 +84,19 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     set_fields = overrides(arguments)
     require_copies(arguments.tensorboard)
-    clock, folder, alone = Clock(), list[Path](), processes()[1] == 1
-    if alone:  # several processes hear of each other's mistakes, and torch is what they hear by
-        if command_of(read_tree(arguments.config, set_fields)) == "control":
-            return _run_control(arguments)
-        _look(load_config(arguments.config, set_fields), arguments.out)
+    clock = Clock()
+    if command_of(read_tree(arguments.config, set_fields)) == "control":
+        return _run_control(arguments)
+    config = load_config(arguments.config, set_fields)
+    folder = run_folder(config, arguments.out)
+    _look(config, folder)
     with _saying_how_to_go_on(folder), _working_together() as (ranks, watcher):
-        config = load_config(arguments.config, set_fields)
-        if not alone:
-            _look(config, arguments.out)
         from ppo_repro.runs.language import LanguageKind
         from ppo_repro.runs.run import run
         from ppo_repro.tracking.follower import followed
 
-        folder.append(run_folder(config, arguments.out))
         uri, events = (arguments.track, arguments.tensorboard) if ranks.is_first else (None, None)
-        with within_memory(config, ranks.size), followed(folder[0], uri, events) as copies:
+        with within_memory(config, ranks.size), followed(folder, uri, events) as copies:
             clock.lap("start")
             run_dir, _ = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out, clock)
         clock.lap("tracking" if arguments.track or arguments.tensorboard else OTHER)
@@ -122,11 +105,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look(config: RunConfig, out: Path) -> None:
+def _look(config: RunConfig, run_dir: Path) -> None:
     """Say what begins, and check what can be checked before torch is imported."""
-    from ppo_repro.config.section import run_folder
-
-    run_dir = run_folder(config, out)
     say_first(config, run_dir)
     from ppo_repro.disk.folder import require_new
 
@@ -136,6 +116,8 @@ def _look(config: RunConfig, out: Path) -> None:
 
 def _run_control(arguments: argparse.Namespace) -> int:
     """`run` of a file for `control`; UserError where an option has no meaning there."""
+    if processes()[1] > 1:
+        raise UserError("a control run works in one process; start this command without torchrun")
     if arguments.profile:
         raise UserError(f"--profile: {arguments.config} is a file for control runs, which have no such option")
     return control_command(arguments)
@@ -157,7 +139,7 @@ def control_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.tracking.follower import followed
 
     copied = followed(folder, arguments.track, arguments.tensorboard)
-    with _saying_how_to_go_on([folder]), ConsoleProgress() as watcher, copied as copies:
+    with _saying_how_to_go_on(folder), ConsoleProgress() as watcher, copied as copies:
         run_dir, seconds = run(ControlKind(watcher), config, arguments.out)
     _report_run(run_dir, seconds, arguments.json, copies=copies)
     return 0
@@ -168,10 +150,8 @@ def resume_command(arguments: argparse.Namespace) -> int:
     say(f"{arguments.run}: going on after what is recorded")
     from ppo_repro.commands.kinds import kind_of
 
-    if processes()[1] == 1:  # what is no run is said before the seconds that torch takes
-        kind_of(arguments.run)
-    with _saying_how_to_go_on([arguments.run]), _working_together() as (ranks, watcher):
-        kind = kind_of(arguments.run)
+    kind = kind_of(arguments.run)  # what is no run is said before the seconds that torch takes
+    with _saying_how_to_go_on(arguments.run), _working_together() as (ranks, watcher):
         from ppo_repro.runs.run import resume
 
         with within_recorded(arguments.run, arguments.set, ranks.size):
@@ -218,8 +198,8 @@ def rerun_command(arguments: argparse.Namespace) -> int:
     say(f"{arguments.run}: computing everything again, to compare every buffer")
     from ppo_repro.commands.kinds import kind_of
 
+    kind = kind_of(arguments.run)
     with _working_together() as (ranks, watcher):
-        kind = kind_of(arguments.run)
         from ppo_repro.runs.run import rerun
 
         with within_recorded(arguments.run, arguments.set, ranks.size):

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.layout import LayoutConfig, MeshConfig, not_on_device
+from ppo_repro.config.layout import LayoutConfig, not_on_device
 from ppo_repro.config.run import NumericsConfig
 from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
 
@@ -44,6 +44,4 @@ class DPOConfig(Experiment):
     def _alone(self) -> Self:
         for line in not_on_device(self.layout, self.numerics.mode):
             raise ValueError(line)
-        if self.layout.mesh != MeshConfig():
-            raise ValueError("layout.mesh: DPO trains in one process, which divides nothing; remove it")
         return self

@@ -18,8 +18,8 @@ from ppo_repro.config.algorithm import (
     SeparateValue,
     ValueConfig,
 )
-from ppo_repro.config.engine import RolloutConfig, SGLangServers
-from ppo_repro.config.layout import LayoutConfig, not_divided, not_on_device
+from ppo_repro.config.engine import RolloutConfig
+from ppo_repro.config.layout import LayoutConfig, not_on_device
 from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
 from ppo_repro.config.records import CheckpointConfig, RunRecordsConfig
@@ -175,27 +175,8 @@ def _sizes(config: RunConfig) -> Iterator[str]:
         yield f"ppo.warmup_iterations = {ppo.warmup_iterations} must be smaller than ppo.iterations = {ppo.iterations}"
 
 
-def _needing_all_weights(config: RunConfig) -> list[str]:
-    """The settings that need a process with all weights."""
-    sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
-    sync = engine.weight_sync if isinstance(engine := config.rollout.engine, SGLangServers) else "disk"
-    experts = isinstance(config.model, TinyModel) and config.model.experts is not None
-    found = {
-        f"rollout.engine.weight_sync = {sync}": sync != "disk",
-        "mismatch.sampler.lag is set": sampler.lag is not None,
-        "mismatch.sampler.stock is set": sampler.stock is not None,
-        "mismatch.sampler.precision rounds": sampler.precision.rounds,
-        "mismatch.trainer.precision rounds": trainer.precision.rounds,
-        "model.experts is set": experts,
-    }
-    return [name for name, is_so in found.items() if is_so]
-
-
 def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
-    loras = {"lora": config.lora, "value.lora": config.value.lora if isinstance(config.value, SeparateValue) else None}
-    adapted = [name for name, lora in loras.items() if lora is not None]
-    yield from not_divided(config.layout.mesh, config.numerics.mode, adapted, _needing_all_weights(config))
     yield from not_on_device(config.layout, config.numerics.mode)
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
         yield "numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing"

@@ -46,7 +46,6 @@ from ppo_repro.runs.checkpoints import save_model
 from ppo_repro.runs.environment import check_inputs, describe_environment
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.seeding import sample_seed
-from ppo_repro.shares import check_shares
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rollout import roll_out
@@ -242,7 +241,6 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
     folder = dpo_folder(config, out)
     if folder.exists():
         raise UserError(f"{folder}: exists already; choose another --out")
-    check_shares(config.layout.rank_shares, ALONE.size)
     recorded, run_config = _recorded(config)
     pairs = _Pairs(
         *hold_out(pairs_from_run(Path(config.run), config.run_iterations), config.num_eval_prompts, config.seed)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from ppo_repro.records.config_file import read_environments
 
 RESULT = "result.json"
 LOG = "log.txt"
-MESSAGE_LINES = 200  # of the end of the log, searched for the error; torchrun has much to say after it
+MESSAGE_LINES = 200  # of the end of the log, searched for the error
 LOST = 3  # exit code of a cell of which nobody could say how it ended
 WRITER_SECONDS = 60.0  # how long another process may still be writing the cell's run
 
@@ -36,8 +35,7 @@ class Order:
     name: str
     folder: str
     kind: str
-    threads: int  # of each process
-    processes: int = 1  # more than one are started by torchrun
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -110,13 +108,9 @@ def cell_environment(threads: int) -> dict[str, str]:
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
     """Start the cell's process in its own session; it ends when the caller's end of its stdin closes."""
     forget_result(order)
-    launcher = []
-    if order.processes > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={order.processes}"]
-    waiting = nullcontext() if launcher else held()  # the launcher would wait for ever
-    with (Path(order.folder) / LOG).open("ab") as log, waiting:
+    with (Path(order.folder) / LOG).open("ab") as log, held():
         return subprocess.Popen(
-            [sys.executable, *launcher, "-m", "ppo_repro.commands.grid_cells", "one", *command_of(order)],
+            [sys.executable, "-m", "ppo_repro.commands.grid_cells", "one", *command_of(order)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

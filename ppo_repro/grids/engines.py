@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ppo_repro.grids.cell import LOG, Order, Result, finish_cell, start_cell
+from ppo_repro.grids.cell import LOG, Order, Result, finish_cell
 from ppo_repro.grids.worker import ForkedCell, Worker
 
 POLL_SECONDS = 0.02
@@ -77,8 +77,6 @@ class Processes:
 def _start(order: Order, idle: list[Worker]) -> _Live:
     """Start a cell, in an idle worker where it can be forked; that of other threads than it needs is ended."""
     started = time.perf_counter()
-    if order.processes > 1:
-        return _Live(order, start_cell(order), started)
     worker = idle.pop() if idle else None
     if worker is not None and not worker.suits(order.threads):
         worker.close()

@@ -10,7 +10,6 @@ from typing import Literal
 
 import pandas as pd
 
-from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.disk import durable
 from ppo_repro.disk.folder import only_writer, remove_folder
@@ -19,11 +18,10 @@ from ppo_repro.grids.cell import Order, environment_of, run_of, state_of, withou
 from ppo_repro.grids.engines import Engine
 from ppo_repro.grids.progress import GridWatcher
 from ppo_repro.grids.results import write_tables
-from ppo_repro.grids.spec import Cell, Config, Grid
+from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.runs.environment import describe_environment
 
 Changed = Literal["refuse", "keep", "redo"]
-Launcher = Literal["none", "torchrun"]
 
 
 @dataclass(frozen=True)
@@ -93,25 +91,8 @@ def _orders(grid: Grid, grid_dir: Path) -> list[Order]:
     for cell in grid.cells:
         folder, layout = grid_dir / "cells" / cell.name, cell.config.layout
         if state_of(folder) != "complete":
-            processes = processes_of(cell.config)
-            orders.append(Order(cell.name, str(folder.absolute()), grid.file.kind, layout.threads, processes))
+            orders.append(Order(cell.name, str(folder.absolute()), grid.file.kind, layout.threads))
     return orders
-
-
-def processes_of(config: Config) -> int:
-    """How many processes a run of this configuration needs."""
-    return 1 if isinstance(config, ControlConfig) else config.layout.processes
-
-
-def _check_launcher(grid: Grid, launcher: Launcher) -> None:
-    """Raise UserError where cells need a launcher that was not asked for, or none needs it."""
-    several = next((cell for cell in grid.cells if processes_of(cell.config) > 1), None)
-    if several is not None and launcher == "none":
-        raise UserError(
-            f"cell {several.name}: its layout needs {processes_of(several.config)} processes; add --launcher torchrun"
-        )
-    if several is None and launcher == "torchrun":
-        raise UserError("--launcher torchrun: no cell has a layout of several processes; leave it out")
 
 
 def _strangers(grid: Grid, grid_dir: Path) -> tuple[str, ...]:
@@ -125,15 +106,13 @@ def run_grid(
     engine: Engine,
     watcher: GridWatcher,
     changed: Changed = "refuse",
-    launcher: Launcher = "none",
 ) -> Outcome:
     """Run every cell that is not complete, and write the tables. A second call runs only what is missing.
 
     A cell that fails or is killed is recorded and does not stop the others. UserError where the engine cannot run
     cells, another call works on the same folder, a cell's configuration has changed, or other code computed a cell
-    (see `changed`). `launcher`: what starts cells whose layout needs several processes.
+    (see `changed`).
     """
-    _check_launcher(grid, launcher)
     engine.check()
     grid_dir = grid_folder(grid, out)
     try:

@@ -45,7 +45,7 @@ class Ray:
         try:
             task = ray.remote(run_cell)
             for order in orders:
-                options = task.options(num_cpus=order.processes * order.threads, max_retries=MORE_NODES)
+                options = task.options(num_cpus=order.threads, max_retries=MORE_NODES)
                 pending[options.remote(order)] = order
             while pending:
                 done, _ = ray.wait(list(pending), timeout=LOOK_SECONDS)

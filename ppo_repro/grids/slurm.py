@@ -89,7 +89,7 @@ class Slurm:
     def _submit(self, orders: Sequence[Order]) -> Jobs:
         from submitit.core.utils import FailedJobError
 
-        executor = self._executor(max(order.processes * order.threads for order in orders))
+        executor = self._executor(max(order.threads for order in orders))
         try:
             jobs = executor.map_array(CellJob(), orders)
         except (RuntimeError, ValueError, TypeError, FailedJobError) as error:

@@ -31,7 +31,6 @@ from ppo_repro.numerics.optim.optimizer import (
     collect_native,
     tensor_gradients,
 )
-from ppo_repro.numerics.pieces import WHOLE, Division
 from ppo_repro.ranks import ALONE, Ranks
 
 
@@ -40,11 +39,11 @@ class ExactLoraOptimizer:
 
     loss_scale = 1.0
 
-    def __init__(self, model: nn.Module, lora: Lora, settings: AdamWSettings, division: Division = WHOLE) -> None:
+    def __init__(self, model: nn.Module, lora: Lora, settings: AdamWSettings) -> None:
         self.settings, self.lora = settings, lora
         self.accumulator = GradientAccumulator({**lora.merged_weights(), **lora.whole}.items())
         attach(model, self.accumulator)
-        self.adamw = ExactAdamW(lora.trained(), division)
+        self.adamw = ExactAdamW(lora.trained())
 
     def step(
         self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
@@ -54,9 +53,8 @@ class ExactLoraOptimizer:
         gradients |= {name: collected[name] for name in self.lora.whole}
         norm = exact_norm(gradients.values())
         measured = tensor_gradients(gradients) if by_tensor else ()
-        # a factor's gradient needs that of the whole matrix, so that all processes have all of them
-        own = {name: self.adamw.division.own(gradient.contiguous()) for name, gradient in gradients.items()}
-        self.adamw.apply(self.settings, own, norm)
+        gradients = {name: gradient.contiguous() for name, gradient in gradients.items()}
+        self.adamw.apply(self.settings, gradients, norm)
         self.lora.merge()
         return StepReport(norm, redos, measured)
 
@@ -114,8 +112,8 @@ class NativeLoraOptimizer:
         self.lora.merge()
 
 
-def make_lora_optimizer(model: nn.Module, lora: Lora, settings: AdamWSettings, division: Division = WHOLE) -> Optimizer:
-    """The optimizer of an adapter, in the numerics of its model; several processes may divide its moments."""
+def make_lora_optimizer(model: nn.Module, lora: Lora, settings: AdamWSettings) -> Optimizer:
+    """The optimizer of an adapter, in the numerics of its model."""
     if lora.exact:
-        return ExactLoraOptimizer(model, lora, settings, division)
+        return ExactLoraOptimizer(model, lora, settings)
     return NativeLoraOptimizer(lora, settings)

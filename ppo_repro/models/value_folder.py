@@ -14,17 +14,15 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 from ppo_repro.disk.folder import check_sums, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import ValueModel, make_policy
+from ppo_repro.models.write import FORMAT, write_tensors
 from ppo_repro.numerics.layers.linear import ExactLinear
-from ppo_repro.numerics.pieces import Divided
-from ppo_repro.numerics.sharding.tensor_file import FORMAT, write_tensors
 
 TENSORS_NAME, CONFIG_NAME = "value_model.safetensors", "config.json"
 
 
-def save_value_model(parameters: Mapping[str, Tensor | Divided], config: PretrainedConfig | None, folder: Path) -> None:
+def save_value_model(parameters: Mapping[str, Tensor], config: PretrainedConfig | None, folder: Path) -> None:
     """Write the parameters of a value model, or of a head on the policy's trunk; `config` of its own trunk.
 
-    Where processes divide the value model, the others `lend` their parts meanwhile.
     The folder appears whole or not at all. UserError where that fails.
     """
     with whole_folder(folder) as temporary:

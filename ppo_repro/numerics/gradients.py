@@ -20,7 +20,6 @@ from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import GRADIENT_BITS, GRADIENT_INPUT_BITS, LIMB_BITS, PRODUCT_BITS
 from ppo_repro.numerics.kernels.optimizer import to_float32
-from ppo_repro.numerics.pieces import WHOLE, Division, add_up_pieces
 from ppo_repro.numerics.products import (
     NOTHING,
     add_integer_rows,
@@ -30,7 +29,6 @@ from ppo_repro.numerics.products import (
     product_units,
     row_exponents,
 )
-from ppo_repro.numerics.tensor_parts import UNDIVIDED, TensorParts
 from ppo_repro.ranks import ALONE, Ranks
 
 HEADROOM = 3  # how many powers of two a contribution may grow before the step is redone
@@ -81,10 +79,10 @@ def _to_float32(integers: Tensor, high: Tensor | None, unit: float) -> Tensor:
 class GradientAccumulator:
     """Collects the integer gradients of one module's parameters over any number of backward passes."""
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], parts: TensorParts = UNDIVIDED) -> None:
-        self.parameters, self.parts = dict(parameters), parts
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        self.parameters = dict(parameters)
         self.names = {id(p): name for name, p in self.parameters.items()}
-        self.shapes = {name: parts.gradient_shape(name, p) for name, p in self.parameters.items()}
+        self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self.grids: dict[str, int] = {}  # E of each tensor, kept from step to step
         # memory of earlier steps, overwritten by the next: the system would clear new memory first
         self._sums_memory: dict[str, Tensor] = {}
@@ -257,21 +255,11 @@ class GradientAccumulator:
         lower = [(self.sums, name) for name in self.largest]
         return lower + [(self.high, name) for name in self.largest if ranks.size > 1 and self._has_two_limbs(name)]
 
-    def _add_up_pieces(self, division: Division) -> None:
-        """Replace the sums by this rank's pieces of those over all ranks; stage 2 frees the memory of the others."""
-        limbs, apart = self._limbs(division.ranks), division.zero > 1
-        if apart:
-            self._sums_memory = {}
-        tensors = [held.pop(name) for held, name in limbs]
-        add_up_pieces(tensors, division.ranks, apart)
-        for (held, name), piece in zip(limbs, tensors, strict=True):
-            held[name] = piece
-
-    def finish(self, ranks: Ranks = ALONE, division: Division = WHOLE) -> dict[str, Tensor] | None:
+    def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor] | None:
         """The float32 gradients over all ranks, or None if a grid did not fit and the step must be redone.
 
         dW = fl32(I 2^(E + HEADROOM - 49)), accepted if E - 4 <= E_new <= E + 3 for every tensor. They take the place
-        of the sums; the next step overwrites them. Where the ranks divide them, this rank's piece of each, flat.
+        of the sums; the next step overwrites them.
         """
         self._observe_all(ranks)
         misfits = {
@@ -282,18 +270,13 @@ class GradientAccumulator:
         if misfits:
             self.grids = {**self.grids, **misfits}
             return None
-        if division.divides:
-            self._add_up_pieces(division)
-        else:
-            limbs, summed = self._limbs(ranks), self.parts.summed
-            ranks.add_up([held[name] for held, name in limbs])
-            self.parts.holders.add_up([held[name] for held, name in limbs if name in summed])
+        ranks.add_up([held[name] for held, name in self._limbs(ranks)])
         gradients = {}
         for name, parameter in self.parameters.items():
             if name in self.largest:
                 unit = 2.0 ** (self.grids[name] + HEADROOM - PRODUCT_BITS)
                 gradients[name] = _to_float32(self.sums.pop(name), self.high.get(name), unit)
             else:
-                gradients[name] = torch.zeros_like(self.parts.stepped(name, parameter.detach(), division))
+                gradients[name] = torch.zeros_like(parameter.detach())
         self.grids = {**self.grids, **self.largest}
         return gradients

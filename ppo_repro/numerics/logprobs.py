@@ -23,7 +23,6 @@ from ppo_repro.numerics.arithmetic.distribution import (
     require_finite,
     sum_of_squares,
 )
-from ppo_repro.numerics.arithmetic.divided import Share
 from ppo_repro.numerics.kernels import token_statistics as statistics
 from ppo_repro.numerics.products import array
 
@@ -32,19 +31,10 @@ CPU = torch.device("cpu")
 
 class _TokenStatistics(Function):
     @staticmethod
-    def forward(
-        ctx: Any, scaled: Tensor, targets: Tensor, eligible: Tensor | None, share: Share | None = None
-    ) -> tuple[Tensor, Tensor]:
-        d = distribution(scaled, eligible, share)
-        entropy = d.log_total - expectation(d, d.shifted, share)
-        ctx.share = share
-        if share is None:
-            at_target = d.shifted.gather(-1, targets[:, None])
-        else:
-            owned = ((targets >= share.start) & (targets < share.stop))[:, None]
-            targets = torch.where(owned[:, 0], targets - share.start, 0)
-            at_target = share.spread(d.shifted.gather(-1, targets[:, None]), owned)
-            ctx.owned = owned
+    def forward(ctx: Any, scaled: Tensor, targets: Tensor, eligible: Tensor | None) -> tuple[Tensor, Tensor]:
+        d = distribution(scaled, eligible)
+        entropy = d.log_total - expectation(d, d.shifted)
+        at_target = d.shifted.gather(-1, targets[:, None])
         logprob = at_target.to(torch.float64) - d.log_total
         ctx.save_for_backward(d.masses, d.total, d.shifted, d.log_total, entropy, targets)
         return logprob[:, 0].to(torch.float32), entropy[:, 0].to(torch.float32)
@@ -57,9 +47,7 @@ class _TokenStatistics(Function):
         # d logprob / d logit_v = [v = target] - p_v ;  d entropy / d logit_v = -p_v (log p_v + entropy)
         d = ((shifted.to(torch.float64) - log_total).add_(entropy)).mul_(p).mul_(gh)
         d = d.add_(gl * p).neg_()
-        before = d.gather(-1, targets[:, None])
-        at_target = before + gl if ctx.share is None else torch.where(ctx.owned, before + gl, before)
-        return d.scatter(-1, targets[:, None], at_target).to(torch.float32), None, None, None
+        return d.scatter_add(-1, targets[:, None], gl).to(torch.float32), None, None
 
 
 class _FusedTokenStatistics(Function):
@@ -91,22 +79,14 @@ def _mask(logits: Tensor, eligible: Tensor | None) -> statistics.Array:
 
 
 def token_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    eligible: Tensor | None,
-    mode: str,
-    share: Share | None = None,
+    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy -sum p log p, float32 [n] each, nats; differentiable in the logits.
 
     logits float32 [n, V], targets int64 [n] on any device, eligible bool [n, V] or None. Raises NumericsError if
-    logits are not finite. `share`: what of the vocabulary this process has, of whose columns logits and eligible are,
-    in exact numerics only; targets and results are those of all.
+    logits are not finite.
     """
     targets = targets.to(logits.device)
-    if share is not None:
-        return _TokenStatistics.apply(elementwise.divided(logits, temperature), targets, eligible, share)
     if mode == "exact":
         if backend.has_kernels(logits):
             return _FusedTokenStatistics.apply(logits, targets, temperature, eligible)
@@ -122,19 +102,17 @@ def token_statistics(
     return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
 
-def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None, share: Share | None = None) -> Tensor:
+def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """sum_v p_v^2, float32 [n], by an exact sum."""
-    d = distribution(elementwise.divided(logits, temperature), eligible, share)
-    return sum_of_squares(d, share)[:, 0].to(torch.float32)
+    d = distribution(elementwise.divided(logits, temperature), eligible)
+    return sum_of_squares(d)[:, 0].to(torch.float32)
 
 
-def kl_divergence(
-    p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, share: Share | None = None
-) -> Tensor:
+def kl_divergence(p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v), float32 [n], nats, over the eligible tokens, by an exact sum."""
     p_scaled, q_scaled = (elementwise.divided(logits, temperature) for logits in (p_logits, q_logits))
-    p, q = distribution(p_scaled, eligible, share), distribution(q_scaled, eligible, share)
-    return expectation(p, _log_ratios(p, q), share)[:, 0].to(torch.float32)
+    p, q = distribution(p_scaled, eligible), distribution(q_scaled, eligible)
+    return expectation(p, _log_ratios(p, q))[:, 0].to(torch.float32)
 
 
 def _log_ratios(p: Distribution, q: Distribution) -> Tensor:
@@ -148,10 +126,10 @@ class _Divergence(Function):
     """`kl_divergence` with its derivative in the first distribution: p_v (log p_v - log q_v - KL)."""
 
     @staticmethod
-    def forward(ctx: Any, scaled: Tensor, q_scaled: Tensor, eligible: Tensor | None, share: Share | None) -> Tensor:
-        p, q = distribution(scaled, eligible, share), distribution(q_scaled, eligible, share)
+    def forward(ctx: Any, scaled: Tensor, q_scaled: Tensor, eligible: Tensor | None) -> Tensor:
+        p, q = distribution(scaled, eligible), distribution(q_scaled, eligible)
         log_ratios = _log_ratios(p, q)
-        divergence = expectation(p, log_ratios, share)
+        divergence = expectation(p, log_ratios)
         ctx.save_for_backward(p.masses / p.total, log_ratios, divergence)
         return divergence[:, 0].to(torch.float32)
 
@@ -159,24 +137,17 @@ class _Divergence(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         p, log_ratios, divergence = ctx.saved_tensors
         d = p * (log_ratios - divergence) * grad.to(torch.float64)[:, None]
-        return d.to(torch.float32), None, None, None
+        return d.to(torch.float32), None, None
 
 
-def kl_loss(
-    logits: Tensor,
-    ref_logits: Tensor,
-    temperature: float,
-    eligible: Tensor | None,
-    mode: str,
-    share: Share | None = None,
-) -> Tensor:
+def kl_loss(logits: Tensor, ref_logits: Tensor, temperature: float, eligible: Tensor | None, mode: str) -> Tensor:
     """KL(p || reference) over the eligible tokens, float32 [n], nats; differentiable in `logits`.
 
     Shapes as in `token_statistics`.
     """
     scaled, ref_scaled = (elementwise.divided(x, temperature) for x in (logits, ref_logits))
     if mode == "exact":
-        return _Divergence.apply(scaled, ref_scaled, eligible, share)
+        return _Divergence.apply(scaled, ref_scaled, eligible)
     if eligible is not None:
         scaled, ref_scaled = (x.masked_fill(~eligible, float("-inf")) for x in (scaled, ref_scaled))
     log_p, log_q = scaled.log_softmax(-1), ref_scaled.log_softmax(-1)
@@ -204,23 +175,22 @@ def score(
     temperature: float,
     eligible: Tensor | None,
     mode: str,
-    share: Share | None = None,
 ) -> Scores:
     """The scores of each token that are recorded before the update. Shapes and errors as in `token_statistics`.
 
     The divergence and the sum of squares are exact in both modes.
     """
-    if mode == "exact" and backend.has_kernels(logits) and share is None:
+    if mode == "exact" and backend.has_kernels(logits):
         mask = _mask(logits, eligible)
         scores = statistics.compare(array(logits), array(ref_logits), targets.numpy(), temperature, mask)
         return Scores(*torch.from_numpy(scores))
-    logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode, share)
-    ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode, share)
-    ref_kl = kl_divergence(logits, ref_logits, temperature, eligible, share)
-    return Scores(logprobs, entropies, prob_sq_sum(logits, temperature, eligible, share), ref_logprobs, ref_kl)
+    logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
+    ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode)
+    ref_kl = kl_divergence(logits, ref_logits, temperature, eligible)
+    return Scores(logprobs, entropies, prob_sq_sum(logits, temperature, eligible), ref_logprobs, ref_kl)
 
 
-def top_logits(logits: Tensor, temperature: float, count: int, share: Share | None = None) -> tuple[Tensor, Tensor]:
+def top_logits(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
     """(ids int32, logits / temperature float32) of the `count` largest, [n, K] each, by falling logit, then rising id.
 
     logits float32 [n, V]; K = min(count, V). 0.0 comes before -0.0.
@@ -231,15 +201,9 @@ def top_logits(logits: Tensor, temperature: float, count: int, share: Share | No
     # integers in the order of the floats; with the id below them no two are equal, so that topk has one answer
     bits = scaled.view(torch.int32).to(torch.int64)
     order = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-    first = 0 if share is None else share.start
-    columns = torch.arange(first, first + scaled.shape[-1], device=scaled.device)
-    keys, places = ((order << 32) | (0xFFFFFFFF - columns)).topk(min(count, scaled.shape[-1]))
-    ids, largest = columns[places], scaled.gather(-1, places)
-    if share is not None:
-        keys, ids, largest = (share.joined(x) for x in (keys, ids, largest))
-        places = keys.topk(min(count, share.length)).indices
-        ids, largest = ids.gather(-1, places), largest.gather(-1, places)
-    return ids.to(torch.int32), largest
+    columns = torch.arange(scaled.shape[-1], device=scaled.device)
+    places = ((order << 32) | (0xFFFFFFFF - columns)).topk(min(count, scaled.shape[-1])).indices
+    return columns[places].to(torch.int32), scaled.gather(-1, places)
 
 
 def expand_kept(kept_tokens: Tensor, vocab_size: int, device: torch.device = CPU) -> Tensor | None:

@@ -15,7 +15,6 @@ from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
 from ppo_repro.numerics.layers.lowering import is_exact
 from ppo_repro.numerics.layers.routes import routers, seen_routes
-from ppo_repro.numerics.sharding.parts import cached_heads
 from ppo_repro.numerics.trunk.forward import Cache, TrunkForward
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex
@@ -146,7 +145,7 @@ class TorchEngine:
     def _cache(self, slots: int) -> Cache:
         policy, context = self.policy, self.max_context
         if is_exact(policy):
-            return GridCache(policy.config, slots, context, policy.device, cached_heads(policy))
+            return GridCache(policy.config, slots, context, policy.device)
         return SlotCache(policy.config, slots, context, policy.device, policy.dtype)
 
     def _after_dialogue(self, item: _Active, reason: str, sampling: Sampling, dialogue: Dialogue) -> str:

@@ -7,7 +7,7 @@ streams are functions of seed and iteration, so the iteration number is enough f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import safetensors.torch
@@ -20,6 +20,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
+from ppo_repro.models.write import named_weights, write_tensors
 from ppo_repro.numerics.arithmetic.grid import (
     GRADIENT_BITS,
     GRADIENT_INPUT_BITS,
@@ -30,10 +31,6 @@ from ppo_repro.numerics.arithmetic.grid import (
 )
 from ppo_repro.numerics.gradients import HEADROOM
 from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
-from ppo_repro.numerics.pieces import Divided
-from ppo_repro.numerics.sharding.model_folder import lend_model
-from ppo_repro.numerics.sharding.parts import held_parameters, parts_of
-from ppo_repro.numerics.sharding.tensor_file import lend, write_tensors
 from ppo_repro.runs.checkpoint_index import (
     DAMAGED,
     FORMAT,
@@ -75,10 +72,8 @@ class Checkpoint:
 
     iteration: int
     chain: str  # of the recorded iterations up to here
-    policy: Mapping[str, Tensor | Divided]
-    value_model: Mapping[
-        str, Tensor | Divided
-    ]  # only the head if it is on the policy's trunk; empty without a value model
+    policy: Mapping[str, Tensor]
+    value_model: Mapping[str, Tensor]  # only the head if it is on the policy's trunk; empty without a value model
     policy_optimizer: OptimizerState
     value_optimizer: OptimizerState  # empty without a value model of its own
     coefficients: Coefficients
@@ -86,12 +81,9 @@ class Checkpoint:
     versions: Mapping[str, Tensor] = field(default_factory=dict)  # older policies that the sampler needs
 
 
-def _load_weights(module: nn.Module, saved: Mapping[str, Tensor | Divided]) -> None:
-    """Copy whole weights, or this process's parts of them, into a module; ValueError where they do not fit."""
-    parts = parts_of(module)
-    whole = {name: tensor for name, tensor in saved.items() if isinstance(tensor, Tensor)}
-    live = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    copy_named(live, {name: parts.own(name, tensor) for name, tensor in whole.items()})
+def _load_weights(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Copy weights into a module; ValueError where they do not fit."""
+    copy_named(named_weights(module), saved)
 
 
 def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
@@ -99,8 +91,8 @@ def take(state: TrainState, chain: str, origin: Origin) -> Checkpoint:
     return Checkpoint(
         iteration=state.iteration,
         chain=chain,
-        policy=held_parameters(state.policy),
-        value_model=held_parameters(state.own_value_module),
+        policy=named_weights(state.policy),
+        value_model=named_weights(state.own_value_module),
         policy_optimizer=state.policy_optimizer.state(),
         value_optimizer=NOTHING if state.value_optimizer is None else state.value_optimizer.state(),
         coefficients=state.coefficients,
@@ -127,10 +119,7 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
 
 
 def save(saved: Checkpoint, folder: Path) -> None:
-    """Write a checkpoint; it appears whole and durable or not at all. UserError where writing fails.
-
-    Where processes divide the state, the others save to a `Lender` meanwhile. The bytes are those of one process.
-    """
+    """Write a checkpoint; it appears whole and durable or not at all. UserError where writing fails."""
     files = {}
     with whole_folder(folder) as temporary:
         for name, content in _contents(saved).items():
@@ -162,42 +151,7 @@ def keeps_final_state(config: RunConfig, iteration: int) -> bool:
     return config.checkpoints.final_state and not is_due(config, iteration)
 
 
-@dataclass(frozen=True)
-class Lender:
-    """The store of a process that does not record: while the first one saves, it gives its pieces."""
-
-    config: RunConfig
-    state: TrainState
-
-    @property
-    def files(self) -> dict[str, str]:
-        return {}
-
-    def is_due(self, iteration: int) -> bool:
-        return is_due(self.config, iteration)
-
-    def save(self, link: str) -> None:
-        _lend_contents(take(self.state, link, Origin("", {})))
-
-    def put_policy(self, folder: Path) -> None:
-        """Give the parts of the policy that this process holds; nothing where all weights are with the first one."""
-        lend_model(self.state.policy, self.config.checkpoints.file_bytes)
-
-    def finish(self, link: str) -> dict[str, str]:
-        lend_model(self.state.policy, self.config.checkpoints.file_bytes)
-        lend(held_parameters(self.state.own_value_module))
-        if keeps_final_state(self.config, self.state.iteration):
-            _lend_contents(replace(take(self.state, link, Origin("", {})), policy={}, value_model={}))
-        return {}
-
-
-def _lend_contents(saved: Checkpoint) -> None:
-    """Give this process's parts of a checkpoint while another saves it, in the order in which it asks for them."""
-    for content in _contents(saved).values():
-        lend(content)
-
-
-def _contents(saved: Checkpoint) -> dict[str, Mapping[str, Tensor | Divided]]:
+def _contents(saved: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
     """The tensors of each file."""
     moments = {POLICY_OPTIMIZER: _moments(saved.policy_optimizer), VALUE_OPTIMIZER: _moments(saved.value_optimizer)}
     versions = {VERSIONS: saved.versions} if saved.versions else {}
@@ -233,11 +187,11 @@ def _assemble(index: Index, tensors: Mapping[str, Mapping[str, Tensor]]) -> Chec
     )
 
 
-def _moments(state: OptimizerState) -> dict[str, Tensor | Divided]:
-    found: dict[str, Tensor | Divided] = {f"factors/{name}": tensor for name, tensor in state.factors.items()}
+def _moments(state: OptimizerState) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {f"factors/{name}": tensor for name, tensor in state.factors.items()}
     for moment, tensors in (("first", state.first), ("second", state.second)):
         for name, tensor in tensors.items():
-            found[f"{moment}/{name}"] = state.held(name, tensor)
+            found[f"{moment}/{name}"] = tensor
     return found
 
 

@@ -23,8 +23,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
 from ppo_repro.models.reward_model import save_reward_model
 from ppo_repro.models.value_folder import load_value_parameters, save_value_model
-from ppo_repro.numerics.sharding.model_folder import write_model
-from ppo_repro.numerics.sharding.parts import held_parameters
+from ppo_repro.models.write import named_weights, write_model
 from ppo_repro.records.contents import (
     CHECKPOINT,
     checkpoint_folder,
@@ -145,7 +144,7 @@ class ModelStore:
         if state.value_model is not None:
             made.append(value_folder(self.run_dir))
             config = None if state.value_optimizer is None else state.value_model.trunk.config
-            save_value_model(held_parameters(state.own_value_module), config, made[-1])
+            save_value_model(named_weights(state.own_value_module), config, made[-1])
         files = {name: digest for model in made for name, digest in sums_digest(self.run_dir, model).items()}
         if keeps_final_state(self.config, state.iteration):
             files |= self._keep_state(link)

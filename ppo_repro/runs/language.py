@@ -18,18 +18,15 @@ from ppo_repro.config.kinds import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.loop import ppo_iterations
-from ppo_repro.mesh.groups import as_mesh
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.numerics.sharding.model_folder import lend_model
-from ppo_repro.numerics.sharding.parts import whole_parameters
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.contents import reference_folder
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.checkpoint_format import Checkpoint, Lender
+from ppo_repro.runs.checkpoint_format import Checkpoint
 from ppo_repro.runs.checkpoints import go_on_from, load_newest, open_store, quick_collections
 from ppo_repro.runs.environment import check_inputs, describe_environment, run_inputs, task_inputs
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
@@ -37,7 +34,6 @@ from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.profiling import Peak, measure_peak
 from ppo_repro.runs.tables import iteration_tables
-from ppo_repro.shares import check_mesh, check_shares
 from ppo_repro.side_tables.evaluation import evaluation_table
 from ppo_repro.side_tables.preparation import preparation_tables
 from ppo_repro.stages.coefficients import last_kl
@@ -91,9 +87,9 @@ class LanguageExecution:
         judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
         digests = {
             # the reference is what the policy was before the first step
-            "initial_policy_digest": weights_digest(whole_parameters(state.reference)),
-            "policy_digest": weights_digest(whole_parameters(state.policy)),
-            "value_digest": weights_digest(whole_parameters(state.own_value_module)),
+            "initial_policy_digest": weights_digest(state.reference.named_parameters()),
+            "policy_digest": weights_digest(state.policy.named_parameters()),
+            "value_digest": weights_digest(state.own_value_module.named_parameters()),
         }
         clock.lap("digests")
         results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
@@ -124,25 +120,15 @@ class LanguageKind:
         return describe_environment(config, self.ranks.size)
 
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
-        self._check_layout(config)
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
-        self._check_layout(config)
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
         opened = self._open(config, run_dir, start)
         return Resumption(0 if start is None else start.iteration, opened)
-
-    def _check_layout(self, config: RunConfig) -> None:
-        """UserError where these processes cannot compute in this layout, or do not agree on it."""
-        mesh, shares = config.layout.mesh, config.layout.rank_shares
-        self.ranks.require_agreed("layout.mesh", mesh.model_dump())
-        self.ranks.require_agreed("layout.rank_shares", list(shares))
-        check_mesh(mesh.data, self.ranks.size, mesh.tensor, mesh.pipeline)
-        check_shares(shares, self.ranks.size, mesh.group)
 
     @contextmanager
     def _open(
@@ -152,44 +138,37 @@ class LanguageKind:
 
         `run_dir`: where the first rank keeps something; the others only read there what they go on from.
         """
-        ranks = as_mesh(self.ranks, config.layout.mesh)
         with naming_learning_rates(config):
             reference = None if run_dir is None or start is None else reference_folder(run_dir)
-            prepared = self._prepare(config, reference, ranks, measured)
+            prepared = self._prepare(config, reference)
             accuracy = self._accuracy(config, prepared) if measured else None
             if start is not None:
                 go_on_from(start, prepared)
             store: Store | None = None
-            begins_store = ranks.divides_weights and ranks.first(lambda: run_dir is not None)
-            if not self.ranks.is_first:
-                store = Lender(config, prepared.state)
-                if begins_store and start is None and config.checkpoints.every:
-                    lend_model(prepared.state.reference, config.checkpoints.file_bytes)  # the first process saves it
-            elif run_dir is not None:
+            if run_dir is not None and self.ranks.is_first:
                 store = open_store(run_dir, config, prepared, start)
             del start  # as large as weights and moments together
             records = run_dir is not None and self.ranks.is_first
             peak = measure_peak(config, prepared.state) if self.profile and records else None
             logs = None if run_dir is None else run_dir / "sglang"
-            with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, ranks) as engine:
-                yield LanguageExecution(config, prepared, engine, ranks, store, peak, accuracy)
+            with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
+                yield LanguageExecution(config, prepared, engine, self.ranks, store, peak, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""
-        accuracy = prepared.accuracy or policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
+        accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
         prepared.state.rest()  # a policy that is not the sampler has operands now
         if accuracy is not None and accuracy.is_low:
             self.watcher.warning(sentence(accuracy))
         return accuracy
 
-    def _prepare(self, config: RunConfig, start_folder: Path | None, ranks: Ranks, measured: bool) -> Prepared:
+    def _prepare(self, config: RunConfig, start_folder: Path | None) -> Prepared:
         def warm_start(step: int, total: int, loss: float) -> None:
-            self.ranks.check()  # every rank computes the whole warm start by itself
             self.watcher.warm_start(step, total, loss)
 
-        prepared = prepare(config, warm_start, start_folder, share=True, ranks=ranks, measured=measured)
+        prepared = prepare(config, warm_start, start_folder, share=True)
         networks = prepared.state.policy, prepared.state.own_value_module
-        digests = [weights_digest(whole_parameters(module)) for module in networks]
+        digests = [weights_digest(module.named_parameters()) for module in networks]
         self.ranks.require_same("initial weights", digests)
         return prepared
 

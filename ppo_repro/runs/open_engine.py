@@ -87,10 +87,10 @@ def rollout_engine(
         yield built_in
         return
     from ppo_repro.rollout.sglang.engine import sglang_engine
-    from ppo_repro.rollout.sglang.shared import Giving, SharedEngine
+    from ppo_repro.rollout.sglang.shared import SharedEngine
 
     if not ranks.is_first:
-        yield SharedEngine(ranks, Giving(built_in.policy, settings))
+        yield SharedEngine(ranks, None)
         return
     with ExitStack() as stack:
         if folder is None:

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from ppo_repro.accuracy.measurement import policy_accuracy
 from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, ValueHead
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
@@ -42,14 +41,8 @@ from ppo_repro.numerics import backend
 from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.layers.families import trunk_of
 from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
-from ppo_repro.numerics.pieces import Division
-from ppo_repro.numerics.sharding.layers import check_divisible
-from ppo_repro.numerics.sharding.parts import hold
-from ppo_repro.numerics.sharding.stages import check_layers
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
-from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.open_engine import built_in_engine, check_routes
 from ppo_repro.stages.coefficients import first_coefficients
@@ -73,7 +66,6 @@ class Prepared:
     reward_training: RewardTraining | None  # None unless a reward model was trained here
     lora: Lora | None  # None where all weights of the policy are trained
     value_lora: Lora | None  # None without a value model of its own, and where all its weights are trained
-    accuracy: Accuracy | None = None  # of a policy that several processes divide, where it was measured before that
 
 
 def _source(
@@ -95,12 +87,10 @@ def _checked_prompts(
 ) -> dict[str, tuple[int, ...]]:
     """Token ids of every prompt by key; UserError where a prompt or a setting does not go with the model."""
     encode = encoder(tokenizer, config.task.chat_template, config.task.system_prompt)
-    model, mesh = source.config, config.layout.mesh
+    model = source.config
     ids = encode_all([*problems.train, *problems.held_out], encode, config, model.vocab_size)
     check_training_prompts(config, tokenizer, ids)
     check_routes(config, source)
-    check_divisible(model, mesh.tensor, "the model")
-    check_layers(model, mesh.pipeline, "the model")
     if config.rollout.top_k > model.vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {model.vocab_size} tokens")
     return ids
@@ -157,18 +147,16 @@ class _Networks:
     adapters: _Adapters
 
 
-def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: bool, division: Division) -> _Networks:
+def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) -> _Networks:
     """Policy, value model and reference before the first step, their optimizers, and their adapters.
 
     `share`: adapted models use the weights of frozen ones where they do not train.
     """
     mode, max_context = config.numerics.mode, config.numerics.max_context
-    policy = hold(make_policy(source, mode, max_context), division.ranks)
-    reference = freeze(hold(make_policy(source, mode, max_context), division.ranks))
+    policy = make_policy(source, mode, max_context)
+    reference = freeze(make_policy(source, mode, max_context))
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
     value_model = _value_model(config, source, policy, task.reward_model)
-    if isinstance(config.value, SeparateValue) and value_model is not None:
-        hold(value_model.trunk, division.ranks, "the value model")
     value_lora = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
         begun_as = task.reward_model if config.value.init == "reward_model" else reference
@@ -182,10 +170,10 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
     trained: nn.Module = policy
     if isinstance(config.value, ValueHead) and value_model is not None:
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
-    policy_optimizer = _optimizer(config, trained, lora, config.ppo.learning_rate, division)
+    policy_optimizer = _optimizer(config, trained, lora, config.ppo.learning_rate)
     value_optimizer = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
-        value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate, division)
+        value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate)
     state = TrainState(
         policy=policy,
         value_model=value_model,
@@ -216,13 +204,11 @@ def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTr
     return lora if base is None else share_frozen(model, base, lora)
 
 
-def _optimizer(
-    config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float, division: Division
-) -> Optimizer:
+def _optimizer(config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float) -> Optimizer:
     settings = _adamw(config, learning_rate)
     if lora is None:
-        return make_optimizer(module, settings, config.numerics.mode, division)
-    return make_lora_optimizer(module, lora, settings, division)
+        return make_optimizer(module, settings, config.numerics.mode)
+    return make_lora_optimizer(module, lora, settings)
 
 
 def _value_model(
@@ -245,16 +231,13 @@ def prepare(
     progress: WarmStartProgress,
     start_folder: Path | None = None,
     share: bool = False,
-    ranks: Ranks = ALONE,
-    measured: bool = False,
 ) -> Prepared:
     """Load or make everything; UserError names whatever the user has to correct.
 
     `share`: adapted models have one copy of the weights that they do not train with the reference, or with the reward
     model that the value model starts as. Not for a caller that trains otherwise than by the optimizers in the state.
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of this run
-    left it; it replaces the model of the configuration and its warm start. `ranks`: the processes that divide networks
-    and optimizers' state. `measured`: where they divide the networks, measure the policy's accuracy before.
+    left it; it replaces the model of the configuration and its warm start.
     """
     device, numerics = device_of(config.layout.device), config.numerics
     backend.use(backend.of_mode(numerics.mode), config.layout.threads)
@@ -276,11 +259,8 @@ def prepare(
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment)
-    accuracy = None
-    if measured and ranks.divides_weights:
-        accuracy = policy_accuracy(config, task.prompt_ids, make_policy(source, numerics.mode, numerics.max_context))
-    networks = _networks(config, source, task, share, Division(ranks, config.layout.mesh.zero))
+    networks = _networks(config, source, task, share)
     engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     networks.state.sampler = engine.policy if engine.policy is not networks.state.policy else None
     adapters = networks.adapters
-    return Prepared(task, networks.state, engine, steps, reward_training, adapters.policy, adapters.value, accuracy)
+    return Prepared(task, networks.state, engine, steps, reward_training, adapters.policy, adapters.value)

@@ -15,11 +15,9 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batches
 from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.arithmetic.divided import Share
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.layers.routes import routers, seen_routes
 from ppo_repro.numerics.logprobs import kl_divergence, score, top_logits
-from ppo_repro.numerics.sharding.layers import own_logits
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.faults import dropped, training_eligible, training_temperature
 
@@ -33,7 +31,7 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     Each rank scores its own sequences and gets all scores. A value model of its own comes after the reference, and
     operands are freed in between and at the end: those of all three together would be the most that a run needs.
     """
-    mine = torch.tensor(ranks.mine(len(rollout.lengths), config.layout.rank_shares), dtype=torch.int64)
+    mine = torch.tensor(ranks.mine(len(rollout.lengths)), dtype=torch.int64)
     layout = config.layout
     work = micro_batches(rollout, mine, layout.forward_micro_batch, layout.padding, config.ppo.replay_routes)
     scored = ranks.gather([_score(state, m, rollout, config) for m in work])
@@ -123,13 +121,6 @@ def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: Run
     return final_values
 
 
-def own_eligible(config: RunConfig, kept_tokens: Tensor, logits: Tensor, share: Share | None) -> Tensor | None:
-    """Which of the tokens that `logits` [n, .] are of may be sampled, by bit sets [n, .]; None: all of them."""
-    vocab_size = logits.shape[-1] if share is None else share.length
-    eligible = training_eligible(config, kept_tokens, vocab_size, logits.device)
-    return eligible if share is None or eligible is None else share.own(eligible)
-
-
 def in_pieces(compute: Callable[[slice], tuple[Tensor, ...]], rows: int, vocab_size: int) -> tuple[Tensor, ...]:
     """`compute` of rows that have logits, LOGITS_AT_ONCE elements at a time, its tensors joined.
 
@@ -158,15 +149,15 @@ def _distributions(
     head, ref_head = head_of(policy), head_of(reference)
 
     def of_rows(rows: slice) -> tuple[Tensor, ...]:
-        logits, share = own_logits(head, hidden[rows])
-        ref_logits, _ = own_logits(ref_head, ref_hidden[rows])
+        logits = head(hidden[rows])
+        ref_logits = ref_head(ref_hidden[rows])
         targets = batch.targets[rows]
-        eligible = own_eligible(config, kept_tokens[rows], logits, share)
-        s = score(logits, ref_logits, targets, temperature, eligible, mode, share)
+        eligible = training_eligible(config, kept_tokens[rows], logits.shape[-1], logits.device)
+        s = score(logits, ref_logits, targets, temperature, eligible, mode)
         reverse = torch.empty(0)
         if _charges_reverse(config):
-            reverse = kl_divergence(ref_logits, logits, temperature, eligible, share)
-        top = [top_logits(x, temperature, config.records.logits_per_token, share) for x in (logits, ref_logits)]
+            reverse = kl_divergence(ref_logits, logits, temperature, eligible)
+        top = [top_logits(x, temperature, config.records.logits_per_token) for x in (logits, ref_logits)]
         found = s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
         return tuple(x.cpu() for x in found)
 

@@ -72,7 +72,7 @@ def generate(
     config: RunConfig, task: Task, engine: Engine, problems: Sequence[Problem], sampled: Sampled, ranks: Ranks
 ) -> list[Answered]:
     """One answer to each problem, in their order; each rank generates its share, its environment's turns included."""
-    mine = ranks.mine(len(problems), config.layout.rank_shares)
+    mine = ranks.mine(len(problems))
     requests = [Request(task.prompt_ids[problems[i].key], sampled.seeds[i]) for i in mine]
     if task.environment is None and not config.rollout.stop:
         completions = engine.generate(requests, sampled.sampling)

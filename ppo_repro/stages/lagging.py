@@ -92,7 +92,7 @@ def _in_parts(
                 continue
             room = sampling.max_response_tokens - (version - begun) * part
             size = room if version == newest else min(part, room)
-            mine = [group[i] for i in ranks.mine(len(group), config.layout.rank_shares)]
+            mine = [group[i] for i in ranks.mine(len(group))]
             asked = [_continued(requests[i], found.get(i)) for i in mine]
             with versions.at(version):
                 sampled = engine.generate(asked, replace(sampling, max_response_tokens=size))

@@ -26,12 +26,11 @@ from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.layers.families import head_of, trunk_of
 from ppo_repro.numerics.logprobs import kl_loss, token_statistics
-from ppo_repro.numerics.sharding.layers import own_logits
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.sequences import response_means, sequence_ratios
 from ppo_repro.remedies.corrections import Corrections, corrections_of
-from ppo_repro.stages.faults import Stream, dropped, training_temperature
-from ppo_repro.stages.forward import in_pieces, in_reward_units, own_eligible
+from ppo_repro.stages.faults import Stream, dropped, training_eligible, training_temperature
+from ppo_repro.stages.forward import in_pieces, in_reward_units
 
 Columns = tuple[Tensor, ...]  # per-token tensors to record, [m] each, or empty where there is no such thing
 LossAndColumns = tuple[Tensor, Columns]  # per-token loss [m]
@@ -172,14 +171,15 @@ class PolicyLoss:
     def _of_rows(self, m: MicroBatch, seen: Tensor, ref_seen: Tensor | None, rows: slice) -> tuple[Tensor, ...]:
         """Log-probs and entropies of some tokens, and KL(policy || reference) where there is a reference, [r] each."""
         temperature, mode = training_temperature(self.terms.config), self.terms.config.numerics.mode
-        logits, share = own_logits(head_of(self.state.policy), seen[rows])
-        eligible = own_eligible(self.terms.config, self.rollout.kept_tokens[m.tokens[rows]], logits, share)
-        statistics = token_statistics(logits, m.batch.targets[rows], temperature, eligible, mode, share)
+        logits = head_of(self.state.policy)(seen[rows])
+        kept_tokens = self.rollout.kept_tokens[m.tokens[rows]]
+        eligible = training_eligible(self.terms.config, kept_tokens, logits.shape[-1], logits.device)
+        statistics = token_statistics(logits, m.batch.targets[rows], temperature, eligible, mode)
         if ref_seen is None:
             return statistics
         with torch.no_grad():
-            ref_logits, _ = own_logits(head_of(self.state.reference), ref_seen[rows])
-        return *statistics, kl_loss(logits, ref_logits, temperature, eligible, mode, share)
+            ref_logits = head_of(self.state.reference)(ref_seen[rows])
+        return *statistics, kl_loss(logits, ref_logits, temperature, eligible, mode)
 
 
 @dataclass(frozen=True)

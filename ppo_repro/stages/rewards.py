@@ -34,7 +34,7 @@ def judge(
     """Judge responses. Each rank runs the reward model on its share; everything else is computed on one rank."""
     scores: list[float] = []
     if task.reward_model is not None:
-        mine = ranks.mine(len(prompts), config.layout.rank_shares)
+        mine = ranks.mine(len(prompts))
         sequences = [(*prompts[i], *responses[i]) for i in mine]
         layout = config.layout
         my_scores = reward_scores(task.reward_model, sequences, layout.padding, layout.forward_micro_batch)

@@ -19,7 +19,6 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import exact_mean
 from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_digest
-from ppo_repro.numerics.sharding.parts import whole_parameters
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ranks import Ranks
@@ -74,7 +73,7 @@ def _share_out(
     place: tuple[int, int, int],
 ) -> _Work:
     layout = config.layout
-    mine = sequences[torch.tensor(ranks.mine(len(sequences), layout.rank_shares), dtype=torch.int64)]
+    mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
     work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes)
     tokens = rollout.tokens_of(sequences)
     weights = torch.zeros(len(rollout.response_ids))
@@ -181,8 +180,8 @@ def _set_learning_rates(state: TrainState, config: RunConfig) -> None:
 
 def _digests(state: TrainState, ranks: Ranks) -> tuple[str, str | None]:
     return _together(
-        lambda: weights_digest(whole_parameters(state.policy)),
-        lambda: None if state.value_model is None else weights_digest(whole_parameters(state.own_value_module)),
+        lambda: weights_digest(state.policy.named_parameters()),
+        lambda: None if state.value_model is None else weights_digest(state.own_value_module.named_parameters()),
         ranks,
     )
 

@@ -4,9 +4,6 @@ A grid follows the largest number of its row. Where a few numbers lie far above 
 bits that float32 keeps. So these few, the outliers of a row, are left out of the grid and out of the exact sum. Their
 products, which float64 holds exactly, are added one after another by rising column. Which numbers are outliers depends
 on the row alone.
-
-Several processes may hold one part each of all rows (`Share`). They exchange the exponents of the largest numbers, the
-integer sums, and where there are outliers the columns that have some.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic.divided import Share
 from ppo_repro.numerics.arithmetic.elementwise import pow2
 from ppo_repro.numerics.arithmetic.grid import (
     INPUT_BITS,
@@ -41,7 +37,7 @@ class Operand:
     integers: Tensor  # float64, 0 for outliers
     scale: Tensor  # float64 [R, 1]
     outliers: Tensor  # bool
-    has_outliers: bool  # also where only another process holds them
+    has_outliers: bool
 
 
 @cache  # a step of a small model asks twenty thousand times
@@ -50,13 +46,11 @@ def most_outliers(terms: int) -> int:
     return min(max(LEAST_OUTLIERS, terms // OUTLIER_SHARE), terms - 1)
 
 
-def _operand(x: Tensor, bits: int, gap: int, room: float, where: str, share: Share | None) -> Operand:
+def _operand(x: Tensor, bits: int, gap: int, room: float, where: str) -> Operand:
     magnitudes = x.abs()
     require_finite(magnitudes.amax(-1, keepdim=True) * room, where)
-    count = most_outliers(x.shape[-1] if share is None else share.length) + 1
+    count = most_outliers(x.shape[-1]) + 1
     tops = exponent(magnitudes.topk(min(count, x.shape[-1]), -1).values * room)
-    if share is not None:
-        tops = share.joined(tops.to(torch.int16)).to(torch.int64).topk(count, -1).values
     highest, others = tops[..., :1], tops[..., -1:]
     has_outliers = highest - others >= gap
     e = torch.where(has_outliers, others, highest)
@@ -65,34 +59,28 @@ def _operand(x: Tensor, bits: int, gap: int, room: float, where: str, share: Sha
     return Operand(x, integers, pow2(e - bits), outliers, bool(has_outliers.any()))
 
 
-def input_operand(x: Tensor, where: str, share: Share | None = None) -> Operand:
-    """Inputs x [M, K] float32 on grids of 26 bits; NumericsError naming `where` if one is not finite.
-
-    `share`: what of its rows, which are longer than K, this process holds.
-    """
-    return _operand(x, INPUT_BITS, INPUT_GAP, 1.0, where, share)
+def input_operand(x: Tensor, where: str) -> Operand:
+    """Inputs x [M, K] float32 on grids of 26 bits; NumericsError naming `where` if one is not finite."""
+    return _operand(x, INPUT_BITS, INPUT_GAP, 1.0, where)
 
 
-def weight_operand(w: Tensor, where: str, share: Share | None = None) -> Operand:
+def weight_operand(w: Tensor, where: str) -> Operand:
     """Weights w [N, K] float32 on grids of 23 bits; otherwise as `input_operand`."""
-    return _operand(w, WEIGHT_BITS, WEIGHT_GAP, ROOM, where, share)
+    return _operand(w, WEIGHT_BITS, WEIGHT_GAP, ROOM, where)
 
 
-def linear(x: Operand, w: Operand, bias: Tensor | None = None, share: Share | None = None) -> Tensor:
+def linear(x: Operand, w: Operand, bias: Tensor | None = None) -> Tensor:
     """sum_k x[m, k] w[n, k] [+ bias[n]] -> [M, N] float32.
 
     y = fl32(exact sum) + 0 [+ bias], then y + o rounded once, where o is the sum in float64 of the products with an
-    outlier: first of the input's by rising k, then of the weight's others by rising k. With a `share`, that of both
-    operands, the sums are over the parts of all processes, and so is the result.
+    outlier: first of the input's by rising k, then of the weight's others by rising k.
     """
-    y = contract((x.integers, x.scale), (w.integers, w.scale), share)
+    y = contract((x.integers, x.scale), (w.integers, w.scale))
     if bias is not None:
         y = y + bias
     if not (x.has_outliers or w.has_outliers):
         return y
     columns = _outlier_columns(x, w)
-    if share is not None:
-        columns = tuple(share.joined(part) for part in columns)
     return (y.to(torch.float64) + _outlier_sums(*columns)).to(torch.float32)
 
 

@@ -1,7 +1,6 @@
 """softmax(logits / temperature) over the eligible tokens as integer masses, and expectations under it.
 
-Sums over the vocabulary are sums of integers, so their order does not matter. Several processes may hold one part each
-of the vocabulary (`Share`); sums and maxima are then over all parts.
+Sums over the vocabulary are sums of integers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.divided import Share
 from ppo_repro.numerics.arithmetic.grid import ceil_log2, quantise, round_limbs
 
 # The mass of the likeliest token; other masses are rounded to integers. Half a unit is so little that all tokens of a
@@ -46,25 +44,19 @@ def require_finite(logits: Tensor) -> None:
         raise NumericsError(NOT_FINITE)
 
 
-def distribution(scaled: Tensor, eligible: Tensor | None, share: Share | None = None) -> Distribution:
+def distribution(scaled: Tensor, eligible: Tensor | None) -> Distribution:
     """Integer masses of softmax(scaled), scaled [n, V] float32; `eligible` bool [n, V], None for all.
-
-    `share`: what of the vocabulary this process has; both have its columns then, and so has the result.
 
     Raises NumericsError if the difference of a logit from the maximum is infinite or NaN.
     """
     # only eligible tokens count for the maximum: under new weights it may be far below the others
     eligible_logits = scaled if eligible is None else scaled.masked_fill(~eligible, float("-inf"))
-    top = eligible_logits.amax(-1, keepdim=True)
-    shifted = scaled - (top if share is None else share.largest(top))
+    shifted = scaled - eligible_logits.amax(-1, keepdim=True)
     require_finite(shifted)
     masses = (elementwise.exp(shifted).to(torch.float64) * MASS_UNIT).round_()
     if eligible is not None:
         masses.masked_fill_(~eligible, 0.0)
-    whole = masses.to(torch.int64).sum(-1, keepdim=True)
-    if share is not None:
-        share.add_up(whole)
-    total = whole.to(torch.float64)
+    total = masses.to(torch.int64).sum(-1, keepdim=True).to(torch.float64)
     return Distribution(masses, total, elementwise.log(total * (1.0 / MASS_UNIT)), shifted)
 
 
@@ -73,32 +65,27 @@ def value_bits(vocab_size: int) -> int:
     return min(VALUE_BITS, 60 - PART_BITS - ceil_log2(vocab_size))
 
 
-def expectation(d: Distribution, values: Tensor, share: Share | None = None) -> Tensor:
+def expectation(d: Distribution, values: Tensor) -> Tensor:
     """sum_v p_v values_v by three exact sums of products; float64 [n, 1]. values [n, V].
 
     All bits of the masses are used, as three parts of 13 bits. On a grid of their own the many small masses of a
     large vocabulary would be rounded to zero, which would change an entropy much.
     """
-    length = values.shape[-1] if share is None else share.length
-    b, b_scale = quantise(values, value_bits(length), share=share)
+    b, b_scale = quantise(values, value_bits(values.shape[-1]))
     masses, b = d.masses.to(torch.int64), b.to(torch.int64)
     parts = masses >> 2 * PART_BITS, (masses >> PART_BITS) & PART_MASK, masses & PART_MASK
     highest, middle, lowest = ((part * b).sum(-1, keepdim=True) for part in parts)
-    if share is not None:
-        share.add_up(highest, middle, lowest)
     middle += lowest >> PART_BITS
     below = ((middle & PART_MASK) << PART_BITS) + (lowest & PART_MASK)
     return round_limbs(highest + (middle >> PART_BITS), below, 2 * PART_BITS) * b_scale / d.total
 
 
-def sum_of_squares(d: Distribution, share: Share | None = None) -> Tensor:
+def sum_of_squares(d: Distribution) -> Tensor:
     """sum_v p_v^2, the sum of squared masses exact; float64 [n, 1]."""
     masses = d.masses.to(torch.int64)
     high, low = masses >> HALF_BITS, masses & HALF_MASK
     # (high 2^20 + low)^2
     highest, middle, lowest = (product.sum(-1, keepdim=True) for product in (high * high, high * low, low * low))
-    if share is not None:
-        share.add_up(highest, middle, lowest)
     middle = middle << 1
     above = highest + (middle >> HALF_BITS)
     below = lowest + ((middle & HALF_MASK) << HALF_BITS)

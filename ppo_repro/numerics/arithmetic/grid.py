@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.arithmetic.divided import Share
 from ppo_repro.numerics.arithmetic.elementwise import pow2
 
 MANTISSA_BITS = 53
@@ -66,49 +65,36 @@ def require_finite(largest: Tensor, where: str) -> None:
         raise NumericsError(f"{where} is not finite; lower the learning rate or check the weights")
 
 
-def quantise(
-    x: Tensor, bits: int, dim: int = -1, where: str = "a number", share: Share | None = None
-) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, bits: int, dim: int = -1, where: str = "a number") -> tuple[Tensor, Tensor]:
     """Round each row of `x` along `dim` to its own grid; returns the integers A and their scale.
 
     A = rne(x 2^(bits - e)) with 2^e > max |x|, as float64 of the shape of x. The scale is 2^(e - bits), float64, of
-    size 1 along `dim`. x is float32 or float64; NumericsError naming `where` if it is not finite. `share`: what of the
-    rows this process holds.
+    size 1 along `dim`. x is float32 or float64; NumericsError naming `where` if it is not finite.
     """
     largest = x.abs().amax(dim, keepdim=True)
     require_finite(largest, where)
-    if share is not None:
-        largest = share.largest(largest)
     e = exponent(largest)
     return (x.to(torch.float64) * pow2(bits - e)).round_(), pow2(e - bits)
 
 
-def exact_product(a: Tensor, b: Tensor, share: Share | None = None) -> Tensor:
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
     """fl64(sum_k a[.., i, k] b[.., k, j]) of integers, the sum exact, one rounding; float64 [.., I, J].
 
     a [.., I, K] and b [.., K, J] are float64 integers, |a| <= 2^26 and |b| <= 2^24, or |b| <= 2^26 where K <= 2^14.
     a = high 2^13 + low, so that both sums of 2^16 products are exact in float64; longer ones are added in int64.
-    With a `share` of the terms the sum is over those of all processes; products are then of 49 bits at most.
     Raises NumericsError for more than 2^20 terms.
     """
-    terms = a.shape[-1] if share is None else share.length
+    terms = a.shape[-1]
     if terms > MAX_TERMS:
         raise NumericsError(f"a sum of {terms} products; at most {MAX_TERMS} are exact")
     high = (a * 2.0**-SPLIT_BITS).floor_()
     low = a - high * 2.0**SPLIT_BITS
-    if terms <= CHUNK and share is None:
+    if terms <= CHUNK:
         return (high @ b).mul_(2.0**SPLIT_BITS).add_(low @ b)
     parts = [slice(start, start + CHUNK) for start in range(0, a.shape[-1], CHUNK)]
     above, below = (
         torch.stack([(half[..., k] @ b[..., k, :]).to(torch.int64) for k in parts]).sum(0) for half in (high, low)
     )
-    if share is None:
-        return round_limbs(above, below, SPLIT_BITS)
-    if PRODUCT_BITS + ceil_log2(terms) < 63:  # then one integer holds the sum, which halves the bytes
-        whole = (above << SPLIT_BITS) + below
-        share.add_up(whole)
-        return whole.to(torch.float64)
-    share.add_up(above, below)
     return round_limbs(above, below, SPLIT_BITS)
 
 
@@ -120,12 +106,12 @@ def round_limbs(above: Tensor, below: Tensor, bits: int) -> Tensor:
     return (above >> 8).to(torch.float64).mul_(2.0 ** (8 + bits)).add_(fine.to(torch.float64))
 
 
-def contract(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], share: Share | None = None) -> Tensor:
+def contract(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
     """y = fl32(fl64(sum_k A[.., i, k] B[.., j, k]) scale_a[i] scale_b[j]) + 0, float32 [.., I, J].
 
     `a` [.., I, K] and `b` [.., J, K] are results of `quantise`, see `exact_product`. Adding zero turns -0 into 0.
     """
-    total = exact_product(a[0], b[0].transpose(-1, -2), share)
+    total = exact_product(a[0], b[0].transpose(-1, -2))
     return total.mul_(a[1]).mul_(b[1].transpose(-1, -2)).to(torch.float32).add_(0.0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,22 +54,14 @@ class GridCache(_Slots):
 
     keeps = False  # whether `keep` does anything; making tensors of its arguments costs as much as a kernel
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        slots: int,
-        max_context: int,
-        device: torch.device,
-        heads: Sequence[int] | None = None,
-    ) -> None:
-        """`heads`: how many key heads of each layer; None for all, which is what a process has of a whole model."""
-        dim, per_layer = head_dim(config), heads or [key_value_heads(config)] * config.num_hidden_layers
+    def __init__(self, config: PretrainedConfig, slots: int, max_context: int, device: torch.device) -> None:
+        dim, heads, layers = head_dim(config), key_value_heads(config), range(config.num_hidden_layers)
         self.dim, self.max_context = dim, max_context
         panels, padded_dim = -(-max_context // COLUMNS), -(-dim // LANES) * LANES
         # keys: grid numbers A 2^(e - p); values: grid integers A, and their scales 2^(e - p)
-        self.keys = [torch.zeros(slots, n, panels, dim, COLUMNS, device=device) for n in per_layer]
-        self.values = [torch.zeros(slots, n, max_context, padded_dim, device=device) for n in per_layer]
-        self.value_scales = [torch.zeros(slots, n, max_context, device=device) for n in per_layer]
+        self.keys = [torch.zeros(slots, heads, panels, dim, COLUMNS, device=device) for _ in layers]
+        self.values = [torch.zeros(slots, heads, max_context, padded_dim, device=device) for _ in layers]
+        self.value_scales = [torch.zeros(slots, heads, max_context, device=device) for _ in layers]
 
     @cached_property
     def arrays(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:

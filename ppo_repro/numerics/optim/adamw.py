@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.divided import Holders
 from ppo_repro.numerics.kernels import optimizer as kernels
-from ppo_repro.numerics.pieces import WHOLE, Divided, Division
-from ppo_repro.numerics.tensor_parts import UNDIVIDED, TensorParts
-from ppo_repro.ranks import ALONE
 
 NORM_BITS = 26  # grid bits of a gradient in the norm
 
@@ -50,16 +46,6 @@ class OptimizerState:
     beta1_power: float  # exact numerics: beta1^steps by repeated multiplication; 1 in native
     beta2_power: float
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # of low-rank adapters
-    # of moments that processes divide `first` and `second` have this one's pieces, and this the shapes of all of them
-    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
-    division: Division = WHOLE
-    parts: TensorParts = UNDIVIDED  # what of the parameters themselves this process holds
-
-    def held(self, name: str, moment: Tensor) -> Tensor | Divided:
-        """What this process holds of a moment."""
-        if self.division.divides:
-            return self.division.held(moment, self.shapes.get(name, moment.shape))
-        return self.parts.held(name, moment)
 
 
 def require_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -96,28 +82,26 @@ def _sum_of_squares(gradient: Tensor, shift: int) -> int:
     return (int((high * high).sum()) << 26) + (int((high * low).sum()) << 14) + int((low * low).sum())
 
 
-def exact_norms(gradients: Iterable[Tensor], ranks: Holders = ALONE) -> tuple[float, list[float], list[float]]:
+def exact_norms(gradients: Iterable[Tensor]) -> tuple[float, list[float], list[float]]:
     """The norm of all gradients together, the norm of each, and the largest magnitude in each.
 
     sqrt(sum g^2) from exact integer sums; independent of any order. Each tensor is rounded to a grid of NORM_BITS below
-    its largest element. The integer sums of squares of all tensors are added as Python integers. With several `ranks`
-    each of them has its pieces of all tensors. NumericsError where a gradient is not finite.
+    its largest element. The integer sums of squares of all tensors are added as Python integers. NumericsError where
+    a gradient is not finite.
     """
-    pieces = list(gradients)
-    magnitudes = ranks.gather([[_largest(piece) for piece in pieces]])
-    if not all(math.isfinite(magnitude) for of_rank in magnitudes for magnitude in of_rank):
+    tensors = list(gradients)
+    largest = [_largest(tensor) for tensor in tensors]
+    if not all(math.isfinite(magnitude) for magnitude in largest):
         raise NumericsError("a gradient is not finite; lower the learning rate")
-    largest = [max(of_ranks) for of_ranks in zip(*magnitudes, strict=True)]
     shifts = [NORM_BITS - math.frexp(magnitude)[1] for magnitude in largest]
-    own = [_square(p, shift) if most else 0 for p, shift, most in zip(pieces, shifts, largest, strict=True)]
-    sums = [sum(of_ranks) for of_ranks in zip(*ranks.gather([own]), strict=True)]
+    sums = [_square(t, shift) if most else 0 for t, shift, most in zip(tensors, shifts, largest, strict=True)]
     squares = [(total, -2 * shift) for total, shift in zip(sums, shifts, strict=True)]
     return _root(squares), [_root([square]) for square in squares], largest
 
 
-def exact_norm(gradients: Iterable[Tensor], ranks: Holders = ALONE) -> float:
+def exact_norm(gradients: Iterable[Tensor]) -> float:
     """The norm of all gradients together, as `exact_norms` has it."""
-    return exact_norms(gradients, ranks)[0]
+    return exact_norms(gradients)[0]
 
 
 def _largest(gradient: Tensor) -> float:
@@ -155,29 +139,19 @@ def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, c
 
 
 class ExactAdamW:
-    """AdamW by the elementwise law on named parameters, with its moments, or this process's pieces of them."""
+    """AdamW by the elementwise law on named parameters, with its moments."""
 
-    def __init__(
-        self, parameters: Mapping[str, Tensor], division: Division = WHOLE, parts: TensorParts = UNDIVIDED
-    ) -> None:
-        self.parameters, self.division, self.parts = dict(parameters), division, parts
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = dict(parameters)
         self.first, self.second = (
-            {name: torch.zeros_like(self._own(name, p.detach())) for name, p in self.parameters.items()}
-            for _ in range(2)
+            {name: torch.zeros_like(p.detach()) for name, p in self.parameters.items()} for _ in range(2)
         )
         # powers of beta by repeated multiplication: the C library's pow differs between machines
         self.beta1_power = self.beta2_power = 1.0
 
-    def _own(self, name: str, held: Tensor) -> Tensor:
-        return self.parts.stepped(name, held, self.division)
-
     @torch.no_grad()
     def apply(self, s: AdamWSettings, gradients: Mapping[str, Tensor], norm: float) -> None:
-        """One step with gradients of global norm `norm`, scaled down to `max_grad_norm`.
-
-        Gradients are as the moments are: this process's pieces where they are divided. Every process gets all weights
-        that are not divided themselves.
-        """
+        """One step with gradients of global norm `norm`, scaled down to `max_grad_norm`."""
         self.beta1_power *= s.beta1
         self.beta2_power *= s.beta2
         constants = kernels.StepConstants(
@@ -193,8 +167,7 @@ class ExactAdamW:
         )
         of_kernels = constants.as_float32()
         for name, parameter in self.parameters.items():
-            own = self._own(name, parameter.detach())
-            tensors = (own, gradients[name], self.first[name], self.second[name])
+            tensors = (parameter.detach(), gradients[name], self.first[name], self.second[name])
             if backend.has_kernels(parameter):
                 values, gradient, first, second = (_flat(t) for t in tensors)
                 kernels.adamw(values, gradient, first, second, of_kernels)
@@ -202,20 +175,13 @@ class ExactAdamW:
                 torch.autograd.graph.increment_version(parameter)
             else:
                 _adamw(*tensors, constants)
-        self.division.spread([p for name, p in self.parameters.items() if name not in self.parts.flat])
 
     def state(self, grids: Mapping[str, int]) -> OptimizerState:
-        powers, divides = (self.beta1_power, self.beta2_power), self.division.divides
-        shapes = {n: self.parts.gradient_shape(n, p) for n, p in self.parameters.items()} if divides else {}
-        division = self.division if divides else WHOLE
-        return OptimizerState(self.first, self.second, dict(grids), {}, *powers, {}, shapes, division, self.parts)
+        return OptimizerState(self.first, self.second, dict(grids), {}, self.beta1_power, self.beta2_power)
 
     def load(self, state: OptimizerState) -> None:
-        """Continue from whole moments, whoever holds them here."""
-        for pieces, whole in ((self.first, state.first), (self.second, state.second)):
-            held = {name: self.parts.own(name, tensor) for name, tensor in whole.items()}
-            require_named({name: p.detach() for name, p in self.parameters.items()}, held)
-            copy_named(pieces, {name: self._own(name, tensor) for name, tensor in held.items()})
+        copy_named(self.first, state.first)
+        copy_named(self.second, state.second)
         self.beta1_power, self.beta2_power = state.beta1_power, state.beta2_power
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ppo_repro.buffers import TensorGradient
 from ppo_repro.errors import PromiseBroken
-from ppo_repro.numerics.arithmetic.divided import Holders
 from ppo_repro.numerics.gradients import GradientAccumulator, assert_no_wrap
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.optim.adamw import (
@@ -23,8 +22,6 @@ from ppo_repro.numerics.optim.adamw import (
     exact_norm,
     exact_norms,
 )
-from ppo_repro.numerics.pieces import WHOLE, Division
-from ppo_repro.numerics.sharding.parts import parts_of
 from ppo_repro.ranks import ALONE, Ranks
 
 MAX_REDOS = 8  # the grid fits after one redo, unless the backward pass is not reproducible
@@ -78,17 +75,15 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
-def tensor_gradients(gradients: Mapping[str, Tensor], ranks: Holders = ALONE) -> tuple[TensorGradient, ...]:
+def tensor_gradients(gradients: Mapping[str, Tensor]) -> tuple[TensorGradient, ...]:
     """Norm, largest magnitude and share of zeros of each gradient, the norm as `exact_norm` has it.
 
-    With several `ranks` each of them has its pieces of all gradients. NumericsError where one is not finite.
+    NumericsError where one is not finite.
     """
-    _, norms, largest = exact_norms(gradients.values(), ranks)
-    counts = ranks.gather([[(int((g == 0).sum()), g.numel()) for g in gradients.values()]])
-    of_tensors = [[sum(column) for column in zip(*of_ranks, strict=True)] for of_ranks in zip(*counts, strict=True)]
+    _, norms, largest = exact_norms(gradients.values())
     return tuple(
-        TensorGradient(name, norm, most, zeros / numbers)
-        for name, norm, most, (zeros, numbers) in zip(gradients, norms, largest, of_tensors, strict=True)
+        TensorGradient(name, norm, most, int((gradient == 0).sum()) / gradient.numel())
+        for (name, gradient), norm, most in zip(gradients.items(), norms, largest, strict=True)
     )
 
 
@@ -97,11 +92,8 @@ def collect(
     backward: Callable[[], None],
     tokens: int,
     ranks: Ranks,
-    division: Division = WHOLE,
 ) -> tuple[dict[str, Tensor], int]:
     """The float32 gradients of a minibatch over all ranks, and how often the backward pass was redone.
-
-    Where the ranks divide the gradients, this one's pieces of them.
 
     UserError if the sums cannot hold this many tokens, PromiseBroken if no pass fits the grids of the one before.
     """
@@ -109,7 +101,7 @@ def collect(
     for redos in range(MAX_REDOS):
         accumulator.begin(tokens)
         backward()
-        gradients = accumulator.finish(ranks, division)
+        gradients = accumulator.finish(ranks)
         if gradients is not None:
             return gradients, redos
     raise PromiseBroken("a gradient changes every time it is computed; the backward pass is not reproducible")
@@ -120,21 +112,18 @@ class ExactOptimizer:
 
     loss_scale = 1.0
 
-    def __init__(self, module: nn.Module, settings: AdamWSettings, division: Division = WHOLE) -> None:
-        self.settings, self.division, self.parts = settings, division, parts_of(module)
-        self.adamw = ExactAdamW(dict(module.named_parameters()), division, self.parts)
-        self.accumulator = GradientAccumulator(self.adamw.parameters.items(), self.parts)
+    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
+        self.settings = settings
+        self.adamw = ExactAdamW(dict(module.named_parameters()))
+        self.accumulator = GradientAccumulator(self.adamw.parameters.items())
         attach(module, self.accumulator)
 
     def step(
         self, backward: Callable[[], None], tokens: int, ranks: Ranks = ALONE, by_tensor: bool = False
     ) -> StepReport:
-        gradients, redos = collect(self.accumulator, backward, tokens, ranks, self.division)
-        by_piece = self.division.divides
-        owners = self.division.owners if by_piece else self.parts.holders
-        counted = gradients if by_piece else self.parts.counted_once(gradients)
-        norm = exact_norm(counted.values(), owners)
-        measured = tensor_gradients(counted, owners) if by_tensor else ()
+        gradients, redos = collect(self.accumulator, backward, tokens, ranks)
+        norm = exact_norm(gradients.values())
+        measured = tensor_gradients(gradients) if by_tensor else ()
         self.adamw.apply(self.settings, gradients, norm)
         return StepReport(norm, redos, measured)
 
@@ -195,6 +184,6 @@ class NativeOptimizer:
         self.adamw.load(state)
 
 
-def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str, division: Division = WHOLE) -> Optimizer:
-    """The optimizer for numerics `exact`, whose state several processes may divide, or `native`."""
-    return ExactOptimizer(module, settings, division) if mode == "exact" else NativeOptimizer(module, settings)
+def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str) -> Optimizer:
+    """The optimizer for numerics `exact` or `native`."""
+    return ExactOptimizer(module, settings) if mode == "exact" else NativeOptimizer(module, settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.routes import routers
 from ppo_repro.numerics.optim.optimizer import weights_digest
-from ppo_repro.numerics.sharding.parts import parts_of, whole_parameters
 from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.rollout.sglang import weights
@@ -25,7 +25,6 @@ from ppo_repro.rollout.sglang.fleet import Fleet
 from ppo_repro.rollout.sglang.messages import generate_body, read_completions
 from ppo_repro.rollout.sglang.routes import routed_layers
 from ppo_repro.rollout.sglang.server import Waiting
-from ppo_repro.shares import share_ranges
 
 
 class SGLangEngine:
@@ -43,7 +42,7 @@ class SGLangEngine:
 
     def open(self) -> None:
         """Start the servers, or check those that run already."""
-        digest = weights_digest(whole_parameters(self.policy))
+        digest = weights_digest(self.policy.named_parameters())
         if not self.fleet.engine.urls:
             self._write(digest)
         self.fleet.open(digest)
@@ -62,11 +61,10 @@ class SGLangEngine:
     ) -> list[Completion]:
         if dialogue is not None:
             raise UserError("rollout.engine.kind = sglang: samples one turn, which an end token ends; take kind torch")
-        digest = weights_digest(whole_parameters(self.policy))
-        if parts_of(self.policy).divides:
-            self._write(digest)  # now, when the other processes give their parts
-        ranges = share_ranges(len(requests), [1] * len(self.fleet.servers))
-        shares = {index: requests[share.start : share.stop] for index, share in enumerate(ranges) if share}
+        digest = weights_digest(self.policy.named_parameters())
+        count = len(self.fleet.servers)
+        edges = [server * len(requests) // count for server in range(count + 1)]
+        shares = {i: requests[start:end] for i, (start, end) in enumerate(pairwise(edges)) if start < end}
         vocab_size = self.policy.config.vocab_size
         routed = self._routed if sampling.routes and self.fleet.routes else None
         bodies = {

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.numerics.sharding.model_folder import write_model
+from ppo_repro.models.write import write_model
 from ppo_repro.rollout.sglang.client import Call, get, post
 
 DIGEST_NAME = "ppo_repro.digest"

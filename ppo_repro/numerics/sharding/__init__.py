@@ -1,1 +1,0 @@
-"""Models of which several processes hold one part each."""

@@ -51,17 +51,17 @@ def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
     UserError at once where what is certainly needed at once is more than there is,
     and where an allocation in the block fails. Where only the estimate for the largest phase is more, a warning.
     """
-    from ppo_repro.plan.parts import in_words
-    from ppo_repro.plan.report import size
+    from ppo_repro.plan.memory import in_words, size
 
     plan = _plan(config, processes)
+    words = "" if plan is None else in_words(plan, config.value.kind == "separate")
     limit = memory_limit()
     if plan is not None and limit is not None:
         if processes * plan.certain > limit:
             each = f" in each of {processes} processes" if processes > 1 else ""
-            raise UserError(f"not enough memory: {size(limit)} at most, and {in_words(plan, config.value)}{each}")
+            raise UserError(f"not enough memory: {size(limit)} at most, and {words}{each}")
         if processes * plan.peak > limit:
-            say(f"memory may run out: {size(limit)} at most, and {in_words(plan, config.value)}")
+            say(f"memory may run out: {size(limit)} at most, and {words}")
     failed = False
     try:
         yield
@@ -71,7 +71,7 @@ def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
         failed = True
     # outside of `except`: the error keeps everything alive that its frames hold
     if failed:
-        raise out_of_memory("" if plan is None else in_words(plan, config.value))
+        raise out_of_memory(words)
 
 
 @contextmanager

@@ -1,226 +1,267 @@
-"""How much memory the parts of a run need, by arithmetic alone: no torch, no weights. `plan.shapes` reads the shapes.
+"""How much memory a run needs, as one table: what for, and in which phase. Arithmetic alone: no torch, no weights.
 
-Everything is in bytes. Weights, moments, gradient sums and operands are counted exactly; `plan.phases` says which of
-them are there at the same time. What else a phase needs is an estimate for prompts and responses of the longest
-allowed length; the allocator may keep more.
+Weights, moments and gradients are counted exactly. The rest is an estimate for prompts and responses of the longest
+allowed length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from ppo_repro.plan import mixtures
-from ppo_repro.plan.mixtures import Mixture
-from ppo_repro.plan.models import Linear, ModelShape
-from ppo_repro.plan.work import Work
-
-# copies of constants of the kernels and of stages.forward, which import torch; a test compares them
-KEY_PANEL, VALUE_LANES, TILE = 32, 8, 1024
-LOGITS_AT_ONCE = 1 << 24
-# weights and inputs as the exact kernels keep them, in bytes per number; a weight that is multiplied across its rows,
-# as in a backward pass, is packed block by block while it is used: only the grids are kept
-FLOAT64_WEIGHT, FLOAT64_INPUT, FLOAT64_COLUMNS, FLOAT64_SQUARES = 4, 8, 24, 8
-GRID, OUTLIERS = 8, 1  # of each output: exponent or scale of its grid, and whether it has outliers
-AMX_MAX_TERMS, AMX_WEIGHT, AMX_INPUT = 1 << 14, 3, 4
-# of products and of statistics whose sums several processes divide, which have no kernels: a weight as integers in
-# float64 and which of them are outliers; a logit, and a number of a result, with the copies that are made on the way
-DIVIDED_WEIGHT, DIVIDED_LOGIT, DIVIDED_RESULT = 8 + 1, 64, 40
-# sums of gradients: a lower limb, and an upper one in long steps
-SUM, UPPER_SUM = 8, 4
+PHASES = ("loading", "rollout", "scoring", "update")
+EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimates
 # the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
 # when memory is short
 PROCESS = 700_000_000
+FLOAT = 4
+MOMENTS = 2 * FLOAT
+SUM, LONG_SUM = 8, 12  # bytes of a gradient's integer sum; of one over more than LONG_STEP tokens
+LONG_STEP = 1 << 12
+INPUT = 8  # bytes of an input's number on its grid
+LOGITS_AT_ONCE = 1 << 24  # numbers; the constant of stages.forward, which imports torch; a test compares them
+# mixed-precision Adam: weight and gradient in 16 bits, master weight and two moments in 32; a frozen model has its
+# weights in 16 bits. Rajbhandari et al., 2020, section 3.1
+MIXED_TRAINED, MIXED_FROZEN = 16, 2
 
-# what mixed-precision Adam keeps for each parameter: weight and gradient in 16 bits, and a master weight and two
-# moments in 32 bits; a frozen model has its weight in 16 bits. Rajbhandari et al., 2020, section 3.1
-MIXED_PRECISION_TRAINED, MIXED_PRECISION_FROZEN = 2 + 2 + 4 + 4 + 4, 2
+_LARGE_MODEL = "set lora, or take a smaller model"
+_ADVICE = {
+    "weights": "take a smaller model",
+    "moments": _LARGE_MODEL,
+    "older policies": "lower mismatch.sampler.lag, or set lora",
+    "packed weights": "take a smaller model",
+    "gradients": _LARGE_MODEL,
+    "KV cache": "lower layout.rollout_slots or numerics.max_context",
+}
+_SMALLER_PASSES = {
+    "loading": "take a smaller model",
+    "rollout": "lower layout.rollout_slots",
+    "scoring": "lower layout.forward_micro_batch (0 takes all sequences)",
+    "update": "lower layout.update_micro_batch (0 takes the minibatch), or set layout.gradient_checkpointing = true",
+}
 
 
 @dataclass(frozen=True)
-class Resident:
-    """One model: what stays from the first step to the end of the run, and what it needs while it works."""
+class Sizes:
+    """What of a causal model decides its memory; numbers, not bytes."""
+
+    parameters: int  # a tied matrix counts once
+    linears: int  # of the linear layers, experts included, without the head
+    head: int  # of the matrix to the vocabulary
+    own_head: int  # the same; 0 for a head that is the embedding
+    adapted: int  # of the linear layers that have an adapter
+    factors: int  # of an adapter of rank 1
+    layers: int
+    hidden: int
+    keys: int  # width of all key heads
+    inner: int  # width of an MLP, or of all experts of a token
+    vocab_size: int
+    kept: int  # for a backward pass, of each token, in all layers
+    kept_in_layer: int  # in the layer that keeps the most
+    kept_in_row: int  # for each token of the row too, in each layer
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of a run; numbers, not bytes."""
 
     name: str
-    weights: int
-    moments: int
-    gradient_sums: int  # in the update: integers, in exact numerics only
-    gradients: int  # in the update: float32; in exact numerics they take the place of their sums
-    operands: int  # while the model is at work: its own weights prepared for the exact kernels
-    trained_parameters: int
-    frozen_parameters: int
-
-    @property
-    def total(self) -> int:
-        """What stays."""
-        return self.weights + self.moments
-
-    @property
-    def mixed_precision(self) -> int:
-        return mixed_precision_bytes(self.trained_parameters, self.frozen_parameters)
+    weights: int  # beside the weights that it shares
+    trained: int
+    frozen: int
+    collected: int  # numbers that have a gradient: with an adapter those of the merged weights
+    packed: int  # numbers of matrices that no other model packs
 
 
-COUNTED = ("older policies", "operands", "gradient sums", "gradients")  # purposes of a phase that are no estimates
+@dataclass(frozen=True)
+class Work:
+    """How one process of a run computes."""
+
+    exact: bool
+    slots: int  # sequences that are sampled side by side
+    max_context: int
+    max_response_tokens: int
+    forward_sequences: int  # of a scoring pass
+    update_sequences: int  # of a backward pass
+    step_sequences: int  # of an optimizer step, all processes
+    packed: bool  # all sequences in one row
+    recompute: bool  # gradient checkpointing
+    side_by_side: bool  # policy and value model step at the same time
+    older_policies: int  # versions that a sampler which is behind needs
+    reference_in_steps: bool  # whether the policy's loss needs the reference's logits
+    processes: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of a run. `phases` is what each phase needs in addition to the resident models, by purpose."""
+    """Memory of one process of a run, in bytes: rows[purpose][phase]."""
 
-    work: Work
-    residents: tuple[Resident, ...]
-    phases: dict[str, dict[str, int]]
+    models: tuple[Model, ...]
+    rows: dict[str, dict[str, int]]
+    processes: int
 
-    @property
-    def resident(self) -> int:
-        """What stays from the first step to the end of the run."""
-        return sum(r.total for r in self.residents)
+    def total(self, phase: str, rows: tuple[str, ...] | None = None) -> int:
+        """What a phase needs, of some rows or of all, without the process itself."""
+        return sum(row.get(phase, 0) for name, row in self.rows.items() if rows is None or name in rows)
 
     @property
     def certain(self) -> int:
-        """What is needed at once in any case: all of the largest phase that is no estimate."""
-        return self.resident + max(sum(amounts.get(name, 0) for name in COUNTED) for amounts in self.phases.values())
+        """What is needed at once in any case."""
+        return max(self.total(phase, EXACT_ROWS) for phase in PHASES)
+
+    @property
+    def largest_phase(self) -> str:
+        return max(PHASES, key=self.total)
 
     @property
     def peak(self) -> int:
-        return PROCESS + self.resident + max(sum(amounts.values()) for amounts in self.phases.values())
+        return PROCESS + self.total(self.largest_phase)
+
+    @property
+    def mixed_precision(self) -> int:
+        """The same models' weights, gradients and moments in mixed-precision Adam."""
+        return sum(MIXED_TRAINED * m.trained + MIXED_FROZEN * m.frozen for m in self.models)
 
 
-def mixed_precision_bytes(trained: int, frozen: int) -> int:
-    """Weights, gradients and optimizer state of mixed-precision Adam, without activations and caches."""
-    return MIXED_PRECISION_TRAINED * trained + MIXED_PRECISION_FROZEN * frozen
-
-
-def prepared_bytes(matrix: Linear, transposed: bool, work: Work) -> int:
-    """A weight prepared for exact products over its inputs, or with `transposed` over its outputs."""
-    if not work.exact:
-        return 0
-    terms, columns = (matrix.outputs, matrix.inputs) if transposed else (matrix.inputs, matrix.outputs)
-    if matrix.divided == ("outputs" if transposed else "inputs"):
-        return DIVIDED_WEIGHT * matrix.size + GRID * columns
-    if work.kernels == "amx" and terms <= AMX_MAX_TERMS:
-        blocks = ceil(columns / 16)
-        return blocks * ceil(terms / 64) * AMX_WEIGHT * TILE + blocks * 16 * GRID + columns * OUTLIERS
-    panels = ceil(columns / FLOAT64_COLUMNS) if transposed == matrix.across else 0
-    return panels * (FLOAT64_WEIGHT * FLOAT64_COLUMNS * terms + FLOAT64_SQUARES) + columns * (GRID + OUTLIERS)
-
-
-def cache_bytes(shape: ModelShape, work: Work) -> int:
-    """Keys and values of the rollout slots."""
-    rows = shape.layers * work.slots * shape.key_heads
-    number = work.causes.sampler_stock or (0 if work.exact else 4)
-    if number:
-        return number * rows * work.max_context * 2 * shape.head_dim
-    keys = ceil(work.max_context / KEY_PANEL) * KEY_PANEL * shape.head_dim
-    values = work.max_context * (ceil(shape.head_dim / VALUE_LANES) * VALUE_LANES + 1)
-    return 4 * rows * (keys + values)
-
-
-def saved_bytes_per_layer(shape: ModelShape, tokens: int, row: int, mixture: Mixture | None = None) -> int:
-    """What one layer saves in the forward pass for its backward pass, for `tokens` in rows of length `row`.
-
-    `mixture`: that of a layer which has one in place of an MLP.
-    """
-    s = shape.saved
-    queries, keys = shape.head_dim * shape.heads, shape.head_dim * shape.key_heads
-    floats = s.hidden * shape.hidden + s.queries * queries + s.keys * keys
-    floats += 0 if mixture else s.mlp_hidden * shape.hidden + s.intermediate * shape.intermediate
-    norms = s.norms + s.head_norms * (shape.heads + shape.key_heads)
-    of_experts = 0 if mixture is None else mixtures.saved_bytes(mixture, shape.hidden, tokens, s.number)
-    if s.number == 0:
-        # norms are float64, exponents int64; attention keeps a float32 maximum and a float64 sum per head
-        return of_experts + tokens * (4 * floats + 8 * norms + 12 * shape.heads)
-    upcast = s.upcast_hidden * shape.hidden + s.upcast_heads * (queries + keys)
-    floats += s.mask * row
-    of_norms = (4 if upcast else s.number) * norms
-    return of_experts + tokens * (s.number * (floats - upcast) + 4 * (upcast + shape.heads) + of_norms)
-
-
-def activation_bytes(shape: ModelShape, tokens: int, row: int, work: Work) -> int:
-    """What all layers save for a backward pass over `tokens`; with recomputation, their inputs and one layer."""
-    kinds = [(count, saved_bytes_per_layer(shape, tokens, row, kind)) for count, kind in shape.layer_kinds]
-    if work.recompute:
-        layers = 4 * tokens * shape.hidden * shape.layers + max(saved for _, saved in kinds)
-    else:
-        layers = sum(count * saved for count, saved in kinds)
-    # the last layer's output, and tables of the rotary positions
-    return layers + 4 * tokens * (shape.hidden + 2 * shape.head_dim)
-
-
-def _input_bytes(work: Work) -> int:
-    """The inputs of a product on their grids, bytes per number."""
-    return {"float64": FLOAT64_INPUT, "amx": AMX_INPUT, "native": 0}[work.kernels]
-
-
-def layer_workspace_bytes(shape: ModelShape, tokens: int, work: Work) -> int:
-    """What the largest layer needs while it computes: gradients of its widest activations, and a rounded operand."""
-    operand = _input_bytes(work)
-    results = DIVIDED_RESULT * shape.hidden if work.tensor > 1 else 0
-    dense = tokens * (
-        results + 4 * (3 * shape.intermediate + 2 * shape.hidden) + operand * (shape.intermediate + shape.hidden)
-    )
-    if shape.mixture is None:
-        return dense
-    return max(dense, mixtures.workspace_bytes(shape.mixture, shape.hidden, tokens, operand))
-
-
-def logits_bytes(shape: ModelShape, rows: int, work: Work) -> int:
-    """Logits, their gradient and the operands of their products, for `rows` tokens; native also keeps log-softmax."""
-    operand = _input_bytes(work) if work.exact else 12
-    return rows * shape.head.outputs * (8 + operand if work.has_kernels or not work.exact else DIVIDED_LOGIT)
-
-
-def adapted_size(shape: ModelShape) -> int:
-    """Numbers of all matrices with an adapter."""
-    return sum(m.size for m in shape.linears if m.adapted)
-
-
-def operand_bytes(matrices: Iterable[Linear], work: Work, trained: bool) -> int:
-    """Prepared matrices, and rounded ones: for forward passes, and where the pass is `trained` for backward passes too.
-
-    Where processes hold pieces, the largest one, whole, while a product is computed.
-    """
-    if work.in_pieces:
-        return max((4 * m.size + max(prepared_bytes(m, t, work) for t in (False, True)) for m in matrices), default=0)
-    passes = (False, True) if trained else (False,)
-    return sum(4 * m.size * m.rounded + sum(prepared_bytes(m, t, work) for t in passes) for m in matrices)
-
-
-def trained_model(name: str, shape: ModelShape, head: Linear, bias: int, work: Work, lora_rank: int) -> Resident:
-    """A model in training whose last matrix is `head`, with `bias` additional numbers.
-
-    With adapters its base, and what is not adapted, are those of a frozen model; a head of its own is trained whole.
-    """
-    body = shape.parameters - shape.head_parameters
-    parameters = body + (shape.head_parameters if head == shape.head else head.size) + bias
-    per_sum = SUM + (UPPER_SUM if work.long_steps else 0)
+def trained_model(name: str, of: Sizes, lora_rank: int, is_value: bool = False) -> Model:
+    """A policy, or a value model: the trunk with a score and its bias. With an adapter the other weights are shared."""
+    head = of.hidden + 1 if is_value else of.own_head
+    matrices = of.linears + (of.hidden if is_value else of.head)
+    own_head = head if is_value else 0
     if not lora_rank:
-        sums, gradients = (per_sum * parameters, 0) if work.exact else (0, 4 * parameters)
-        operands = operand_bytes([*shape.linears, head], work, True)
-        own_matrices = shape.matrices + (shape.head_parameters if head == shape.head else 0)
-        weights = work.weights(parameters, own_matrices)
-        return Resident(name, weights, work.moments(parameters), sums, gradients, operands, parameters, 0)
-    own_head = 0 if head == shape.head else head.size + bias
-    merged = adapted_size(shape)
-    factors = lora_rank * sum(m.outputs + m.inputs for m in shape.linears if m.adapted)
-    # gradients are those of the merged weights; in native numerics the factors have some too
-    collected = merged + own_head
-    sums, gradients = (per_sum * collected, 0) if work.exact else (0, 4 * (collected + factors))
-    alone = work.causes.trainer.renews_layers  # what others have in common is rounded for each
-    matrices = [*(m for m in shape.linears if m.adapted or alone), *([head] if own_head or alone else [])]
-    trained = factors + own_head
-    weights, operands = 4 * (merged + trained), operand_bytes(matrices, work, True)
-    return Resident(name, weights, work.moments(trained), sums, gradients, operands, trained, parameters - own_head)
+        parameters = of.parameters - of.own_head + head
+        return Model(name, parameters, parameters, 0, parameters, matrices)
+    trained, collected = lora_rank * of.factors + own_head, of.adapted + own_head
+    return Model(name, of.adapted + trained, trained, of.parameters - of.own_head, collected, collected)
 
 
-def stock_model(name: str, shape: ModelShape, number: int) -> Resident:
-    """A copy that computes as torch does, its numbers of so many bytes."""
-    return Resident(name, number * shape.parameters, 0, 0, 0, 0, 0, 0)
+def frozen_model(name: str, of: Sizes, labels: int | None = None) -> Model:
+    """A reference, or with `labels` a classifier."""
+    parameters = of.parameters if labels is None else of.parameters - of.own_head + labels * of.hidden
+    return Model(name, parameters, 0, parameters, 0, of.linears + (of.head if labels is None else labels * of.hidden))
 
 
-def frozen_model(name: str, shape: ModelShape, work: Work) -> Resident:
-    """A model without training."""
-    operands = operand_bytes((*shape.linears, shape.head), work, False)
-    weights = work.weights(shape.parameters, shape.matrices + shape.head_parameters)
-    return Resident(name, weights, 0, 0, 0, operands, 0, shape.parameters)
+def make_plan(policy: Sizes, models: tuple[Model, ...], value: Sizes | None, work: Work) -> Plan:
+    """The memory of policy, value model where there is one, reference, and reward model where there is one."""
+    trained = [model for model in models if model.trained]
+    others = [model for model in models if model is not models[0]]
+    lora = any(model.frozen for model in trained)
+    version = FLOAT * models[0].trained
+    # while older policies sample, the present one waits beside them
+    older = {phase: work.older_policies * version for phase in PHASES[1:]}
+    older["rollout"] += version if work.older_policies else 0
+    per_gradient = FLOAT
+    if work.exact:
+        per_gradient = LONG_SUM if work.step_sequences * (work.max_context - 1) > LONG_STEP else SUM
+    stays = FLOAT * sum(model.weights for model in models)
+    # the model as it is read, and a copy before adapted models share
+    read = stays + FLOAT * policy.parameters * (2 if lora else 1)
+    rows = {
+        "weights": {"loading": read, **dict.fromkeys(PHASES[1:], stays)},
+        "moments": dict.fromkeys(PHASES, MOMENTS * sum(model.trained for model in trained)),
+        "older policies": older,
+        "packed weights": _packed(models[0], others, trained, lora, work) if work.exact else {},
+        "gradients": {"update": per_gradient * sum(model.collected for model in trained)},
+        "activations": _activations(policy, value, work),
+        "KV cache": {"rollout": 2 * FLOAT * policy.layers * work.slots * work.max_context * policy.keys},
+        "logits": _logits(policy, work),
+    }
+    return Plan(models, {name: row for name, row in rows.items() if any(row.values())}, work.processes)
+
+
+def _packed(policy: Model, others: list[Model], trained: list[Model], lora: bool, work: Work) -> dict[str, int]:
+    """Weights as the kernels read them, of the models at work; of frozen weights that models share one copy, always."""
+    reference = next(model for model in others if model.name == "reference")
+    shared = reference.packed - min(model.packed for model in trained) if lora else 0
+    stepping = [model.packed for model in trained]
+    scoring = max(model.packed - (shared if model is reference else 0) for model in others)
+    update = sum(stepping) if work.side_by_side else max(stepping)
+    update += reference.packed - shared if work.reference_in_steps else 0
+    phases = {"rollout": policy.packed, "scoring": policy.packed + scoring, "update": update}
+    return {phase: FLOAT * (shared + count) for phase, count in phases.items()}
+
+
+def _activations(policy: Sizes, value: Sizes | None, work: Work) -> dict[str, int]:
+    prompts = work.slots * (work.max_context - work.max_response_tokens)
+    row = work.max_context - 1
+    scored, stepped = work.forward_sequences * row, work.update_sequences * row
+    stepping = [_kept(s, stepped, stepped if work.packed else row, work) for s in (policy, value) if s is not None]
+    return {
+        "rollout": _one_layer(policy, prompts, work) + 2 * FLOAT * prompts * policy.hidden,
+        "scoring": _one_layer(policy, scored, work) + 2 * FLOAT * scored * policy.hidden,
+        "update": sum(stepping) if work.side_by_side else max(stepping),
+    }
+
+
+def _kept(of: Sizes, tokens: int, row: int, work: Work) -> int:
+    """What a backward pass over `tokens` needs; with recomputation the inputs of all layers, and one layer."""
+    kept = of.layers * of.hidden + of.kept_in_layer if work.recompute else of.kept + of.layers * of.kept_in_row * row
+    return FLOAT * tokens * (kept + of.hidden) + _one_layer(of, tokens, work)
+
+
+def _one_layer(of: Sizes, tokens: int, work: Work) -> int:
+    """What a layer needs while it computes: its widest activations with gradients, and inputs on their grids."""
+    grids = INPUT if work.exact else 0
+    return tokens * (FLOAT * (3 * of.inner + 2 * of.hidden) + grids * (of.inner + of.hidden))
+
+
+def _logits(of: Sizes, work: Work) -> dict[str, int]:
+    at_once = max(1, LOGITS_AT_ONCE // of.vocab_size)
+    scored, stepped = (
+        min(sequences * work.max_response_tokens, at_once) * of.vocab_size
+        for sequences in (work.forward_sequences, work.update_sequences)
+    )
+    return {
+        "rollout": 4 * FLOAT * work.slots * of.vocab_size,  # a masked copy, and noise in float64
+        "scoring": 2 * FLOAT * scored * (1 if work.exact else 5),  # of policy and reference
+        "update": stepped
+        * (2 * FLOAT + (INPUT if work.exact else 3 * FLOAT)),  # with gradients
+    }
+
+
+def size(count: int) -> str:
+    """A number of bytes in decimal units."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def in_words(plan: Plan, has_value_model: bool) -> str:
+    """The largest part with its size and what to change."""
+    phase = plan.largest_phase
+    name = max(plan.rows, key=lambda row: plan.rows[row].get(phase, 0))
+    advice = _ADVICE.get(name, _SMALLER_PASSES[phase])
+    if name in ("weights", "moments") and has_value_model:
+        advice += ", or value.kind = head"
+    return (
+        f"the plan needs up to about {size(plan.peak)}, most of it for {name} in {phase}: "
+        f"{size(plan.rows[name][phase])}; {advice}; see `ppo-repro plan`"
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan in bytes, with totals."""
+    totals = {"process": PROCESS, "peak": plan.peak, "certain": plan.certain, "mixed_precision": plan.mixed_precision}
+    return {**asdict(plan), **totals}
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan as a table."""
+    out = [f"{m.name:<16}{m.trained:>16,} parameters trained{m.frozen:>16,} frozen" for m in plan.models]
+    out += ["", _line("", PHASES)]
+    for name, row in plan.rows.items():
+        out.append(_line(name, [size(row[phase]) if row.get(phase) else "" for phase in PHASES]))
+    out.append(_line("together", [size(plan.total(phase)) for phase in PHASES]))
+    out.append(f"peak, up to about {size(plan.peak)}: the largest phase, and {size(PROCESS)} of the process itself")
+    if plan.processes > 1:
+        out.append(f"This is the memory of each of the {plan.processes} processes.")
+    out.append(
+        f"Mixed-precision Adam on a GPU would take {size(plan.mixed_precision)}: 16 bytes per trained parameter, "
+        "2 per frozen one; activations and caches come on top."
+    )
+    return out
+
+
+def _line(label: str, cells: tuple[str, ...] | list[str]) -> str:
+    return f"{label:<16}" + "".join(f"{cell:>12}" for cell in cells)

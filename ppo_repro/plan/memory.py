@@ -214,8 +214,7 @@ def _logits(of: Sizes, work: Work) -> dict[str, int]:
     return {
         "rollout": 4 * FLOAT * work.slots * of.vocab_size,  # a masked copy, and noise in float64
         "scoring": 2 * FLOAT * scored * (1 if work.exact else 5),  # of policy and reference
-        "update": stepped
-        * (2 * FLOAT + (INPUT if work.exact else 3 * FLOAT)),  # with gradients
+        "update": stepped * (2 * FLOAT + (INPUT if work.exact else 3 * FLOAT)),  # with gradients
     }
 
 

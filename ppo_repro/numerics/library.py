@@ -23,31 +23,43 @@ KNOWN_ANSWER = 0x14D770427811D516  # of known_answer() in C: a change of this nu
 _DENORMAL = 71362  # the bits of 1e-40
 _MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
 
-_POINTER, _INT, _LONG, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_double
-_MAP = (None, (_POINTER, _POINTER, _LONG))
-_ROWS, _SHAPE = (_POINTER, _LONG), (_INT, _INT)  # logits and the distance of their rows; rows and tokens
+_P, _INT, _LONG, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_double
+_MAP = (None, (_P, _P, _LONG))
+_ROWS, _SHAPE = (_P, _LONG), (_INT, _INT)  # logits and the distance of their rows; rows and tokens
 
 # the result and the arguments of each function in C
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "known_answer": (ctypes.c_uint64, ()),
     "denormal_product": (ctypes.c_uint32, ()),
-    "set_threads": (None, (ctypes.c_int,)),
+    "set_threads": (None, (_INT,)),
     "forget_workers": (None, ()),
-    "linear_backward_input": (None, (_POINTER, _POINTER, _LONG, _INT, _POINTER, _LONG, _INT)),
-    "join_sums": (None, (_POINTER, _LONG)),
-    "gradient_squares": (_DOUBLE, (_POINTER, _INT)),
-    "adamw": (None, (_POINTER, _INT, _POINTER)),
+    "linear_backward_input": (None, (_P, _P, _LONG, _INT, _P, _LONG, _INT)),
+    "join_sums": (None, (_P, _LONG)),
+    "gradient_squares": (_DOUBLE, (_P, _INT)),
+    "adamw": (None, (_P, _INT, _P)),
     **{f"{name}_float32": _MAP for name in ("exp", "log", "sigmoid", "tanh", "erf", "normal_density", "sqrt")},
     **{f"{name}_float64": _MAP for name in ("exp", "log", "sigmoid", "softplus", "sqrt")},
-    "sin_cos_float64": (None, (_POINTER, _POINTER, _POINTER, _LONG)),
-    "token_statistics": (_INT, (*_ROWS, *_SHAPE, _FLOAT, *(_POINTER,) * 6)),
-    "token_statistics_gradient": (None, (*_ROWS, *_SHAPE, _FLOAT, *(_POINTER,) * 6)),
-    "kl_divergence": (_INT, (*_ROWS, *_ROWS, *_SHAPE, _FLOAT, *(_POINTER,) * 4)),
-    "kl_divergence_gradient": (None, (*_ROWS, *_ROWS, *_SHAPE, _FLOAT, *(_POINTER,) * 5)),
-    "cut_tokens": (_INT, (_POINTER, _POINTER, *_SHAPE, _INT, _DOUBLE, _POINTER, _POINTER, _POINTER)),
-    "gumbel_noise": (None, (_POINTER, _POINTER, *_SHAPE, _POINTER)),
-    "normal_noise": (None, (_POINTER, _POINTER, *_SHAPE, _POINTER)),
-    "sample_tokens": (_INT, (*_ROWS, *_SHAPE, _FLOAT, *(_POINTER,) * 7)),
+    "sin_cos_float64": (None, (_P, _P, _P, _LONG)),
+    "token_statistics": (_INT, (*_ROWS, *_SHAPE, _FLOAT, *(_P,) * 6)),
+    "token_statistics_gradient": (None, (*_ROWS, *_SHAPE, _FLOAT, *(_P,) * 6)),
+    "kl_divergence": (_INT, (*_ROWS, *_ROWS, *_SHAPE, _FLOAT, *(_P,) * 4)),
+    "kl_divergence_gradient": (None, (*_ROWS, *_ROWS, *_SHAPE, _FLOAT, *(_P,) * 5)),
+    "cut_tokens": (_INT, (_P, _P, *_SHAPE, _INT, _DOUBLE, _P, _P, _P)),
+    "gumbel_noise": (None, (_P, _P, *_SHAPE, _P)),
+    "normal_noise": (None, (_P, _P, *_SHAPE, _P)),
+    "sample_tokens": (_INT, (*_ROWS, *_SHAPE, _FLOAT, *(_P,) * 7)),
+    "panel_floats": (_LONG, (_INT, _INT)),
+    "pack": (None, (_P,)),
+    "linear": (None, (_P, _P, _LONG, _INT, _P, _P, _LONG)),
+    "linear_backward": (
+        None,
+        (_P, _P, _LONG, _P, _LONG, _INT, _P, _P, _P, _P, _P, _LONG),
+    ),
+    "kept_floats": (_LONG, (_P, _LONG, _INT)),
+    "model_forward": (_INT, (_P, _P, _P, _INT, _P)),
+    "model_backward": (None, (_P, _P, _P, _INT, _P, _P)),
+    "copy_prefix": (None, (_P, _P, _P, _LONG, _LONG, _LONG, _INT)),
+    "round_tensor": (None, (_INT, _INT, _P, _LONG, _LONG)),
 }
 
 

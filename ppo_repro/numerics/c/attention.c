@@ -12,6 +12,7 @@ typedef struct {
   const Model *m;
   const Batch *b;
   int window;
+  float scale;
   float *keys, *values;         // of this layer's cache
   const float *q;               // [tokens][heads][head_dim], rotated
   float *top, *total, *mixed;   // [tokens][heads], [tokens][heads], [tokens][heads][head_dim]
@@ -72,7 +73,7 @@ static void attend_strip(const Heads *h, int kv, int s, int r0, int r1, float *m
   for (int i = 0; i < rows; i++) {
     int position = past + (r0 + i) / each;
     long at = (long)(first + (r0 + i) / each) * m->heads + kv * each + (r0 + i) % each;
-    h->top[at] = exponentials(p + i * ld, begin, first_seen(h, position), position + 1, end, m->scale, &h->total[at]);
+    h->top[at] = exponentials(p + i * ld, begin, first_seen(h, position), position + 1, end, h->scale, &h->total[at]);
   }
   mix_values(p, ld, rows, h->values + head_at(h, kv, s), d, begin, end, mixed, d);
   for (int i = 0; i < rows; i++) {
@@ -146,11 +147,11 @@ static void attend_backward_block(const Heads *h, const KeySide *k, int head, in
     for (int t = a; t < b; t++) {
       long at = (long)(first + t) * m->heads + head;
       float delta = (float)dot_rows(mixed + t * width, d_out + t * width, d);
-      softmax_backward(p + (t - q0) * ld, ds + (t - q0) * ld, lowest, first_seen(h, t), t + 1, (int)ld, m->scale, h->top[at], h->total[at], delta);
+      softmax_backward(p + (t - q0) * ld, ds + (t - q0) * ld, lowest, first_seen(h, t), t + 1, (int)ld, h->scale, h->top[at], h->total[at], delta);
     }
     mix_values(dsa, ld, b - a, k->key_rows, d, lowest, b, dq + a * width, width);
     for (int t = a; t < b; t++)
-      for (int j = 0; j < d; j++) dq[t * width + j] = dq[t * width + j] * m->scale;
+      for (int j = 0; j < d; j++) dq[t * width + j] = dq[t * width + j] * h->scale;
   }
   add_block_to_keys(p, ld, q0, q1, lowest, d_out + q0 * width, width, d, k->dv, k->dk_row);
   add_block_to_keys(ds, ld, q0, q1, lowest, q + q0 * width, width, d, k->dk, k->dk_row);
@@ -175,7 +176,7 @@ static void attend_backward_task(void *argument, int index) {
   for (int head = kv * each; head < (kv + 1) * each; head++)
     for (int q0 = 0; q0 < count; q0 += BLOCK) attend_backward_block(h, &k, head, first, q0, least(count, q0 + BLOCK));
   for (int t = 0; t < count; t++)
-    for (int j = 0; j < d; j++) k.dk[t * out + j] = k.dk[t * out + j] * m->scale;
+    for (int j = 0; j < d; j++) k.dk[t * out + j] = k.dk[t * out + j] * h->scale;
 }
 
 static void attend_backward(const Heads *h) {

@@ -101,7 +101,8 @@ typedef struct {
   NormWeights norm1, norm2, q_norm, k_norm;
   Matrix qkv, out, up, down;        // up: [2 mlp] with gates first where `gated`
   Matrix router, *expert_up, *expert_down;  // where the model has experts and `expert_up` is not NULL
-  int window, unused;               // keys that a query sees, itself included; 0: all
+  int window;                       // keys that a query sees, itself included; 0: all
+  float scale;                      // of scores
 } Layer;
 typedef struct {
   int layers, hidden, heads, kv_heads, head_dim, vocabulary;
@@ -110,7 +111,7 @@ typedef struct {
   int q_at, q_step, k_at, k_step, v_at, v_step;            // heads in a row of qkv
   int round_activations, round_inputs, round_cache, round_gradients;  // formats of rounding.c; 0: none
   int position_entries, unused;                            // rows of `positions`
-  float eps, scale, embedding_scale, unused_too;
+  float eps, embedding_scale;
   const float *cosine, *sine;                              // [positions][rotary / 2]
   const float *embedding, *positions;                      // positions: learned, or NULL
   long embedding_grad, positions_grad;

@@ -123,7 +123,7 @@ typedef struct { Heads h; const Layer *l; Saved s; } Place;
 
 static Heads heads_of(const Model *m, const Batch *b, int index, Saved s) {
   long layer = (long)index * m->kv_heads * b->capacity * m->head_dim;
-  return (Heads){m, b, m->layer[index].window, b->keys + layer, b->values + layer, s.q, s.top, s.total, s.mixed, NULL, NULL, NULL};
+  return (Heads){m, b, m->layer[index].window, m->layer[index].scale, b->keys + layer, b->values + layer, s.q, s.top, s.total, s.mixed, NULL, NULL, NULL};
 }
 
 // One head of a row as it goes to attention: rotated, rounded
@@ -504,7 +504,7 @@ EXPORT void model_backward(const Model *m, const Batch *b, float *kept, int keep
 }
 
 // Copies a prefix of a sequence's keys and values in a cache
-EXPORT void copy_prefix(const Model *m, float *keys, float *values, long capacity, int from, int to, int positions) {
+EXPORT void copy_prefix(const Model *m, float *keys, float *values, long capacity, long from, long to, int positions) {
   size_t floats = (size_t)round16(positions) * (size_t)m->head_dim;
   for (long i = 0; i < (long)m->layers * m->kv_heads; i++) {
     memcpy(keys + (i * capacity + to) * m->head_dim, keys + (i * capacity + from) * m->head_dim, sizeof(float) * floats);

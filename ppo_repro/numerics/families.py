@@ -1,0 +1,170 @@
+"""The model families this package knows: their transformers classes, and settings whose meaning differs by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.gemma import modeling_gemma as gemma
+from transformers.models.gpt2 import modeling_gpt2 as gpt2
+from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.olmoe import modeling_olmoe as olmoe
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+
+from ppo_repro.errors import UserError
+
+NAMES = "Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2, GPT-NeoX, Qwen3-MoE, Mixtral or OLMoE"
+
+CAUSAL_MODELS: tuple[type[PreTrainedModel], ...] = (
+    llama.LlamaForCausalLM,
+    qwen2.Qwen2ForCausalLM,
+    qwen3.Qwen3ForCausalLM,
+    mistral.MistralForCausalLM,
+    gemma.GemmaForCausalLM,
+    gpt2.GPT2LMHeadModel,
+    gpt_neox.GPTNeoXForCausalLM,
+    qwen3_moe.Qwen3MoeForCausalLM,
+    mixtral.MixtralForCausalLM,
+    olmoe.OlmoeForCausalLM,
+)
+CLASSIFIERS: tuple[type[PreTrainedModel], ...] = (
+    llama.LlamaForSequenceClassification,
+    qwen2.Qwen2ForSequenceClassification,
+    qwen3.Qwen3ForSequenceClassification,
+    mistral.MistralForSequenceClassification,
+    gemma.GemmaForSequenceClassification,
+    gpt2.GPT2ForSequenceClassification,
+    gpt_neox.GPTNeoXForSequenceClassification,
+    qwen3_moe.Qwen3MoeForSequenceClassification,
+    mixtral.MixtralForSequenceClassification,
+)
+# OLMoE, the last causal model, has no classifier
+CLASSIFIER_OF = dict(zip(CAUSAL_MODELS, CLASSIFIERS, strict=False))
+ROTARIES: tuple[type[nn.Module], ...] = (
+    llama.LlamaRotaryEmbedding,
+    qwen2.Qwen2RotaryEmbedding,
+    qwen3.Qwen3RotaryEmbedding,
+    mistral.MistralRotaryEmbedding,
+    gemma.GemmaRotaryEmbedding,
+    gpt_neox.GPTNeoXRotaryEmbedding,
+    qwen3_moe.Qwen3MoeRotaryEmbedding,
+    mixtral.MixtralRotaryEmbedding,
+    olmoe.OlmoeRotaryEmbedding,
+)
+TRUNKS: tuple[type[PreTrainedModel], ...] = (
+    llama.LlamaModel,
+    qwen2.Qwen2Model,
+    qwen3.Qwen3Model,
+    mistral.MistralModel,
+    gemma.GemmaModel,
+    gpt2.GPT2Model,
+    gpt_neox.GPTNeoXModel,
+    qwen3_moe.Qwen3MoeModel,
+    mixtral.MixtralModel,
+    olmoe.OlmoeModel,
+)
+# a router and its experts, in place of an MLP
+MIXTURES: tuple[type[nn.Module], ...] = (
+    qwen3_moe.Qwen3MoeSparseMoeBlock,
+    mixtral.MixtralSparseMoeBlock,
+    olmoe.OlmoeSparseMoeBlock,
+)
+
+_WINDOWED = {"mistral", "mixtral", "qwen3_moe"}  # families with one window for all layers
+_TYPED_LAYERS = {"qwen2", "qwen3"}  # families whose `layer_types` say which layers have a sliding window
+
+
+def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformer below the head, whatever its family calls it: `model`, `transformer`, `gpt_neox`."""
+    return cast(PreTrainedModel, model.base_model)
+
+
+def head_of(model: PreTrainedModel) -> nn.Module:
+    """The language-model head of a causal model: `lm_head`, `embed_out`."""
+    return cast(nn.Module, model.get_output_embeddings())
+
+
+def token_head_name(config: PretrainedConfig) -> str:
+    """What transformers' token classification model of a family calls its head."""
+    return "classifier" if config.model_type in {"gpt2", "gpt_neox"} else "score"
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Width of an attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def key_value_heads(config: PretrainedConfig) -> int:
+    """Number of heads of keys and values."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of a transformer, in order."""
+    return [m for m in modules_of(model) if isinstance(m, GradientCheckpointingLayer)]
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """`root.modules()` in a sixth of the time: every training step walks over its models several times."""
+    found: dict[int, nn.Module] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(found.values())
+
+
+def check_visibility(config: PretrainedConfig, max_context: int) -> None:
+    """Raise UserError unless each query sees only its own past, all of it or a window, up to `max_context` tokens.
+
+    The batch layouts and the key/value caches assume this, in both numerics.
+    """
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    known = {"full_attention", "sliding_attention"} if config.model_type in _TYPED_LAYERS else {"full_attention"}
+    refusals = {
+        "layer_types": not types <= known,
+        "sliding_window": "sliding_attention" in types and config.sliding_window is None,
+        "is_causal": not getattr(config, "is_causal", True),
+        "use_bidirectional_attention": bool(getattr(config, "use_bidirectional_attention", False)),
+        "add_cross_attention": bool(getattr(config, "add_cross_attention", False)),
+    }
+    for field, refused in refusals.items():
+        if refused:
+            raise UserError(
+                f"model config {field} = {getattr(config, field)!r}: not supported; choose a model whose tokens see "
+                "only their own past"
+            )
+    if max_context > config.max_position_embeddings:
+        raise UserError(
+            f"numerics.max_context = {max_context}: the model has {config.max_position_embeddings} positions; "
+            "choose a smaller context"
+        )
+
+
+def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+    """The mask, or the masks by type of layer, that the stock model's forward takes as `attention_mask`.
+
+    `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
+    """
+    if config.model_type in _TYPED_LAYERS:
+        windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+        return {kind: visible(windows[kind]) for kind in sorted(set(config.layer_types))}
+    return visible(config.sliding_window if config.model_type in _WINDOWED else None)
+
+
+def windows_of(config: PretrainedConfig) -> list[int]:
+    """How many keys a query sees in each layer, itself included; 0: all before it."""
+    window = int(getattr(config, "sliding_window", None) or 0)
+    if config.model_type in _TYPED_LAYERS:
+        return [window if kind == "sliding_attention" else 0 for kind in config.layer_types]
+    return [window if config.model_type in _WINDOWED else 0] * config.num_hidden_layers

@@ -1,0 +1,69 @@
+"""A linear layer that stands alone: heads of models, layers of control networks."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ppo_repro.numerics import library
+from ppo_repro.numerics.arrays import at, rows_of
+from ppo_repro.numerics.gradient_sums import sums_of
+from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.weights import PackedMatrix, packed
+
+
+def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
+    """x W^T + b, [n, N] float32 without a gradient; x [n, K] float32."""
+    x, struct = rows_of(x), matrix.prepare()
+    y = torch.empty(len(x), struct.n)
+    library.load().linear(ctypes.byref(struct), at(x), struct.k, len(x), None, at(y), struct.n)
+    return y
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, matrix: PackedMatrix, rows: Rows | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.matrix, ctx.rows = matrix, rows
+        return product(x, matrix)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,), matrix, rows = ctx.saved_tensors, ctx.matrix, ctx.rows
+        struct, grad, x = matrix.prepare(), rows_of(grad), rows_of(x)
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        kernels, parameters = library.load(), (*matrix.weights, *matrix.biases)
+        if not any(p.requires_grad for p in parameters):
+            matrix.collect(None)
+            kernels.linear_backward(
+                ctypes.byref(struct), at(grad), struct.n, at(x), struct.k, len(x), None, None, None, None, at(dx), struct.k
+            )  # fmt: skip
+            return dx, None, None, None
+        sums = sums_of(*parameters)
+        if sums is None or rows is None:
+            raise ValueError("nothing collects the gradients of this layer, or its rows are not known")
+        use = sums.use("linear", *parameters)
+        matrix.collect(use)
+        with use.adding(rows.slots) as c_sums:
+            kernels.linear_backward(
+                ctypes.byref(struct), at(grad), struct.n, at(x), struct.k, len(x),
+                at(rows.sequence), at(rows.position), at(rows.slots), ctypes.byref(c_sums), at(dx), struct.k,
+            )  # fmt: skip
+        return dx, None, None, None
+
+
+def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
+    """x W^T + b of an nn.Linear, [n, N] float32, differentiable in x [n, K]; gradients of W and b go to GradientSums.
+
+    `rows` says which sequence each row of x belongs to; None where W and b are not trained.
+    """
+    matrix = packed(layer)
+    if torch.is_grad_enabled() and (x.requires_grad or matrix.weights[0].requires_grad):
+        return _Linear.apply(x, matrix.weights[0], matrix, rows)
+    return product(x, matrix)

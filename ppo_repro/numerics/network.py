@@ -1,0 +1,371 @@
+"""A transformers trunk as data for the C kernels: its forward and backward pass, and decoding over a cache.
+
+The model stays as transformers made it, module by module; only its matrices that belong together (queries, keys and
+values; gates and ups) lie one after the other in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from ppo_repro.errors import NumericsError, UserError
+from ppo_repro.numerics import library
+from ppo_repro.numerics.arrays import BatchStruct, Ints, LayerStruct, MatrixStruct, ModelStruct, NormStruct, at, ints
+from ppo_repro.numerics.description import check_config, Description, LayerParts, MatrixParts, NormParts, describe, heads_in_row
+from ppo_repro.numerics.families import NAMES, TRUNKS, head_dim, key_value_heads, trunk_of
+from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
+from ppo_repro.numerics.precision import EXACT, Precision, number, round_rows
+from ppo_repro.numerics.rotary import tables
+from ppo_repro.numerics.rows import Ragged, index
+from ppo_repro.numerics.weights import PackedMatrix, state_of
+
+KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = range(3)  # of a forward pass: inputs of layers, or all that its backward needs
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a trunk in deterministic numerics has beside its modules."""
+
+    max_context: int
+    precision: Precision = EXACT
+    recompute: bool = False  # keep only inputs of layers; the backward pass computes the rest again
+
+
+class Cache:
+    """Keys and values of some slots of `positions` tokens each."""
+
+    def __init__(self, description: Description, slots: int, positions: int) -> None:
+        config = description.config
+        self.each = -(-positions // 16) * 16
+        self.capacity = slots * self.each
+        floats = len(description.layers) * key_value_heads(config) * self.capacity * head_dim(config)
+        self.keys, self.values = torch.empty(floats), torch.empty(floats)
+
+
+@dataclass
+class _Call:
+    """A batch as the kernels take it, and what it points to."""
+
+    struct: BatchStruct
+    memory: tuple[Any, ...]
+
+
+class _Layer:
+    """The packed matrices of one layer."""
+
+    def __init__(self, parts: LayerParts, precision: Precision) -> None:
+        def pack(matrix: MatrixParts | None, form: str) -> PackedMatrix | None:
+            if matrix is None:
+                return None
+            return PackedMatrix(matrix.weights, matrix.biases, matrix.transposed, form, precision.other_weights)
+
+        self.parts = parts
+        self.qkv, self.out = pack(parts.qkv, precision.weights), pack(parts.out, precision.weights)
+        self.up, self.down = pack(parts.up, precision.weights), pack(parts.down, precision.weights)
+        self.router = pack(parts.router, precision.other_weights)
+        self.expert_up, self.expert_down = (
+            [] if stacked is None else [PackedMatrix([w], form=precision.weights) for w in stacked.detach()]
+            for stacked in (parts.expert_up, parts.expert_down)
+        )
+        self.experts = [(MatrixStruct * len(of))() for of in (self.expert_up, self.expert_down)]
+
+    def matrices(self) -> list[PackedMatrix]:
+        alone = (self.qkv, self.out, self.up, self.down, self.router)
+        return [m for m in alone if m is not None] + self.expert_up + self.expert_down
+
+
+class Network:
+    """The kernels' view of one trunk. Weights may change in place between passes; each pass sees them as they are."""
+
+    def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
+        self.parameters = dict(trunk.named_parameters())
+        self.description = describe(trunk)
+        self.lowered = lowered
+        self.layers = [_Layer(parts, lowered.precision) for parts in self.description.layers]
+        self._layer_structs = (LayerStruct * len(self.layers))()
+        self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
+        rotary = self.description.positions is None
+        self._tables = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
+        self.struct = self._shape()
+
+    def _shape(self) -> ModelStruct:
+        """The numbers of the struct."""
+        d, config, precision = self.description, self.description.config, self.lowered.precision
+        q_at, q_step, k_at, k_step, v_at, v_step = heads_in_row(d)
+        rotary = 0 if d.positions is not None else 2 * self._tables[0].shape[1]
+        return ModelStruct(
+            layers=len(d.layers),
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=key_value_heads(config),
+            head_dim=head_dim(config),
+            vocabulary=len(d.embedding),
+            norm=d.norm,
+            qk_norm=d.qk_norm,
+            rotary=rotary,
+            activation=d.activation,
+            gated=d.gated,
+            parallel=d.parallel,
+            experts=d.experts,
+            chosen=d.chosen,
+            normalised=d.normalised,
+            mixtures=d.mixtures,
+            **dict(q_at=q_at, q_step=q_step, k_at=k_at, k_step=k_step, v_at=v_at, v_step=v_step),
+            round_activations=number(precision.activations),
+            round_inputs=number(precision.linear_inputs),
+            round_cache=number(precision.kv_cache),
+            round_gradients=number(precision.gradients),
+            position_entries=0 if d.positions is None else len(d.positions),
+            eps=d.eps,
+            embedding_scale=d.embedding_scale,
+            embedding_grad=-1,
+            positions_grad=-1,
+            cosine=at(self._tables[0]),
+            sine=at(self._tables[1]),
+            layer=self._layer_structs,
+        )
+
+    def _weight(self, tensor: Tensor | None, scaled: bool = True) -> int | None:
+        """The address of a parameter that is no matrix, or of its rounded copy."""
+        form = self.lowered.precision.other_weights
+        if tensor is None or form == "float32":
+            return at(tensor)
+        state = state_of((tensor,))
+        if id(tensor) not in self._rounded or self._rounded[id(tensor)][0] != state:
+            self._rounded[id(tensor)] = state, round_rows(tensor, form, scaled)
+        return at(self._rounded[id(tensor)][1])
+
+    def _norm(self, norm: NormParts | None) -> NormStruct:
+        if norm is None:
+            return NormStruct(grad=-1, b_grad=-1)
+        return NormStruct(self._weight(norm.weight), self._weight(norm.bias), -1, -1)
+
+    def prepare(self) -> None:
+        """Before a pass: point to the weights, and pack those that have changed."""
+        library.check_denormals()
+        for struct, layer in zip(self._layer_structs, self.layers, strict=True):
+            parts = layer.parts
+            struct.norm1, struct.norm2 = self._norm(parts.norm1), self._norm(parts.norm2)
+            struct.q_norm, struct.k_norm = self._norm(parts.q_norm), self._norm(parts.k_norm)
+            for name in ("qkv", "out", "up", "down", "router"):
+                matrix = getattr(layer, name)
+                if matrix is not None:
+                    setattr(struct, name, matrix.prepare())
+            for name, of, structs in zip(
+                ("expert_up", "expert_down"), (layer.expert_up, layer.expert_down), layer.experts, strict=True
+            ):
+                for i, matrix in enumerate(of):
+                    structs[i] = matrix.prepare()
+                if of:
+                    setattr(struct, name, structs)
+            struct.window, struct.scale = parts.window, parts.scale
+        d = self.description
+        self.struct.embedding, self.struct.positions = self._weight(d.embedding), self._weight(d.positions)
+        self.struct.last_norm = self._norm(d.last_norm)
+
+    def forget(self) -> None:
+        """Free the packed copies of the weights until the next pass."""
+        for layer in self.layers:
+            for matrix in layer.matrices():
+                matrix.forget()
+        self._rounded = {}
+
+    def _collect(self, sums: SlotSums) -> None:
+        """Let the structs of a prepared network say where the gradients of all weights go."""
+
+        def norm(parts: NormParts | None, struct: NormStruct) -> None:
+            if parts is not None:
+                struct.grad = sums.offset(parts.weight)
+                struct.b_grad = -1 if parts.bias is None else sums.offset(parts.bias)
+
+        for struct, layer in zip(self._layer_structs, self.layers, strict=True):
+            parts = layer.parts
+            for name in ("norm1", "norm2", "q_norm", "k_norm"):
+                norm(getattr(parts, name), getattr(struct, name))
+            for name in ("qkv", "out", "up", "down", "router"):
+                matrix = getattr(layer, name)
+                if matrix is not None:
+                    matrix.collect(sums)
+                    setattr(struct, name, matrix.struct)
+            for stacked, structs in zip((parts.expert_up, parts.expert_down), layer.experts, strict=True):
+                if stacked is not None:
+                    first = sums.offset(stacked)
+                    for e in range(len(stacked)):
+                        structs[e].grad = first if first < 0 else first + e * stacked[e].numel()
+        d = self.description
+        self.struct.embedding_grad = sums.offset(d.embedding)
+        self.struct.positions_grad = -1 if d.positions is None else sums.offset(d.positions)
+        norm(d.last_norm, self.struct.last_norm)
+
+    def _call(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> _Call:
+        rows = batch.rows
+        struct = BatchStruct(
+            tokens=len(batch.ids),
+            sequences=len(batch.start) - 1,
+            ids=at(batch.ids),
+            position=at(rows.position),
+            sequence=at(rows.sequence),
+            start=at(batch.start),
+            base=at(base),
+            slots=at(rows.slots),
+            keys=at(cache.keys),
+            values=at(cache.values),
+            capacity=cache.capacity,
+            routes=at(batch.routes),
+            seen=at(seen),
+        )
+        return _Call(struct, (batch, cache, base, seen))
+
+    def _seen(self, batch: Ragged, wanted: bool) -> Ints | None:
+        return np.empty((len(batch.ids), self.struct.mixtures * self.struct.chosen), np.int32) if wanted else None
+
+    def _forward(self, call: _Call, kept: Tensor | None, keep: int) -> Tensor:
+        hidden = torch.empty(call.struct.tokens, self.struct.hidden)
+        place = library.load().model_forward(
+            ctypes.byref(self.struct), ctypes.byref(call.struct), at(kept), keep, at(hidden)
+        )
+        if place:
+            name = self.description.names[place - 1]
+            raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
+        return hidden
+
+    def check(self, batch: Ragged) -> None:
+        """UserError for token ids outside the vocabulary and positions beyond the context: memory lies there."""
+        if len(batch.ids) and not 0 <= int(batch.ids.min()) <= int(batch.ids.max()) < self.struct.vocabulary:
+            raise UserError(f"token ids: must be in 0..{self.struct.vocabulary - 1}")
+        longest = int(batch.rows.position.max(initial=-1)) + 1
+        if longest > self.lowered.max_context:
+            raise UserError(f"{longest} tokens: numerics.max_context is {self.lowered.max_context}")
+
+    def over_cache(self, batch: Ragged, cache: Cache, slots: Sequence[int], seen: bool = False) -> tuple[Tensor, Ints | None]:
+        """Hidden states [n, H] of tokens whose past is in slots of the cache, and the routes seen [n, M k].
+
+        The network must be prepared. The tokens' keys and values go to the cache.
+        """
+        self.check(batch)
+        routes = self._seen(batch, seen)
+        call = self._call(batch, cache, ints(np.asarray(slots) * cache.each), routes)
+        return self._forward(call, None, KEEP_NOTHING), routes
+
+    def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
+        """Copy the keys and values of the first positions of a slot to another one."""
+        library.load().copy_prefix(
+            ctypes.byref(self.struct), at(cache.keys), at(cache.values), cache.capacity,
+            source * cache.each, target * cache.each, positions,
+        )  # fmt: skip
+
+    def over_batch(self, batch: Ragged, rows: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
+        """Hidden states [n, H] at some rows of whole sequences, differentiable; and the routes of all rows [.., M k].
+
+        The backward pass adds to the GradientSums of the parameters; PromiseBroken from there if the order of
+        sequences is not that of their slots.
+        """
+        self.check(batch)
+        self.prepare()
+        routes = self._seen(batch, seen)
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        if trained and torch.is_grad_enabled():
+            return _Hidden.apply(trained[0], self, batch, rows, routes), routes
+        cache, base = self._own_cache(batch)
+        hidden = self._forward(self._call(batch, cache, base, routes), None, KEEP_NOTHING)
+        return hidden[index(rows)], routes
+
+    def _own_cache(self, batch: Ragged) -> tuple[Cache, Ints]:
+        """A cache of exactly these sequences, and where each begins."""
+        padded = -(-batch.lengths // 16) * 16
+        cache = Cache(self.description, 1, int(padded.sum()))
+        return cache, ints(np.concatenate([[0], np.cumsum(padded)[:-1]]))
+
+
+class _Hidden(Function):
+    @staticmethod
+    def forward(ctx: Any, trained: Tensor, network: Network, batch: Ragged, rows: Ints, routes: Ints | None) -> Tensor:
+        keep = KEEP_INPUTS if network.lowered.recompute else KEEP_ALL
+        cache, base = network._own_cache(batch)
+        ctx.call = network._call(batch, cache, base, routes)
+        ctx.keep, ctx.network, ctx.rows = keep, network, rows
+        ctx.kept = torch.empty(library.load().kept_floats(ctypes.byref(network.struct), len(batch.ids), keep))
+        return network._forward(ctx.call, ctx.kept, keep)[index(rows)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+        network, batch = ctx.network, ctx.call.memory[0]
+        parameters = tuple(network.parameters.values())
+        sums = sums_of(*parameters)
+        if sums is None:
+            raise ValueError("nothing collects the gradients of this network")
+        if ctx.kept is None:
+            raise RuntimeError("a second backward through one pass: its activations were freed")
+        kept, ctx.kept = ctx.kept, None
+        d_hidden = torch.zeros(len(batch.ids), network.struct.hidden)
+        d_hidden[index(ctx.rows)] = grad
+        use = sums.use("trunk", *parameters)
+        network.prepare()
+        network._collect(use)
+        with use.adding(batch.rows.slots) as c_sums:
+            library.load().model_backward(
+                ctypes.byref(network.struct), ctypes.byref(ctx.call.struct), at(kept), ctx.keep, at(d_hidden),
+                ctypes.byref(c_sums),
+            )  # fmt: skip
+        return None, None, None, None, None
+
+
+_NETWORKS: WeakKeyDictionary[nn.Module, Network] = WeakKeyDictionary()
+
+
+def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
+    """Let a float32 model compute in deterministic numerics, in place, and return it. Its modules stay.
+
+    UserError naming the first module, setting or type that is not supported.
+    """
+    trunk = trunk_of(model)
+    if type(trunk) not in TRUNKS:
+        raise UserError(
+            f"model {type(model).__name__}: deterministic numerics do not know it; choose a {NAMES} model, or "
+            "numerics.mode = native"
+        )
+    check_config(model.config, lowered.max_context)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise UserError(f"model parameter '{name}' is {parameter.dtype}; deterministic numerics need float32")
+    for name, module in model.named_modules():
+        if type(module).__module__.split(".")[0] not in ("torch", "transformers"):
+            raise UserError(
+                f"model module '{name}' of class {type(module).__name__}: deterministic numerics do not know it"
+            )
+    trunk._lowered = lowered  # type: ignore[assignment]
+    return model
+
+
+def lowered_of(model: nn.Module) -> Lowered | None:
+    """How a model was lowered; None for one in native numerics."""
+    found = getattr(trunk_of(model) if isinstance(model, PreTrainedModel) else model, "_lowered", None)
+    return found if isinstance(found, Lowered) else None
+
+
+def is_deterministic(model: nn.Module) -> bool:
+    """Whether a model computes in deterministic numerics."""
+    return lowered_of(model) is not None
+
+
+def network_of(model: PreTrainedModel) -> Network:
+    """The network of a lowered model's trunk."""
+    trunk, lowered = trunk_of(model), lowered_of(model)
+    if lowered is None:
+        raise ValueError(f"{type(model).__name__} was not lowered")
+    network = _NETWORKS.get(trunk)
+    if network is None or network.lowered != lowered:
+        network = _NETWORKS[trunk] = Network(trunk, lowered)
+    return network

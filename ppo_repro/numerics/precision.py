@@ -1,0 +1,48 @@
+"""Rounding on purpose to the number formats of other stacks, in C (rounding.c): which numbers, and to which format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_repro.numerics import library
+from ppo_repro.numerics.arrays import at
+
+FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8")  # by their number in rounding.c
+NARROW = FORMATS[3:]  # formats of 8 bits, with a scale for each row
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The format of each kind of number; float32 does not round."""
+
+    weights: str = "float32"  # of the linear layers of attention and MLP
+    other_weights: str = "float32"  # embedding, norms, biases, router, head
+    linear_inputs: str = "float32"  # of the linear layers of attention and MLP
+    activations: str = "float32"  # wherever a step of the network ends
+    kv_cache: str = "float32"  # as attention reads keys and values
+    logits: str = "float32"
+    gradients: str = "float32"  # of activations, in the backward pass
+
+
+EXACT = Precision()
+
+
+def number(form: str) -> int:
+    """The number of a format in the kernels; 0 for float32."""
+    return FORMATS.index(form)
+
+
+def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:
+    """x [.., K] float32 rounded to a format, in new memory; with a scale for each row in formats of 8 bits.
+
+    s = fl(max |x| / L) with L the largest number of the format, y = fl(s rne(fl(x / s))). A row too small to have a
+    scale gives zeros. `scaled` = False: scale 1 in floating-point formats.
+    """
+    rounded = x.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
+    if form != "float32" and rounded.numel():
+        width = rounded.shape[-1]
+        library.load().round_tensor(number(form), scaled, at(rounded), rounded.numel() // width, width)
+    return rounded

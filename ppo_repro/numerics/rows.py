@@ -1,0 +1,93 @@
+"""Rows of sequences without padding, as the kernels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ppo_repro.numerics.arrays import Ints, ints
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which sequence each row of a tensor belongs to, in order, and at which position in it.
+
+    Gradients of weights are sums over rows: blocks of 128 positions of one sequence, sequences by slots.
+    """
+
+    sequence: Ints  # [n], rising
+    position: Ints  # [n], rising within a sequence
+    slots: Ints  # [S + 1], of each sequence, and of the one after them; the number of slots if there is none
+
+    def at(self, rows: Ints) -> Rows:
+        """Some of the rows, in rising order."""
+        return Rows(ints(self.sequence[rows]), ints(self.position[rows]), self.slots)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """The tokens of S sequences, one sequence after the other."""
+
+    ids: Ints  # [n]
+    start: Ints  # [S + 1], the first row of each sequence, and n
+    rows: Rows
+    routes: Ints | None = None  # [n, M k] experts of each of M mixtures, rising; None: their routers choose
+
+    @property
+    def lengths(self) -> Ints:
+        return np.diff(self.start)
+
+
+def slots_of(sequences: Sequence[int] | range, minibatch: int, slots: int) -> Ints:
+    """Slots [S + 1] of some of the `minibatch` sequences of a step, and of the sequence that follows the last of them.
+
+    Sequence i of n is in slot ((i + 1) slots - 1) // n: slot s holds floor(s n / slots) to floor((s + 1) n / slots) - 1.
+    """
+    last = sequences[-1] + 1 if len(sequences) else 0
+    own = [((i + 1) * slots - 1) // minibatch for i in sequences]
+    return ints([*own, ((last + 1) * slots - 1) // minibatch if last < minibatch else slots])
+
+
+def ragged(
+    sequences: Sequence[Sequence[int]],
+    past: Sequence[int] | None = None,
+    slots: Ints | None = None,
+    routes: Tensor | None = None,
+) -> Ragged:
+    """Sequences of tokens; `past` [S] is the position of the first token of each, 0 by default.
+
+    `slots` as in Rows; None where no gradient is wanted.
+    """
+    lengths = np.array([len(s) for s in sequences])
+    first = np.zeros(len(lengths), np.int64) if past is None else np.asarray(past)
+    start = np.concatenate([[0], np.cumsum(lengths)])
+    position = np.arange(start[-1]) + np.repeat(first - start[:-1], lengths)
+    return Ragged(
+        ids=ints(np.concatenate([np.asarray(s, np.int64) for s in sequences])),
+        start=ints(start),
+        rows=Rows(
+            ints(np.repeat(np.arange(len(lengths)), lengths)),
+            ints(position),
+            ints(np.zeros(len(lengths) + 1)) if slots is None else slots,
+        ),
+        routes=None if routes is None else ints(routes.reshape(int(start[-1]), -1)),
+    )
+
+
+def alone(rows: int, slots: Ints) -> Rows:
+    """Rows each of which is a sequence of its own, as those of a control network."""
+    return Rows(ints(np.arange(rows)), ints(np.zeros(rows)), slots)
+
+
+def flat(x: Tensor) -> Tensor:
+    """x [.., K] as contiguous rows [n, K]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def index(rows: Ints) -> Tensor:
+    """Rows as an index of torch."""
+    return torch.from_numpy(rows.astype(np.int64))

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.elementwise import cos_sin, log, power
+from ppo_repro.numerics.arithmetic.elementwise import cos_sin, log, power
 from ppo_repro.numerics.families import head_dim
 
 

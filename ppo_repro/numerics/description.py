@@ -68,6 +68,7 @@ class Description:
 
     config: PretrainedConfig
     embedding: Tensor
+    padding: int  # the token whose embedding is not trained, as in nn.Embedding; -1: none
     embedding_scale: float
     positions: Tensor | None  # learned; None with rotary positions
     layers: tuple[LayerParts, ...]
@@ -181,7 +182,7 @@ def describe(trunk: PreTrainedModel) -> Description:
     modules = parts.h if family == "gpt2" else parts.layers
     layers = tuple(_layer(names, layer, window) for layer, window in zip(modules, windows_of(config), strict=True))
     last = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}.get(family, "norm")
-    embedding = {"gpt2": "wte", "gpt_neox": "embed_in"}.get(family, "embed_tokens")
+    table = getattr(parts, {"gpt2": "wte", "gpt_neox": "embed_in"}.get(family, "embed_tokens"))
     last_norm = _norm(names, getattr(parts, last))
     layer_norms = family in ("gpt2", "gpt_neox")
     eps = {"gpt2": "layer_norm_epsilon", "gpt_neox": "layer_norm_eps"}.get(family, "rms_norm_eps")
@@ -190,7 +191,8 @@ def describe(trunk: PreTrainedModel) -> Description:
     router = None if block is None else cast(Any, block).gate
     return Description(
         config=config,
-        embedding=getattr(parts, embedding).weight,
+        embedding=table.weight,
+        padding=-1 if table.padding_idx is None else int(table.padding_idx),
         embedding_scale=math.sqrt(config.hidden_size) if family == "gemma" else 1.0,
         positions=parts.wpe.weight if family == "gpt2" else None,
         layers=layers,

@@ -127,6 +127,7 @@ class Network:
             round_cache=number(precision.kv_cache),
             round_gradients=number(precision.gradients),
             position_entries=0 if d.positions is None else len(d.positions),
+            padding=d.padding,
             eps=d.eps,
             embedding_scale=d.embedding_scale,
             embedding_grad=-1,

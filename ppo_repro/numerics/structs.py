@@ -82,7 +82,7 @@ class ModelStruct(ctypes.Structure):
                 *("experts", "chosen", "normalised", "mixtures"),
                 *("q_at", "q_step", "k_at", "k_step", "v_at", "v_step"),
                 *("round_activations", "round_inputs", "round_cache", "round_gradients"),
-                *("position_entries", "unused"),
+                *("position_entries", "padding"),
             )
         ),
         *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),

@@ -110,7 +110,7 @@ typedef struct {
   int experts, chosen, normalised, mixtures;               // mixtures: layers with experts
   int q_at, q_step, k_at, k_step, v_at, v_step;            // heads in a row of qkv
   int round_activations, round_inputs, round_cache, round_gradients;  // formats of rounding.c; 0: none
-  int position_entries, unused;                            // rows of `positions`
+  int position_entries, padding;                           // rows of `positions`; a token whose embedding is not trained, or -1
   float eps, embedding_scale;
   const float *cosine, *sine;                              // [positions][rotary / 2]
   const float *embedding, *positions;                      // positions: learned, or NULL

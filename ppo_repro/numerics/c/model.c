@@ -498,8 +498,8 @@ EXPORT void model_backward(const Model *m, const Batch *b, float *kept, int keep
     }
     layer_backward(m, b, i, s, &blocks, d);
   }
-  table_gradient(d.dx, m->hidden, m->embedding_scale, b->ids, m->vocabulary, &blocks, m->embedding_grad);
-  if (m->positions) table_gradient(d.dx, m->hidden, 1.0f, b->position, m->position_entries, &blocks, m->positions_grad);
+  table_gradient(d.dx, m->hidden, m->embedding_scale, b->ids, m->vocabulary, m->padding, &blocks, m->embedding_grad);
+  if (m->positions) table_gradient(d.dx, m->hidden, 1.0f, b->position, m->position_entries, -1, &blocks, m->positions_grad);
   free_blocks(&blocks);
 }
 

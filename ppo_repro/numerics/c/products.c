@@ -447,6 +447,7 @@ typedef struct {
   const float *dx; int width; float scale;
   const Blocks *blocks;
   long grad;
+  int skipped;                     // an id that takes no gradient, or -1
   const int *start, *rows, *slot;  // rows of id: rows[start[id]] .. rows[start[id + 1] - 1]; slot of each row
 } TableGradient;
 
@@ -454,7 +455,7 @@ static void table_gradient_row(const void *argument, int id) {
   const TableGradient *g = argument;
   const Sums *sums = g->blocks->sums;
   float part[(MAX_LEVELS + 1) * COLS];
-  int begin = g->start[id], end = g->start[id + 1];
+  int begin = g->start[id], end = id == g->skipped ? begin : g->start[id + 1];
   if (begin == end && !sums->first && !sums->open && is_whole(sums)) {
     memset(sums->level[0] + g->grad + (long)id * g->width, 0, sizeof(float) * (size_t)g->width);
     return;
@@ -474,7 +475,7 @@ static void table_gradient_row(const void *argument, int id) {
   }
 }
 
-static void table_gradient(const float *dx, int width, float scale, const int *ids, int entries, const Blocks *blocks, long grad) {
+static void table_gradient(const float *dx, int width, float scale, const int *ids, int entries, int skipped, const Blocks *blocks, long grad) {
   if (grad < 0) return;
   int rows = blocks->rows, *memory = calloc((size_t)entries + 2 + 2 * (size_t)rows, sizeof(int));
   int *start = memory, *sorted = start + entries + 2, *slot = sorted + rows;
@@ -483,7 +484,7 @@ static void table_gradient(const float *dx, int width, float scale, const int *i
   for (int t = 0; t < rows; t++) sorted[start[ids[t] + 1]++] = t;
   for (int i = 0; i < blocks->count; i++)
     for (int t = 0; t < blocks->length[i]; t++) slot[blocks->start[i] + t] = blocks->slot[i];
-  TableGradient g = {dx, width, scale, blocks, grad, start, sorted, slot};
+  TableGradient g = {dx, width, scale, blocks, grad, skipped, start, sorted, slot};
   for_rows(entries, table_gradient_row, &g);
   free(memory);
 }

@@ -11,9 +11,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import at, rows_of
 from ppo_repro.numerics.gradient_sums import sums_of
 from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.structs import address, rows_of
 from ppo_repro.numerics.weights import PackedMatrix, packed
 
 
@@ -21,7 +21,7 @@ def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """x W^T + b, [n, N] float32 without a gradient; x [n, K] float32."""
     x, struct = rows_of(x), matrix.prepare()
     y = torch.empty(len(x), struct.n)
-    library.load().linear(ctypes.byref(struct), at(x), struct.k, len(x), None, at(y), struct.n)
+    library.load().linear(ctypes.byref(struct), address(x), struct.k, len(x), None, address(y), struct.n)
     return y
 
 
@@ -42,7 +42,7 @@ class _Linear(Function):
         if not any(p.requires_grad for p in parameters):
             matrix.collect(None)
             kernels.linear_backward(
-                ctypes.byref(struct), at(grad), struct.n, at(x), struct.k, len(x), None, None, None, None, at(dx), struct.k
+                ctypes.byref(struct), address(grad), struct.n, address(x), struct.k, len(x), None, None, None, None, address(dx), struct.k
             )  # fmt: skip
             return dx, None, None, None
         sums = sums_of(*parameters)
@@ -52,8 +52,8 @@ class _Linear(Function):
         matrix.collect(use)
         with use.adding(rows.slots) as c_sums:
             kernels.linear_backward(
-                ctypes.byref(struct), at(grad), struct.n, at(x), struct.k, len(x),
-                at(rows.sequence), at(rows.position), at(rows.slots), ctypes.byref(c_sums), at(dx), struct.k,
+                ctypes.byref(struct), address(grad), struct.n, address(x), struct.k, len(x),
+                address(rows.sequence), address(rows.position), address(rows.slots), ctypes.byref(c_sums), address(dx), struct.k,
             )  # fmt: skip
         return dx, None, None, None
 

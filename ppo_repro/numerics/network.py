@@ -21,13 +21,30 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import BatchStruct, Ints, LayerStruct, MatrixStruct, ModelStruct, NormStruct, at, ints
-from ppo_repro.numerics.description import check_config, Description, LayerParts, MatrixParts, NormParts, describe, heads_in_row
+from ppo_repro.numerics.description import (
+    Description,
+    LayerParts,
+    MatrixParts,
+    NormParts,
+    check_config,
+    describe,
+    heads_in_row,
+)
 from ppo_repro.numerics.families import NAMES, TRUNKS, head_dim, key_value_heads, trunk_of
 from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
 from ppo_repro.numerics.precision import EXACT, Precision, number, round_rows
 from ppo_repro.numerics.rotary import tables
 from ppo_repro.numerics.rows import Ragged, index
+from ppo_repro.numerics.structs import (
+    BatchStruct,
+    Ints,
+    LayerStruct,
+    MatrixStruct,
+    ModelStruct,
+    NormStruct,
+    address,
+    ints,
+)
 from ppo_repro.numerics.weights import PackedMatrix, state_of
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = range(3)  # of a forward pass: inputs of layers, or all that its backward needs
@@ -132,8 +149,8 @@ class Network:
             embedding_scale=d.embedding_scale,
             embedding_grad=-1,
             positions_grad=-1,
-            cosine=at(self._tables[0]),
-            sine=at(self._tables[1]),
+            cosine=address(self._tables[0]),
+            sine=address(self._tables[1]),
             layer=self._layer_structs,
         )
 
@@ -141,11 +158,11 @@ class Network:
         """The address of a parameter that is no matrix, or of its rounded copy."""
         form = self.lowered.precision.other_weights
         if tensor is None or form == "float32":
-            return at(tensor)
+            return address(tensor)
         state = state_of((tensor,))
         if id(tensor) not in self._rounded or self._rounded[id(tensor)][0] != state:
             self._rounded[id(tensor)] = state, round_rows(tensor, form, scaled)
-        return at(self._rounded[id(tensor)][1])
+        return address(self._rounded[id(tensor)][1])
 
     def _norm(self, norm: NormParts | None) -> NormStruct:
         if norm is None:
@@ -214,17 +231,17 @@ class Network:
         struct = BatchStruct(
             tokens=len(batch.ids),
             sequences=len(batch.start) - 1,
-            ids=at(batch.ids),
-            position=at(rows.position),
-            sequence=at(rows.sequence),
-            start=at(batch.start),
-            base=at(base),
-            slots=at(rows.slots),
-            keys=at(cache.keys),
-            values=at(cache.values),
+            ids=address(batch.ids),
+            position=address(rows.position),
+            sequence=address(rows.sequence),
+            start=address(batch.start),
+            base=address(base),
+            slots=address(rows.slots),
+            keys=address(cache.keys),
+            values=address(cache.values),
             capacity=cache.capacity,
-            routes=at(batch.routes),
-            seen=at(seen),
+            routes=address(batch.routes),
+            seen=address(seen),
         )
         return _Call(struct, (batch, cache, base, seen))
 
@@ -234,7 +251,7 @@ class Network:
     def _forward(self, call: _Call, kept: Tensor | None, keep: int) -> Tensor:
         hidden = torch.empty(call.struct.tokens, self.struct.hidden)
         place = library.load().model_forward(
-            ctypes.byref(self.struct), ctypes.byref(call.struct), at(kept), keep, at(hidden)
+            ctypes.byref(self.struct), ctypes.byref(call.struct), address(kept), keep, address(hidden)
         )
         if place:
             name = self.description.names[place - 1]
@@ -249,7 +266,9 @@ class Network:
         if longest > self.lowered.max_context:
             raise UserError(f"{longest} tokens: numerics.max_context is {self.lowered.max_context}")
 
-    def over_cache(self, batch: Ragged, cache: Cache, slots: Sequence[int], seen: bool = False) -> tuple[Tensor, Ints | None]:
+    def over_cache(
+        self, batch: Ragged, cache: Cache, slots: Sequence[int], seen: bool = False
+    ) -> tuple[Tensor, Ints | None]:
         """Hidden states [n, H] of tokens whose past is in slots of the cache, and the routes seen [n, M k].
 
         The network must be prepared. The tokens' keys and values go to the cache.
@@ -262,7 +281,7 @@ class Network:
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
         """Copy the keys and values of the first positions of a slot to another one."""
         library.load().copy_prefix(
-            ctypes.byref(self.struct), at(cache.keys), at(cache.values), cache.capacity,
+            ctypes.byref(self.struct), address(cache.keys), address(cache.values), cache.capacity,
             source * cache.each, target * cache.each, positions,
         )  # fmt: skip
 
@@ -317,7 +336,7 @@ class _Hidden(Function):
         network._collect(use)
         with use.adding(batch.rows.slots) as c_sums:
             library.load().model_backward(
-                ctypes.byref(network.struct), ctypes.byref(ctx.call.struct), at(kept), ctx.keep, at(d_hidden),
+                ctypes.byref(network.struct), ctypes.byref(ctx.call.struct), address(kept), ctx.keep, address(d_hidden),
                 ctypes.byref(c_sums),
             )  # fmt: skip
         return None, None, None, None, None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import at
+from ppo_repro.numerics.structs import address
 
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8")  # by their number in rounding.c
 NARROW = FORMATS[3:]  # formats of 8 bits, with a scale for each row
@@ -44,5 +44,5 @@ def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:
     rounded = x.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
     if form != "float32" and rounded.numel():
         width = rounded.shape[-1]
-        library.load().round_tensor(number(form), scaled, at(rounded), rounded.numel() // width, width)
+        library.load().round_tensor(number(form), scaled, address(rounded), rounded.numel() // width, width)
     return rounded

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.arithmetic.elementwise import cos_sin, log, power
+from ppo_repro.numerics.elementwise import cos_sin, log, power
 from ppo_repro.numerics.families import head_dim
 
 
@@ -24,7 +24,9 @@ def inverse_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     rope = config.rope_parameters
     partial, kind = rope.get("partial_rotary_factor", 1.0), rope["rope_type"]
     if partial != 1.0 and config.model_type != "gpt_neox":
-        raise UserError(f"model config partial_rotary_factor = {partial}: must be 1 in deterministic numerics outside GPT-NeoX")
+        raise UserError(
+            f"model config partial_rotary_factor = {partial}: must be 1 in deterministic numerics outside GPT-NeoX"
+        )
     dim = int(head_dim(config) * partial)
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     frequencies = 1.0 / power(float(rope["rope_theta"]), exponents)
@@ -36,7 +38,9 @@ def inverse_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
         return _llama3(frequencies, rope), 1.0
     if kind == "yarn":
         return _yarn(frequencies, dim, rope, config.max_position_embeddings)
-    raise UserError(f"model config rope_type = '{kind}': must be default, linear, llama3 or yarn in deterministic numerics")
+    raise UserError(
+        f"model config rope_type = '{kind}': must be default, linear, llama3 or yarn in deterministic numerics"
+    )
 
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:

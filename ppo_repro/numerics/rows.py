@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arrays import Ints, ints
+from ppo_repro.numerics.structs import Ints, ints
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Rows:
     position: Ints  # [n], rising within a sequence
     slots: Ints  # [S + 1], of each sequence, and of the one after them; the number of slots if there is none
 
-    def at(self, rows: Ints) -> Rows:
+    def address(self, rows: Ints) -> Rows:
         """Some of the rows, in rising order."""
         return Rows(ints(self.sequence[rows]), ints(self.position[rows]), self.slots)
 

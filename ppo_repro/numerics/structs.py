@@ -17,7 +17,7 @@ def ints(values: Sequence[int] | np.ndarray | Tensor) -> Ints:
     return np.ascontiguousarray(values.numpy() if isinstance(values, Tensor) else values, np.int32)
 
 
-def at(array: Ints | Tensor | None) -> int | None:
+def address(array: Ints | Tensor | None) -> int | None:
     """The address of an array or a contiguous tensor on the CPU; None for NULL."""
     if array is None:
         return None

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import MatrixStruct, at
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.precision import round_rows
+from ppo_repro.numerics.structs import MatrixStruct, address
 
 
 def fuse(tensors: Sequence[Tensor]) -> None:
@@ -80,14 +80,14 @@ class PackedMatrix:
         struct, kernels = self.struct, library.load()
         if self._panels is None:
             self._panels = torch.empty(kernels.panel_floats(struct.n, struct.k))
-        struct.w, struct.bias = at(self.weights[0]), at(self.biases[0]) if self.biases else None
+        struct.w, struct.bias = address(self.weights[0]), address(self.biases[0]) if self.biases else None
         if self._form != "float32":
             self._rounded = (torch.cat([round_rows(w, self._form) for w in self.weights]),)
-            struct.w = at(self._rounded[0])
+            struct.w = address(self._rounded[0])
         if self.biases and self._bias_form != "float32":
             biases = torch.cat([round_rows(b, self._bias_form, scaled=False) for b in self.biases])
-            self._rounded, struct.bias = (*self._rounded, biases), at(biases)
-        struct.panels = at(self._panels)
+            self._rounded, struct.bias = (*self._rounded, biases), address(biases)
+        struct.panels = address(self._panels)
         kernels.pack(ctypes.byref(struct))
 
     def collect(self, sums: SlotSums | None) -> None:

@@ -31,7 +31,7 @@ _ROWS, _SHAPE = (_POINTER, _LONG), (_INT, _INT)  # logits and the distance of th
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "known_answer": (ctypes.c_uint64, ()),
     "denormal_product": (ctypes.c_uint32, ()),
-    "set_threads": (None, (ctypes.c_int,)),
+    "set_threads": (_INT, (_INT,)),
     "forget_workers": (None, ()),
     "linear_backward_input": (None, (_POINTER, _POINTER, _LONG, _INT, _POINTER, _LONG, _INT)),
     "join_sums": (None, (_POINTER, _LONG)),
@@ -127,9 +127,11 @@ def load() -> ctypes.CDLL:
 
 
 def set_threads(count: int) -> None:
-    """Sets the number of threads the kernels use. It changes no result."""
+    """Sets the number of threads the kernels use, which changes no result; UserError if the system gives no more."""
     global _threads
-    load().set_threads(count)
+    check_denormals()  # new threads do as this one
+    if load().set_threads(count) != 0:
+        raise UserError(f"threads = {count}: the system starts no more threads; use fewer")
     _threads = count
 
 

@@ -118,7 +118,7 @@ static uint64_t answer_of(int other, uint64_t hash) {
   linear(&head, hidden, WIDTH, WORDS, NULL, logits, KINDS);
   sample_tokens(logits, KINDS, WORDS, KINDS, 0.8f, targets, where, NULL, NULL, tokens, out, rows);
   hash = hashed(hashed(hashed(hash, logits, WORDS * KINDS), out, WORDS), tokens, 2 * WORDS);
-  token_statistics(logits, KINDS, WORDS, KINDS, 0.8f, NULL, targets, out, rows);
+  token_statistics(logits, KINDS, WORDS, KINDS, 0.8f, NULL, targets, out, out + WORDS, out + 2 * WORDS, rows);
   hash = hashed(hash, out, 3 * WORDS);
 
   token_statistics_gradient(logits, KINDS, WORDS, KINDS, 0.8f, NULL, targets, rows, seeds, seeds + WORDS, d_logits);

@@ -18,7 +18,7 @@ from ppo_repro.numerics import build
 from ppo_repro.numerics.build import Platform, Variant
 
 CHOICE = "PPO_REPRO_KERNELS"
-KNOWN_ANSWER = 0x14D770427811D516  # of known_answer() in C: a change of this number is a change of results
+KNOWN_ANSWER = 0x99D3A5D65CE5B225  # of known_answer() in C: a change of this number is a change of results
 
 _DENORMAL = 71362  # the bits of 1e-40
 _MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
@@ -31,7 +31,7 @@ _ROWS, _SHAPE = (_P, _LONG), (_INT, _INT)  # logits and the distance of their ro
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "known_answer": (ctypes.c_uint64, ()),
     "denormal_product": (ctypes.c_uint32, ()),
-    "set_threads": (None, (_INT,)),
+    "set_threads": (_INT, (_INT,)),
     "forget_workers": (None, ()),
     "linear_backward_input": (None, (_P, _P, _LONG, _INT, _P, _LONG, _INT)),
     "join_sums": (None, (_P, _LONG)),
@@ -139,9 +139,11 @@ def load() -> ctypes.CDLL:
 
 
 def set_threads(count: int) -> None:
-    """Sets the number of threads the kernels use. It changes no result."""
+    """Sets the number of threads the kernels use, which changes no result; UserError if the system gives no more."""
     global _threads
-    load().set_threads(count)
+    check_denormals()  # new threads do as this one
+    if load().set_threads(count) != 0:
+        raise UserError(f"threads = {count}: the system starts no more threads; use fewer")
     _threads = count
 
 

@@ -82,7 +82,7 @@ def test_without_a_look_at_the_weights_it_does_not(monkeypatch: pytest.MonkeyPat
     model = exact()
     logits(model)
     through_data(model)
-    assert not torch.equal(logits(model), logits(anew(model, "llama", "float64")))
+    assert not torch.equal(logits(model), logits(anew(model, "llama")))
 
 
 def test_nothing_is_prepared_again_where_no_weight_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_generated_tokens_are_those_of_the_weights_that_it_has() -> None:
     for parameter in model.parameters():
         parameter.data.mul_(-1.5)
     after = sampled(model)
-    assert after == sampled(anew(model, "llama", "float64")) and after != before
+    assert after == sampled(anew(model, "llama")) and after != before
 
 
 @pytest.mark.parametrize("change", [through_data, through_numpy, one_weight])
@@ -131,7 +131,7 @@ def test_a_cast_and_back_is_refused_where_it_rounds_tables() -> None:
     logits(learned)
     learned.bfloat16()
     learned.float()
-    assert torch.equal(logits(learned), logits(anew(learned, "gpt2", "float64")))
+    assert torch.equal(logits(learned), logits(anew(learned, "gpt2")))
 
 
 @pytest.fixture

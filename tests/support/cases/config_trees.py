@@ -70,6 +70,8 @@ TREES: dict[str, dict[str, Any]] = {
     "trainer rounded": {"mismatch": {"trainer": {"precision": {"gradients": "float16"}}}},
     "sampler stock": {"mismatch": {"sampler": {"stock": "bfloat16"}}},
     "sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang"}}, "kl": {"placement": "none"}},
+    "stock sglang": {"rollout": {**ROLLOUT, "engine": {"kind": "sglang", "numerics": "stock"}}},
+    "native": {"numerics": {"mode": "native", "max_context": 24}},
 }
 
 Path = tuple[str | int, ...]

@@ -58,7 +58,7 @@ static Matrix some_matrix(Plan *plan, int n, int k) {
 static Model some_model(Plan *plan, int other, Layer layers[2], Matrix experts[2][CHOICES]) {
   Model m = {.layers = 2, .hidden = WIDTH, .heads = 2, .kv_heads = 1, .head_dim = HEAD, .vocabulary = KINDS};
   m.q_step = m.k_step = m.v_step = HEAD, m.k_at = 2 * HEAD, m.v_at = 3 * HEAD;
-  m.eps = 1e-5f, m.scale = 0.25f, m.embedding_scale = 1.0f, m.layer = layers;
+  m.eps = 1e-5f, m.embedding_scale = 1.0f, m.padding = -1, m.layer = layers;
   m.norm = other ? NORM_LAYER : NORM_RMS, m.qk_norm = other ? QK_NORM_NONE : QK_NORM_HEAD;
   m.activation = other ? ACT_GELU_TANH : ACT_SILU, m.gated = !other, m.parallel = other, m.rotary = other ? 0 : 8;
   m.embedding = some_numbers(plan, KINDS * WIDTH, 0.0f, 1.0f, &m.embedding_grad);
@@ -70,7 +70,7 @@ static Model some_model(Plan *plan, int other, Layer layers[2], Matrix experts[2
   }
   for (int i = 0; i < 2; i++) {
     Layer l = {.norm1 = some_norm(plan, WIDTH, other), .norm2 = some_norm(plan, WIDTH, other)};
-    l.window = other && i ? 40 : 0;
+    l.window = other && i ? 40 : 0, l.scale = 0.25f;
     if (!other) l.q_norm = some_norm(plan, HEAD, 0), l.k_norm = some_norm(plan, HEAD, 0);
     l.qkv = some_matrix(plan, 4 * HEAD, WIDTH), l.out = some_matrix(plan, WIDTH, 2 * HEAD);
     int up = other ? INNER : 2 * INNER, copies = other || !i ? 1 : CHOICES;

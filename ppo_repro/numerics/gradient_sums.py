@@ -191,7 +191,9 @@ class GradientSums:
         gradients: dict[str, Tensor] = {}
         for key in keys:
             use = self._use(*key)
-            ranks.exchange_sum(use.total())
+            total = use.total()
+            if ranks.size > 1:
+                ranks.exchange_sum(total)
             for parameter in use.parameters:
                 name = self._names[id(parameter)]
                 if name in gradients:

@@ -34,7 +34,8 @@ class RunningSums(GradientSums):
         for p in use.parameters:
             if p.grad is None:
                 self._published.pop(id(p), None)
-        if all(p.grad is None for p in use.parameters if len(self._users[id(p)]) == 1):
+        only_here = [p for p in use.parameters if len(self._users[id(p)]) == 1] or use.parameters
+        if all(p.grad is None for p in only_here):
             use.release()  # the earlier gradients may still be in use elsewhere
         for p in use.parameters:
             grad, (published, version) = p.grad, self._published.get(id(p), (None, 0))

@@ -1,0 +1,352 @@
+"""Gradients of a minibatch in slots: the definition's bits, for every way to cut it into micro-batches and ranks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import pairwise
+from threading import Barrier
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ppo_repro.errors import PromiseBroken
+from ppo_repro.numerics import library
+from ppo_repro.numerics.gradient_sums import GradientSums, SlotSums, layout, sums_of
+from ppo_repro.numerics.matrix import Matrix
+from ppo_repro.numerics.running_sums import RunningSums
+from tests.numerics import definition
+from tests.numerics.definition_elementary import Array, F
+
+SLOTS, N, K = 8, 5, 19
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Rows of a linear layer: of each sequence dy [T, N] and x [T, K]."""
+
+    dy: list[Array]
+    x: list[Array]
+
+    def __len__(self) -> int:
+        return len(self.dy)
+
+
+def drawn(lengths: Sequence[int], seed: int = 0) -> Sequences:
+    rng = np.random.default_rng(seed)
+
+    def rows(columns: int) -> list[Array]:
+        scale = np.exp2(rng.integers(-6, 7, columns))
+        return [(rng.standard_normal((t, columns)) * scale).astype(F) for t in lengths]
+
+    return Sequences(rows(N), rows(K))
+
+
+def slots_of(count: int, first: int, after: int) -> list[int]:
+    """The slots of sequences [first, after) of `count`, and of the one that follows."""
+    return [SLOTS if i == count else definition.slot_of(i, count, SLOTS) for i in range(first, after + 1)]
+
+
+def add(use: SlotSums, weight: Tensor, of: Sequences, first: int, after: int, slots: Sequence[int]) -> None:
+    """The backward pass of a micro-batch of the sequences [first, after)."""
+    lengths = [len(x) for x in of.x[first:after]]
+    dy, x = (np.concatenate([*rows[first:after], np.zeros((0, c), F)]) for rows, c in ((of.dy, N), (of.x, K)))
+    index = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+    position = np.concatenate([np.zeros(0), *(np.arange(t) for t in lengths)]).astype(np.int32)
+    matrix = Matrix(w=weight.data_ptr(), n=N, k=K, grad=use.offset(weight), bias_grad=-1)
+    of_sequences = np.array(slots, np.int32)
+    with use.adding(slots) as sums:
+        pointers = [ctypes.c_void_p(a.ctypes.data) for a in (dy, x, index, position, of_sequences)]
+        library.load().linear_backward(
+            ctypes.byref(matrix),
+            *(pointers[0], ctypes.c_long(N), pointers[1], ctypes.c_long(K), len(x), *pointers[2:]),
+            *(ctypes.byref(sums), None, ctypes.c_long(0)),
+        )
+
+
+def defined(of: Sequences, slots: int = SLOTS) -> Array:
+    addends = [definition.weight_addends(dy, x, np.arange(len(x))) for dy, x in zip(of.dy, of.x, strict=True)]
+    return definition.join_slots(definition.slot_sums((N, K), addends, slots))
+
+
+def collected(of: Sequences, cuts: Sequence[int], sums: GradientSums, weight: Tensor, label: str = "linear") -> None:
+    """Backward passes over micro-batches that begin at `cuts`."""
+    for first, after in pairwise([0, *cuts, len(of)]):
+        add(sums.use(label, weight), weight, of, first, after, slots_of(len(of), first, after))
+
+
+def bits(a: Array | Tensor) -> bytes:
+    return np.ascontiguousarray(a).tobytes()
+
+
+@dataclass
+class Together:
+    """Ranks in threads of this process, with the exchanges of `Ranks`."""
+
+    size: int
+    _values: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._values, self._barrier = [None] * self.size, Barrier(self.size)
+
+    def exchange(self, rank: int, value: object) -> list:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+@dataclass
+class OneOf:
+    together: Together
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.together.size
+
+    def everyone(self, value: object) -> list:
+        return self.together.exchange(self.rank, value)
+
+    def exchange_sum(self, tensor: Tensor) -> None:
+        bit = 1
+        while bit < self.together.size:
+            tensor += self.together.exchange(self.rank, tensor.clone())[self.rank ^ bit]
+            bit *= 2
+
+
+def over_ranks(of: Sequences, size: int) -> list[Tensor]:
+    """The gradient that each of several ranks ends with."""
+    slots, found = SLOTS // size, []
+    for rank in range(size):
+        weight = nn.Parameter(torch.zeros(N, K))
+        sums = GradientSums([("w", weight)], slots)
+        mine = [i for i in range(len(of)) if definition.slot_of(i, len(of), SLOTS) // slots == rank]
+        if mine:  # a rank without sequences makes no backward pass
+            own = [*(definition.slot_of(i, len(of), SLOTS) - rank * slots for i in mine), slots]
+            add(sums.use("linear", weight), weight, of, mine[0], mine[-1] + 1, own)
+        found.append(sums)
+    together = Together(size)
+    with ThreadPoolExecutor(size) as pool:
+        finished = [pool.submit(sums.finish, OneOf(together, rank)) for rank, sums in enumerate(found)]
+        return [each.result()["w"] for each in finished]
+
+
+cases = st.integers(1, 19).flatmap(
+    lambda s: st.tuples(
+        st.lists(st.integers(1, 5) | st.sampled_from([127, 128, 129, 300]), min_size=s, max_size=s),
+        st.sets(st.integers(1, s)).map(lambda cuts: sorted(cuts - {s})),
+        st.integers(0, 1000),
+    )
+)
+
+
+@given(cases)
+def test_micro_batches_give_the_bits_of_the_definition(case: tuple[list[int], list[int], int]) -> None:
+    lengths, cuts, seed = case
+    of, weight = drawn(lengths, seed), nn.Parameter(torch.zeros(N, K))
+    sums = GradientSums([("w", weight)], SLOTS)
+    collected(of, cuts, sums, weight)
+    assert bits(sums.finish()["w"]) == bits(defined(of))
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 8, 13])
+def test_ranks_give_the_bits_of_one_process(sequences: int) -> None:
+    of = drawn([3 + i % 4 for i in range(sequences)], sequences)
+    for size in (1, 2, 4, 8):
+        gradients = over_ranks(of, size)
+        assert len(gradients) == size and {bits(g) for g in gradients} == {bits(defined(of))}, size
+
+
+def test_another_order_of_the_sums_shows() -> None:
+    of = drawn([7] * 13)
+    gradient = defined(of)
+    addends = [definition.weight_addends(dy, x, np.arange(7)) for dy, x in zip(of.dy, of.x, strict=True)]
+    chain = reduce(np.add, [total for sequence in addends for _, total in sequence])
+    by_floor = [np.zeros((N, K), F) for _ in range(SLOTS)]
+    for i, sequence in enumerate(addends):
+        for _, total in sequence:
+            by_floor[i * SLOTS // 13] += total
+    others = {
+        "one slot": defined(of, 1),
+        "four slots": defined(of, 4),
+        "a chain": chain,
+        "other slots": definition.join_slots(by_floor),
+        "other sequences first": defined(Sequences(of.dy[::-1], of.x[::-1])),
+    }
+    assert bits(others.pop("a chain")) == bits(others.pop("one slot"))  # one slot is a chain
+    for name, other in others.items():
+        assert bits(other) != bits(gradient), name
+        assert np.allclose(other, gradient, rtol=1e-4, atol=1e-3), name
+
+
+def test_gradients_are_near_those_of_float64() -> None:
+    of = drawn([100] * 16)
+    exact = sum(dy.astype(np.float64).T @ x for dy, x in zip(of.dy, of.x, strict=True))
+    sizes = sum(np.abs(dy.astype(np.float64)).T @ np.abs(x) for dy, x in zip(of.dy, of.x, strict=True))
+    # 1,600 terms, but a chain has 100 and a sum has 5 roundings more: below the bound of 2^-24 a rounding
+    assert (np.abs(defined(of) - exact) / sizes).max() < 1e-6
+
+
+def test_a_whole_minibatch_needs_one_array_and_micro_batches_four() -> None:
+    of, weight = drawn([2] * 16), nn.Parameter(torch.zeros(N, K))
+    for cuts, arrays in (([], 1), (range(1, 16), 4)):
+        sums = GradientSums([("w", weight)], SLOTS)
+        collected(of, list(cuts), sums, weight)
+        (use,) = sums._uses.values()
+        assert sum(array is not None for array in use._arrays) == arrays
+        sums.release()
+        assert not any(array is not None for array in use._arrays)
+
+
+def test_the_next_minibatch_begins_at_zero() -> None:
+    of, weight = drawn([3] * 5), nn.Parameter(torch.zeros(N, K))
+    sums = GradientSums([("w", weight)], SLOTS)
+    for cuts in ([], [1, 2], [3]):
+        sums.begin()
+        collected(of, cuts, sums, weight)
+        assert bits(sums.finish()["w"]) == bits(defined(of))
+    sums.begin()
+    assert not sums.finish()["w"].any()
+
+
+def test_slots_that_no_later_pass_fills_are_joined() -> None:
+    of, weight = drawn([3] * 13), nn.Parameter(torch.zeros(N, K))
+    for after in range(14):
+        sums = GradientSums([("w", weight)], SLOTS)
+        for i in range(after):
+            add(sums.use("linear", weight), weight, of, i, i + 1, slots_of(13, i, i + 1))
+        addends = [definition.weight_addends(dy, x, np.arange(3)) for dy, x in zip(of.dy, of.x, strict=True)]
+        expected = definition.join_slots(
+            definition.slot_sums((N, K), [a if i < after else [] for i, a in enumerate(addends)], SLOTS)
+        )
+        assert bits(sums.finish()["w"]) == bits(expected), after
+
+
+def test_two_uses_of_a_weight_have_two_sums_that_are_added_at_the_end() -> None:
+    first, second, weight = drawn([4] * 11, 1), drawn([3] * 11, 2), nn.Parameter(torch.zeros(N, K))
+    for cuts in ([], [4, 5], range(1, 11)):
+        sums = GradientSums([("w", weight)], SLOTS)
+        collected(second, list(cuts), sums, weight, "head")
+        collected(first, list(cuts), sums, weight, "trunk")
+        assert bits(sums.finish()["w"]) == bits(defined(first) + defined(second))
+    together = Sequences([*first.dy, *second.dy], [*first.x, *second.x])
+    assert bits(defined(together)) != bits(defined(first) + defined(second))
+
+
+def test_sequences_out_of_order_are_refused() -> None:
+    of, weight = drawn([2] * 8), nn.Parameter(torch.zeros(N, K))
+    use = GradientSums([("w", weight)], SLOTS).use("linear", weight)
+    add(use, weight, of, 4, 6, slots_of(8, 4, 6))
+    with pytest.raises(PromiseBroken, match="a sequence of slot 3 comes after those of slot 6"):
+        add(use, weight, of, 3, 4, slots_of(8, 3, 4))
+
+
+def test_gradients_lie_as_the_parameters_of_one_storage_do() -> None:
+    storage = torch.zeros(40)
+    query, key, value = (nn.Parameter(storage[a:b].view(-1, 2)) for a, b in ((0, 10), (10, 16), (16, 40)))
+    alone, frozen = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(100), requires_grad=False)
+    offsets, size = layout([alone, frozen, value, query, key])
+    assert [offsets[id(p)] for p in (alone, query, key, value)] == [0, 16, 26, 32]
+    assert id(frozen) not in offsets and size == 64
+    use = SlotSums([alone, frozen, query, key, value], SLOTS)
+    assert use.offset(query, key, value) == 16 and use.offset(frozen) == -1
+    key.requires_grad_(False)
+    use = SlotSums([alone, frozen, query, key, value], SLOTS)
+    assert use.offset(query, key, value) == 16 and use.offset(key) == -1  # a gap keeps the distances
+    assert use.view(value).shape == value.shape and use.view(value).data_ptr() % 64 == 0
+
+
+def test_the_sums_of_a_parameter_are_found_and_not_kept_alive() -> None:
+    weight, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
+    assert sums_of(weight) is None
+    sums = GradientSums([("w", weight), ("frozen", frozen)], SLOTS)
+    assert sums_of(frozen, weight) is sums and sums_of(frozen) is None
+    del sums
+    assert sums_of(weight) is None
+
+
+def test_slots_are_a_power_of_two() -> None:
+    for slots in (0, 3, 256):
+        with pytest.raises(ValueError, match="power of two"):
+            GradientSums([], slots)
+
+
+# ------------------------------------------------------------------------------------------------- in `grad`
+
+
+def run(sums: GradientSums, weight: Tensor, of: Sequences, batches: Sequence[int], label: str = "linear") -> None:
+    first = 0
+    for size in batches:
+        add(sums.use(label, weight), weight, of, first, first + size, [0] * size + [0])
+        first += size
+
+
+def test_eight_batches_of_one_are_a_batch_of_eight() -> None:
+    of, found = drawn([3, 130, 1, 5, 2, 2, 7, 4]), set()
+    for batches in ([8], [1] * 8, [3, 5]):
+        weight = nn.Parameter(torch.zeros(N, K))
+        sums = RunningSums([("w", weight)])
+        run(sums, weight, of, batches)
+        assert weight.grad is not None
+        found.add(bits(weight.grad))
+    assert found == {bits(defined(of, 1))}
+    assert found != {bits(defined(of))}
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_begin_anew_after_zero_grad(to_none: bool) -> None:
+    of, weight, bias = drawn([3] * 4), nn.Parameter(torch.zeros(N, K)), nn.Parameter(torch.zeros(N))
+    sums = RunningSums([("w", weight), ("b", bias)])
+    held = []
+    for _ in range(3):
+        if to_none:
+            weight.grad = None
+        elif weight.grad is not None:
+            weight.grad.zero_()
+        run(sums, weight, of, [1, 3])
+        assert weight.grad is not None and bits(weight.grad) == bits(defined(of, 1))
+        held.append(weight.grad)
+    if to_none:  # a gradient that was taken away is not overwritten
+        assert len({g.data_ptr() for g in held}) == 3
+
+
+def test_sums_go_on_from_what_the_user_makes_of_a_gradient() -> None:
+    of, weight = drawn([3] * 2), nn.Parameter(torch.zeros(N, K))
+    (first, second), sums = (
+        (Sequences([dy], [x]) for dy, x in zip(of.dy, of.x, strict=True)),
+        RunningSums([("w", weight)]),
+    )
+    run(sums, weight, first, [1])
+    assert weight.grad is not None
+    weight.grad.mul_(0.5)
+    run(sums, weight, second, [1])
+    assert bits(weight.grad) == bits(defined(first, 1) * F(0.5) + defined(second, 1))
+    weight.grad = torch.ones(N, K)
+    run(sums, weight, second, [1])
+    assert bits(weight.grad) == bits(1 + defined(second, 1))
+
+
+def test_a_tied_weight_has_the_sum_of_its_uses_in_grad() -> None:
+    first, second, found = drawn([3] * 4, 1), drawn([3] * 4, 2), []
+    for batches in ([4], [1] * 4):
+        weight = nn.Parameter(torch.zeros(N, K))
+        sums = RunningSums([("w", weight)])
+        for _ in range(2):
+            weight.grad = None
+            at = 0
+            for size in batches:
+                for label, of in (("head", second), ("trunk", first)):
+                    add(sums.use(label, weight), weight, of, at, at + size, [0] * (size + 1))
+                at += size
+            found.append(weight.grad)
+    expected = bits(defined(first, 1) + defined(second, 1))
+    assert [bits(g) for g in found] == [expected] * 4

@@ -1,0 +1,273 @@
+"""The norm of gradients and AdamW against the definition on every bit, and near torch's; optimizers and their state."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import library, optimizer
+from ppo_repro.numerics.low_rank import factor_gradients, merge
+from ppo_repro.numerics.optimizer import (
+    AdamW,
+    AdamWSettings,
+    DeterministicOptimizer,
+    NativeOptimizer,
+    make_optimizer,
+    tensor_gradients,
+    weights_digest,
+)
+from ppo_repro.numerics.sums import mean, sums
+from tests.numerics import definition
+from tests.numerics.definition_elementary import Array, F
+from tests.numerics.definition_sums import Moments, adamw, norm, power, square
+
+SETTINGS = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)
+hard = st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3e-20, 1.0, -1.5, 1e15, 3.4e38]) | st.floats(
+    -10, 10, width=32
+)
+
+
+def random(rng: np.random.Generator, *shape: int) -> Array:
+    return (rng.standard_normal(shape) * np.exp2(rng.integers(-10, 11, shape))).astype(F)
+
+
+def stepped(
+    weights: dict[str, Array], gradients: list[dict[str, Array]], s: AdamWSettings
+) -> tuple[AdamW, list[float]]:
+    adam = AdamW({name: torch.from_numpy(p.copy()) for name, p in weights.items()})
+    return adam, [adam.apply(s, {n: torch.from_numpy(g) for n, g in each.items()}) for each in gradients]
+
+
+@given(st.lists(st.lists(hard, min_size=1, max_size=40), min_size=1, max_size=3), st.integers(1, 3))
+def test_steps_on_hard_numbers_are_the_definition(values: list[list[float]], steps: int) -> None:
+    names = [f"tensor {i}" for i in range(len(values))]
+    weights = {name: np.array(row, F)[::-1] for name, row in zip(names, values, strict=True)}
+    gradients = [{n: np.roll(np.array(row, F), t) for n, row in zip(names, values, strict=True)} for t in range(steps)]
+    for clip in (0.0, 1.0):
+        s = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, clip)
+        compare(weights, gradients, s)
+
+
+def compare(weights: dict[str, Array], gradients: list[dict[str, Array]], s: AdamWSettings) -> None:
+    with np.errstate(over="ignore"):
+        expected = {n: Moments(p, np.zeros_like(p), np.zeros_like(p)) for n, p in weights.items()}
+        norms = []
+        for t, each in enumerate(gradients, 1):
+            norms.append(norm([each[n] for n in sorted(each)]))
+            expected = {n: adamw(of, each[n], s, norms[-1], t) for n, of in expected.items()}
+    adam, found = stepped(weights, gradients, s)
+    assert found == norms
+    for name, of in expected.items():
+        for tensor, array in ((adam.parameters[name], of.p), (adam.first[name], of.m), (adam.second[name], of.v)):
+            assert tensor.numpy().tobytes() == np.ascontiguousarray(array).tobytes(), name
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_the_definition_whatever_the_threads(threads: int) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"b": (4096,), "a": (130, 300), "d": (1,), "c": (4097,), "e": (16384 + 17,)}
+    weights = {name: random(rng, *shape) for name, shape in shapes.items()}
+    gradients = [{name: random(rng, *shape) for name, shape in shapes.items()} for _ in range(2)]
+    library.set_threads(threads)
+    try:
+        compare(weights, gradients, SETTINGS)
+    finally:
+        library.set_threads(1)
+
+
+def test_another_order_shows_in_the_norm() -> None:
+    gradients = [random(np.random.default_rng(seed), 3, 7000) for seed in range(8)]
+    for gradient in gradients:
+        exact = square(gradient)
+        assert stepped({"w": gradient}, [{"w": gradient}], SETTINGS)[1] == [math.sqrt(exact)]
+        assert square(gradient, 2048) == pytest.approx(exact, rel=1e-13)
+    assert [square(g, 2048) for g in gradients] != [square(g) for g in gradients]
+    assert [square(g[:, ::-1]) for g in gradients] != [square(g) for g in gradients]
+    halves = {"a": gradients[0][:1], "b": gradients[0][1:]}
+    assert stepped(halves, [halves], SETTINGS)[1] == [norm(list(halves.values()))]
+
+
+def test_tensors_enter_the_norm_by_name() -> None:
+    # beside 1 each other square is lost, but not beside one another
+    gradients = {f"{i:02}": np.array([1.0 if i == 0 else 1e-8], F) for i in range(60)}
+    backwards = dict(reversed(gradients.items()))
+    assert norm(list(gradients.values())) == 1.0 < norm(list(backwards.values()))
+    assert stepped(backwards, [backwards], SETTINGS)[1] == [1.0]
+
+
+@given(st.floats(0.5, 0.9999), st.integers(1, 100_000))
+def test_powers_are_right_and_need_no_library(base: float, exponent: int) -> None:
+    assert optimizer.power(base, exponent) == power(base, exponent)
+    if exponent < 2000:
+        exact = Fraction(base) ** exponent
+        assert abs(Fraction(power(base, exponent)) - exact) <= exact * exponent * Fraction(1, 2**52) + Fraction(
+            1, 2**1000
+        )
+
+
+def test_steps_are_near_those_of_torch() -> None:
+    rng = np.random.default_rng(2)
+    start = random(rng, 40, 30)
+    gradients = [random(rng, 40, 30) for _ in range(6)]
+    for clip in (0.0, 0.5, 1e9):
+        s = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, clip)
+        adam, norms = stepped({"w": start}, [{"w": g} for g in gradients], s)
+        p = torch.from_numpy(start).double().requires_grad_()
+        torch_adam = torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        for g, found in zip(gradients, norms, strict=True):
+            p.grad = torch.from_numpy(g).double()
+            assert float(nn.utils.clip_grad_norm_([p], clip or math.inf)) == pytest.approx(found, rel=1e-12)
+            torch_adam.step()
+        # six steps of about 1e-2, each with a few roundings of 2^-24, and weights up to 2^12 that are rounded six times
+        assert torch.allclose(adam.parameters["w"].double(), p.detach(), rtol=6 * 2.0**-24, atol=1e-7)
+        assert not torch.allclose(adam.parameters["w"], torch.from_numpy(start), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) -> None:
+    weights = {name: np.ones((70, 100), F) for name in ("a", "layer.weight", "z")}
+    gradients = {name: np.ones((70, 100), F) for name in weights}
+    gradients["layer.weight"][69, 99] = bad
+    adam = AdamW({name: torch.from_numpy(p) for name, p in weights.items()})
+    with pytest.raises(NumericsError, match=r"the gradient of layer\.weight is not finite; lower the learning rate"):
+        adam.apply(SETTINGS, {n: torch.from_numpy(g) for n, g in gradients.items()})
+    assert all((p == 1).all() for p in weights.values()) and adam.steps == 0
+    assert not any(m.any() for m in (*adam.first.values(), *adam.second.values()))
+
+
+def test_the_gradients_of_tensors_are_measured() -> None:
+    gradients = {"a": torch.tensor([3.0, 0.0, -4.0, 0.0]), "b": torch.zeros(2, 2), "c": torch.tensor([[-2.0]])}
+    found = [(g.name, g.norm, g.max_abs, g.zeros) for g in tensor_gradients(gradients)]
+    assert found == [("a", 5.0, 4.0, 0.5), ("b", 0.0, 0.0, 1.0), ("c", 2.0, 2.0, 0.0)]
+
+
+# --------------------------------------------------------------------------------------------------- optimizers
+
+
+def module() -> nn.Linear:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6).view(2, 3) / 8)
+        model.bias.copy_(torch.tensor([0.5, -0.25]))
+    return model
+
+
+def backward_of(made: optimizer.Optimizer, model: nn.Linear, factor: float) -> Callable[[], None]:
+    """A stand-in of a backward pass of one sequence: the gradient is `factor` times fixed numbers."""
+    numbers = {"weight": torch.arange(6.0).view(2, 3) * factor, "bias": torch.tensor([1.0, -1.0]) * factor}
+
+    def backward() -> None:
+        if isinstance(made, NativeOptimizer):
+            for name, p in model.named_parameters():
+                p.grad = numbers[name].clone()
+            return
+        assert isinstance(made, DeterministicOptimizer)
+        use = made.sums.use("linear", model.weight, model.bias)
+        with use.adding([7, 8]) as c_sums:
+            for p, values in ((model.weight, numbers["weight"]), (model.bias, numbers["bias"])):
+                address = c_sums.level[0] + 4 * use.offset(p)
+                (ctypes.c_float * p.numel()).from_address(address)[:] = values.flatten().tolist()
+
+    return backward
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
+def test_a_run_goes_on_from_the_state(mode: str) -> None:
+    digests = []
+    for cut in (False, True):
+        model = module()
+        made = make_optimizer(model, SETTINGS, mode)
+        for t in range(4):
+            if cut and t == 2:
+                state = made.state()
+                restored = nn.Linear(3, 2)
+                restored.load_state_dict(model.state_dict())
+                model, made = restored, make_optimizer(restored, SETTINGS, mode)
+                made.load(state)
+                assert made.state().steps == {"weight": 2, "bias": 2}
+            made.step(backward_of(made, model, t + 1.0))
+            made.rest()
+        digests.append(weights_digest(model.named_parameters()))
+    assert digests[0] == digests[1]
+    without = module()
+    made = make_optimizer(without, SETTINGS, mode)
+    for t in range(2, 4):
+        made.step(backward_of(made, without, t + 1.0))
+    assert weights_digest(without.named_parameters()) != digests[0]
+
+
+def test_deterministic_and_native_steps_agree_closely() -> None:
+    weights, norms = [], []
+    for mode in ("deterministic", "native"):
+        model = module()
+        made = make_optimizer(model, SETTINGS, mode)
+        norms.append([made.step(backward_of(made, model, f), by_tensor=True) for f in (1.0, 5.0, 0.1)])
+        weights.append(model.weight.detach())
+    # three steps on weights below 1, each with a few roundings of 2^-25
+    assert torch.allclose(*weights, rtol=0, atol=3e-7) and not torch.equal(weights[0], module().weight)
+    assert [r.grad_norm for r in norms[0]] == pytest.approx([r.grad_norm for r in norms[1]], rel=1e-6)
+    assert {g.name: g for g in norms[0][0].gradients} == {g.name: g for g in norms[1][0].gradients}
+
+
+def test_a_step_tells_those_who_packed_the_weights() -> None:
+    model = module()
+    made = make_optimizer(model, SETTINGS, "deterministic")
+    before = model.weight._version
+    made.step(backward_of(made, model, 1.0))
+    assert model.weight._version > before
+
+
+def test_the_state_of_another_module_is_refused() -> None:
+    made, other = make_optimizer(module(), SETTINGS, "deterministic"), nn.Linear(3, 2, bias=False)
+    for mode in ("deterministic", "native"):
+        with pytest.raises(ValueError, match=f"not of this module in {mode} numerics"):
+            make_optimizer(other, SETTINGS, mode).load(made.state())
+    with pytest.raises(ValueError, match=r"tensor bias is torch.float32 \[2\], expected torch.float32 \[4\]"):
+        make_optimizer(nn.Linear(3, 4), SETTINGS, "deterministic").load(made.state())
+
+
+# ----------------------------------------------------------------------------------------- adapters and means
+
+
+@given(st.integers(1, 20), st.integers(1, 300), st.integers(1, 20), st.integers(0, 100))
+def test_merged_weights_and_gradients_of_factors_are_the_definition(n: int, k: int, r: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    base, a, b, gradient = random(rng, n, k), random(rng, r, k), random(rng, n, r), random(rng, n, k)
+    b[0] = 0.0
+    base[0] = -0.0
+    scale = 1.5
+    tensors = [torch.from_numpy(x) for x in (base, a, b, gradient)]
+    merged = base + definition.product(b, a.T) * F(scale)
+    merged[0] = base[0]
+    assert merge(*tensors[:3], scale).numpy().tobytes() == merged.tobytes()
+    d_a, d_b = factor_gradients(tensors[3], *tensors[1:3], scale)
+    assert d_a.numpy().tobytes() == (definition.product(b.T, gradient.T) * F(scale)).tobytes()
+    assert d_b.numpy().tobytes() == (definition.product(gradient, a) * F(scale)).tobytes()
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=30), st.randoms())
+def test_means_and_sums_are_rounded_once(values: list[float], order: object) -> None:
+    exact = sum(map(Fraction, values))
+    shuffled = list(values)
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    found = [mean(torch.tensor(v, dtype=torch.float64)) for v in (values, shuffled)]
+    assert found == [float(exact) / len(values) if values else 0.0] * 2
+    cut = len(values) // 3
+    of_runs = sums(torch.tensor(values, dtype=torch.float64), torch.tensor([cut, 0, len(values) - cut]))
+    assert of_runs.tolist() == [float(sum(map(Fraction, run))) for run in (values[:cut], [], values[cut:])]
+
+
+def test_a_mean_of_flags_is_a_share() -> None:
+    assert mean(torch.tensor([[True, False], [True, True]])) == 0.75
+    values: Tensor = torch.tensor([1e16, 1.0, -1e16])
+    assert mean(values.double()) == 1.0 / 3.0 and float(values.float().mean()) != 1.0 / 3.0

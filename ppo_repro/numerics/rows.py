@@ -23,7 +23,7 @@ class Rows:
     position: Ints  # [n], rising within a sequence
     slots: Ints  # [S + 1], of each sequence, and of the one after them; the number of slots if there is none
 
-    def address(self, rows: Ints) -> Rows:
+    def at(self, rows: Ints) -> Rows:
         """Some of the rows, in rising order."""
         return Rows(ints(self.sequence[rows]), ints(self.position[rows]), self.slots)
 

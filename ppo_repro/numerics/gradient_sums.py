@@ -54,8 +54,8 @@ def layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:
     size = 0
     for together in by_storage.values():
         if any(p.requires_grad for p in together):
-            begin = min(p.storage_offset() for p in together)
-            offsets |= {id(p): size + p.storage_offset() - begin for p in together}
+            begin = int(min(p.storage_offset() for p in together))
+            offsets |= {id(p): size + int(p.storage_offset()) - begin for p in together}
             end = max(p.storage_offset() + p.numel() for p in together)
             size += -(-(end - begin) // _ALIGNED) * _ALIGNED
     return offsets, size

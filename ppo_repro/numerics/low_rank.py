@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.structs import MatrixStruct
+from ppo_repro.numerics.structs import MatrixStruct, address
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """[M, N], [N, K] -> sum_n a[m, n] b[n, k] [M, K] by the kernels: blocks of 128 terms, each a chain of fma."""
     a, b = a.contiguous(), b.contiguous()
     out = torch.empty(len(a), b.shape[1])
-    matrix = MatrixStruct(w=b.data_ptr(), n=len(b), k=b.shape[1], grad=-1, bias_grad=-1)
+    matrix = MatrixStruct(w=address(b), n=len(b), k=b.shape[1], grad=-1, bias_grad=-1)
     (terms, columns), rows = b.shape, len(a)
-    library.load().linear_backward_input(ctypes.byref(matrix), a.data_ptr(), terms, rows, out.data_ptr(), columns, 1)
+    library.load().linear_backward_input(ctypes.byref(matrix), address(a), terms, rows, address(out), columns, 1)
     return out
 
 

@@ -19,6 +19,7 @@ from ppo_repro.buffers import TensorGradient
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.structs import address
 from ppo_repro.ranks import ALONE, Ranks
 
 SLOTS = 8  # of a minibatch, unless a configuration says otherwise
@@ -165,7 +166,7 @@ def _measure(names: Sequence[str], tensors: ctypes.Array[_Trained]) -> float:
 def tensor_gradients(gradients: Mapping[str, Tensor]) -> tuple[TensorGradient, ...]:
     """Norm, largest magnitude and share of zeros of each gradient. NumericsError names one that is not finite."""
     flat = {name: gradient.detach().to(torch.float32).contiguous() for name, gradient in gradients.items()}
-    tensors = (_Trained * len(flat))(*(_Trained(g=g.data_ptr(), n=g.numel()) for g in flat.values()))
+    tensors = (_Trained * len(flat))(*(_Trained(g=address(g), n=g.numel()) for g in flat.values()))
     _measure(list(flat), tensors)
     return tuple(
         TensorGradient(
@@ -190,14 +191,8 @@ class AdamW:
         """One step; returns the global norm before clipping. NumericsError names a gradient that is not finite."""
         tensors = (_Trained * len(self.parameters))(
             *(
-                _Trained(
-                    p.data_ptr(),
-                    gradients[n].data_ptr(),
-                    self.first[n].data_ptr(),
-                    self.second[n].data_ptr(),
-                    p.numel(),
-                )
-                for n, p in self.parameters.items()
+                _Trained(*map(address, (p, gradients[name], self.first[name], self.second[name])), p.numel())
+                for name, p in self.parameters.items()
             )
         )
         norm = _measure(list(self.parameters), tensors)

@@ -71,8 +71,10 @@ class _RunningUse(SlotSums):
 
     @contextmanager
     def adding(self, slots: Slots) -> Iterator[Sums]:
+        if any(slots):
+            raise ValueError(f"slots {list(slots)}; running sums have one slot, which stays open")
         with torch.no_grad():
             self._owner.go_on(self)
-            with super().adding([0] * len(slots)) as sums:
+            with super().adding(slots) as sums:
                 yield sums
             self._owner.publish(self)

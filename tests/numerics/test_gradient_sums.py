@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums, SlotSums, layout, sums_of
-from ppo_repro.numerics.matrix import Matrix
 from ppo_repro.numerics.running_sums import RunningSums
+from ppo_repro.numerics.structs import MatrixStruct
 from tests.numerics import definition
 from tests.numerics.definition_elementary import Array, F
 
@@ -60,7 +60,7 @@ def add(use: SlotSums, weight: Tensor, of: Sequences, first: int, after: int, sl
     dy, x = (np.concatenate([*rows[first:after], np.zeros((0, c), F)]) for rows, c in ((of.dy, N), (of.x, K)))
     index = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
     position = np.concatenate([np.zeros(0), *(np.arange(t) for t in lengths)]).astype(np.int32)
-    matrix = Matrix(w=weight.data_ptr(), n=N, k=K, grad=use.offset(weight), bias_grad=-1)
+    matrix = MatrixStruct(w=weight.data_ptr(), n=N, k=K, grad=use.offset(weight), bias_grad=-1)
     of_sequences = np.array(slots, np.int32)
     with use.adding(slots) as sums:
         pointers = [ctypes.c_void_p(a.ctypes.data) for a in (dy, x, index, position, of_sequences)]
@@ -333,6 +333,12 @@ def test_sums_go_on_from_what_the_user_makes_of_a_gradient() -> None:
     weight.grad = torch.ones(N, K)
     run(sums, weight, second, [1])
     assert bits(weight.grad) == bits(1 + defined(second, 1))
+
+
+def test_running_sums_have_no_slots() -> None:
+    of, weight = drawn([3] * 2), nn.Parameter(torch.zeros(N, K))
+    with pytest.raises(ValueError, match="one slot"):
+        add(RunningSums([("w", weight)]).use("linear", weight), weight, of, 0, 2, [3, 7, 8])
 
 
 def test_a_tied_weight_has_the_sum_of_its_uses_in_grad() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ppo_repro.models.lora import TRUNK, Lora
 from ppo_repro.models.networks import ValueModel
-from ppo_repro.numerics.layers.families import token_head_name
+from ppo_repro.numerics.families import token_head_name
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ppo_repro.disk.folder import check_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.folder_files import check_config, check_tokenizer, check_weights
-from ppo_repro.numerics.layers.families import CAUSAL_MODELS
+from ppo_repro.numerics.families import CAUSAL_MODELS
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
 AutoClass = type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.numerics.layers.families import check_visibility, decoder_layers, head_of, trunk_of
-from ppo_repro.numerics.layers.linear import ExactLinear
-from ppo_repro.numerics.layers.lowering import lower
-from ppo_repro.numerics.layers.routes import routers
-from ppo_repro.numerics.trunk.forward import TrunkForward
+from ppo_repro.numerics.families import check_visibility, decoder_layers, routers, trunk_of
+from ppo_repro.numerics.linear import linear
+from ppo_repro.numerics.native import NativeNetwork
+from ppo_repro.numerics.network import Lowered, is_deterministic, logits, lower, lowered_of, network_of
+from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.structs import Ints
 from ppo_repro.seeding import bell
 
 
 class ValueModel(nn.Module):
     """A transformer trunk and a scalar head: V(s_t) before each response token."""
 
-    def __init__(self, trunk: PreTrainedModel, head: nn.Module) -> None:
+    def __init__(self, trunk: PreTrainedModel, head: nn.Linear) -> None:
         super().__init__()
         self.trunk, self.head = trunk, head
 
@@ -40,12 +41,12 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
 def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrainedModel:
     """A copy of `source` ready for training in the given numerics; dropout is off, whatever the model's config says.
 
-    Raises UserError where the model is not covered.
+    UserError if the model is not covered.
     """
     check_visibility(source.config, max_context)
     model = copy.deepcopy(source).eval()
-    if mode == "exact":
-        return lower(model, max_context)
+    if mode == "deterministic":
+        return lower(model, Lowered(max_context))
     model.set_attn_implementation("sdpa")
     if routers(model):
         model.set_experts_implementation("eager")  # grouped products refuse rows of no multiple of 16 bytes
@@ -55,53 +56,73 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
 def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
     """A value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
     trunk = make_policy(trunk_of(source), mode, max_context)
-    return ValueModel(trunk, make_value_head(source.config.hidden_size, mode, seed).to(source.device))
+    return ValueModel(trunk, make_value_head(source.config.hidden_size, seed).to(source.device))
 
 
-def make_value_head(size: int, mode: str, seed: int) -> nn.Module:
+def make_value_head(size: int, seed: int) -> nn.Linear:
     """A scalar head on hidden states of `size` H: weights bell-shaped, std 0.1 / sqrt(H), bias 0."""
     head = nn.Linear(size, 1)
     draws = bell(size, "value head", seed) * (0.1 / math.sqrt(size))
     with torch.no_grad():
         head.weight.copy_(torch.from_numpy(draws)[None, :])
         head.bias.zero_()
-    return ExactLinear(head, "value head") if mode == "exact" else head
+    return head
 
 
-def checkpoint_gradients(model: nn.Module) -> None:
+def checkpoint_gradients(trunk: PreTrainedModel) -> None:
     """From now on keep no activations inside decoder layers; the backward pass computes them again."""
-    for layer in decoder_layers(model):
+    lowered = lowered_of(trunk)
+    if lowered is not None:
+        lower(trunk, replace(lowered, recompute=True))
+        return
+    for layer in decoder_layers(trunk):
         layer.gradient_checkpointing = True
-        # the forward draws no random number, exact or native, so there is no generator state to restore
+        # the forward draws no random number, so there is no generator state to restore
         recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
 
 
-def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = False) -> Tensor:
-    """Final hidden states [n, H] float32 at the positions that predict the response tokens.
+def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Final hidden states [n, H] at the positions that predict the response tokens."""
+    return seen_states(trunk, batch, seen=False)[0]
 
-    `replay`: tokens take the routes of the batch, where it has some, through the mixtures of experts of the trunk.
-    """
-    inputs = batch.input_ids, batch.position_ids, batch.first_key, batch.predictors
-    ids, positions, first_key, rows = (x.to(trunk.device) for x in inputs)
-    routes = batch.routes.flatten(0, 1).to(trunk.device) if replay and batch.routes is not None else None
-    return TrunkForward(trunk).over_batch(ids, positions, first_key, rows, routes)
+
+def seen_states(trunk: PreTrainedModel, batch: TokenBatch, seen: bool = True) -> tuple[Tensor, Ints | None]:
+    """`hidden_states`, and the routes of all inputs [.., M k] if they are to be seen."""
+    network = network_of(trunk)
+    if isinstance(network, NativeNetwork):
+        return network.over_batch(batch.sequences, batch.predictors, seen, batch.padding)
+    return network.over_batch(batch.sequences, batch.predictors, seen)
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Logits [n, V] float32 at the positions that predict the response tokens."""
-    return head_of(policy)(hidden_states(trunk_of(policy), batch))
+    return logits(policy, hidden_states(trunk_of(policy), batch), batch.rows)
 
 
-def sequence_scores(classifier: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str) -> Tensor:
-    """Scores [S, labels] float32 of a sequence classification model, each at the last token of its sequence.
+def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, deterministic: bool) -> Tensor:
+    """A head's output [n] for hidden states [n, H]."""
+    return (linear(hidden, head, rows) if deterministic else head(hidden))[:, 0]
+
+
+def sequence_scores(
+    classifier: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, slots: Ints | None = None
+) -> Tensor:
+    """Scores [S] float32 of a sequence classification model with one label, each at the last token of its sequence.
 
     The stock forward looks for the last token that is not `pad_token_id`; here the layout says where the last one is.
     """
-    batch = lay_out(sequences, [(0,)] * len(sequences), padding)  # the token after the last one is no input
-    return cast(nn.Module, classifier.score)(hidden_states(trunk_of(classifier), batch))
+    # the token after the last one is no input
+    batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots)
+    hidden = hidden_states(trunk_of(classifier), batch)
+    return scalar(classifier.score, hidden, batch.rows, is_deterministic(classifier))
 
 
 def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
     """Values [n] float32 before each response token."""
-    return value_model.head(hidden_states(value_model.trunk, batch))[:, 0]
+    return values_of(value_model, hidden_states(value_model.trunk, batch), batch)
+
+
+def values_of(value_model: ValueModel, hidden: Tensor, batch: TokenBatch) -> Tensor:
+    """Values [n] float32 from the trunk's hidden states [n, H] of a batch."""
+    return scalar(value_model.head, hidden, batch.rows, is_deterministic(value_model.trunk))

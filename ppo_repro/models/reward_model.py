@@ -1,6 +1,6 @@
 """A reward model: a transformers sequence classifier with one label, read at the last token of prompt + response.
 
-In exact numerics a score depends on its own sequence alone, whatever else is in the batch.
+In deterministic numerics a score depends on its own sequence alone, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_as
 from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
 from ppo_repro.numerics.device import state_on_cpu
-from ppo_repro.numerics.layers.families import CLASSIFIER_OF, CLASSIFIERS, trunk_of
-from ppo_repro.numerics.layers.linear import ExactLinear
+from ppo_repro.numerics.families import CLASSIFIER_OF, CLASSIFIERS, trunk_of
 from ppo_repro.seeding import bell
 
 
@@ -88,13 +87,13 @@ def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, micro_batch: int) -> Tensor:
     """Score of each prompt + response at its last token, float32 [B]; `micro_batch` at a time, 0 for all at once.
 
-    In exact numerics the bits are the same for every padding, micro-batch and order. ValueError on an empty sequence.
+    In deterministic numerics the bits are the same for every padding, micro-batch and order. ValueError on an empty sequence.
     """
     if not all(len(sequence) for sequence in sequences):
         raise ValueError("an empty sequence has no last token")
     size = micro_batch or len(sequences) or 1
     chunks = [sequences[i : i + size] for i in range(0, len(sequences), size)]
-    return torch.cat([torch.empty(0), *(sequence_scores(model, chunk, padding)[:, 0] for chunk in chunks)])
+    return torch.cat([torch.empty(0), *(sequence_scores(model, chunk, padding) for chunk in chunks)])
 
 
 def value_model_from(reward_model: PreTrainedModel, mode: str, max_context: int) -> ValueModel:
@@ -110,4 +109,4 @@ def value_model_from(reward_model: PreTrainedModel, mode: str, max_context: int)
         head.weight.copy_(weight)
         head.bias.zero_()
     trunk = make_policy(trunk_of(stock), mode, max_context)
-    return ValueModel(trunk, ExactLinear(head, "value head") if mode == "exact" else head)
+    return ValueModel(trunk, head)

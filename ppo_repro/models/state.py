@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.models.versions import Versions
-from ppo_repro.numerics.layers.lowering import forget_operands
-from ppo_repro.numerics.optim.optimizer import Optimizer
+from ppo_repro.numerics.network import forget_packed
+from ppo_repro.numerics.optimizer import Optimizer
 
 
 @dataclass
@@ -28,24 +28,17 @@ class TrainState:
     versions: Versions | None = None  # None for a sampler that is never behind
     sampler: PreTrainedModel | None = None  # the policy as the sampler has it, where that is another object
 
-    def forget(self, module: nn.Module | None) -> None:
-        """Free the operands of one of the networks, which rests now, but not those of weights shared with another."""
-        if module is not None:
-            others = (self.policy, self.value_model, self.reference)
-            forget_operands(module, [m for m in others if m is not None and m is not module])
-
     def rest_sampler(self) -> None:
-        """Free the operands that only the sampler needs, until the next rollout."""
-        self.forget(self.sampler)
+        """Free the packed weights that only the sampler needs, until the next rollout."""
+        if self.sampler is not None:
+            forget_packed(self.sampler)
 
     def rest(self) -> None:
         """Free what only optimizer steps need, until the next ones."""
         self.policy_optimizer.rest()
         if self.value_optimizer is not None:
             self.value_optimizer.rest()
-        self.forget(self.reference)  # a KL loss over the whole vocabulary needs it in each step
-        if self.sampler is not None:
-            self.forget(self.policy)
+        forget_packed(self.reference)
 
     def versions_now(self) -> Versions | None:
         """The versions of the policy that the sampler may use, with a copy of the present one."""
@@ -61,5 +54,5 @@ class TrainState:
         return self.value_model if self.value_optimizer is not None else self.value_model.head
 
     def value_parameters(self) -> dict[str, Tensor]:
-        """The parameters of `own_value_module`, or this process's parts of them."""
+        """The parameters of `own_value_module`."""
         return dict(self.own_value_module.named_parameters())

@@ -15,7 +15,6 @@ from ppo_repro.disk.folder import check_sums, whole_folder, write_sums
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import ValueModel, make_policy
 from ppo_repro.models.write import FORMAT, write_tensors
-from ppo_repro.numerics.layers.linear import ExactLinear
 
 TENSORS_NAME, CONFIG_NAME = "value_model.safetensors", "config.json"
 
@@ -58,5 +57,4 @@ def load_value_model(folder: Path, mode: str, max_context: int) -> ValueModel:
     head = nn.Linear(weight.shape[1], 1)
     stock = ValueModel(trunk, head)
     stock.load_state_dict(parameters)
-    exact = ExactLinear(head, "value head") if mode == "exact" else head
-    return ValueModel(make_policy(trunk, mode, max_context), exact)
+    return ValueModel(make_policy(trunk, mode, max_context), head)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ppo_repro.numerics.optim.adamw import copy_named
+from ppo_repro.numerics.optimizer import copy_named
 
 Weights = dict[str, Tensor]  # of everything in the policy that is trained: with adapters, their factors
 

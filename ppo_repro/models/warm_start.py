@@ -11,9 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.config.run import NumericsConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, StepReport, make_optimizer
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, StepReport, make_optimizer
+from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.sums import mean
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.seeding import permutation
@@ -42,15 +43,15 @@ def _cross_entropy_step(
     policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: str
 ) -> tuple[float, StepReport]:
     """One step on -log p(answer token), token mean; returns the loss before it, nats per token."""
-    losses: list[torch.Tensor] = []  # of every backward pass; the last one counts
+    losses: list[torch.Tensor] = []
 
     def backward() -> None:
         logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, mode)
         losses.append(-logprobs.detach())
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(logprobs)))
 
-    report = optimizer.step(backward, batch.real_tokens)
-    return exact_mean(losses[-1]), report
+    report = optimizer.step(backward)
+    return mean(losses[0]), report
 
 
 def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
@@ -101,7 +102,8 @@ def warm_start(
         minibatch = remaining.pop(0)
         scale = min(1.0, (step + 1) / WARM_UP, (end - step) / COOL_DOWN)
         optimizer.settings = replace(settings, learning_rate=settings.learning_rate * scale)
-        batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], "right")
+        slots = slots_of(range(len(minibatch)), len(minibatch), SLOTS)
+        batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], slots=slots)
         loss, report = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
         step += 1
         due = step % CHECK_EVERY == 0 and step + COOL_DOWN < end

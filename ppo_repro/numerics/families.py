@@ -107,21 +107,19 @@ def key_value_heads(config: PretrainedConfig) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The routers of a model's mixtures of experts, in the order of its layers; empty for a dense model."""
+    return [cast(nn.Module, m.gate) for m in model.modules() if isinstance(m, MIXTURES)]
+
+
+def mixture_layers(model: nn.Module) -> list[int]:
+    """Which of the decoder layers of a model have a router, by rising index; empty for a dense model."""
+    return [index for index, layer in enumerate(decoder_layers(model)) if routers(layer)]
+
+
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The layers of a transformer, in order."""
-    return [m for m in modules_of(model) if isinstance(m, GradientCheckpointingLayer)]
-
-
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """`root.modules()` in a sixth of the time: every training step walks over its models several times."""
-    found: dict[int, nn.Module] = {}
-    waiting = [root]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            waiting += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(found.values())
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def check_visibility(config: PretrainedConfig, max_context: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,11 +30,13 @@ from ppo_repro.numerics.description import (
     describe,
     heads_in_row,
 )
-from ppo_repro.numerics.families import NAMES, TRUNKS, head_dim, key_value_heads, trunk_of
+from ppo_repro.numerics.families import NAMES, TRUNKS, head_dim, head_of, key_value_heads, trunk_of
 from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
+from ppo_repro.numerics.linear import linear, product
+from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.precision import EXACT, Precision, number, round_rows
 from ppo_repro.numerics.rotary import tables
-from ppo_repro.numerics.rows import Ragged, index
+from ppo_repro.numerics.rows import Ragged, Rows, index
 from ppo_repro.numerics.structs import (
     BatchStruct,
     Ints,
@@ -45,7 +47,7 @@ from ppo_repro.numerics.structs import (
     address,
     ints,
 )
-from ppo_repro.numerics.weights import PackedMatrix, state_of
+from ppo_repro.numerics.weights import PackedMatrix, forget, packed, state_of
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = range(3)  # of a forward pass: inputs of layers, or all that its backward needs
 
@@ -169,6 +171,10 @@ class Network:
             return NormStruct(grad=-1, b_grad=-1)
         return NormStruct(self._weight(norm.weight), self._weight(norm.bias), -1, -1)
 
+    def is_of(self, trunk: PreTrainedModel) -> bool:
+        """Whether the parameters of a trunk are still the objects that this network knows."""
+        return all(p is self.parameters.get(name) for name, p in trunk.named_parameters())
+
     def prepare(self) -> None:
         """Before a pass: point to the weights, and pack those that have changed."""
         library.check_denormals()
@@ -278,6 +284,9 @@ class Network:
         call = self._call(batch, cache, ints(np.asarray(slots) * cache.each), routes)
         return self._forward(call, None, KEEP_NOTHING), routes
 
+    def make_cache(self, slots: int, positions: int) -> Cache:
+        return Cache(self.description, slots, positions)
+
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
         """Copy the keys and values of the first positions of a slot to another one."""
         library.load().copy_prefix(
@@ -380,12 +389,36 @@ def is_deterministic(model: nn.Module) -> bool:
     return lowered_of(model) is not None
 
 
-def network_of(model: PreTrainedModel) -> Network:
-    """The network of a lowered model's trunk."""
+def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
+    """What computes a model's trunk: the kernels if it was lowered, else stock torch."""
     trunk, lowered = trunk_of(model), lowered_of(model)
     if lowered is None:
-        raise ValueError(f"{type(model).__name__} was not lowered")
+        return NativeNetwork(trunk)
     network = _NETWORKS.get(trunk)
-    if network is None or network.lowered != lowered:
+    if network is None or network.lowered != lowered or not network.is_of(trunk):
         network = _NETWORKS[trunk] = Network(trunk, lowered)
     return network
+
+
+def forget_packed(model: nn.Module) -> None:
+    """Free the packed copies of a module's weights until its next pass, for one that rests: they are as large."""
+    forget(model)
+    for module in model.modules():
+        if module in _NETWORKS:
+            _NETWORKS[module].forget()
+
+
+def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> Tensor:
+    """Logits [n, V] of a causal model from the trunk's hidden states [n, H], by the head.
+
+    `rows` as in `linear`, for a pass whose head is trained.
+    """
+    head, lowered = head_of(model), lowered_of(model)
+    if lowered is None:
+        return cast(Tensor, head(hidden))
+    precision = lowered.precision
+    if precision.other_weights == "float32":
+        out = linear(hidden, head, rows)
+    else:
+        out = product(hidden, packed(head, precision.other_weights))
+    return out if precision.logits == "float32" else round_rows(out, precision.logits)

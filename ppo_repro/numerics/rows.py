@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ppo_repro.numerics.structs import Ints, ints
+from ppo_repro.ranks import Ranks
+
+BLOCK = 128  # of the law: positions of a chain in the gradient of a weight
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,27 @@ class Rows:
     def at(self, rows: Ints) -> Rows:
         """Some of the rows, in rising order."""
         return Rows(ints(self.sequence[rows]), ints(self.position[rows]), self.slots)
+
+    def pieces(self, at_once: int) -> list[slice]:
+        """The rows cut into pieces of about `at_once`, never inside a block of 128 positions of a sequence."""
+        n = len(self.position)
+        if n <= at_once:
+            return [slice(0, n)]
+        blocks = self.sequence.astype(np.int64) * (1 << 32) + self.position // BLOCK
+        ends = [*(np.flatnonzero(np.diff(blocks)) + 1).tolist(), n]
+        cuts = [0]
+        for end, after in zip(ends, [*ends[1:], n + at_once + 1], strict=True):
+            if after - cuts[-1] > at_once:
+                cuts.append(end)
+        return [slice(a, b) for a, b in pairwise(cuts)]
+
+    def piece(self, rows: slice) -> Rows:
+        """The rows of a piece; its last slot is that of the sequence which the next piece begins with."""
+        sequence = self.sequence[rows]
+        first, last = int(sequence[0]), int(sequence[-1])
+        after = self.slots[self.sequence[rows.stop]] if rows.stop < len(self.sequence) else self.slots[-1]
+        slots = ints([*self.slots[first : last + 1], after])
+        return Rows(ints(sequence - first), ints(self.position[rows]), slots)
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,13 @@ def slots_of(sequences: Sequence[int] | range, minibatch: int, slots: int) -> In
     last = sequences[-1] + 1 if len(sequences) else 0
     own = [((i + 1) * slots - 1) // minibatch for i in sequences]
     return ints([*own, ((last + 1) * slots - 1) // minibatch if last < minibatch else slots])
+
+
+def slots_of_rank(minibatch: int, slots: int, ranks: Ranks) -> Ints:
+    """Slots [S + 1] of this rank's sequences of a minibatch, from 0: ranks hold slots / ranks consecutive slots each."""
+    each = slots // ranks.size
+    own = np.array([((i + 1) * slots - 1) // minibatch for i in ranks.mine(minibatch)], int)
+    return ints([*(own - ranks.rank * each), each])
 
 
 def ragged(
@@ -90,4 +122,4 @@ def flat(x: Tensor) -> Tensor:
 
 def index(rows: Ints) -> Tensor:
     """Rows as an index of torch."""
-    return torch.from_numpy(rows.astype(np.int64))
+    return torch.from_numpy(np.asarray(rows, np.int64))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import SlotSums
@@ -96,13 +96,21 @@ class PackedMatrix:
         self.struct.bias_grad = -1 if sums is None or not self.biases else sums.offset(*self.biases)
 
 
-_PACKED: WeakKeyDictionary[torch.nn.Module, PackedMatrix] = WeakKeyDictionary()
+_PACKED: WeakKeyDictionary[nn.Module, PackedMatrix] = WeakKeyDictionary()
 
 
-def packed(module: torch.nn.Module) -> PackedMatrix:
+def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
     """The packed weights of an nn.Linear that stands alone: a head, or a layer of a control network."""
     found = _PACKED.get(module)
-    weight, bias = module.weight, module.bias
+    weight, bias = module.get_parameter("weight"), module.bias
     if found is None or found.weights[0] is not weight:
-        found = _PACKED[module] = PackedMatrix([weight], [] if bias is None else [bias])
+        biases = [] if bias is None else [module.get_parameter("bias")]
+        found = _PACKED[module] = PackedMatrix([weight], biases, form=form, bias_form=form)
     return found
+
+
+def forget(module: nn.Module) -> None:
+    """Free the packed copies of the layers that stand alone in a module, until they are needed again."""
+    for layer in module.modules():
+        if layer in _PACKED:
+            _PACKED[layer].forget()

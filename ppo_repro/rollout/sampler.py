@@ -6,24 +6,17 @@ whatever else is in the batch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.distribution import distribution, require_finite
-from ppo_repro.numerics.arithmetic.elementwise import cos_sin, log, sqrt
-from ppo_repro.numerics.kernels import gumbel as noise
-from ppo_repro.numerics.logprobs import pack_bits, token_statistics, top_logits
+from ppo_repro.numerics.sampling import cut_tokens, normal_noise, sample_tokens
+from ppo_repro.numerics.sampling import gumbel_noise as gumbel_noise
+from ppo_repro.numerics.token_statistics import pack_bits, require_finite, token_statistics, top_logits
 from ppo_repro.rollout.engine import Sampling
 
 _MASK = 0xFFFFFFFF
-_FLOAT64_MAX = 1.7976931348623157e308
-# first words of the hashes for normal noise; those for Gumbel noise have one word less
-_RADIUS, _ANGLE = 1, 2
 _EVERYWHERE = 2**32 - 1  # a position that no token has
 
 
@@ -63,34 +56,6 @@ def murmur_hash32(words: list[Tensor]) -> Tensor:
     return h ^ (h >> 16)
 
 
-def _words(seeds: Tensor, positions: Tensor, columns: int) -> list[Tensor]:
-    by_row = [seeds & _MASK, (seeds >> 32) & _MASK, positions & _MASK]
-    return [*(word[:, None] for word in by_row), torch.arange(columns, device=seeds.device)[None, :]]
-
-
-def gumbel_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """Gumbel(0, 1) noise g = -log(-log u), float64 [n, columns], u = hash(seed, position, column) / (2^32 - 1).
-
-    seeds, positions int64 [n]. log u is clamped to [-DBL_MAX, -2^-32] as SGLang does.
-    """
-    h = murmur_hash32(_words(seeds, positions, columns))
-    u = elementwise.divided(h.to(torch.float64), _MASK)
-    log_u = torch.where(h > 0, log(u.clamp(min=1e-300)), -_FLOAT64_MAX)
-    return -log(-log_u.clamp(max=-(2.0**-32)))
-
-
-def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """Standard normal noise z = sqrt(-2 ln u) cos(2 pi v), float64 [n, columns], independent of the Gumbel noise.
-
-    u, v = (h + 1/2) / 2^32 with h = hash(1 for u and 2 for v, seed, position, column); |z| < 6.8. seeds,
-    positions int64 [n]. Box and Muller, 1958.
-    """
-    words = _words(seeds, positions, columns)
-    hashes = (murmur_hash32([torch.tensor(first), *words]) for first in (_RADIUS, _ANGLE))
-    u, v = ((h.to(torch.float64) + 0.5) * 2.0**-32 for h in hashes)
-    return sqrt(log(u) * -2.0) * cos_sin(v * (2.0 * math.pi))[0]
-
-
 def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, sigma: float) -> Tensor:
     """logits + temperature sigma z, float32 [n, V], rounded once; z is `normal_noise` of the token's id.
 
@@ -107,27 +72,12 @@ def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor
     It imitates a sampler that prefers some tokens everywhere, as one with a wrong row in its last matrix does.
     """
     z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1])
-    return (logits.to(torch.float64) + z.to(logits.device) * (temperature * size)).to(torch.float32)
+    return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)
 
 
 def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens top-k/top-p keep: (eligible bool [n, V], rank int64 [n, V], log kept mass float32 [n]).
-
-    Tokens are ranked by falling logit, ties by id. A token is kept while its rank is below top_k and the
-    mass before it is at most top_p; the likeliest is always kept. Masses are exact integers.
-    """
-    d = distribution(scaled, None)
-    order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
-    masses = d.masses.to(torch.int64).gather(-1, order)
-    before = masses.cumsum(-1) - masses
-    kept = before <= sampling.top_p * d.total
-    if sampling.top_k:
-        kept[:, sampling.top_k :] = False
-    ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(-1, order, ranks)
-    eligible = torch.zeros_like(kept).scatter_(-1, order, kept)
-    kept_mass = d.masses.to(torch.int64).masked_fill(~eligible, 0).sum(-1, keepdim=True).to(torch.float64)
-    return eligible, rank, log(kept_mass / d.total)[:, 0].to(torch.float32)
+    """`cut_tokens` of logits / temperature with the limits of `sampling`."""
+    return cut_tokens(scaled, sampling.top_k, sampling.top_p)
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:
@@ -137,54 +87,28 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang. With a `mismatch_sigma`
     everything is computed from `disturbed` logits, which are used nowhere else.
     """
+    temperature = sampling.temperature
     if sampling.mismatch_sigma:
-        logits = disturbed(logits, seeds, positions, sampling.temperature, sampling.mismatch_sigma)
+        logits = disturbed(logits, seeds, positions, temperature, sampling.mismatch_sigma)
     if sampling.token_bias:
-        logits = biased(logits, sampling.bias_seed, sampling.temperature, sampling.token_bias)
-    top = top_logits(logits, sampling.temperature, sampling.top_logits)
-    fused = backend.has_kernels(logits) and not sampling.greedy
-    if fused and mode == "exact" and not sampling.cuts:
-        tokens, logprobs = _sample_fused(logits, seeds, positions, sampling.temperature, None)
-        return Sample(tokens, logprobs, torch.zeros(len(logits)), torch.empty(len(logits), 0, dtype=torch.uint8), *top)
-    require_finite(logits)
-    scaled = elementwise.divided(logits, sampling.temperature)
+        logits = biased(logits, sampling.bias_seed, temperature, sampling.token_bias)
     kept, log_kept_mass = None, torch.zeros(len(logits))
     packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:
-        eligible, rank, log_kept_mass = cut(scaled, sampling)
+        eligible, rank, log_kept_mass = cut(logits / temperature, sampling)
         kept, packed = (eligible, rank), pack_bits(eligible)
     if sampling.greedy:
-        tokens = first_argmax(scaled)
-    elif fused:
-        tokens, _ = _sample_fused(logits, seeds, positions, sampling.temperature, kept)
+        require_finite(logits)
+        tokens = first_argmax(logits / temperature)
     else:
-        tokens = _sample_eager(scaled, seeds, positions, kept)
-    logprobs, _ = token_statistics(logits, tokens, sampling.temperature, kept and kept[0], mode)
+        tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, kept)
+    if sampling.greedy or kept or mode == "native":
+        logprobs, _ = token_statistics(logits, tokens, temperature, kept and kept[0], mode)
+    top = top_logits(logits, temperature, sampling.top_logits)
     return Sample(tokens, logprobs, log_kept_mass, packed, *top)
-
-
-def _sample_eager(scaled: Tensor, seeds: Tensor, positions: Tensor, kept: tuple[Tensor, Tensor] | None) -> Tensor:
-    d = distribution(scaled, None)
-    log_p = (d.shifted.to(torch.float64) - d.log_total).to(torch.float32).to(torch.float64)
-    gumbel = gumbel_noise(seeds, positions, scaled.shape[-1])
-    if kept is not None:
-        eligible, rank = kept
-        gumbel = gumbel.gather(-1, rank)
-        log_p = log_p.masked_fill(~eligible, float("-inf"))
-    return first_argmax(log_p + gumbel)
-
-
-def _sample_fused(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, kept: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    """The tokens of `_sample_eager` by a kernel, and their log-probs in the whole distribution."""
-    rows, seed, position = (x.detach().contiguous().numpy() for x in (logits, seeds, positions))
-    arrays = None if kept is None else (kept[0].numpy(), kept[1].numpy())
-    tokens, logprobs = noise.sample(rows, seed, position, temperature, arrays)
-    return torch.from_numpy(tokens), torch.from_numpy(logprobs)
 
 
 def first_argmax(x: Tensor) -> Tensor:
     """Index of the maximum along the last axis; among equal ones the lowest."""
-    columns = torch.arange(x.shape[-1], device=x.device)
+    columns = torch.arange(x.shape[-1])
     return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

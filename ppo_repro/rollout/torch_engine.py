@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
-from ppo_repro.numerics.layers.lowering import is_exact
-from ppo_repro.numerics.layers.routes import routers, seen_routes
-from ppo_repro.numerics.trunk.forward import Cache, TrunkForward
+from ppo_repro.numerics.families import routers, trunk_of
+from ppo_repro.numerics.native import SlotCache
+from ppo_repro.numerics.network import Cache, logits, network_of
+from ppo_repro.numerics.rows import index, ragged
+from ppo_repro.numerics.structs import ints
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.sampler import sample
@@ -87,7 +88,7 @@ class TorchEngine:
         self.max_context, self.slots = max_context, slots
         self.prefill_chunk = prefill_chunk or max_context
         self.prefix_cache = prefix_cache
-        self._trunk = TrunkForward(trunk_of(policy))  # of the generation in progress
+        self._network: Any = network_of(trunk_of(policy))  # of the generation in progress
         self._routes: SlotRoutes | None = None  # likewise
 
     @torch.no_grad()
@@ -96,19 +97,18 @@ class TorchEngine:
     ) -> list[Completion]:
         for request in requests:
             check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
-        if not (sampling.routes and routers(self.policy)):
+        if sampling.routes and routers(self.policy):
+            self._routes = SlotRoutes(min(self.slots, len(requests)), self.max_context)
+        try:
             return self._generate(requests, sampling, dialogue)
-        with seen_routes(self.policy) as seen:
-            self._routes = SlotRoutes(seen, min(self.slots, len(requests)), self.max_context)
-            try:
-                return self._generate(requests, sampling, dialogue)
-            finally:
-                self._routes = None
+        finally:
+            self._routes = None
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None) -> list[Completion]:
         slots = min(self.slots, len(requests))
-        cache = self._cache(slots)
-        self._trunk = TrunkForward(trunk_of(self.policy))
+        self._network = network_of(trunk_of(self.policy))
+        self._network.prepare()
+        cache = self._network.make_cache(slots, self.max_context)
         free = list(range(slots))
         prefixes = PrefixIndex()
         waiting = deque(enumerate(requests))
@@ -118,16 +118,16 @@ class TorchEngine:
         while waiting or active or answered:
             if answered:
                 turn, answered = answered, []
-                logits = self._read_on(cache, turn)
+                found = self._read_on(cache, turn)
                 active += turn
             elif waiting and free:
                 turn = [_Active(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
-                logits = self._prefill(cache, prefixes, turn)
+                found = self._prefill(cache, prefixes, turn)
                 active += turn
             else:
                 turn = active
-                logits = self._decode(cache, turn)
-            self._sample(turn, logits, sampling)
+                found = self._decode(cache, turn)
+            self._sample(turn, found, sampling)
             for item in turn:
                 reason = self._finish_reason(item, sampling)
                 if dialogue is not None:
@@ -139,14 +139,7 @@ class TorchEngine:
                     free.append(item.slot)
                     prefixes.hold(item.slot, item.context[:-1])
             active = [item for item in active if item.index not in done and not item.forced[-1]]
-        self._trunk = TrunkForward(trunk_of(self.policy))  # the old one may hold operands
         return [done[index] for index in range(len(requests))]
-
-    def _cache(self, slots: int) -> Cache:
-        policy, context = self.policy, self.max_context
-        if is_exact(policy):
-            return GridCache(policy.config, slots, context, policy.device)
-        return SlotCache(policy.config, slots, context, policy.device, policy.dtype)
 
     def _after_dialogue(self, item: _Active, reason: str, sampling: Sampling, dialogue: Dialogue) -> str:
         """Why the completion ends, empty where it does not; what the environment says is put in where there is room."""
@@ -162,12 +155,12 @@ class TorchEngine:
         item.put_in(reply)
         return ""
 
-    def _read_on(self, cache: Cache, turn: list[_Active]) -> Tensor:
+    def _read_on(self, cache: Cache | SlotCache, turn: list[_Active]) -> Tensor:
         """Compute the tokens that the slots do not have yet; logits [len(turn), V] after the last one."""
-        logits_of = {item.index: logits for item, logits in self._chunks(cache, turn)}
+        logits_of = dict((item.index, row) for item, row in self._chunks(cache, turn))
         return torch.stack([logits_of[item.index] for item in turn])
 
-    def _admit(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
+    def _admit(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
         """Copy known prefixes of the prompts into their slots; returns the prompts to prefill, then copies of them."""
         leaders: dict[tuple[int, ...], _Active] = {}
         copies: list[_Active] = []
@@ -183,15 +176,15 @@ class TorchEngine:
             prefixes.hold(item.slot, ())
         return [list(leaders.values()), copies] if copies else [list(leaders.values())]
 
-    def _take_over(self, cache: Cache, prefixes: PrefixIndex, item: _Active) -> None:
+    def _take_over(self, cache: Cache | SlotCache, prefixes: PrefixIndex, item: _Active) -> None:
         """Copy the longest prefix that a slot holds; the last prompt token is always computed, for its logits."""
         source, item.known = prefixes.longest(item.request.prompt_ids[:-1])
         if item.known and source != item.slot:
-            cache.copy_prefix(source, item.slot, item.known)
+            self._network.copy_prefix(cache, source, item.slot, item.known)
             if self._routes is not None:
                 self._routes.copy_prefix(source, item.slot, item.known)
 
-    def _prefill(self, cache: Cache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
+    def _prefill(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
         """Compute the unknown tokens of the prompts; logits [len(turn), V] after each prompt."""
         out = torch.empty(len(turn), self.policy.config.vocab_size, device=self.policy.device)
         row_of = {item.index: row for row, item in enumerate(turn)}
@@ -199,12 +192,12 @@ class TorchEngine:
             for item in items:
                 if wave:  # a copy; its original is in the cache by now
                     self._take_over(cache, prefixes, item)
-            for item, logits in self._chunks(cache, items):
-                out[row_of[item.index]] = logits
+            for item, row in self._chunks(cache, items):
+                out[row_of[item.index]] = row
                 prefixes.hold(item.slot, item.request.prompt_ids)
         return out
 
-    def _chunks(self, cache: Cache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
+    def _chunks(self, cache: Cache | SlotCache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
         """Prefill `prefill_chunk` tokens of each context at a time; yields logits [V] where one ends."""
         while items:
             pieces = [item.context[item.known : item.known + self.prefill_chunk] for item in items]
@@ -213,40 +206,31 @@ class TorchEngine:
                 item.known += len(piece)
             ends = [row for row, item in enumerate(items) if item.known == len(item.context)]
             if ends:
-                logits = head_of(self.policy)(hidden[torch.tensor(ends).to(hidden.device)])
-                yield from zip((items[row] for row in ends), logits, strict=True)
+                found = logits(self.policy, hidden[torch.tensor(ends).to(hidden.device)])
+                yield from zip((items[row] for row in ends), found, strict=True)
             items = [item for item in items if item.known < len(item.context)]
 
-    def _decode(self, cache: Cache, turn: list[_Active]) -> Tensor:
+    def _decode(self, cache: Cache | SlotCache, turn: list[_Active]) -> Tensor:
         """Take in the last token of each response; logits [len(turn), V] after it."""
         pieces = [(item.tokens[-1],) for item in turn]
         hidden = self._forward(cache, [item.slot for item in turn], pieces, [item.last_position for item in turn])
-        return head_of(self.policy)(hidden)
+        return logits(self.policy, hidden)
 
-    def _forward(self, cache: Cache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
+    def _forward(
+        self, cache: Cache | SlotCache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]
+    ) -> Tensor:
         """Hidden states [R, H] of the last token of each piece; row r's piece begins at position starts[r]."""
-        lengths = np.array([len(piece) for piece in pieces])
-        width = int(lengths.max())
-        ids = np.array([[*piece, *[0] * (width - len(piece))] for piece in pieces])
-        columns = np.arange(width)
-        valid = columns < lengths[:, None]
-        # a padded query sits at position 0, where it sees one key, and its result is not used
-        positions = np.where(valid, np.array(starts)[:, None] + columns, 0)
-        cache.aim(torch.tensor(slots), torch.from_numpy(positions), torch.from_numpy(valid))
-        here = self.policy.device
-        last = None if width == 1 else torch.from_numpy(np.arange(len(pieces)) * width + lengths - 1).to(here)
-        hidden = self._trunk.over_cache(torch.from_numpy(ids).to(here), cache, last)
+        batch = ragged(pieces, past=starts)
+        hidden, routes = self._network.over_cache(batch, cache, slots, seen=self._routes is not None)
         if self._routes is not None:
-            self._routes.keep(torch.tensor(slots), torch.from_numpy(positions), torch.from_numpy(valid))
-        return hidden
+            self._routes.keep(ints(slots)[batch.rows.sequence], batch.rows.position, routes)
+        return hidden if len(hidden) == len(pieces) else hidden[index(batch.start[1:] - 1).to(hidden.device)]
 
-    def _sample(self, turn: list[_Active], logits: Tensor, sampling: Sampling) -> None:
+    def _sample(self, turn: list[_Active], found: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
-        at = seeds.to(logits.device), positions.to(logits.device)
-        samples = sample(logits.to(torch.float32), *at, sampling, self.mode)
-        names = (field.name for field in fields(Drawn))
-        drawn = Drawn(*(getattr(samples, name).cpu().numpy() for name in names))
+        samples = sample(found.to("cpu", torch.float32), seeds, positions, sampling, self.mode)
+        drawn = Drawn(*(getattr(samples, field.name).numpy() for field in fields(Drawn)))
         for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
             item.add(token, drawn, row)
 

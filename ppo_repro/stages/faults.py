@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.buffers import Rollout
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.logprobs import expand_kept
+from ppo_repro.numerics.token_statistics import expand_kept
 from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.seeding import words
 from ppo_repro.stages.prompts import Task
@@ -26,9 +26,9 @@ def training_temperature(config: RunConfig) -> float:
     return config.rollout.temperature if config.mismatch.trainer.temperature_scored else 1.0
 
 
-def training_eligible(config: RunConfig, kept_tokens: Tensor, vocab_size: int, device: torch.device) -> Tensor | None:
+def training_eligible(config: RunConfig, kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
     """The tokens over which the trainer normalises, bool [n, V]; None for all. `kept_tokens` [n, W] uint8."""
-    return expand_kept(kept_tokens, vocab_size, device) if config.mismatch.trainer.top_p_scored else None
+    return expand_kept(kept_tokens, vocab_size) if config.mismatch.trainer.top_p_scored else None
 
 
 def training_prompt(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, ...]:

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
 from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batches
-from ppo_repro.models.networks import ValueModel, hidden_states
+from ppo_repro.models.networks import hidden_states, seen_states, value_predictions, values_of
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.layers.routes import routers, seen_routes
-from ppo_repro.numerics.logprobs import kl_divergence, score, top_logits
+from ppo_repro.numerics.families import routers, trunk_of
+from ppo_repro.numerics.network import forget_packed, logits
+from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.token_statistics import kl_divergence, score, top_logits
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.faults import dropped, training_eligible, training_temperature
-
-LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once
+from ppo_repro.stages.pieces import in_pieces
 
 
 @torch.no_grad()
 def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks: Ranks) -> ForwardPass:
     """Policy, reference and value model on every response token, `forward_micro_batch` sequences at a time.
 
-    Each rank scores its own sequences and gets all scores. A value model of its own comes after the reference, and
-    operands are freed in between and at the end: those of all three together would be the most that a run needs.
+    Each rank scores its own sequences and gets all scores. The packed weights of the reference are freed before a value
+    model of its own is packed: those of all three together would be the most that a run needs.
     """
     mine = torch.tensor(ranks.mine(len(rollout.lengths)), dtype=torch.int64)
     layout = config.layout
@@ -39,12 +35,10 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         torch.cat(column) for column in zip(*scored, strict=True)
     )
     top_ids, largest, ref_top_ids, ref_largest = top
-    state.forget(state.reference)
+    forget_packed(state.reference)
     if state.value_optimizer is not None:
         values = torch.cat(ranks.gather([_separate_values(state, m) for m in work]))
     final_values = _final_values(state, rollout, mine, config, ranks)
-    if state.value_optimizer is not None:
-        state.forget(state.value_model)
     return ForwardPass(
         old_logprobs=old,
         ref_logprobs=ref,
@@ -72,10 +66,6 @@ def in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
     return predictions * returns.scale + returns.mean if returns.count else predictions
 
 
-def _values(value_model: ValueModel, hidden: Tensor, state: TrainState) -> Tensor:
-    return in_reward_units(value_model.head(hidden)[:, 0].cpu(), state.coefficients.returns)
-
-
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
     """The results of `_distributions`, routes, and the values of a head on the policy's trunk; empty without one."""
     hidden, routes = _seen(state, m.batch, config)
@@ -83,22 +73,22 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
     statistics = _distributions(state, m.batch, seen, rollout.kept_tokens[m.tokens], config)
     if state.value_model is None or state.value_optimizer is not None:
         return *statistics, routes, torch.empty(0)
-    return *statistics, routes, _values(state.value_model, hidden, state)
+    values = values_of(state.value_model, hidden, m.batch).cpu()
+    return *statistics, routes, in_reward_units(values, state.coefficients.returns)
 
 
 def _seen(state: TrainState, batch: TokenBatch, config: RunConfig) -> tuple[Tensor, Tensor]:
     """The policy's hidden states [n, H], and at level deep the routes that gave them, [n, M k] int32, else [n, 0]."""
     trunk = trunk_of(state.policy)
-    if config.records.level != "deep" or not routers(trunk):
-        return hidden_states(trunk, batch, replay=True), torch.empty(len(batch.targets), 0, dtype=torch.int32)
-    with seen_routes(trunk) as seen:
-        hidden = hidden_states(trunk, batch, replay=True)
-    return hidden, seen.take()[batch.predictors]
+    hidden, routes = seen_states(trunk, batch, config.records.level == "deep" and bool(routers(trunk)))
+    if routes is None:
+        return hidden, torch.empty(len(batch.targets), 0, dtype=torch.int32)
+    return hidden, torch.from_numpy(routes[batch.predictors])
 
 
 def _separate_values(state: TrainState, m: MicroBatch) -> Tensor:
     assert state.value_model is not None
-    return _values(state.value_model, hidden_states(state.value_model.trunk, m.batch), state)
+    return in_reward_units(value_predictions(state.value_model, m.batch).cpu(), state.coefficients.returns)
 
 
 def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: RunConfig, ranks: Ranks) -> Tensor:
@@ -115,24 +105,11 @@ def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: Run
         sequences = [(*rollout.prompts.prompt_ids[i], *rollout.whole(i)) for i in chunk]
         # an additional token after each sequence: it is not an input, and its predictor is the last real token
         batch = lay_out(sequences, [(0,)] * len(sequences), config.layout.padding)
-        values += _values(state.value_model, hidden_states(state.value_model.trunk, batch), state).tolist()
+        found = value_predictions(state.value_model, batch).cpu()
+        values += in_reward_units(found, state.coefficients.returns).tolist()
     for index, value in ranks.gather(list(zip(cut, values, strict=True))):
         final_values[index] = value
     return final_values
-
-
-def in_pieces(compute: Callable[[slice], tuple[Tensor, ...]], rows: int, vocab_size: int) -> tuple[Tensor, ...]:
-    """`compute` of rows that have logits, LOGITS_AT_ONCE elements at a time, its tensors joined.
-
-    Of several pieces a backward pass computes each again, so that the logits of one are there at a time.
-    """
-    at_once = max(1, LOGITS_AT_ONCE // vocab_size)
-    if rows <= at_once:
-        return compute(slice(0, rows))
-    # no random number is drawn, so there is no generator state to restore
-    again = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-    pieces = [again(slice(start, start + at_once)) for start in range(0, rows, at_once)]
-    return tuple(torch.cat(column) for column in zip(*pieces, strict=True))
 
 
 def _distributions(
@@ -140,25 +117,21 @@ def _distributions(
 ) -> tuple[Tensor, ...]:
     """Old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n] each.
 
-    The last one is empty unless the reward charges it. Then `top_logits` of the policy and of the reference. Logits
-    are computed for LOGITS_AT_ONCE elements at a time, on the device of the models; the results are on the CPU.
+    The last one is empty unless the reward charges it. Then `top_logits` of the policy and of the reference.
     """
     mode, temperature = config.numerics.mode, training_temperature(config)
     policy, reference = state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
-    head, ref_head = head_of(policy), head_of(reference)
 
-    def of_rows(rows: slice) -> tuple[Tensor, ...]:
-        logits = head(hidden[rows])
-        ref_logits = ref_head(ref_hidden[rows])
-        targets = batch.targets[rows]
-        eligible = training_eligible(config, kept_tokens[rows], logits.shape[-1], logits.device)
-        s = score(logits, ref_logits, targets, temperature, eligible, mode)
+    def of_rows(hidden: Tensor, rows: slice, _: Rows) -> tuple[Tensor, ...]:
+        own = logits(policy, hidden).cpu()
+        other = logits(reference, ref_hidden[rows]).cpu()
+        eligible = training_eligible(config, kept_tokens[rows], own.shape[-1])
+        s = score(own, other, batch.targets[rows], temperature, eligible, mode)
         reverse = torch.empty(0)
         if _charges_reverse(config):
-            reverse = kl_divergence(ref_logits, logits, temperature, eligible)
-        top = [top_logits(x, temperature, config.records.logits_per_token) for x in (logits, ref_logits)]
-        found = s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
-        return tuple(x.cpu() for x in found)
+            reverse = kl_divergence(other, own, temperature, eligible)
+        top = [top_logits(x, temperature, config.records.logits_per_token) for x in (own, other)]
+        return s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
 
-    return in_pieces(of_rows, len(hidden), policy.config.vocab_size)
+    return in_pieces(of_rows, hidden, batch.rows, policy.config.vocab_size)

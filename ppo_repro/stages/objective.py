@@ -22,15 +22,18 @@ from ppo_repro.config.objectives import (
 )
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
-from ppo_repro.models.networks import ValueModel, hidden_states
+from ppo_repro.models.networks import ValueModel, hidden_states, values_of
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import kl_loss, token_statistics
+from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.network import logits
+from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.token_statistics import kl_loss, token_statistics
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.sequences import response_means, sequence_ratios
 from ppo_repro.remedies.corrections import Corrections, corrections_of
 from ppo_repro.stages.faults import Stream, dropped, training_eligible, training_temperature
-from ppo_repro.stages.forward import in_pieces, in_reward_units
+from ppo_repro.stages.forward import in_reward_units
+from ppo_repro.stages.pieces import in_pieces
 
 Columns = tuple[Tensor, ...]  # per-token tensors to record, [m] each, or empty where there is no such thing
 LossAndColumns = tuple[Tensor, Columns]  # per-token loss [m]
@@ -151,7 +154,7 @@ class PolicyLoss:
 
     def hidden(self, m: MicroBatch) -> Tensor:
         """The trunk's hidden states [m, H]."""
-        return hidden_states(trunk_of(self.state.policy), m.batch, replay=True)
+        return hidden_states(trunk_of(self.state.policy), m.batch)
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]; the losses of tokens are computed on the CPU."""
@@ -161,25 +164,29 @@ class PolicyLoss:
             with torch.no_grad():
                 ref_seen = hidden_states(trunk_of(self.state.reference), m.batch)
         vocab_size = self.state.policy.config.vocab_size
-        statistics = in_pieces(lambda rows: self._of_rows(m, seen, ref_seen, rows), len(seen), vocab_size)
-        logprobs, entropies, *divergences = (x.cpu() for x in statistics)
+
+        def of_rows(hidden: Tensor, rows: slice, where: Rows) -> tuple[Tensor, ...]:
+            return self._of_rows(m, hidden, ref_seen, rows, where)
+
+        logprobs, entropies, *divergences = in_pieces(of_rows, seen, m.batch.rows, vocab_size)
         estimated = self.terms.estimated_kl_terms(m.tokens, logprobs)
         kl_terms = divergences[0] * self.terms.coefficients.kl_coef if divergences else estimated
         columns = self.terms.of(m.tokens, logprobs, entropies, kl_terms)
         return columns.losses, columns
 
-    def _of_rows(self, m: MicroBatch, seen: Tensor, ref_seen: Tensor | None, rows: slice) -> tuple[Tensor, ...]:
+    def _of_rows(
+        self, m: MicroBatch, hidden: Tensor, ref_seen: Tensor | None, rows: slice, where: Rows
+    ) -> tuple[Tensor, ...]:
         """Log-probs and entropies of some tokens, and KL(policy || reference) where there is a reference, [r] each."""
         temperature, mode = training_temperature(self.terms.config), self.terms.config.numerics.mode
-        logits = head_of(self.state.policy)(seen[rows])
-        kept_tokens = self.rollout.kept_tokens[m.tokens[rows]]
-        eligible = training_eligible(self.terms.config, kept_tokens, logits.shape[-1], logits.device)
-        statistics = token_statistics(logits, m.batch.targets[rows], temperature, eligible, mode)
+        own = logits(self.state.policy, hidden, where).cpu()
+        eligible = training_eligible(self.terms.config, self.rollout.kept_tokens[m.tokens[rows]], own.shape[-1])
+        statistics = token_statistics(own, m.batch.targets[rows], temperature, eligible, mode)
         if ref_seen is None:
             return statistics
         with torch.no_grad():
-            ref_logits = head_of(self.state.reference)(ref_seen[rows])
-        return *statistics, kl_loss(logits, ref_logits, temperature, eligible, mode)
+            other = logits(self.state.reference, ref_seen[rows]).cpu()
+        return *statistics, kl_loss(own, other, temperature, eligible, mode)
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ class ValueLoss:
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]."""
-        values = in_reward_units(self.value_model.head(hidden)[:, 0].cpu(), self.terms.statistics)
+        values = in_reward_units(values_of(self.value_model, hidden, m.batch).cpu(), self.terms.statistics)
         loss = self.terms.of(m.tokens, values)
         return loss, (loss, values)
 

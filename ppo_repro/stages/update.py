@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +13,11 @@ from ppo_repro.buffers import Advantages, ForwardPass, MinibatchUpdate, PolicyUp
 from ppo_repro.clock import Clock
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.batches import MicroBatch, input_tokens, micro_batches
+from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.rows import slots_of_rank
+from ppo_repro.numerics.sums import mean
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ranks import Ranks
@@ -36,8 +35,6 @@ from ppo_repro.stages.objective import (
 )
 
 _POLICY_COLUMNS = len(PolicyColumns._fields)
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
@@ -53,7 +50,6 @@ class _Work:
     mine: list[MicroBatch]
     tokens: Tensor  # [M] int64, of all ranks
     weights: Tensor  # [N] float32, weight of each token's loss; 0 outside the minibatch
-    input_tokens: int  # of all ranks, prompts included
     ranks: Ranks
 
     def own_weights(self) -> Tensor:
@@ -74,33 +70,33 @@ def _share_out(
 ) -> _Work:
     layout = config.layout
     mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
-    work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes)
+    slots = slots_of_rank(len(sequences), config.ppo.gradient_slots, ranks)
+    work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes, slots)
     tokens = rollout.tokens_of(sequences)
     weights = torch.zeros(len(rollout.response_ids))
     in_losses = None if counted is None else counted[tokens]
     reasons = [rollout.finish_reasons[i] for i in sequences.tolist()]
     weights[tokens] = training_weights(config, rollout.lengths[sequences], reasons, in_losses)
     deep = config.records.level == "deep"
-    return _Work(work, tokens, weights, input_tokens(rollout, sequences), ranks, deep, place)
+    return _Work(work, tokens, weights, ranks, deep, place)
 
 
 def _step(
     optimizer: Optimizer, work: _Work, losses_of: Callable[[MicroBatch], LossAndColumns]
 ) -> tuple[StepReport, list[Tensor]]:
-    """One optimizer step, and the columns of its last backward pass over the whole minibatch, [M] each.
+    """One optimizer step, and the columns of the whole minibatch, [M] each.
 
     Losses are not reduced in autograd: the backward pass of each token starts from its weight.
     """
     by_micro_batch: list[Columns] = []
 
     def backward() -> None:
-        by_micro_batch.clear()
         for m in work.mine:
             loss, columns = losses_of(m)
-            torch.autograd.backward(loss, work.weights[m.tokens] * optimizer.loss_scale)
+            torch.autograd.backward(loss, work.weights[m.tokens])
             by_micro_batch.append(tuple(c.detach() for c in columns))
 
-    report = optimizer.step(backward, work.input_tokens, work.ranks, work.by_tensor)
+    report = optimizer.step(backward, work.ranks, work.by_tensor)
     return report, [torch.cat(column) for column in zip(*work.ranks.gather(by_micro_batch), strict=True)]
 
 
@@ -144,23 +140,15 @@ def update(
             if steps_policy and objective.value is not None and state.value_optimizer is None:
                 policy, value_update = _joint_step(state, work, objective)
             else:
-                policy, value_update = _together(
-                    lambda: _policy_step(state, work, objective) if steps_policy else None,  # noqa: B023
-                    lambda: _value_step(state, work, objective) if steps_value else None,  # noqa: B023
-                    ranks,
-                )
+                policy = _policy_step(state, work, objective) if steps_policy else None
+                value_update = _value_step(state, work, objective) if steps_value else None
             if policy is not None and ppo.early_stop_kl is not None:
                 stopped = stopped or policy.approx_kl > ppo.early_stop_kl
             clock.lap("update")
-            digests = _digests(state, ranks)
+            digests = _digests(state)
             clock.lap("digests")
             loss_weights = work.own_weights()
             yield MinibatchUpdate(epoch, index, work.tokens, loss_weights, policy, value_update, *digests)
-
-
-def _together(first: Callable[[], A], second: Callable[[], B], ranks: Ranks) -> tuple[A, B]:
-    """Both results. One process computes them side by side, several in one fixed order, so that collectives match."""
-    return backend.side_by_side(first, second) if ranks.size == 1 else (first(), second())
 
 
 def learning_rates(config: RunConfig, iteration: int) -> tuple[float, float | None]:
@@ -178,12 +166,11 @@ def _set_learning_rates(state: TrainState, config: RunConfig) -> None:
         state.value_optimizer.settings = replace(state.value_optimizer.settings, learning_rate=value)
 
 
-def _digests(state: TrainState, ranks: Ranks) -> tuple[str, str | None]:
-    return _together(
-        lambda: weights_digest(state.policy.named_parameters()),
-        lambda: None if state.value_model is None else weights_digest(state.own_value_module.named_parameters()),
-        ranks,
-    )
+def _digests(state: TrainState) -> tuple[str, str | None]:
+    policy = weights_digest(state.policy.named_parameters())
+    if state.value_model is None:
+        return policy, None
+    return policy, weights_digest(state.own_value_module.named_parameters())
 
 
 def _with_chosen(objective: Objective, work: _Work, losses_of: Callable[[MicroBatch], LossAndColumns]) -> Objective:
@@ -215,15 +202,12 @@ def with_chosen(terms: PolicyTerms, tokens: Tensor, new_logprobs: Tensor, place:
 def _policy_step(state: TrainState, work: _Work, objective: Objective) -> PolicyUpdate:
     objective = _with_chosen(objective, work, objective.policy.of)
     report, columns = _step(state.policy_optimizer, work, objective.policy.of)
-    if state.value_optimizer is not None:
-        state.forget(state.policy)  # before the value model's step: the operands are those of the old weights
     return policy_update(report, PolicyColumns(*columns), work.tokens, work.own_weights(), objective.policy.terms)
 
 
 def _value_step(state: TrainState, work: _Work, objective: Objective) -> ValueUpdate:
     assert state.value_optimizer is not None and objective.value is not None
     report, columns = _step(state.value_optimizer, work, objective.value.of)
-    state.forget(state.value_model)
     token_losses, new_values = columns
     return value_update(report, token_losses, new_values, work.tokens, work.own_weights(), objective.value.terms)
 
@@ -265,9 +249,9 @@ def policy_update(
         penalty_loss=None if penalties is None else weighted(penalties),
         entropy_loss=0.0 - _total(of.new_entropies * policy.config.ppo.entropy_coef, weights),
         kl_loss=None if kl_terms is None else _total(kl_terms, weights),
-        entropy=exact_mean(of.new_entropies),
-        approx_kl=exact_mean(kl.k3(policy.anchor[tokens] - of.new_logprobs)),
-        clip_fraction=exact_mean(losses.removes_gradient(flags)),
+        entropy=mean(of.new_entropies),
+        approx_kl=mean(kl.k3(policy.anchor[tokens] - of.new_logprobs)),
+        clip_fraction=mean(losses.removes_gradient(flags)),
         grad_norm=report.grad_norm,
         gradients=report.gradients,
     )
@@ -288,7 +272,7 @@ def value_update(
         clipped=clipped,
         losses=token_losses,
         loss=_total(token_losses, weights),
-        clip_fraction=exact_mean(clipped),
+        clip_fraction=mean(clipped),
         grad_norm=None if report is None else report.grad_norm,
         gradients=() if report is None else report.gradients,
     )

@@ -1,0 +1,177 @@
+"""A trunk in stock torch: transformers' own forward pass over padded rows, and a cache of fixed slots for decoding.
+
+The negative control, and the numerics for devices the kernels do not cover. No bit is promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ppo_repro.errors import UserError
+from ppo_repro.numerics.families import decoder_layers, head_dim, key_value_heads, routers, stock_masks
+from ppo_repro.numerics.rows import Ragged, index
+from ppo_repro.numerics.structs import Ints, ints
+
+
+class SlotCache:
+    """Keys and values [slots, Hk, positions, D] of each layer, handed to a model as `past_key_values`.
+
+    What a slot held before is never visible, because a query sees no key after its own position.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, slots: int, positions: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (slots, key_value_heads(config), positions, head_dim(config))
+        self.keys, self.values = (
+            [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)
+        )
+
+    def aim(self, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
+        """Set where the next pass writes: row r is slot slots[r], query i sits at positions[r, i] [R, L] if valid."""
+        slots, positions, valid = (x.to(self.keys[0].device) for x in (slots, positions, valid))
+        self._slots, self._valid = slots, valid
+        self._rows, self._positions = slots[:, None].expand_as(positions)[valid], positions[valid]
+        self._width = int(positions.max()) + 1
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write [R, Hk, L, D] and return all keys and values of the rows, [R, Hk, width, D]."""
+        for store, new in ((self.keys[layer_idx], keys), (self.values[layer_idx], values)):
+            store[self._rows, :, self._positions] = new.transpose(1, 2)[self._valid]
+        stores = self.keys[layer_idx], self.values[layer_idx]
+        return stores[0][self._slots, :, : self._width], stores[1][self._slots, :, : self._width]
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Give slot `target` the first `length` positions of slot `source`."""
+        for store in (*self.keys, *self.values):
+            store[target, :, :length] = store[source, :, :length]
+
+
+def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tensor:
+    """bool [R, 1, L, keys]: query i of row r sees keys first..last [R, L], at most the last `window` of them."""
+    columns = torch.arange(keys, device=last.device)
+    begin = first if window is None else torch.maximum(first, last - window + 1)
+    return ((columns >= begin[..., None]) & (columns <= last[..., None]))[:, None]
+
+
+class NativeNetwork:
+    """The interface of `network.Network` by stock torch."""
+
+    def __init__(self, trunk: PreTrainedModel) -> None:
+        self.trunk = trunk
+
+    def prepare(self) -> None:
+        """Nothing is packed here."""
+
+    def forget(self) -> None:
+        """Nothing is packed here."""
+
+    def make_cache(self, slots: int, positions: int) -> SlotCache:
+        return SlotCache(self.trunk.config, slots, positions, self.trunk.device, self.trunk.dtype)
+
+    def copy_prefix(self, cache: SlotCache, source: int, target: int, positions: int) -> None:
+        cache.copy_prefix(source, target, positions)
+
+    @torch.no_grad()
+    def over_cache(
+        self, batch: Ragged, cache: SlotCache, slots: Sequence[int], seen: bool = False
+    ) -> tuple[Tensor, Ints | None]:
+        """Hidden states [n, H] of tokens whose past is in slots of the cache, and the routes seen [n, M k]."""
+        lengths = batch.lengths
+        columns = np.arange(lengths.max())
+        valid = columns < lengths[:, None]
+        # a padded query sits at position 0, where it sees one key; its result is not used
+        positions = np.where(valid, batch.rows.position[batch.start[:-1]][:, None] + columns, 0)
+        ids = np.zeros(valid.shape, np.int64)
+        ids[valid] = batch.ids
+        where = torch.from_numpy(positions)
+        cache.aim(torch.tensor(list(slots)), where, torch.from_numpy(valid))
+        device = self.trunk.device
+        position = where.to(device)
+        masks = stock_masks(
+            self.trunk.config,
+            lambda window: _visible(torch.zeros_like(position), position, window, int(positions.max()) + 1),
+        )
+        rows = torch.from_numpy(np.flatnonzero(valid))
+        options: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache}
+        return self._pass(torch.from_numpy(ids), where, rows, options, seen)
+
+    def over_batch(
+        self, batch: Ragged, rows: Ints, seen: bool = False, padding: str = "right"
+    ) -> tuple[Tensor, Ints | None]:
+        """Hidden states [n, H] at some rows of whole sequences, differentiable; and the routes of all rows [.., M k].
+
+        Short rows are padded `right` or `left`, or all sequences packed in one row with `none`.
+        """
+        if batch.routes is not None:
+            raise UserError("ppo.replay_routes = true: needs numerics.mode = deterministic; remove it")
+        lengths, count = batch.lengths, len(batch.lengths)
+        width = int(lengths.sum() if padding == "none" else lengths.max())
+        row = np.zeros(count, np.int64) if padding == "none" else np.arange(count)
+        first = {"none": batch.start[:-1], "right": np.zeros(count, np.int64), "left": width - lengths}[padding]
+        height = 1 if padding == "none" else count
+        place = np.repeat(row * width + first - batch.start[:-1], lengths) + np.arange(len(batch.ids))
+        ids, positions = np.zeros(height * width, np.int64), np.zeros(height * width, np.int64)
+        first_key = np.tile(np.arange(width), height)  # padding sees only itself
+        ids[place], positions[place] = batch.ids, batch.rows.position
+        first_key[place] = np.repeat(first, lengths)
+        shape, device = (height, width), self.trunk.device
+        begin = torch.from_numpy(first_key.reshape(shape)).to(device)
+        end = torch.arange(width, device=device).expand_as(begin)
+        masks = stock_masks(self.trunk.config, lambda window: _visible(begin, end, window, width))
+        inputs = (torch.from_numpy(x.reshape(shape)) for x in (ids, positions))
+        hidden, routes = self._pass(*inputs, torch.from_numpy(place), {"attention_mask": masks}, seen)
+        return hidden[index(rows).to(device)], routes
+
+    def _pass(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, options: dict[str, Any], seen: bool
+    ) -> tuple[Tensor, Ints | None]:
+        """Hidden states and routes at flat positions `rows` of a pass of the model over [R, L]."""
+        device = self.trunk.device
+        where = rows.to(device)
+        with _recording_gradients(self.trunk), _seen_routes(self.trunk if seen else None) as routes:
+            out = self.trunk(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False, **options)
+        hidden = out.last_hidden_state.flatten(0, 1)[where]
+        return hidden, ints(torch.cat(routes, -1)[where].cpu()) if seen else None
+
+
+@contextmanager
+def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
+    """Layers are in training mode inside if gradients are recorded: only then does transformers checkpoint them.
+
+    Not over a cache: transformers would take it away.
+    """
+    layers = decoder_layers(trunk) if torch.is_grad_enabled() else []
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+@contextmanager
+def _seen_routes(trunk: nn.Module | None) -> Iterator[list[Tensor]]:
+    """What the routers choose inside, [T, k] of each, by rising index; nothing without a trunk."""
+    seen: list[Tensor] = []
+
+    def look(_: nn.Module, __: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        seen.append(out[2].sort(-1).values)
+
+    handles: list[RemovableHandle] = []
+    if trunk is not None:
+        handles = [router.register_forward_hook(look) for router in routers(trunk)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.errors import UserError
+from ppo_repro.numerics import library
 from ppo_repro.numerics.kernels.core import pool
 from ppo_repro.numerics.kernels.core.memory import keep_freed_memory
 
@@ -51,7 +52,7 @@ def use(backend: Backend, threads: int) -> None:
     threads take the setting of the one that starts them.
     """
     global _active
-    check_denormals()
+    library.set_threads(threads)
     pool.set_threads(threads)
     _active = backend
     torch.set_num_threads(threads if backend == "eager" else 1)

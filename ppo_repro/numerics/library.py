@@ -9,7 +9,6 @@ import ctypes
 import functools
 import os
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,11 +63,10 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class Kernels(NamedTuple):
-    """The kernels of this process, for the manifest of a run."""
+    """The kernels of this process, for the manifest of a run; the digest is of their sources."""
 
     variant: str
     digest: str
-    threads: int
 
 
 def cpu_words(key: str) -> list[str]:
@@ -110,7 +108,7 @@ def locate(variant: Variant, folder: Path) -> Path:
     raise UserError(f"{path} is missing: {_MEND}")
 
 
-def open_library(path: Path, known_answer: int = KNOWN_ANSWER) -> ctypes.CDLL:
+def open_library(path: Path) -> ctypes.CDLL:
     """A library with the types of its functions; UserError if it does not load or its known answer is wrong."""
     try:
         library = ctypes.CDLL(str(path))
@@ -121,10 +119,10 @@ def open_library(path: Path, known_answer: int = KNOWN_ANSWER) -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
     _check_denormals(library)
     answer = library.known_answer()
-    if answer != known_answer:
+    if answer != KNOWN_ANSWER:
         cpu = " ".join(cpu_words("model name")) or platform.machine()
         raise UserError(
-            f"{path.name} computes {answer:#x} on this CPU ({cpu}) where {known_answer:#x} is right, so results would "
+            f"{path.name} computes {answer:#x} on this CPU ({cpu}) where {KNOWN_ANSWER:#x} is right, so results would "
             f"differ; {CHOICE} chooses another variant"
         )
     return library
@@ -140,11 +138,9 @@ def load() -> ctypes.CDLL:
 
 def set_threads(count: int) -> None:
     """Sets the number of threads the kernels use, which changes no result; UserError if the system gives no more."""
-    global _threads
     check_denormals()  # new threads do as this one
     if load().set_threads(count) != 0:
         raise UserError(f"threads = {count}: the system starts no more threads; use fewer")
-    _threads = count
 
 
 def check_denormals() -> None:
@@ -154,15 +150,11 @@ def check_denormals() -> None:
 
 def in_use() -> Kernels:
     """The kernels of this process."""
-    variant = _variant()
-    return Kernels(variant.name, build.digest(), _threads)
+    return Kernels(_variant().name, build.digest())
 
 
-_threads = 1
-
-
-def _variant(environment: Mapping[str, str] = os.environ) -> Variant:
-    return choose(build.this_platform(), frozenset(cpu_words("flags")), environment.get(CHOICE))
+def _variant() -> Variant:
+    return choose(build.this_platform(), frozenset(cpu_words("flags")), os.environ.get(CHOICE))
 
 
 def _check_denormals(library: ctypes.CDLL) -> None:

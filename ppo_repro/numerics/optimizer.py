@@ -169,9 +169,7 @@ def tensor_gradients(gradients: Mapping[str, Tensor]) -> tuple[TensorGradient, .
     tensors = (_Trained * len(flat))(*(_Trained(g=address(g), n=g.numel()) for g in flat.values()))
     _measure(list(flat), tensors)
     return tuple(
-        TensorGradient(
-            name, math.sqrt(tensor.square), float(g.abs().amax()) if g.numel() else 0.0, int((g == 0).sum()) / g.numel()
-        )
+        TensorGradient(name, math.sqrt(tensor.square), float(g.abs().amax()), int((g == 0).sum()) / g.numel())
         for (name, g), tensor in zip(flat.items(), tensors, strict=True)
     )
 

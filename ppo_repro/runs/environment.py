@@ -22,6 +22,7 @@ from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.tasks import JsonlTask, PythonTask, ReasoningGymTask
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files
+from ppo_repro.numerics import library
 from ppo_repro.tasks.reasoning_gym_task import PACKAGE
 from ppo_repro.tasks.rewards import reward_files
 
@@ -46,7 +47,7 @@ def code_digest() -> str:
     root = Path(__file__).resolve().parents[1]
     sums = [
         f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}"
-        for path in sorted(root.rglob("*.py"))
+        for path in sorted([*root.rglob("*.py"), *root.rglob("*.[ch]")])
     ]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
@@ -69,6 +70,7 @@ def describe_environment(config: RunConfig | ControlConfig, processes: int) -> d
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch_build": " ".join(torch.__config__.show().split())[:1000],
+        "kernels": library.in_use()._asdict(),
         "threads": config.layout.threads,
         "processes": processes,
         "cores": os.cpu_count(),

@@ -54,7 +54,6 @@ def until(heavy: str, *arguments: str | Path, cwd: Path = ROOT) -> tuple[int, st
         (["verify", "nowhere"], "every byte"),
         (["diff", "nowhere", "elsewhere"], "bit by bit"),
         (["grid", TINY_GRID], "running what is missing"),
-        (["compile"], "compiling"),
         (["audit", "dump.jsonl", "--model", "nowhere"], "both sides beside the exact model"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

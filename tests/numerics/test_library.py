@@ -15,6 +15,8 @@ import torch
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import build, library
+from tests.support.cli import one_line
+from tests.support.paths import ROOT, TINY
 
 X86_64 = build.PLATFORMS["Linux", "x86_64"]
 V3 = frozenset(["sse4_2", "avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"])
@@ -23,15 +25,6 @@ HERE = build.PLATFORMS[platform.system(), platform.machine()]
 ABLE = tuple(variant for variant in HERE.variants if variant.needs <= frozenset(library.cpu_words("flags")))
 ARM_LIBC = Path("/usr/aarch64-linux-gnu")
 FASTEST = HERE._replace(variants=ABLE[:1])
-
-
-def refusal(variant: str) -> str:
-    """The error of a new process that asks for a variant."""
-    command = "from ppo_repro.numerics import library; from ppo_repro.errors import UserError\ntry: library.load()\n"
-    command += "except UserError as error: print(error)"
-    environment = {**os.environ, library.CHOICE: variant}
-    said = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
-    return said.stdout.strip()
 
 
 @pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
@@ -66,9 +59,12 @@ def test_a_variant_that_the_cpu_does_not_run_is_refused() -> None:
     )
 
 
-def test_an_unknown_variant_is_refused() -> None:
-    line = refusal("avx2")
-    assert line.startswith("PPO_REPRO_KERNELS = 'avx2': there is no such variant; this CPU runs ")
+def test_an_unknown_variant_ends_a_run_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ppo_repro", "run", TINY, "--out", tmp_path / "runs"]
+    environment = {**os.environ, library.CHOICE: "avx2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and not (tmp_path / "runs").exists()
+    assert "PPO_REPRO_KERNELS = 'avx2': there is no such variant; this CPU runs " in one_line(done.stderr)
 
 
 def test_a_platform_without_kernels_is_refused() -> None:
@@ -118,8 +114,7 @@ def test_a_forked_process_begins_its_threads_anew() -> None:
 
 
 def test_the_manifest_learns_of_the_kernels() -> None:
-    library.set_threads(1)
-    assert library.in_use() == library.Kernels(ABLE[0].name, build.digest(), 1)
+    assert library.in_use() == library.Kernels(ABLE[0].name, build.digest())
 
 
 def test_old_libraries_go_and_new_ones_replace_loaded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

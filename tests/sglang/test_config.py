@@ -78,16 +78,13 @@ REFUSED = {
     ("rollout.engine.numerics=stock", "rollout.top_k=5"): "engine.numerics = stock needs top_k = 0",
     ("rollout.engine.numerics=stock", "rollout.top_p=0.9"): "engine.numerics = stock needs top_p = 1",
     ("rollout.top_k=1",): "top_k must be 0 or above 1 with engine.kind = sglang",
-    (
-        "layout.mesh={tensor: 2}",
-        "rollout.engine.weight_sync=tensor",
-    ): "does not go with this: rollout.engine.weight_sync",
     ("numerics.mode=native",): "rollout.engine.numerics = exact needs numerics.mode = exact",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.servers=2"): "servers is for servers the run starts",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.python=/x"): "python is for servers the run starts",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.arguments=[--x]"): "arguments is for servers the run",
     ("rollout.engine.urls=[http://h:1, http://h:1]",): "each server may be named once",
-    ("rollout.engine.device=cuda", "rollout.engine.servers=2"): "servers must be 1 on device cuda",
+    (*STOCK, "rollout.engine.device=cuda", "rollout.engine.servers=2"): "servers must be 1 on device cuda",
+    ("rollout.engine.device=cuda",): "device = cuda needs numerics = stock: exact numerics compute on the CPU",
     ("rollout.engine.timeout_s=0",): "rollout.engine.timeout_s = 0: input should be greater than or equal to 1",
     ("rollout.engine.numerics=bf16",): "rollout.engine.numerics = 'bf16'",
     ("rollout.engine.port=1",): "rollout.engine.port: unknown field",
@@ -172,7 +169,7 @@ def test_the_command_line_follows_from_the_configuration() -> None:
     assert value["--attention-backend"] == "ppo_repro_exact" and value["--dtype"] == "float32"
     assert json.loads(value["--json-model-override-args"]) == {
         "architectures": ["PpoReproExactForCausalLM"],
-        "ppo_repro": {"max_context": 24, "threads": 2, "backend": "auto"},
+        "ppo_repro": {"max_context": 24, "threads": 2},
     }
     routes = [RETURN_ROUTES in server_arguments(config, engine, Path("m"), 1, "v", asked) for asked in (False, True)]
     assert routes == [False, True]
@@ -190,7 +187,7 @@ def test_the_environment_of_a_server() -> None:
     assert found["HOME"] == "/h" and found["OMP_NUM_THREADS"] == "3" and "RANK" not in found
     assert found["PYTHONPATH"].endswith("cpu_shim") and found["SGLANG_USE_CPU_ENGINE"] == "1"
     assert found["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
-    on_gpu = server_environment(outside, engine_of("rollout.engine.device=cuda"), 1)
+    on_gpu = server_environment(outside, engine_of("rollout.engine.numerics=stock", "rollout.engine.device=cuda"), 1)
     assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "TORCHDYNAMO_DISABLE"} & set(on_gpu)
 
 

@@ -15,7 +15,7 @@ from ppo_repro.accuracy.distances import compare, compare_gradients
 from ppo_repro.accuracy.scores import Text
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 from ppo_repro.testing.outliers import cases_of, outlier_model, sequences_of
 from ppo_repro.testing.small_models import CONFIGS, CONTEXT
 
@@ -67,7 +67,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     if (arguments.model is None) != (arguments.text is None):
         parser.error("--model and --text go together")
-    backend.use("float64", arguments.threads)
+    library.use_threads(arguments.threads)
     gradients = not arguments.no_gradients
     if arguments.model is None:
         subjects = measure_small(arguments.family, arguments.case, arguments.models, gradients)

@@ -23,7 +23,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import writer
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -78,7 +78,7 @@ class Own:
 
     def step(self, threads: int) -> Cost:
         """One iteration with all its records on disk."""
-        backend.use(backend.of_mode(self.config.numerics.mode), threads)
+        library.use_threads(threads)
         return timing.cost_of(self._step)
 
     def _step(self) -> None:

@@ -23,8 +23,8 @@ from ppo_repro.config.files import build_config, load_config
 from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics import library
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.schema import LEVELS
@@ -114,7 +114,7 @@ def measure(config: RunConfig, folder: Path) -> tuple[list[Way], dict[str, Disk]
     configs = {way: at_level(config, way) for way in WAYS}
     prepared = {way: prepare(configs[way], lambda step, total, loss: None) for way in WAYS}
     takes = {way: _take(configs[way], prepared[way], way, folder / way.replace(" ", "-")) for way in WAYS}
-    backend.use(backend.of_mode(config.numerics.mode), config.layout.threads)
+    library.use_threads(config.layout.threads)
     times: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(config.ppo.iterations // TURN):
         for way in WAYS:

@@ -22,7 +22,7 @@ from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, RESPONSE, SEQUENCES, SIZES, Size, make_model, prompt_ids
 from ppo_repro.models.networks import make_policy
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 
@@ -46,7 +46,7 @@ def engine(
         assert sum(len(c.response_ids) for c in completions) == sequences * RESPONSE
 
     def run() -> Cost:
-        backend.use(backend.of_mode(mode), threads)
+        library.use_threads(threads)
         return timing.cost_of(work)
 
     return run
@@ -73,7 +73,7 @@ def stock(model: LlamaForCausalLM, size: Size, threads: int, sequences: int = SE
         assert out.shape == (sequences, CONTEXT)
 
     def run() -> Cost:
-        backend.use("eager", threads)
+        library.use_threads(threads)
         return timing.cost_of(work)
 
     return run

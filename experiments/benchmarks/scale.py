@@ -27,7 +27,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.disk import durable
 from ppo_repro.loop import ppo_iterations
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import iteration_log, manifest, reader, schema, writer
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry
@@ -102,7 +102,7 @@ def measure(case: Case, rounds: int) -> CaseCost:
             ],
         )
         prepared = ppo_step.without_stop(config, prepare(config, lambda step, total, loss: None))
-        backend.use("float64", 1)
+        library.use_threads(1)
         iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
         costs = [timing.cost_of(lambda: next(iterations)) for _ in range(rounds + 1)][1:]
     return CaseCost(case, median(c.cpu for c in costs), case.sequences * case.response)

@@ -27,7 +27,7 @@ from ppo_repro.control.environments import make_environments
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.control.networks import Agent
 from ppo_repro.control.summary import ControlSummary, summarise
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.runs.run import run
 
 HERE = Path(__file__).resolve().parent

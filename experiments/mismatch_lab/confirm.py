@@ -32,7 +32,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
 from ppo_repro.models.precision import precision_of
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 from ppo_repro.numerics.layers.rounded import round_model, view_of
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--csv", type=Path, help="also write one row per precision and token to this file")
     arguments = parser.parse_args(argv)
-    backend.use("float64", arguments.threads)
+    library.use_threads(arguments.threads)
     model, tokenizer = load_folder(arguments.model)
     max_context = max(len(_ids(tokenizer, prompt)) for prompt in PROMPTS) + arguments.tokens
     policy = make_policy(model, "exact", max_context)

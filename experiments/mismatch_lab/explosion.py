@@ -31,7 +31,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
 from ppo_repro.models.precision import precision_of
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 from ppo_repro.numerics.layers.rounded import round_model, view_of
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         cells = complete_cells(arguments.grid)
-        backend.use("float64", 1)
+        library.use_threads(1)
         runs = zip(cells["run_dir"].tolist(), cells["seed"].tolist(), strict=True)
         parts = [of_run(arguments.grid / run_dir).assign(seed=seed) for run_dir, seed in runs]
         table = pd.concat(parts, ignore_index=True)

@@ -23,7 +23,7 @@ from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
 from ppo_repro.models.precision import precision_of
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 from ppo_repro.numerics.layers.rounded import round_model, view_of
 from ppo_repro.rollout.stock_engine import in_dtype
 
@@ -102,7 +102,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="also write the errors of all tokens to this Parquet file")
     arguments = parser.parse_args(given)
-    backend.use("float64", arguments.threads)
+    library.use_threads(arguments.threads)
     model, tokenizer = load_folder(arguments.model)
     ids = tokenizer(arguments.text.read_text(encoding="utf-8"))["input_ids"]
     text = text_of_file(ids, arguments.rows, arguments.prompt, arguments.response)

@@ -27,10 +27,10 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.networks import hidden_states, make_policy
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import expand_kept, token_statistics
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics import library
+from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -187,7 +187,7 @@ def read_slices(path: Path, model: str, size: Size) -> list[Slice]:
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: is no file of slices ({error}); choose another --out") from error
     for s in found:
-        if s.model != model or (s.numerics == "exact" and s.response_tokens != size.response_tokens):
+        if s.model != model or (s.numerics == "deterministic" and s.response_tokens != size.response_tokens):
             raise UserError(f"{path}: slice {s.index} is of another model or size; choose another --out")
     return found
 
@@ -197,7 +197,7 @@ def measured(exact: Subject, native: Subject, size: Size, tokens: int, done: Seq
     small = Size(8, 96, size.turn)
     if not any(s.numerics == "native" for s in done):
         yield native.measure(0, small)
-    mine = [s for s in done if s.numerics == "exact"]
+    mine = [s for s in done if s.numerics == "deterministic"]
     while (had := sum(s.tokens for s in mine)) < tokens:
         found = exact.measure(len(mine), size)
         mine.append(found)
@@ -222,7 +222,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.tokens < 1 or arguments.threads < 1 or size.response_tokens <= TURN:
             raise UserError(f"--tokens and --threads must be at least 1, --response-tokens above {TURN}")
         torch.set_num_threads(arguments.threads)
-        backend.use("float64", arguments.threads)
+        library.use_threads(arguments.threads)
         exact, native = (on_texts(arguments.model, mode, size.response_tokens + 64) for mode in ("exact", "native"))
         done = read_slices(path, weights_digest(exact.policy.named_parameters()), size)
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(markdown(table(done)))
-    exact_ones = [s for s in done if s.numerics == "exact"]
+    exact_ones = [s for s in done if s.numerics == "deterministic"]
     unequal, tokens = sum(s.unequal for s in exact_ones), sum(s.tokens for s in exact_ones)
     differs = sum(s.unequal for s in done if s.numerics == "native")
     print(f"{unequal} of {tokens:,} exact log-probs differ; of the native control {differs}")

@@ -26,9 +26,9 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import hidden_states, make_policy
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics import library
+from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.seeding import permutation
 from ppo_repro.stages.forward import in_pieces
 
@@ -78,7 +78,7 @@ def scoring(model: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost
         assert logits.gather(-1, ids[:, PROMPT:, None]).numel() == len(batch.targets)
 
     def run(kind: backend.Backend, work: Callable[[], None]) -> Cost:
-        backend.use(kind, threads)
+        library.use_threads(threads)
         return timing.cost_of(work)
 
     return {STOCK: lambda: run("eager", stock), "exact": lambda: run("float64", lambda: score(policy, batch))}
@@ -101,7 +101,7 @@ def long_answers(model: PreTrainedModel, threads: int) -> dict[str, Callable[[],
     policy = make_policy(model, "exact", PROMPT + max(LONG))
 
     def run(batch: TokenBatch) -> Cost:
-        backend.use("float64", threads)
+        library.use_threads(threads)
         return timing.cost_of(lambda: score(policy, batch))
 
     names = {"right": "exact, padded", "none": "exact, packed"}

@@ -23,9 +23,9 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import hidden_states
-from ppo_repro.numerics.layers.families import head_of, trunk_of
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import reference_folder
@@ -56,8 +56,8 @@ def checked_config(run_dir: Path, control: bool) -> RunConfig:
     mode, rollout = config.numerics.mode, config.rollout
     if mode == "native" and not control:
         raise UserError(f"{run_dir}: numerics.mode = native promises no equal bits; run it in exact, or give --control")
-    if mode == "exact" and control:
-        raise UserError(f"{run_dir}: numerics.mode = exact is no control; leave --control out, or give native runs")
+    if mode == "deterministic" and control:
+        raise UserError(f"{run_dir}: numerics.mode = deterministic is no control; leave --control out, or give native runs")
     require_undisturbed(config)
     if rollout.top_k or rollout.top_p < 1.0:
         raise UserError(

@@ -15,7 +15,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.runs.prepare import prepare
 
 BASE = Path(__file__).with_name("base.yaml")

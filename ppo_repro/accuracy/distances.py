@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from ppo_repro.accuracy.scores import (
     Scores,
     Text,
-    exact_gradients,
-    exact_scores,
+    deterministic_gradients,
+    deterministic_scores,
     reference_gradients,
     reference_scores,
     stock_gradients,
@@ -118,7 +118,7 @@ def compare(
 ) -> Comparison:
     """Compare log-probs, logits and best tokens. The exact numerics compute `given`, or the model itself."""
     reference, stock = reference_scores(model, text), stock_scores(model, text)
-    exact = exact_scores(model if given is None else given, text, max_context)
+    exact = deterministic_scores(model if given is None else given, text, max_context)
     half = stock_scores(copy.deepcopy(model).bfloat16(), text).logprobs if bfloat16 else None
     return Comparison(
         errors(exact.logprobs, stock.logprobs, reference.logprobs),
@@ -150,7 +150,7 @@ def compare_gradients(
 ) -> GradientComparison:
     """Compare the gradients of the mean of -log p. The exact numerics compute `given`, or the model itself."""
     reference = reference_gradients(model, text)
-    exact = exact_gradients(model if given is None else given, text, max_context)
+    exact = deterministic_gradients(model if given is None else given, text, max_context)
     return GradientComparison(
         gradient_errors(exact, reference), gradient_errors(stock_gradients(model, text), reference)
     )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import cycle
 
 import torch
 from transformers import PreTrainedModel
 
 from ppo_repro.accuracy.distances import errors
-from ppo_repro.accuracy.layers import layer_errors
 from ppo_repro.accuracy.scores import Float64, Text, policy_scores, stock_scores
 from ppo_repro.accuracy.stock import stock_model, wide_model
 from ppo_repro.config.run import RunConfig
@@ -47,7 +45,7 @@ def policy_accuracy(
 
 @torch.no_grad()
 def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
-    """Log-probs of `text` by a policy in exact numerics, by its unmodified model in float32, and that in float64.
+    """Log-probs of `text` by a policy in deterministic numerics, by its unmodified model in float32, and that in float64.
 
     The policy is not changed. Logits of one sequence at a time are in memory.
     """
@@ -59,18 +57,11 @@ def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
             reference = stock_scores(wide, one).logprobs
         columns.append((policy_scores(policy, one).logprobs, stock_scores(stock, one).logprobs, reference))
     found = errors(*(torch.cat(column) for column in zip(*columns, strict=True)))
-    accuracy = Accuracy(
+    return Accuracy(
         tokens=text.tokens(),
-        exact_rms=found.exact.rms,
-        exact_max=found.exact.largest,
+        deterministic_rms=found.exact.rms,
+        deterministic_max=found.exact.largest,
         stock_rms=found.stock.rms,
         stock_max=found.stock.largest,
         ratio=found.ratio("rms"),
-        worst_layer="",
-        worst_layer_error=0.0,
     )
-    if not accuracy.is_low:
-        return accuracy
-    lost = layer_errors(policy, text)
-    worst = max(lost, key=lost.__getitem__)
-    return replace(accuracy, worst_layer=worst, worst_layer_error=lost[worst])

@@ -1,4 +1,4 @@
-"""Logits, log-probs and gradients of a text: by the model in float64, by stock transformers, by the exact numerics.
+"""Logits, log-probs and gradients of a text: by the model in float64, by stock transformers, by the kernels.
 
 The reference in float64 is the unmodified transformers class, each sequence alone under the masks the model makes
 itself. Every number is float64: norms and rotary positions too, which transformers computes in float32 in every model.
@@ -18,12 +18,11 @@ from transformers import PreTrainedModel
 
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.layers.families import ROTARIES
-from ppo_repro.numerics.layers.lowering import attach
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import collect
-from ppo_repro.ranks import ALONE
+from ppo_repro.numerics.families import ROTARIES
+from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.optimizer import SLOTS
+from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.token_statistics import token_statistics
 
 
 @dataclass(frozen=True)
@@ -102,15 +101,15 @@ def reference_scores(model: PreTrainedModel, text: Text) -> Scores:
 
 @torch.no_grad()
 def policy_scores(policy: PreTrainedModel, text: Text) -> Scores:
-    """Scores by a policy in exact numerics."""
+    """Scores by a policy in deterministic numerics."""
     batch = lay_out(text.prompts, text.responses, "right")
     logits = policy_logits(policy, batch)
-    return Scores(logits, token_statistics(logits, batch.targets, 1.0, None, "exact")[0])
+    return Scores(logits, token_statistics(logits, batch.targets, 1.0, None, "deterministic")[0])
 
 
-def exact_scores(model: PreTrainedModel, text: Text, max_context: int) -> Scores:
-    """Scores by the exact numerics of an unmodified model."""
-    return policy_scores(make_policy(model, "exact", max_context), text)
+def deterministic_scores(model: PreTrainedModel, text: Text, max_context: int) -> Scores:
+    """Scores of an unmodified model by the kernels."""
+    return policy_scores(make_policy(model, "deterministic", max_context), text)
 
 
 def stock_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
@@ -130,15 +129,11 @@ def reference_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]
         return stock_gradients(wide, text)
 
 
-def exact_gradients(model: PreTrainedModel, text: Text, max_context: int) -> dict[str, Tensor]:
-    """The same in exact numerics, float32."""
-    policy = make_policy(model, "exact", max_context)
-    batch = lay_out(text.prompts, text.responses, "right")
-    accumulator = GradientAccumulator(policy.named_parameters())
-    attach(policy, accumulator)
-
-    def backward() -> None:
-        logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "exact")
-        torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / text.tokens()))
-
-    return collect(accumulator, backward, batch.real_tokens, ALONE)[0]
+def deterministic_gradients(model: PreTrainedModel, text: Text, max_context: int) -> dict[str, Tensor]:
+    """The same by the kernels, float32."""
+    policy, count = make_policy(model, "deterministic", max_context), len(text.prompts)
+    batch = lay_out(text.prompts, text.responses, slots=slots_of(range(count), count, SLOTS))
+    sums = GradientSums(policy.named_parameters(), SLOTS)
+    logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "deterministic")
+    torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / text.tokens()))
+    return sums.finish()

@@ -1,4 +1,4 @@
-"""The unmodified transformers model of a policy in exact numerics, in float32 and in float64, without a copy of it."""
+"""The unmodified transformers model of a policy, in float32 and in float64, without a copy of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbeddin
 
 from ppo_repro.accuracy.scores import Float64
 from ppo_repro.numerics.device import moved
-from ppo_repro.numerics.layers.families import ROTARIES, decoder_layers
+from ppo_repro.numerics.families import ROTARIES, decoder_layers
 
 
 def stations(model: nn.Module) -> dict[str, nn.Module]:

@@ -36,7 +36,7 @@ from ppo_repro.stages.generation import require_undisturbed, sampling_of
 from ppo_repro.stages.prompts import Task, choose_prompts
 
 SEQUENCES = 16  # the outputs of every module for all their tokens are in memory at once, for both paths
-MODES: tuple[Literal["exact", "native"], ...] = ("exact", "native")
+MODES: tuple[Literal["deterministic", "native"], ...] = ("exact", "native")
 LOG_PROBS = "log_probs"
 
 
@@ -71,7 +71,7 @@ class Bisection:
     ladder: tuple[Step, ...]
 
 
-def _settings(config: RunConfig, mode: Literal["exact", "native"]) -> RunConfig:
+def _settings(config: RunConfig, mode: Literal["deterministic", "native"]) -> RunConfig:
     """The configuration in a mode, without a warm start and in the plainest layout."""
     model = config.model
     if isinstance(model, TinyModel):
@@ -81,7 +81,10 @@ def _settings(config: RunConfig, mode: Literal["exact", "native"]) -> RunConfig:
 
 
 def make_subject(
-    config: RunConfig, mode: Literal["exact", "native"], start_folder: Path | None, response: Response | None = None
+    config: RunConfig,
+    mode: Literal["deterministic", "native"],
+    start_folder: Path | None,
+    response: Response | None = None,
 ) -> Subject:
     """The policy of a configuration, or of a folder where it was saved, with `SEQUENCES` responses.
 

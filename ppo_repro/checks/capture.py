@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from ppo_repro.checks.replay import Replay
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
+from ppo_repro.numerics.families import MIXTURES, head_of, trunk_of
 from ppo_repro.numerics.layers.experts import ExactMixture
-from ppo_repro.numerics.layers.families import MIXTURES, head_of, trunk_of
-from ppo_repro.numerics.logprobs import expand_kept, token_statistics
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 
 STRIDE = 1 << 32  # a token's key is sequence * STRIDE + position

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ppo_repro.checks.capture import Subject, batch_of, scored
 from ppo_repro.checks.replay import Replay
 from ppo_repro.models.networks import freeze
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Step:
 def _under(conditions: Conditions, mode: str) -> Iterator[None]:
     """Use the threads and attention kernel of `conditions` inside the block."""
     usual = backend.active()
-    backend.use(backend.of_mode(mode), 2 if conditions.two_threads else 1)
+    library.use_threads(2 if conditions.two_threads else 1)
     try:
         # transformers' own eager attention expects other masks, so the same call gets another kernel
         with sdpa_kernel(SDPBackend.MATH) if mode == "native" and conditions.other_kernels else nullcontext():
             yield
     finally:
-        backend.use(usual, 1)
+        library.use_threads(1)
 
 
 def _rounded(policy: PreTrainedModel) -> PreTrainedModel:

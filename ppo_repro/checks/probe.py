@@ -19,9 +19,9 @@ from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits, value_predictions
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.logprobs import expand_kept, token_statistics
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics import library
+from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -31,7 +31,7 @@ from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.generation import require_undisturbed, sampling_of
 
 SEQUENCES = 24
-Mode = Literal["exact", "native"]
+Mode = Literal["deterministic", "native"]
 CONTROL = "decode = full forward"
 Progress = Callable[[str, int, int], None]  # what was done, how much of it, how much there is
 Check = tuple[str, str, int, int]  # promise, condition, numbers compared, numbers that differ in any bit
@@ -166,11 +166,11 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
 def _with_threads(s: _Subject, threads: int, compute: Callable[[], Tensor]) -> Tensor:
     """The result of `compute` on another number of threads."""
     kernels = backend.of_mode(s.config.numerics.mode)
-    backend.use(kernels, threads)
+    library.use_threads(threads)
     try:
         return compute()
     finally:
-        backend.use(kernels, 1)
+        library.use_threads(1)
 
 
 def _rollout_checks(s: _Subject) -> Iterator[Check]:

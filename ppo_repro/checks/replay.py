@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.numerics.logprobs import expand_kept, token_statistics, top_logits
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics, top_logits
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.torch_engine import Cache, Drawn, TorchEngine, _Active

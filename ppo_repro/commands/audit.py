@@ -75,9 +75,9 @@ def audit_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.audit.page import page
     from ppo_repro.audit.words import fields, lines
     from ppo_repro.models.load import load_folder
-    from ppo_repro.numerics import backend
+    from ppo_repro.numerics import library
 
-    backend.use("float64", arguments.threads)
+    library.use_threads(arguments.threads)
     model, tokenizer = load_folder(arguments.model)
     special = _special(model, tokenizer)
     for response in dump.responses:
@@ -109,7 +109,7 @@ def _look(option: str, folder: Path) -> None:
 
 def _special(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Special:
     from ppo_repro.audit.ways import Special
-    from ppo_repro.numerics.layers.families import ROTARIES
+    from ppo_repro.numerics.families import ROTARIES
 
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return Special(

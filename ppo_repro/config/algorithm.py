@@ -188,6 +188,11 @@ class PPOConfig(Section):
         None,
         description="After a minibatch with more KL(anchor || new), k3, nats per token, the policy rests; null: never.",
     )
+    gradient_slots: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
+        8,
+        description="Groups of sequences whose gradients are summed before the groups are joined, part of the results: "
+        "processes divide it, and micro-batches need memory for its logarithm.",
+    )
     entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
     schedule: Literal["constant", "linear", "cosine"] = Field(

@@ -85,8 +85,9 @@ class ControlEvaluationConfig(Section):
 class ControlNumericsConfig(Section):
     """How numbers are computed."""
 
-    mode: Literal["exact", "native"] = Field(
-        "exact", description="`exact`: every sum exact, so layout cannot matter; `native`: stock torch."
+    mode: Literal["deterministic", "native"] = Field(
+        "deterministic",
+        description="`deterministic`: one written order for every sum, so layout cannot matter; `native`: stock torch.",
     )
 
 

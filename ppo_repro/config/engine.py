@@ -49,8 +49,9 @@ class SGLangServers(Section):
     """
 
     kind: Literal["sglang"] = Field(description="Sample with SGLang servers.")
-    numerics: Literal["exact", "stock"] = Field(
-        "exact", description="`exact`: this package's plugin computes inside SGLang; `stock`: SGLang as it comes."
+    numerics: Literal["deterministic", "stock"] = Field(
+        "deterministic",
+        description="`deterministic`: this package's plugin computes inside SGLang; `stock`: SGLang as it comes.",
     )
     urls: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="Servers that run already, such as http://127.0.0.1:30000; [] to start them here."
@@ -84,7 +85,7 @@ class SGLangServers(Section):
             for name in OF_STARTED_SERVERS:
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} is for servers the run starts; remove it, or remove urls")
-        if self.device == "cuda" and self.numerics == "exact":
+        if self.device == "cuda" and self.numerics == "deterministic":
             raise ValueError("device = cuda needs numerics = stock: exact numerics compute on the CPU")
         if self.device == "cuda" and self.servers > 1:
             raise ValueError("servers must be 1 on device cuda: start more of them yourself and give their urls")
@@ -92,7 +93,7 @@ class SGLangServers(Section):
 
     @model_validator(mode="after")
     def _arguments_are_free(self) -> Self:
-        taken = (*OWN_ARGUMENTS, *(EXACT_ARGUMENTS if self.numerics == "exact" else ()))
+        taken = (*OWN_ARGUMENTS, *(EXACT_ARGUMENTS if self.numerics == "deterministic" else ()))
         for argument in self.arguments:
             if is_secret_option(argument):
                 name = argument.partition("=")[0]

@@ -1,4 +1,4 @@
-"""How the work of a run is cut up: the `layout` section. In exact numerics nothing here changes a result."""
+"""How the work of a run is cut up: the `layout` section. In deterministic numerics nothing here changes a result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ppo_repro.config.section import Count, Index, Section, Threads
 
 
 class LayoutConfig(Section):
-    """How the work is cut up. In exact numerics nothing here can change a result."""
+    """How the work is cut up. In deterministic numerics nothing here can change a result."""
 
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"device"})
 
@@ -21,11 +21,9 @@ class LayoutConfig(Section):
     forward_micro_batch: Index = Field(0, description="Sequences per scoring pass; 0 takes all.")
     update_micro_batch: Index = Field(0, description="Sequences per backward pass; 0 takes the minibatch.")
     padding: Literal["right", "left", "none"] = Field(
-        "right", description="Where short rows are padded; `none` packs sequences into one row."
+        "right", description="Native numerics: where short rows are padded; `none` packs sequences into one row."
     )
-    threads: Threads = Field(
-        1, description="CPU threads, in each process; exact steps of policy and value model share them side by side."
-    )
+    threads: Threads = Field(1, description="CPU threads, in each process.")
     device: Literal["cpu", "cuda"] = Field(
         "cpu", description="What the models compute on; `cuda` is for native numerics and was never run on a card."
     )
@@ -35,6 +33,6 @@ class LayoutConfig(Section):
 
 
 def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:
-    """One line for a CUDA device with exact numerics."""
+    """One line for a CUDA device without native numerics."""
     if layout.device == "cuda" and mode != "native":
         yield f"layout.device = cuda needs numerics.mode = native, and it is {mode}; take cpu"

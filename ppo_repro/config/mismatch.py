@@ -193,9 +193,9 @@ def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str
     """A line for each cause that numerics of this mode, or an engine of this kind, do not have."""
     for side, precision in (("sampler", config.sampler.precision), ("trainer", config.trainer.precision)):
         if precision.rounds and mode == "native":
-            yield f"mismatch.{side}.precision needs numerics.mode = exact, whose products it rounds"
+            yield f"mismatch.{side}.precision needs numerics.mode = deterministic, whose products it rounds"
     if config.sampler.stock == "float32" and mode == "native":
-        yield "mismatch.sampler.stock = float32 needs numerics.mode = exact; native numerics sample by torch's float32"
+        yield "mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample by torch's float32"
     for field, is_set in (("precision", config.sampler.precision.rounds), ("stock", config.sampler.stock is not None)):
         if is_set and engine == "sglang":
             yield (
@@ -210,7 +210,7 @@ def has_no_routes(config: MismatchConfig, mode: str, dense: bool) -> Iterator[st
     if dense:
         yield f"{field} needs a mixture of experts, which model.experts makes"
     if mode == "native":
-        yield f"{field} needs numerics.mode = exact, whose routers take routes"
+        yield f"{field} needs numerics.mode = deterministic, whose routers take routes"
     if config.trainer.retokenize:
         yield f"{field} needs mismatch.trainer.retokenize = 0: tokens that were not sampled have no route"
     if config.trainer.prompts_differ:

@@ -94,8 +94,9 @@ class EvaluationConfig(Section):
 class NumericsConfig(Section):
     """How numbers are computed."""
 
-    mode: Literal["exact", "native"] = Field(
-        "exact", description="`exact`: every sum exact, so layout cannot matter; `native`: stock torch."
+    mode: Literal["deterministic", "native"] = Field(
+        "deterministic",
+        description="`deterministic`: one written order for every sum, so layout cannot matter; `native`: stock torch.",
     )
     max_context: Annotated[int, Field(ge=2, le=32768)] = Field(
         description="Longest prompt plus response, tokens; more are refused, and it changes no number."
@@ -179,10 +180,10 @@ def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
     yield from not_on_device(config.layout, config.numerics.mode)
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
-        yield "numerics.accuracy_sequences needs numerics.mode = exact; native numerics measure nothing"
+        yield "numerics.accuracy_sequences needs numerics.mode = deterministic; native numerics measure nothing"
     engine = config.rollout.engine
-    if native and engine.kind == "sglang" and engine.numerics == "exact":
-        yield "rollout.engine.numerics = exact needs numerics.mode = exact; stock goes with both"
+    if native and engine.kind == "sglang" and engine.numerics == "deterministic":
+        yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
     yield from not_possible(config.mismatch, config.numerics.mode, engine.kind)
     dense = isinstance(config.model, TinyModel) and config.model.experts is None
     if config.ppo.replay_routes:

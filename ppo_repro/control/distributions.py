@@ -16,11 +16,10 @@ from torch.autograd import Function
 
 from ppo_repro import seeding
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.distribution import require_finite
+from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactModule
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.token_statistics import require_finite, token_statistics
 
 LOG_2PI = 1.8378770664093453
 
@@ -143,7 +142,7 @@ class DiagonalGaussian(ExactModule):
         """
         if not torch.isfinite(outputs).all():
             raise NumericsError("the policy's means are not finite; lower the learning rate")
-        if self.mode == "exact":
+        if self.mode == "deterministic":
             return _GaussianStatistics.apply(outputs, self.log_std, actions, self.accumulator)
         normal = torch.distributions.Normal(outputs, self.log_std.exp().expand_as(outputs))
         return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)

@@ -13,8 +13,8 @@ from ppo_repro.control.environments import make_environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out
 from ppo_repro.control.update import ControlState, update
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics import library
+from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ControlIteration:
 def prepare(config: ControlConfig) -> ControlState:
     """Environments, networks and optimizer before the first iteration; UserError for what the user must correct."""
     ppo = config.ppo
-    backend.use(backend.of_mode(config.numerics.mode), config.layout.threads)
+    library.use_threads(config.layout.threads)
     environments = make_environments(config.environment.id, config.environment.num_envs, "training", config.seed)
     size = environments.observations.shape[1]
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)

@@ -48,9 +48,9 @@ def _mlp(sizes: Sequence[int], last_gain: float, mode: str, seed: int, name: str
         with torch.no_grad():
             linear.weight.copy_(torch.from_numpy(weights))
             linear.bias.zero_()
-        layers.append(ExactLinear(linear, f"{name} layer {i}") if mode == "exact" else linear)
+        layers.append(ExactLinear(linear, f"{name} layer {i}") if mode == "deterministic" else linear)
         if not is_last:
-            layers.append(ExactTanh() if mode == "exact" else nn.Tanh())
+            layers.append(ExactTanh() if mode == "deterministic" else nn.Tanh())
     return nn.Sequential(*layers)
 
 

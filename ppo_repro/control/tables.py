@@ -15,7 +15,7 @@ from ppo_repro.clock import moment
 from ppo_repro.config.records import Level
 from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
-from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
+from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import flag_names, removes_gradient
 from ppo_repro.records import control_schema
@@ -79,7 +79,7 @@ def _sequences(item: ControlIteration) -> Columns:
         "end_reason": list(rollout.end_reasons),
         "final_observations": list(rollout.final_observations.numpy()),
         "final_values": item.forward.final_values.numpy(),
-        "reward_sum": exact_sums(rollout.rewards, rollout.lengths).numpy(),
+        "reward_sum": run_sums(rollout.rewards, rollout.lengths).numpy(),
         "episode_return": [None if reason == "cut" else total for reason, total in pairs],
     }
 
@@ -140,9 +140,9 @@ def _steps(item: ControlIteration) -> Columns:
     return {
         "iteration": np.full(len(item.updates), item.index, np.int32),
         "tokens": _int32([len(u.tokens) for u in item.updates]),
-        "entropy": [exact_mean(u.new_entropies) for u in item.updates],
-        "clip_fraction": [exact_mean(removes_gradient(u.clip_flags)) for u in item.updates],
-        "value_clip_fraction": [exact_mean(u.value_clipped) for u in item.updates],
+        "entropy": [mean_of(u.new_entropies) for u in item.updates],
+        "clip_fraction": [mean_of(removes_gradient(u.clip_flags)) for u in item.updates],
+        "value_clip_fraction": [mean_of(u.value_clipped) for u in item.updates],
         **{name: column(name) for name in (*copied, "policy_digest", "value_digest")},
         **{name: _int32(column(name)) for name in ("epoch", "minibatch")},
     }
@@ -153,7 +153,7 @@ def _iteration(item: ControlIteration) -> Columns:
     ended = finished_returns(item)
     row: dict[str, Any] = {
         "episode_return_mean": math.fsum(ended) / len(ended) if ended else None,
-        "entropy": exact_mean(forward.entropies),
+        "entropy": mean_of(forward.entropies),
         "explained_variance": explained_variance(forward.values, item.advantages.returns),
         "unequal_old_rollout_logprobs": unequal_bits(forward.old_logprobs, rollout.rollout_logprobs),
         "max_abs_old_rollout": float((forward.old_logprobs - rollout.rollout_logprobs).abs().max()),

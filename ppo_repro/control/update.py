@@ -16,8 +16,8 @@ from ppo_repro.config.control import ControlConfig, ControlPPOConfig
 from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
-from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.optim.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.advantages import whiten
 from ppo_repro.ppo.schedules import rate_factor
@@ -164,11 +164,11 @@ def _record(
         policy_losses=evaluated.policy_losses,
         surrogates=evaluated.surrogates,
         value_losses=evaluated.value_losses,
-        policy_loss=exact_mean(evaluated.policy_losses),
-        surrogate_loss=exact_mean(evaluated.surrogates),
-        entropy_loss=0.0 - ppo.entropy_coef * exact_mean(evaluated.new_entropies),
-        value_loss=exact_mean(evaluated.value_losses),
-        approx_kl=exact_mean(kl.k3(batch.anchor_logprobs - evaluated.new_logprobs)),
+        policy_loss=mean_of(evaluated.policy_losses),
+        surrogate_loss=mean_of(evaluated.surrogates),
+        entropy_loss=0.0 - ppo.entropy_coef * mean_of(evaluated.new_entropies),
+        value_loss=mean_of(evaluated.value_losses),
+        approx_kl=mean_of(kl.k3(batch.anchor_logprobs - evaluated.new_logprobs)),
         learning_rate=current.learning_rate,
         clip_range=current.clip_range,
         joint_grad_norm=report.grad_norm,

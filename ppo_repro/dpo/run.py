@@ -23,8 +23,8 @@ from ppo_repro.disk.folder import whole_folder
 from ppo_repro.dpo import records
 from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer, weights_digest
+from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out
 from ppo_repro.preferences.training import (
@@ -149,7 +149,7 @@ def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
     )
     rollout = roll_out(run_config, prepared.task, prepared.engine, prompts, ALONE)
     forward = score_rollout(prepared.state, rollout, run_config, ALONE)
-    return exact_mean(exact_sums(forward.ref_kl, rollout.lengths))
+    return mean_of(run_sums(forward.ref_kl, rollout.lengths))
 
 
 def _train(

@@ -17,13 +17,13 @@ from ppo_repro.errors import UserError
 from ppo_repro.library.checks import check_count, check_number
 from ppo_repro.library.gradients import ExactGradients, with_gradients
 from ppo_repro.library.layout import Layout, make_layout
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
+from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, head_of, trunk_of
 from ppo_repro.numerics.gradient_bins import GradientBins
 from ppo_repro.numerics.kernels.core.fingerprint import fingerprint
-from ppo_repro.numerics.layers.families import CAUSAL_MODELS, NAMES, head_of, trunk_of
 from ppo_repro.numerics.layers.lowering import is_exact, lower
-from ppo_repro.numerics.logprobs import token_statistics
 from ppo_repro.numerics.products import array
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.numerics.trunk.forward import TrunkForward
 
 IGNORED = -100  # the label of a position that does not count, as in transformers
@@ -79,7 +79,7 @@ def exact(model: PreTrainedModel, *, max_context: int | None = None, threads: in
     for parameter in copied.parameters():
         parameter.grad = None
     lower(copied, context)
-    backend.use("float64", torch.get_num_threads() if threads is None else threads)
+    library.use_threads(torch.get_num_threads() if threads is None else threads)
     copied._exact_gradients = ExactGradients(GradientBins(copied.named_parameters()))
     copied._exact_context = context
     copied._exact_tables = tables_of(copied)

@@ -18,7 +18,7 @@ from ppo_repro.library.layout import Layout, make_layout
 from ppo_repro.library.model import begin_pass, layout_of, logits_at
 from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.layers.lowering import is_exact
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.seeding import sample_seed

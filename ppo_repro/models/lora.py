@@ -1,6 +1,6 @@
 """Low-rank adapters that are always merged, so that sampler and trainer still agree on every bit. Hu et al., 2022.
 
-The model holds the merged weights W' = W + s B A (see `numerics.optim.low_rank`), and every forward pass uses them. A
+The model holds the merged weights W' = W + s B A (see `numerics.low_rank`), and every forward pass uses them. A
 backward pass collects the gradient of W' as in full training. The optimizer turns it into the gradients of A and B,
 steps on A and B alone, and merges again. That saves optimizer moments and checkpoint size, but no gradient memory.
 
@@ -21,14 +21,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import ValueModel
-from ppo_repro.numerics.layers.linear import ExactConv1D, ExactLinear
-from ppo_repro.numerics.layers.lowering import is_exact
-from ppo_repro.numerics.optim import low_rank
+from ppo_repro.numerics import low_rank
+from ppo_repro.numerics.network import is_deterministic
 from ppo_repro.seeding import words
 
-_LINEAR = (nn.Linear, ExactLinear)
-_TRANSPOSED = (Conv1D, ExactConv1D)  # weight [K, N]
-_PREPARED = (ExactLinear, ExactConv1D)
 _UNIFORM_BITS = 24
 TRUNK = "trunk."  # where a value model has its trunk
 
@@ -54,7 +50,7 @@ class Lora:
     alpha: float
     target_modules: tuple[str, ...]  # ends of layer names
     layers: dict[str, AdaptedLayer]  # by the name of the layer
-    exact: bool
+    deterministic: bool
     whole: dict[str, nn.Parameter] = field(default_factory=dict)  # what is trained beside the factors, by name
 
     @property
@@ -81,14 +77,14 @@ class Lora:
     @torch.no_grad()
     def merge(self) -> None:
         """Set the model's weights to W + s B A."""
-        merge = low_rank.merge if self.exact else low_rank.merge_native
+        merge = low_rank.merge if self.deterministic else low_rank.merge_native
         for layer in self.layers.values():
             merged = merge(layer.base, layer.a, layer.b, self.scale)
             layer.weight.copy_(merged.t() if layer.transposed else merged)
 
     def factor_gradients(self, gradient_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Gradients of all factors from the gradients of the merged weights, which have the shape of `weight`."""
-        gradients_of = low_rank.factor_gradients if self.exact else low_rank.factor_gradients_native
+        gradients_of = low_rank.factor_gradients if self.deterministic else low_rank.factor_gradients_native
         gradients: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
             merged = gradient_of(name).t() if layer.transposed else gradient_of(name)
@@ -103,7 +99,7 @@ def linear_layers(model: Adaptable) -> dict[str, nn.Module]:
     return {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, (*_LINEAR, *_TRANSPOSED)) and layer is not head
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not head
     }
 
 
@@ -157,7 +153,7 @@ def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence
         parameter.requires_grad_(id(parameter) in trained)
     layers = {}
     for name, linear in adapted.items():
-        weight, transposed = linear.get_parameter("weight"), isinstance(linear, _TRANSPOSED)
+        weight, transposed = linear.get_parameter("weight"), isinstance(linear, Conv1D)
         weight.requires_grad_(True)
         base = weight.detach().t() if transposed else weight.detach()
         outputs, inputs = shape_of(linear)
@@ -168,8 +164,8 @@ def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence
             b=torch.zeros(outputs, rank, device=base.device),
             transposed=transposed,
         )
-    exact = is_exact(model.trunk if isinstance(model, ValueModel) else model)
-    lora = Lora(rank, alpha, tuple(target_modules) or _ends(adapted), layers, exact, whole)
+    deterministic = is_deterministic(model.trunk if isinstance(model, ValueModel) else model)
+    lora = Lora(rank, alpha, tuple(target_modules) or _ends(adapted), layers, deterministic, whole)
     lora.merge()
     return lora
 
@@ -178,7 +174,7 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
     """Let an adapted model use the weights of a frozen one where it does not train; returns the adapter that does.
 
     The base of every adapted layer is then the frozen model's own weight, and every other parameter of the model but
-    those trained whole is that of the frozen one, in exact numerics with what is prepared of it. `base` is the
+    those trained whole is that of the frozen one. `base` is the
     reference of a policy; of a value model it is the trunk that it started as. Nobody may change a frozen parameter
     from here on. ValueError names a weight of which the two models have different bits.
     """
@@ -198,8 +194,6 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
                 continue
             _require_same_bits(f"{prefix}{name}", parameter, twin.get_parameter(own))
             setattr(module, own, twin.get_parameter(own))
-            if own == "weight" and isinstance(module, _PREPARED) and isinstance(twin, _PREPARED):
-                module.prepared = twin.prepared
     return replace(lora, layers=layers)
 
 
@@ -214,4 +208,4 @@ def _require_same_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
 def shape_of(layer: nn.Module) -> tuple[int, int]:
     """Outputs and inputs of a linear layer."""
     first, second = layer.get_parameter("weight").shape
-    return (second, first) if isinstance(layer, _TRANSPOSED) else (first, second)
+    return (second, first) if isinstance(layer, Conv1D) else (first, second)

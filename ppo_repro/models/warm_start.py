@@ -13,7 +13,7 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, StepReport, make_optimizer
 from ppo_repro.numerics.rows import slots_of
-from ppo_repro.numerics.sums import mean
+from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -51,7 +51,7 @@ def _cross_entropy_step(
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(logprobs)))
 
     report = optimizer.step(backward)
-    return mean(losses[0]), report
+    return mean_of(losses[0]), report
 
 
 def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:

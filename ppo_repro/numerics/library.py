@@ -12,6 +12,8 @@ import platform
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import build
 from ppo_repro.numerics.build import Platform, Variant
@@ -108,10 +110,10 @@ def locate(variant: Variant, folder: Path) -> Path:
     raise UserError(f"{path} is missing: {_MEND}")
 
 
-def open_library(path: Path) -> ctypes.CDLL:
+def open_library(path: Path) -> ctypes.PyDLL:
     """A library with the types of its functions; UserError if it does not load or its known answer is wrong."""
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.PyDLL(str(path))  # holds the interpreter's lock: the kernels have one pool of threads
     except OSError as error:
         raise UserError(f"the kernels do not load: {error}; {_MEND}") from None
     for name, (result, arguments) in _FUNCTIONS.items():
@@ -129,7 +131,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 @functools.cache
-def load() -> ctypes.CDLL:
+def load() -> ctypes.PyDLL:
     """The library of this process; the first call loads and checks it. UserError if there is none for this machine."""
     library = open_library(locate(_variant(), build.SOURCES))
     os.register_at_fork(after_in_child=library.forget_workers)  # a forked child has none of the threads
@@ -141,6 +143,17 @@ def set_threads(count: int) -> None:
     check_denormals()  # new threads do as this one
     if load().set_threads(count) != 0:
         raise UserError(f"threads = {count}: the system starts no more threads; use fewer")
+
+
+def use_threads(count: int) -> None:
+    """Let the kernels and torch use `count` threads in this process."""
+    torch.set_num_threads(count)
+    set_threads(count)
+
+
+def flushes_denormals() -> bool:
+    """Whether the calling thread rounds denormal numbers to zero."""
+    return int(load().denormal_product()) != _DENORMAL
 
 
 def check_denormals() -> None:
@@ -157,7 +170,7 @@ def _variant() -> Variant:
     return choose(build.this_platform(), frozenset(cpu_words("flags")), os.environ.get(CHOICE))
 
 
-def _check_denormals(library: ctypes.CDLL) -> None:
+def _check_denormals(library: ctypes.PyDLL) -> None:
     if library.denormal_product() != _DENORMAL:
         raise UserError(
             "denormal numbers are flushed to zero here, by torch.set_flush_denormal or a library that was built with "

@@ -17,7 +17,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
-from ppo_repro.numerics.layers.families import (
+from ppo_repro.numerics.families import (
     CAUSAL_MODELS,
     CLASSIFIERS,
     MIXTURES,
@@ -26,7 +26,7 @@ from ppo_repro.numerics.layers.families import (
     head_of,
     key_value_heads,
 )
-from ppo_repro.numerics.layers.lowering import check_config
+from ppo_repro.numerics.description import check_config
 from ppo_repro.plan.memory import Plan, Sizes, Work, frozen_model, make_plan, trained_model
 
 
@@ -81,7 +81,7 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         ceil(count / processes)
         for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)
     )
-    exact, lag = config.numerics.mode == "exact", config.mismatch.sampler.lag
+    exact, lag = config.numerics.mode == "deterministic", config.mismatch.sampler.lag
     return Work(
         exact=exact,
         slots=min(layout.rollout_slots, max(sequences, evaluated)),
@@ -101,7 +101,7 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
 
 def plan_run(config: RunConfig, processes: int = 1) -> Plan:
     """The memory of a run in each of `processes`. UserError where the model is not supported."""
-    max_context, exact = config.numerics.max_context, config.numerics.mode == "exact"
+    max_context, exact = config.numerics.max_context, config.numerics.mode == "deterministic"
     if isinstance(config.model, ModelFolder):
         path = config.model.path
         source = read_model_config(Path(path), CAUSAL_MODELS, f"model.path = {path}")

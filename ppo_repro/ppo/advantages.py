@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic.grid import exact_mean
+from ppo_repro.numerics.sums import mean_of
 
 
 def gae(
@@ -64,9 +64,9 @@ def whiten(values: Tensor, shift: bool = True) -> Tensor:
     [N] float32 -> [N] float32, independent of the order of the elements.
     """
     assert values.shape == (values.numel(),)
-    mean = exact_mean(values)
+    mean = mean_of(values)
     centred = values.to(torch.float64) - mean
-    scale = 1.0 / math.sqrt(exact_mean(centred * centred) + 1e-8)
+    scale = 1.0 / math.sqrt(mean_of(centred * centred) + 1e-8)
     whitened = centred * scale
     return (whitened if shift else whitened + mean).to(torch.float32)
 
@@ -77,8 +77,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
 
     def variance(x: Tensor) -> float:
         x = x.to(torch.float64)
-        mean = exact_mean(x)
-        return exact_mean((x - mean) * (x - mean))
+        mean = mean_of(x)
+        return mean_of((x - mean) * (x - mean))
 
     total = variance(returns)
     return 1.0 - variance(returns.to(torch.float64) - values.to(torch.float64)) / total if total > 0 else None

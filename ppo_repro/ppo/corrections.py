@@ -12,8 +12,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
+from ppo_repro.numerics import elementwise
+from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo import kl
 
 
@@ -45,7 +45,7 @@ def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: T
     assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
     delta = old_logprobs - rollout_logprobs
     if level != "token":
-        sums = exact_sums(delta, lengths)
+        sums = run_sums(delta, lengths)
         of_response = sums / lengths if level == "geometric" else sums
         delta = torch.repeat_interleave(of_response.to(torch.float32), lengths)
     return elementwise.exp(delta)
@@ -94,7 +94,7 @@ def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> T
     """
     assert weights.shape == (int(lengths.sum()),) and lengths.dim() == 1
     each = weights[torch.cumsum(lengths, 0) - 1] if by_response else weights
-    mean = exact_mean(each)
+    mean = mean_of(each)
     return (weights.to(torch.float64) / mean).to(torch.float32) if mean > 0.0 else weights
 
 
@@ -122,7 +122,7 @@ def beyond_divergence(
     if level == "max":
         values = torch.repeat_interleave(torch.stack([run.max() for run in values.split(lengths.tolist())]), lengths)
     elif level != "token":
-        sums = exact_sums(values, lengths)
+        sums = run_sums(values, lengths)
         values = torch.repeat_interleave(sums / lengths if level == "mean" else sums, lengths)
     return values > above
 

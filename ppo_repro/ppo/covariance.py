@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic.grid import exact_mean
+from ppo_repro.numerics.sums import mean_of
 
 
 def covariances(new_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """(log pi_new - mean)(A - mean) per token of a minibatch, [M] float64. Cui et al., 2025, section 4.2."""
     assert new_logprobs.shape == advantages.shape == (new_logprobs.numel(),)
     x, y = new_logprobs.detach().to(torch.float64), advantages.to(torch.float64)
-    return (x - exact_mean(x)) * (y - exact_mean(y))
+    return (x - mean_of(x)) * (y - mean_of(y))
 
 
 def chosen_count(share: float, tokens: int) -> int:

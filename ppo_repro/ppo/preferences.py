@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.numerics.arithmetic.grid import exact_sums
-from ppo_repro.numerics.arithmetic.logistic import Softplus
+from ppo_repro.numerics.elementwise import Softplus
+from ppo_repro.numerics.sums import run_sums
 
 
 class _SequenceSums(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: Tensor) -> Tensor:
         ctx.save_for_backward(lengths)
-        return exact_sums(values, lengths)
+        return run_sums(values, lengths)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

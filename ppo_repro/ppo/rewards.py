@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic.grid import exact_sums
+from ppo_repro.numerics.sums import run_sums
 
 
 def last_tokens(lengths: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charg
     if charge == "length_normalized":
         return penalties / torch.repeat_interleave(lengths, lengths).to(torch.float32)
     groups = word_lengths(word_ids, lengths) if charge == "word" else lengths
-    sums = exact_sums(penalties, groups)
+    sums = run_sums(penalties, groups)
     charged = torch.zeros_like(penalties)
     charged[last_tokens(groups)] = (sums / groups if charge == "last_mean" else sums).to(torch.float32)
     return charged

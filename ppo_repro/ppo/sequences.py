@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.grid import exact_sums
+from ppo_repro.numerics import elementwise
+from ppo_repro.numerics.sums import run_sums
 
 
 class _SequenceRatio(Function):
@@ -17,7 +17,7 @@ class _SequenceRatio(Function):
 
     @staticmethod
     def forward(ctx: Any, log_ratios: Tensor, lengths: Tensor) -> Tensor:
-        means = (exact_sums(log_ratios, lengths) / lengths).to(torch.float32)
+        means = (run_sums(log_ratios, lengths) / lengths).to(torch.float32)
         ratios = torch.repeat_interleave(elementwise.exp(means), lengths)
         ctx.save_for_backward(ratios)
         return ratios
@@ -43,5 +43,5 @@ def sequence_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor, lengths: Tens
 def response_means(advantages: Tensor, lengths: Tensor) -> Tensor:
     """The mean over its response at each token, [M] float32: the one advantage of a response, as AReaL takes it."""
     assert advantages.shape == (int(lengths.sum()),) and lengths.dim() == 1
-    means = exact_sums(advantages, lengths) / lengths
+    means = run_sums(advantages, lengths) / lengths
     return torch.repeat_interleave(means.to(torch.float32), lengths)

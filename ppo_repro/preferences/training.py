@@ -14,9 +14,9 @@ from ppo_repro.config.run import LayoutConfig, NumericsConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
-from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, StepReport, make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, StepReport, make_optimizer, weights_digest
+from ppo_repro.numerics.sums import mean_of
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.ppo.preferences import (
     bradley_terry_losses,
     dpo_losses,
@@ -90,8 +90,8 @@ def preference_steps(
                 epoch=epoch,
                 minibatch=number,
                 pairs=len(indices),
-                loss=exact_mean(losses),
-                margin=exact_mean(margins),
+                loss=mean_of(losses),
+                margin=mean_of(margins),
                 accuracy=preference_accuracy(margins),
                 grad_norm=report.grad_norm,
                 digest=weights_digest(model.named_parameters()),

@@ -17,22 +17,20 @@ class Accuracy:
     """Distances of log-probs from the unmodified model in float64, nats."""
 
     tokens: int  # scored
-    exact_rms: float
-    exact_max: float
+    deterministic_rms: float
+    deterministic_max: float
     stock_rms: float  # by the unmodified model in float32
     stock_max: float
-    ratio: float  # of the rms, exact / stock; stock counts as no better than float32 resolves
-    worst_layer: str  # that lost most, by its name in the model; empty while the ratio is no larger than it may be
-    worst_layer_error: float  # of its outputs given the inputs of float64, relative; 0 without a worst layer
+    ratio: float  # of the rms, deterministic / stock; stock counts as no better than float32 resolves
 
     @property
     def is_low(self) -> bool:
-        """Whether the exact log-probs are farther from float64 than they should be."""
+        """Whether the log-probs are farther from float64 than they should be."""
         return not self.ratio <= LARGEST_RATIO  # nor may the ratio be NaN
 
     def numbers(self) -> dict[str, float | int]:
         """The fields that are numbers, by name."""
-        return {name: value for name, value in asdict(self).items() if not isinstance(value, str)}
+        return asdict(self)
 
 
 def read(run_dir: Path, recorded: Head) -> Accuracy | None:
@@ -43,12 +41,12 @@ def read(run_dir: Path, recorded: Head) -> Accuracy | None:
 
 
 def sentence(found: Accuracy) -> str:
-    """The measurement in words, with the layer to look at where the ratio is too large."""
+    """The measurement in words."""
     text = (
-        f"exact log-probs of {found.tokens:,} tokens are {found.exact_rms:.2g} nats (rms) from the model in float64, "
-        f"{found.exact_max:.2g} at most; stock float32 {found.stock_rms:.2g} and {found.stock_max:.2g}; "
+        f"log-probs of {found.tokens:,} tokens are {found.deterministic_rms:.2g} nats (rms) from the model in float64, "
+        f"{found.deterministic_max:.2g} at most; stock float32 {found.stock_rms:.2g} and {found.stock_max:.2g}; "
         f"ratio {found.ratio:.2f}"
     )
     if not found.is_low:
         return text
-    return f"{text}, above {LARGEST_RATIO:g}: {found.worst_layer} lost most ({found.worst_layer_error:.2g} relative)"
+    return f"{text}, above {LARGEST_RATIO:g}"

@@ -20,7 +20,7 @@ from ppo_repro.buffers import (
 from ppo_repro.config.algorithm import KLInLoss
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken
-from ppo_repro.numerics.optim.optimizer import StepReport
+from ppo_repro.numerics.optimizer import StepReport
 from ppo_repro.replay import recorded
 from ppo_repro.replay.columns import Stage
 from ppo_repro.replay.recorded import Records

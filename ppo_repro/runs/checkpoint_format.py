@@ -21,16 +21,8 @@ from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.write import named_weights, write_tensors
-from ppo_repro.numerics.arithmetic.grid import (
-    GRADIENT_BITS,
-    GRADIENT_INPUT_BITS,
-    INPUT_BITS,
-    LEFT_BITS,
-    RIGHT_BITS,
-    WEIGHT_BITS,
-)
-from ppo_repro.numerics.gradients import HEADROOM
-from ppo_repro.numerics.optim.adamw import OptimizerState, copy_named
+from ppo_repro.numerics.library import KNOWN_ANSWER
+from ppo_repro.numerics.optimizer import OptimizerState, copy_named
 from ppo_repro.runs.checkpoint_index import (
     DAMAGED,
     FORMAT,
@@ -48,14 +40,11 @@ from ppo_repro.runs.checkpoint_index import (
     verified_bytes,
 )
 
-# the meaning of a gradient grid: with other numbers a checkpoint would continue as another run
-NUMBERS = (
-    f"linear layers of {INPUT_BITS} and {WEIGHT_BITS} bits, attention of {LEFT_BITS} and {RIGHT_BITS}, "
-    f"gradients of {GRADIENT_BITS} and {GRADIENT_INPUT_BITS}, headroom {HEADROOM}"
-)
+# kernels with another known answer would continue as another run
+LAW = f"known answer {KNOWN_ANSWER:016x}"
 # what a checkpoint that is gone on with has in common with this process
-_CURRENT = {"ppo_repro": __version__, "numbers": NUMBERS}
-NOTHING = OptimizerState({}, {}, {}, {}, 1.0, 1.0)
+_CURRENT = {"ppo_repro": __version__, "law": LAW}
+NOTHING = OptimizerState({}, {}, {})
 
 
 @dataclass(frozen=True)
@@ -127,7 +116,7 @@ def save(saved: Checkpoint, folder: Path) -> None:
         index = Index(
             format=FORMAT,
             ppo_repro=__version__,
-            numbers=NUMBERS,
+            law=LAW,
             iteration=saved.iteration,
             chain=saved.chain,
             task=saved.origin.task,
@@ -196,20 +185,14 @@ def _moments(state: OptimizerState) -> dict[str, Tensor]:
 
 
 def _entry(state: OptimizerState) -> OptimizerEntry:
-    return OptimizerEntry(
-        grids=dict(state.grids),
-        steps=dict(state.steps),
-        beta1_power=state.beta1_power.hex(),
-        beta2_power=state.beta2_power.hex(),
-    )
+    return OptimizerEntry(steps=dict(state.steps))
 
 
 def _optimizer_state(entry: OptimizerEntry, tensors: Mapping[str, Tensor]) -> OptimizerState:
     def of(moment: str) -> dict[str, Tensor]:
         return {n.removeprefix(moment + "/"): t for n, t in tensors.items() if n.startswith(moment + "/")}
 
-    powers = float.fromhex(entry.beta1_power), float.fromhex(entry.beta2_power)
-    return OptimizerState(of("first"), of("second"), entry.grids, entry.steps, *powers, of("factors"))
+    return OptimizerState(of("first"), of("second"), entry.steps, of("factors"))
 
 
 def _coefficients_entry(coefficients: Coefficients) -> CoefficientsEntry:

@@ -19,7 +19,7 @@ from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
 from ppo_repro.mistakes import mistakes
 
-FORMAT = 3
+FORMAT = 4
 INDEX_NAME = "checkpoint.json"
 POLICY, VALUE_MODEL = "policy.safetensors", "value_model.safetensors"
 POLICY_OPTIMIZER, VALUE_OPTIMIZER = "policy_optimizer.safetensors", "value_optimizer.safetensors"
@@ -33,10 +33,7 @@ class _Entry(BaseModel):
 
 
 class OptimizerEntry(_Entry):
-    grids: dict[str, int]
     steps: dict[str, int]
-    beta1_power: str  # float.hex
-    beta2_power: str
 
 
 class CoefficientsEntry(_Entry):
@@ -55,7 +52,7 @@ class Index(_Entry):
 
     format: int
     ppo_repro: str
-    numbers: str
+    law: str
     iteration: int = Field(ge=1)
     chain: str
     task: str

@@ -26,7 +26,7 @@ from ppo_repro.numerics import library
 from ppo_repro.tasks.reasoning_gym_task import PACKAGE
 from ppo_repro.tasks.rewards import reward_files
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "pandas", "pyarrow", "pydantic")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pandas", "pyarrow", "pydantic")
 
 
 def _git(*arguments: str) -> str:

@@ -18,8 +18,8 @@ from ppo_repro.config.kinds import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.loop import ppo_iterations
-from ppo_repro.numerics.arithmetic.grid import exact_mean
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
@@ -77,7 +77,7 @@ class LanguageExecution:
         return {**tables, **evaluation_table(item.evaluation, item.index)}
 
     def progress(self, item: Iteration) -> str:
-        score, accuracy = exact_mean(item.rewards.scores), exact_mean(item.rewards.is_correct)
+        score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)
         return f"score {score:.3f}  accuracy {accuracy:.3f}  KL {last_kl(item.updates):.4f}"
 
     def ending(self, clock: Clock) -> Ending:
@@ -157,7 +157,7 @@ class LanguageKind:
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""
         accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
-        prepared.state.rest()  # a policy that is not the sampler has operands now
+        prepared.state.rest()
         if accuracy is not None and accuracy.is_low:
             self.watcher.warning(sentence(accuracy))
         return accuracy
@@ -166,7 +166,7 @@ class LanguageKind:
         def warm_start(step: int, total: int, loss: float) -> None:
             self.watcher.warm_start(step, total, loss)
 
-        prepared = prepare(config, warm_start, start_folder, share=True)
+        prepared = prepare(config, warm_start, start_folder, share=True, ranks=self.ranks)
         networks = prepared.state.policy, prepared.state.own_value_module
         digests = [weights_digest(module.named_parameters()) for module in networks]
         self.ranks.require_same("initial weights", digests)

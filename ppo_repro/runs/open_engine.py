@@ -14,7 +14,7 @@ from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import make_policy
-from ppo_repro.numerics.layers.routes import routers
+from ppo_repro.numerics.families import routers
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
@@ -53,7 +53,7 @@ def _sampler(config: RunConfig) -> str:
     engine = config.rollout.engine
     if not isinstance(engine, SGLangServers):
         return f"{config.numerics.mode} numerics"
-    if engine.numerics == "exact":
+    if engine.numerics == "deterministic":
         return "exact numerics"
     if engine.urls:
         return f"SGLang's own numerics (servers that run already: {len(engine.urls)})"

@@ -15,9 +15,9 @@ from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, Value
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
+from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
-from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,
@@ -37,12 +37,13 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 from ppo_repro.numerics.device import device_of, moved
-from ppo_repro.numerics.layers.families import trunk_of
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
+from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.open_engine import built_in_engine, check_routes
 from ppo_repro.stages.coefficients import first_coefficients
@@ -147,7 +148,7 @@ class _Networks:
     adapters: _Adapters
 
 
-def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: bool) -> _Networks:
+def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: bool, ranks: Ranks) -> _Networks:
     """Policy, value model and reference before the first step, their optimizers, and their adapters.
 
     `share`: adapted models use the weights of frozen ones where they do not train.
@@ -164,16 +165,16 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         value_lora = _adapted(value_model, config.value.lora, config.seed, base)
     sampled = set_precision(config.mismatch, policy)
     if config.layout.gradient_checkpointing:
-        checkpoint_gradients(policy)
+        checkpoint_gradients(trunk_of(policy))
         if isinstance(config.value, SeparateValue) and value_model is not None:
-            checkpoint_gradients(value_model)
+            checkpoint_gradients(value_model.trunk)
     trained: nn.Module = policy
     if isinstance(config.value, ValueHead) and value_model is not None:
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
-    policy_optimizer = _optimizer(config, trained, lora, config.ppo.learning_rate)
+    policy_optimizer = _optimizer(config, trained, lora, config.ppo.learning_rate, ranks)
     value_optimizer = None
     if isinstance(config.value, SeparateValue) and value_model is not None:
-        value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate)
+        value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate, ranks)
     state = TrainState(
         policy=policy,
         value_model=value_model,
@@ -204,11 +205,13 @@ def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTr
     return lora if base is None else share_frozen(model, base, lora)
 
 
-def _optimizer(config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float) -> Optimizer:
-    settings = _adamw(config, learning_rate)
+def _optimizer(
+    config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float, ranks: Ranks
+) -> Optimizer:
+    settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, config.ppo.gradient_slots // ranks.size
     if lora is None:
-        return make_optimizer(module, settings, config.numerics.mode)
-    return make_lora_optimizer(module, lora, settings)
+        return make_optimizer(module, settings, mode, slots)
+    return make_lora_optimizer(module, lora, settings, mode, slots)
 
 
 def _value_model(
@@ -218,7 +221,7 @@ def _value_model(
     if isinstance(config.value, NoValue):
         return None
     if isinstance(config.value, ValueHead):
-        head = make_value_head(source.config.hidden_size, mode, config.seed)
+        head = make_value_head(source.config.hidden_size, config.seed)
         return ValueModel(trunk_of(policy), head.to(source.device))
     if config.value.init == "reward_model":
         assert reward_model is not None
@@ -231,16 +234,17 @@ def prepare(
     progress: WarmStartProgress,
     start_folder: Path | None = None,
     share: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Prepared:
     """Load or make everything; UserError names whatever the user has to correct.
 
     `share`: adapted models have one copy of the weights that they do not train with the reference, or with the reward
     model that the value model starts as. Not for a caller that trains otherwise than by the optimizers in the state.
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of this run
-    left it; it replaces the model of the configuration and its warm start.
+    left it; it replaces the model of the configuration and its warm start. `ranks`: the processes of the run.
     """
     device, numerics = device_of(config.layout.device), config.numerics
-    backend.use(backend.of_mode(numerics.mode), config.layout.threads)
+    library.use_threads(config.layout.threads)
     disable_progress_bar()  # the run shows its own
     judge = load_judge(config.reward)
     brought = load_source(config.task, config.seed)
@@ -259,7 +263,7 @@ def prepare(
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment)
-    networks = _networks(config, source, task, share)
+    networks = _networks(config, source, task, share, ranks)
     engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     networks.state.sampler = engine.policy if engine.policy is not networks.state.policy else None
     adapters = networks.adapters

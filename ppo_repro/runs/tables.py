@@ -15,7 +15,7 @@ from ppo_repro.clock import moment
 from ppo_repro.config.algorithm import NoValue
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.run import RunConfig
-from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
+from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.losses import flag_names
 from ppo_repro.records import schema
@@ -100,8 +100,8 @@ def _sequences(item: Iteration) -> Columns:
         "scores": rewards.scores.numpy(),
         "score_parts": [np.array(parts) for parts in rewards.score_parts],
         "is_correct": rewards.is_correct.numpy(),
-        "kl_penalty_sum": exact_sums(rewards.kl_penalties, lengths).numpy(),
-        "reward_sum": exact_sums(rewards.rewards, lengths).numpy(),
+        "kl_penalty_sum": run_sums(rewards.kl_penalties, lengths).numpy(),
+        "reward_sum": run_sums(rewards.rewards, lengths).numpy(),
         **episode_columns(rollout.episodes),
         **_of_faults(rollout),
     }
@@ -227,18 +227,18 @@ def _iteration(item: Iteration, config: RunConfig, peak: Peak | None) -> Columns
     rollout, forward, rewards = item.rollout, item.forward, item.rewards
     evaluation, returns = item.evaluation, item.advantages.returns
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
-    total_reward = exact_sums(rewards.rewards, rollout.lengths)
-    ref_kl = exact_mean(forward.ref_kl)
+    total_reward = run_sums(rewards.rewards, rollout.lengths)
+    ref_kl = mean_of(forward.ref_kl)
     explained = None
     if forward.values is not None and returns is not None:
         explained = explained_variance(forward.values, returns)
     row: dict[str, Any] = {
-        "score_mean": exact_mean(rewards.scores),
-        "accuracy": exact_mean(rewards.is_correct),
-        "reward_mean": exact_mean(total_reward),
+        "score_mean": mean_of(rewards.scores),
+        "accuracy": mean_of(rewards.is_correct),
+        "reward_mean": mean_of(total_reward),
         "response_length_mean": tokens / count,
         "truncated_fraction": rollout.finish_reasons.count("length") / count,
-        "entropy": exact_mean(forward.entropies),
+        "entropy": mean_of(forward.entropies),
         **_coefficients(item, config),
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,

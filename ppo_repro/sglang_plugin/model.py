@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics import backend
-from ppo_repro.numerics.layers.families import CAUSAL_MODELS, check_visibility, head_of, trunk_of
+from ppo_repro.numerics import library
+from ppo_repro.numerics.families import CAUSAL_MODELS, check_visibility, head_of, mixture_layers, seen_routes, trunk_of
 from ppo_repro.numerics.layers.lowering import lower
-from ppo_repro.numerics.layers.routes import mixture_layers, seen_routes
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.trunk.forward import TrunkForward
 from ppo_repro.sglang_plugin.logits import ExactLogits
 from ppo_repro.sglang_plugin.pool import PoolCache
@@ -38,7 +37,7 @@ class PpoReproExactForCausalLM(nn.Module):
         if quant_config is not None:
             raise UserError("exact numerics in SGLang: --quantization is not supported; leave it out")
         self.config, self.settings = config, read_settings(config)
-        backend.use("float64", self.settings.threads)
+        library.use_threads(self.settings.threads)
         self.policy = _lowered(config, self.settings.max_context)
         self.logits_processor = ExactLogits(config)
         self.cache: PoolCache | None = None

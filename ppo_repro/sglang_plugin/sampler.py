@@ -11,7 +11,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.kept import KEPT, Entry, shortest, written
 from ppo_repro.rollout.sampler import sample

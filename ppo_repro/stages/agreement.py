@@ -82,7 +82,7 @@ def sampler_is_exact(config: RunConfig) -> bool:
     is_disturbed = config.rollout.mismatch_sigma is not None or sampler.token_bias is not None
     is_older = sampler.lag is not None
     same = config.mismatch.same_precision and not config.mismatch.trainer.scores_otherwise
-    return config.numerics.mode == "exact" and same and not (is_stock or is_disturbed or is_older)
+    return config.numerics.mode == "deterministic" and same and not (is_stock or is_disturbed or is_older)
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:
@@ -100,7 +100,7 @@ def require_first_step_agrees(
     With the old anchor this is between two passes of the trainer, and promised whatever samples, but not with
     dropout.
     """
-    if config.numerics.mode != "exact":
+    if config.numerics.mode != "deterministic":
         return
     repeats = config.ppo.ratio_anchor == "old" and not config.mismatch.trainer.dropout
     if first.policy is not None and (repeats or sampler_is_exact(config)):

@@ -14,7 +14,9 @@ from ppo_repro.numerics.rows import Rows
 
 LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once
 
-OfRows = Callable[[Tensor, slice, Rows], tuple[Tensor, ...]]  # hidden states [r, H], which rows they are -> [r, ..] each
+OfRows = Callable[
+    [Tensor, slice, Rows], tuple[Tensor, ...]
+]  # hidden states [r, H], which rows they are -> [r, ..] each
 
 
 def in_pieces(compute: OfRows, hidden: Tensor, rows: Rows, vocab_size: int) -> tuple[Tensor, ...]:

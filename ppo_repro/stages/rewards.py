@@ -12,7 +12,7 @@ from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.reward_model import reward_scores
-from ppo_repro.numerics.layers.lowering import forget_operands
+from ppo_repro.numerics.network import forget_packed
 from ppo_repro.output import shown
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import whiten
@@ -38,7 +38,7 @@ def judge(
         sequences = [(*prompts[i], *responses[i]) for i in mine]
         layout = config.layout
         my_scores = reward_scores(task.reward_model, sequences, layout.padding, layout.forward_micro_batch)
-        forget_operands(task.reward_model)
+        forget_packed(task.reward_model)
         scores = ranks.gather(my_scores.tolist())
     return ranks.first(judge_samples, task.judge, samples, scores)
 

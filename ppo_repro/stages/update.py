@@ -17,7 +17,7 @@ from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
 from ppo_repro.numerics.rows import slots_of_rank
-from ppo_repro.numerics.sums import mean
+from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.schedules import rate_factor
 from ppo_repro.ranks import Ranks
@@ -249,9 +249,9 @@ def policy_update(
         penalty_loss=None if penalties is None else weighted(penalties),
         entropy_loss=0.0 - _total(of.new_entropies * policy.config.ppo.entropy_coef, weights),
         kl_loss=None if kl_terms is None else _total(kl_terms, weights),
-        entropy=mean(of.new_entropies),
-        approx_kl=mean(kl.k3(policy.anchor[tokens] - of.new_logprobs)),
-        clip_fraction=mean(losses.removes_gradient(flags)),
+        entropy=mean_of(of.new_entropies),
+        approx_kl=mean_of(kl.k3(policy.anchor[tokens] - of.new_logprobs)),
+        clip_fraction=mean_of(losses.removes_gradient(flags)),
         grad_norm=report.grad_norm,
         gradients=report.gradients,
     )
@@ -272,7 +272,7 @@ def value_update(
         clipped=clipped,
         losses=token_losses,
         loss=_total(token_losses, weights),
-        clip_fraction=mean(clipped),
+        clip_fraction=mean_of(clipped),
         grad_norm=None if report is None else report.grad_norm,
         gradients=() if report is None else report.gradients,
     )

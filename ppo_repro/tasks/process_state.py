@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.backend import flushes_denormals
+from ppo_repro.numerics.library import flushes_denormals
 
 # Ctrl-C and SIGTERM are for the run, whatever the user's file does with them
 _OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP)

@@ -38,16 +38,16 @@ def check_server(
             "mixture of experts; start it with that"
         )
     required: dict[str, Any] = {"sampling_backend": "pytorch", "speculative_algorithm": None}
-    if engine.numerics == "exact":
+    if engine.numerics == "deterministic":
         required |= {"attention_backend": EXACT_BACKEND, "dtype": "float32"}
         if model.get("architectures") != [EXACT_ARCHITECTURE]:
             raise UserError(
-                f"{url}: serves {model.get('architectures')}; rollout.engine.numerics = exact needs the plugin"
+                f"{url}: serves {model.get('architectures')}; rollout.engine.numerics = deterministic needs the plugin"
             )
     for name, value in required.items():
         if info.get(name) != value:
             raise UserError(f"{url}: has {name} = {info.get(name)!r}; must be {value!r}")
-    if engine.numerics == "exact":
+    if engine.numerics == "deterministic":
         _check_context(url, info, numerics)
     context, max_context = info.get("context_length"), numerics.max_context
     if isinstance(context, int) and context < max_context + SPARE_CONTEXT:

@@ -79,11 +79,11 @@ def look_into(engine: SGLangServers) -> Interpreter:
     if installed["packages"]["sglang"] is None:
         raise UserError(f"{wrong}: has no sglang; give the interpreter of an environment made by .ci/sglang.sh")
     ours = [entry for entry in installed["plugins"] if entry.startswith("ppo_repro.")]
-    needs_plugin = engine.numerics == "exact" or engine.device == "cpu"
+    needs_plugin = engine.numerics == "deterministic" or engine.device == "cpu"
     if needs_plugin and not ours:
         raise UserError(f"{wrong}: has sglang but not ppo_repro's plugin; pip install --no-deps ppo_repro there")
     digest = numerics_digest(Path(installed["ppo_repro"][0])) if installed["ppo_repro"] else ""
-    if engine.numerics == "exact" and digest != numerics_digest(_PACKAGE):
+    if engine.numerics == "deterministic" and digest != numerics_digest(_PACKAGE):
         raise UserError(f"{wrong}: its ppo_repro has other numerics than this one; install this one there")
     return Interpreter(installed["python"], installed["packages"], tuple(installed["plugins"]), digest)
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.layers.routes import routers
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.families import routers
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.rollout.sglang import weights
@@ -115,7 +115,7 @@ class SGLangEngine:
         """Replace a server that is gone, where that changes no bit: in exact numerics, if the run started it."""
         lost = self.fleet.servers[index]
         reason = self.fleet.explain(index, error)
-        if self.fleet.engine.numerics != "exact" or lost.process is None:
+        if self.fleet.engine.numerics != "deterministic" or lost.process is None:
             raise reason
         say(f"{reason}; starting another one, which changes no result")
         self._groups.pop(lost.url, None)
@@ -126,7 +126,7 @@ class SGLangEngine:
     def _write(self, digest: str) -> None:
         if self._folder_digest != digest:
             weights.write_folder(
-                self.policy, self.stop_ids, self.fleet.model_folder, self.fleet.engine.numerics == "exact"
+                self.policy, self.stop_ids, self.fleet.model_folder, self.fleet.engine.numerics == "deterministic"
             )
             self._folder_digest = digest
 
@@ -148,7 +148,7 @@ class SGLangEngine:
             if server.url not in self._groups:
                 self._groups[server.url] = weights.join_group(server.url, self.policy.device.type, timeout)
             weights.from_distributed(server.url, self.policy, self._groups[server.url], digest, timeout)
-        weights.confirm(server.url, digest, engine.numerics == "exact", timeout)
+        weights.confirm(server.url, digest, engine.numerics == "deterministic", timeout)
         self._server_digests[server.url] = digest
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.numerics.layers.families import decoder_layers
-from ppo_repro.numerics.layers.routes import mixture_layers
+from ppo_repro.numerics.families import decoder_layers, mixture_layers
 
 
 @dataclass(frozen=True)

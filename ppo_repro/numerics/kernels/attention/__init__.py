@@ -1,1 +1,0 @@
-"""Attention on CPUs, forward and backward, with sums that are exact in every order."""

@@ -1,1 +1,0 @@
-"""What all kernels share: compilation, threads, memory, scalar and vector functions, rows on grids."""

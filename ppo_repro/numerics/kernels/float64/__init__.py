@@ -1,1 +1,0 @@
-"""Exact matrix products in float64, for any CPU."""

@@ -1,1 +1,0 @@
-"""Whole forward and backward passes of a trunk, kernel after kernel."""

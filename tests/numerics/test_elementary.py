@@ -17,8 +17,8 @@ from torch import Tensor
 from ppo_repro.numerics import build, elementwise, library
 from tests.numerics import definition_elementary as definition
 from tests.numerics import definition_tokens as wide
-from tests.support.variants import ABLE
 from tests.support.models import seeded
+from tests.support.variants import ABLE
 
 F, D = np.float32, np.float64
 Array = np.ndarray

@@ -19,9 +19,9 @@ from ppo_repro.numerics import build, library, sampling
 from ppo_repro.numerics import token_statistics as tokens
 from tests.numerics import definition_tokens as definition
 from tests.support.in_order import sum_in_order
-from tests.support.variants import ABLE, FASTEST
 from tests.support.models import seeded
 from tests.support.sampler import MASK, drawn_case, murmur3
+from tests.support.variants import ABLE, FASTEST
 
 F, D = np.float32, np.float64
 

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from ppo_repro import seeding
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.arithmetic.distribution import require_finite
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.linear import ExactModule

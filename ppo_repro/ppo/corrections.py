@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.arithmetic.grid import exact_mean, exact_sums
 from ppo_repro.ppo import kl
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics import elementwise
 
 _SERIES_TERMS = 16
 
@@ -33,7 +33,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     series = torch.full_like(x, 1.0)
     # x^2/2 (1 - x/3 (1 - x/4 (1 - x/5 ...)))
     for n in range(_SERIES_TERMS, 2, -1):
-        series = 1.0 - elementwise.divided(x * series, n)
+        series = 1.0 - x * series / n
     large = elementwise.exp(-log_ratio.to(torch.float32)).to(torch.float64) - 1.0 + x
     return torch.where(x.abs() <= 1.0, x * x * 0.5 * series, large.clamp(min=0.0))
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic.elementwise import Exp
+from ppo_repro.numerics.elementwise import Exp
 from ppo_repro.ppo.kl import k3_loss
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics.arithmetic.grid import exact_sums
-from ppo_repro.numerics.arithmetic.logistic import Softplus
+from ppo_repro.numerics.elementwise import Softplus
 
 
 class _SequenceSums(Function):

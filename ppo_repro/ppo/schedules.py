@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ppo_repro.numerics.arithmetic.elementwise import cos_sin
+from ppo_repro.numerics.elementwise import cos_sin
 
 
 def rate_factor(schedule: str, iteration: int, iterations: int, warmup_iterations: int) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.arithmetic.grid import exact_sums
 
 
